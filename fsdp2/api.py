@@ -1,0 +1,670 @@
+"""``fully_shard`` and what it gives a module: the public surface, argument by argument that of torch's FSDP2.
+
+This file checks what the user passed and hands it down; how anything is done stands below ``core/``.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, cast, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from .core import torch_compat as compat
+from .core.build import build_unit
+from .core.copying import deepcopy_module
+from .core.custom_comm import (
+    ProcessGroupAllGather,
+    ProcessGroupReduceScatter,
+    SymmetricAllGather,
+    SymmetricReduceScatter,
+    warn_without_effect,
+)
+from .core.gradients import Gradients
+from .core.hooks import class_with, swap_class
+from .core.mesh import read_mesh
+from .core.param_group import ParamGroup
+from .core.schedule import refuse_meta, schedule_of
+from .core.unit import Unit
+from .errors import ArgumentError, ModuleError, OrderError, message
+from .policy import (
+    AllGather,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ReduceScatter,
+    ShardPlacementResult,
+)
+
+ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> FSDPModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: ShardPlacementFn | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: DataParallelMeshDims | None = ...,
+) -> list[FSDPModule]: ...
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (a frozen value, and upstream's signature)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> Any:
+    """Shard the parameters of ``module`` over data-parallel ranks, in place.
+
+    The parameters that no earlier call on a submodule took become one group, gathered and reduced together: call it bottom-up,
+    on each block and last on the root. Between steps ``module.parameters()`` are DTensors, in forward and backward plain tensors.
+
+    module:                 a module, or a list of modules that become one group
+    mesh:                   1-D: shard over it; 2-D with named axes: replicate over axis 0, shard over axis 1; None: 1-D over all
+                            ranks. Its device type is where parameters and buffers are moved to.
+    reshard_after_forward:  True: free the unsharded parameters after forward and gather them again in backward; False: keep
+                            them; an int that divides the shard axis: keep them sharded over that many ranks; None: True, but
+                            False for the root of a forward that backward may follow.
+    shard_placement_fn:     the dim to shard for a parameter, even or not; None is Shard(0). A ShardPlacementResult also names
+                            another mesh; parameters of one mesh and dtype become one group.
+    mp_policy:              dtypes of parameters, reduction, inputs and outputs
+    offload_policy:         where sharded parameters and gradients live
+    ignored_params:         parameters to leave alone: not moved, not sharded, their gradients not reduced
+    dp_mesh_dims:           ``mesh`` is a full SPMD mesh, on which all parameters are DTensors, and these of its axes carry data
+                            parallelism. A gradient that is Partial over one of them is averaged; one that is Replicate counts
+                            once, however many ranks hold it.
+    Returns:                ``module``, now of class ``FSDP<Name>``, which is an FSDPModule and still its own class
+    Collective:             no, except for ``mesh=None`` and an int ``reshard_after_forward``, which make process groups
+    Raises:                 an FSDPError that names parameter and rank, before anything is changed
+    Source:                 ZeRO stage 3 (Rajbhandari et al. 2020); per-parameter sharding as in PyTorch FSDP2
+    """
+    modules = _checked_modules(module)
+    _check_policies(mp_policy, offload_policy, ignored_params)
+    for each in modules:
+        class_with(FSDPModule, type(each))  # a class that refuses to be subclassed does so before anything is changed
+    unit = build_unit(
+        modules,
+        read_mesh(mesh, dp_mesh_dims),
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params or set(),
+    )
+    for each in unit.modules:
+        swap_class(each, FSDPModule)
+    return module
+
+
+def _state(module: nn.Module) -> Unit | None:
+    """The state of a module that ``fully_shard`` was called on, or None."""
+    state = compat.module_state(module)
+    return state if isinstance(state, Unit) else None
+
+
+fully_shard.state = _state  # type: ignore[attr-defined]  # as torch's
+
+
+def _checked_modules(module: Any) -> list[nn.Module]:
+    modules = [module] if isinstance(module, nn.Module) else module
+    if not isinstance(modules, (list, tuple)):
+        raise ModuleError(
+            message(
+                f"fully_shard got an object of type {type(module).__name__}: {_short(module)}",
+                expected="an nn.Module or a list of them (in an order that is the same on all ranks)",
+                fix="pass the module itself, or list(modules)",
+            )
+        )
+    if not modules:
+        raise ModuleError(
+            message("fully_shard got an empty list", expected="at least one module", fix="pass the modules of one group")
+        )
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise ModuleError(
+                message(
+                    f"fully_shard got a list with an object of type {type(each).__name__}: {_short(each)}",
+                    expected="a list of nn.Module",
+                    fix="pass modules only",
+                )
+            )
+        if sum(each is other for other in modules) > 1:
+            raise ModuleError(
+                message(
+                    f"fully_shard got a list that has the same {type(each).__name__} more than once",
+                    expected="each module at most once",
+                    fix="leave the others out: a shared module belongs to one group",
+                )
+            )
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
+            raise ModuleError(
+                message(
+                    f"fully_shard does not support containers that do not implement forward: {type(each).__name__}",
+                    expected="a module whose forward runs, because that is when its parameters are gathered",
+                    fix="call fully_shard on each of its items, or pass list(container) to make them one group",
+                )
+            )
+        if isinstance(each, torch.jit.ScriptModule):
+            raise ModuleError(
+                message(
+                    f"fully_shard got a {type(each).__name__}, which takes no hooks",
+                    expected="a module that runs in Python",
+                    fix="apply fully_shard to the module that was scripted or traced",
+                )
+            )
+        if "fully_shard" in compat.applied_apis(each):
+            raise ModuleError(
+                message(
+                    f"fully_shard was already applied to this {type(each).__name__}",
+                    expected="each module at most once",
+                    fix="remove the second call",
+                )
+            )
+        if "replicate" in compat.applied_apis(each):
+            raise ModuleError(
+                message(
+                    f"replicate() was already applied to this {type(each).__name__}",
+                    expected="one data-parallel API for a module",
+                    fix="use a 2-D mesh with fully_shard to replicate and shard",
+                )
+            )
+    return [each for each in modules if not any(each is not other and each in set(other.modules()) for other in modules)]
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _check_policies(mp_policy: Any, offload_policy: Any, ignored_params: Any) -> None:
+    for name, value, needed in (
+        ("mp_policy", mp_policy, ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")),
+        ("offload_policy", offload_policy, ()),
+    ):
+        if isinstance(value, type) or value is None or any(not hasattr(value, field) for field in needed):
+            wanted = "MixedPrecisionPolicy" if needed else "OffloadPolicy"
+            raise ArgumentError(
+                message(
+                    f"fully_shard got {name}={value!r}",
+                    expected=f"a {wanted} (of fsdp2 or torch.distributed.fsdp)",
+                    fix=f"pass {wanted}(...)",
+                )
+            )
+    if not any(base.__name__ == "OffloadPolicy" for base in type(offload_policy).__mro__):
+        raise ArgumentError(
+            message(
+                f"fully_shard got offload_policy={offload_policy!r} of type {type(offload_policy).__name__}",
+                expected="an OffloadPolicy (of fsdp2 or torch.distributed.fsdp)",
+                fix="pass CPUOffloadPolicy() to offload, or leave it out",
+            )
+        )
+    if not isinstance(mp_policy.cast_forward_inputs, bool):
+        raise ArgumentError(
+            message(
+                f"MixedPrecisionPolicy got cast_forward_inputs={mp_policy.cast_forward_inputs!r}",
+                expected="a bool",
+                fix="pass True or False",
+            )
+        )
+    for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(mp_policy, field)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ArgumentError(
+                message(
+                    f"MixedPrecisionPolicy got {field}={dtype!r}",
+                    expected="a floating-point torch.dtype or None",
+                    fix=f"for instance {field}=torch.bfloat16",
+                )
+            )
+    if ignored_params is not None and not isinstance(ignored_params, (set, frozenset)):
+        raise ArgumentError(
+            message(
+                f"fully_shard got ignored_params of type {type(ignored_params).__name__}",
+                expected="a set of nn.Parameter",
+                fix="pass set(params): parameters compare by identity in a set, by value in a list",
+            )
+        )
+    for param in ignored_params or ():
+        if not isinstance(param, nn.Parameter):
+            raise ArgumentError(
+                message(
+                    f"fully_shard got ignored_params with a {type(param).__name__}",
+                    expected="a set of nn.Parameter",
+                    fix="pass the parameters themselves, not their names",
+                )
+            )
+
+
+class UnshardHandle:
+    """What ``FSDPModule.unshard(async_op=True)`` returns."""
+
+    def __init__(self, unit: Unit | None = None) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Make the unsharded parameters usable on the current stream and register them; again: no-op."""
+        if self._unit is not None:
+            self._unit.wait()
+            self._unit = None
+
+
+class FSDPModule:
+    """Mixed into every module that ``fully_shard`` took. Methods marked *recursive* also apply to FSDP modules below."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Making an instance of ``FSDP<Name>``, as slicing a Sequential does, makes one of the original class."""
+        original: Any = cls.__mro__[2]
+        made = original.__new__(original)
+        made.__init__(*args, **kwargs)
+        return made
+
+    # --- parameters ---
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """All-gather this module's parameters, in ``param_dtype`` if that is set, and register them. Not recursive.
+
+        async_op:   return a handle at once. The forward of the module waits for it if nobody did.
+        Collective: yes, over the shard axis.
+        """
+        unit = _unit(self)
+        refuse_meta([unit])
+        unit.issue(copy=async_op)
+        schedule_of(unit).keep(unit)
+        handle = UnshardHandle(unit)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Register the sharded parameters and free the unsharded ones; waits for a pending unshard first. Not recursive."""
+        _unit(self).reshard()
+
+    # --- one iteration ---
+
+    def reset_iter_state(self) -> None:
+        """After an exception in forward or backward: make the next iteration valid. Call it on the root.
+
+        Waits for what is under way, reshards everything, and discards gradients that were accumulated without sync; after a failed
+        backward, which may have added to some of them, all gradients. Safe to call twice, and before the first forward.
+        Collective: no.
+        Raises: OrderError on a module that is not the root of its last forward.
+        """
+        unit = _unit(self)
+        if unit.schedule is None:
+            unit.reshard()
+        else:
+            unit.schedule.check_root(unit, "reset_iter_state")
+            unit.schedule.reset()
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward is the last of this iteration: only then are pending reductions waited for."""
+        _check_bool("set_is_last_backward", "is_last_backward", is_last_backward)
+        schedule_of(_unit(self)).is_last_backward = is_last_backward
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients; if not they accumulate unsharded, in reduce dtype. Recursive."""
+        _check_bool("set_requires_gradient_sync", "requires_gradient_sync", requires_gradient_sync)
+        for unit in _units(self, recurse):
+            for _, gradients in unit.groups:
+                gradients.sync = requires_gradient_sync
+                gradients.all_reduce = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """HSDP: whether backward all-reduces after the reduce-scatter; if not, reduce-scattered gradients accumulate. Recursive."""
+        _check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
+        for unit in _units(self, recurse):
+            for _, gradients in unit.groups:
+                gradients.all_reduce = requires_all_reduce
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """``nn.Module.zero_grad``, also for parameters that are unsharded now, and for gradients accumulated without sync."""
+        for unit in _units(self, recurse=True):
+            if unit.schedule is not None:
+                unit.schedule.finish_reductions()
+            for _, gradients in unit.groups:
+                gradients.zero(set_to_none)
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    # --- memory against communication ---
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Change ``reshard_after_forward`` (True or False), for the root as well. Recursive."""
+        _check_bool("set_reshard_after_forward", "reshard_after_forward", reshard_after_forward)
+        for unit in _units(self, recurse):
+            unit.reshard_after_forward = reshard_after_forward
+            unit.reshard_is_default = False
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether parameters are resharded after backward; keeping them saves the next micro-batch's gather. Recursive."""
+        _check_bool("set_reshard_after_backward", "reshard_after_backward", reshard_after_backward)
+        for unit in _units(self, recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward needs the parameters at all (an embedding's does not)."""
+        _check_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
+        _unit(self).unshard_in_backward = unshard_in_backward
+
+    # --- prefetch ---
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Gather these as soon as this module's own parameters are there in forward, instead of the recorded next one."""
+        _unit(self).prefetch_forward = _checked_units(modules, "set_modules_to_forward_prefetch")
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """The same in backward, instead of the module that ran before."""
+        _unit(self).prefetch_backward = _checked_units(modules, "set_modules_to_backward_prefetch")
+
+    # --- reduction ---
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Call ``hook(reduce_output)`` after the reduction, before gradients are handed out; it may change its argument in place.
+
+        reduce_output: 1-D, reduce dtype. stream: to run it on; not with native HSDP.
+        """
+        unit = _unit(self)
+        for group, gradients in unit.groups:
+            if stream is not None and group.mesh.replicate_group is not None:
+                raise ArgumentError(
+                    message(
+                        "set_all_reduce_hook got a stream for a module with native HSDP",
+                        expected="stream cannot be set when using native HSDP",
+                        fix="leave stream out: the hook runs on the all-reduce stream",
+                    )
+                )
+            gradients.all_reduce_hook = hook
+            gradients.all_reduce_hook_stream = stream
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks."""
+        given: Any = factor
+        if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
+            raise ArgumentError(
+                message(
+                    f"set_gradient_divide_factor got {factor!r} of type {type(factor).__name__}",
+                    expected="a positive number",
+                    fix="1.0 sums gradients; by default they are averaged over all data-parallel ranks",
+                )
+            )
+        for _, gradients in _unit(self).groups:
+            gradients.divide_factor = factor
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Use only SUM in collectives, and divide in kernels of our own."""
+        for _, gradients in _unit(self).groups:
+            gradients.sum_only = enable
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Give parameters that no rank used a zero gradient instead of None. Recursive.
+
+        A parameter used on some ranks gets its gradient everywhere without this.
+        """
+        for unit in _units(self, recurse):
+            for _, gradients in unit.groups:
+                gradients.reduce_unused = reduce_scatter_unused_params
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of ``set_gradient_divide_factor``; warns."""
+        warnings.warn("Use `set_gradient_divide_factor` instead", FutureWarning, stacklevel=2)
+        self.set_gradient_divide_factor(factor)
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reduce-scatter inputs may be in flight, which bounds their memory; the largest value below a root counts.
+
+        With 1, the default, a group's reduce-scatter has the backward of one group to finish in before it is waited for. Recursive.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise ArgumentError(
+                message(
+                    f"set_reduce_scatter_max_input_buffers got {max_input_buffers!r} of type {type(max_input_buffers).__name__}",
+                    expected="max_input_buffers must be an int",
+                    fix="pass 1 or more",
+                )
+            )
+        if max_input_buffers < 1:
+            raise ArgumentError(
+                message(
+                    f"set_reduce_scatter_max_input_buffers got {max_input_buffers}",
+                    expected="max_input_buffers must be a positive int",
+                    fix="pass 1 or more",
+                )
+            )
+        for unit in _units(self, recurse):
+            unit.max_reductions = max_input_buffers
+            if unit.schedule is not None:
+                unit.schedule.choose_max_reductions()
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Let reduce-scatters have a process group of their own, so that they run beside all-gathers. Recursive.
+
+        Collective: yes, over the shard axis, when it makes a group (one for each set of ranks).
+        """
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for unit in _units(self, recurse):
+            for group, gradients in unit.groups:
+                if not enable or group.mesh.shard_group is None:
+                    gradients.process_group = None
+                    continue
+                ranks = tuple(dist.get_process_group_ranks(group.mesh.shard_group))
+                if ranks not in made:
+                    made[ranks] = gradients.process_group or dist.new_group(
+                        list(ranks), use_local_synchronization=True, group_desc="fsdp2_reduce_scatter"
+                    )
+                gradients.process_group = made[ranks]
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """All-gather through ``comm`` (see ``AllGather``): it allocates the whole output, of which the input is a slice."""
+        for group, _ in _one_group(self, "set_custom_all_gather"):
+            group.set_all_gather_comm(comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce-scatter through ``comm`` (see ``ReduceScatter``): it allocates input and output."""
+        for _, gradients in _one_group(self, "set_custom_reduce_scatter"):
+            gradients.comm = comm
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Allocate communication buffers with the process group's own allocator, if its backend has one; not with a custom comm."""
+        for group, gradients in _unit(self).groups:
+            _refuse_custom(group.all_gather_comm, gradients.comm, "set_allocate_memory_from_process_group_for_comm")
+            process_group = group.mesh.shard_group
+            if enable and (process_group is None or not compat.process_group_allocates(process_group, group.device)):
+                warn_without_effect(
+                    "set_allocate_memory_from_process_group_for_comm",
+                    f"the process group's backend allocates no tensors on {group.device}",
+                )
+                continue
+            group.set_all_gather_comm(ProcessGroupAllGather(process_group) if enable and process_group else None)
+            gradients.comm = ProcessGroupReduceScatter(process_group) if enable and process_group else None
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Allocate communication buffers in symmetric memory, for the collectives that can use it; not with a custom comm.
+
+        Reduce-scatters use it only after ``set_force_sum_reduction_for_comms(True)``. Collective: yes, over the shard axis.
+        """
+        for group, gradients in _unit(self).groups:
+            _refuse_custom(group.all_gather_comm, gradients.comm, "set_symm_mem_for_comm")
+            process_group = group.mesh.shard_group
+            if process_group is None or group.device.type != "cuda" or dist.get_backend(process_group) != "nccl":
+                warn_without_effect("set_symm_mem_for_comm", f"symmetric memory needs CUDA and NCCL, and this is {group.device}")
+                continue
+            group.set_all_gather_comm(SymmetricAllGather(process_group, backend))
+            if gradients.sum_only:
+                gradients.comm = SymmetricReduceScatter(process_group, backend)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """An event behind the optimizer step, for the next forward's all-gathers to wait on; used once.
+
+        Our all-gathers always run behind what the current stream was given before them, because their memory is allocated there: the
+        event is for an optimizer step on another stream.
+        """
+        unit = _unit(self)
+        schedule_of(unit).post_optim_event = event
+        if unit.device.type == "cpu":
+            warn_without_effect("set_post_optim_event", "the CPU has no streams")
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Upstream's switch for all-gathers on the current stream; ours always allocate there, so that it changes nothing."""
+
+    # --- how others see it ---
+
+    def _get_fsdp_state(self) -> Unit:
+        return _unit(self)
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
+        """An independent module on the same mesh, sharded in the same way; like any copied module it has no gradients."""
+        return deepcopy_module(cast(nn.Module, self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises: ModuleError. A module is bound to process groups, which no pickle carries."""
+        raise ModuleError(
+            message(
+                f"{type(self).__name__} cannot be pickled or copied with copy.copy",
+                expected="its state_dict() to be saved, and copy.deepcopy() for a second module in this process",
+                fix="save model.state_dict() with torch.distributed.checkpoint; load it into a model built and sharded anew",
+            )
+        )
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        unit = _unit(self)
+        unit.reshard_for_all()  # nn.Module changes what is registered
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        unit.notice_changes()
+        return result
+
+
+def _unit(module: Any) -> Unit:
+    state = compat.module_state(module)
+    assert isinstance(state, Unit), f"{type(module).__name__} has lost its FSDP state"
+    return state
+
+
+def _check_bool(setter: str, argument: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ArgumentError(
+            message(
+                f"{setter} got {value!r} of type {type(value).__name__}",
+                expected=f"{argument} should be a bool",
+                fix="pass True or False",
+            )
+        )
+
+
+def _units(module: Any, recurse: bool) -> list[Unit]:
+    if not recurse:
+        return [_unit(module)]
+    return [_unit(each) for each in cast(nn.Module, module).modules() if isinstance(each, FSDPModule)]
+
+
+def _one_group(module: Any, caller: str) -> list[tuple[ParamGroup, Gradients]]:
+    groups = _unit(module).groups
+    if len({id(group.mesh.shard_group) for group, _ in groups}) > 1:
+        raise ArgumentError(
+            message(
+                f"{caller} is not supported with multiple param groups over different process groups",
+                expected="a module whose parameters all have one mesh",
+                fix="call it on modules that hold the parameters of one mesh each",
+            )
+        )
+    return groups
+
+
+def _refuse_custom(gather: AllGather | None, scatter: ReduceScatter | None, caller: str) -> None:
+    own = (ProcessGroupAllGather, ProcessGroupReduceScatter, SymmetricAllGather, SymmetricReduceScatter)
+    for comm in (gather, scatter):
+        if comm is not None and not isinstance(comm, own):
+            raise OrderError(
+                message(
+                    f"cannot call {caller}() after a custom communicator was set: {type(comm).__name__}",
+                    expected="our own communicators, whose buffers we allocate",
+                    fix="let the custom communicator's allocate() use that memory",
+                )
+            )
+
+
+def _checked_units(modules: Sequence[Any], caller: str) -> list[Unit]:
+    if not isinstance(modules, (list, tuple)):
+        raise ModuleError(
+            message(
+                f"{caller} got an object of type {type(modules).__name__}: {_short(modules)}",
+                expected="a list of modules that fully_shard was applied to (FSDPModule)",
+                fix="pass [module]",
+            )
+        )
+    for each in modules:
+        if not isinstance(each, FSDPModule):
+            raise ModuleError(
+                message(
+                    f"{caller} got a {type(each).__name__}",
+                    expected="modules that fully_shard was applied to (FSDPModule)",
+                    fix="apply fully_shard to it first",
+                )
+            )
+    return [_unit(each) for each in modules]
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let ``module.<method_name>`` gather and free parameters as ``forward`` does; a no-op if it is not an FSDPModule.
+
+    Raises: ArgumentError if there is no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ArgumentError(
+            message(
+                f"{type(module).__name__} does not have a method {method_name!r}",
+                expected="the name of a method of the module",
+                fix="check its spelling",
+            )
+        )
+    method = getattr(module, method_name)
+    is_bound = getattr(method, "__self__", None) is module
+    function = method.__func__ if is_bound else lambda _, *args, **kwargs: method(*args, **kwargs)
+
+    @functools.wraps(method)
+    def with_hooks(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # ``self`` is another module in a deepcopy
+        hooks = _unit(self).hooks
+        args, kwargs = hooks.pre_forward(self, args, kwargs)
+        return hooks.post_forward(self, args, function(self, *args, **kwargs))
+
+    setattr(module, method_name, types.MethodType(with_hooks, module))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several roots share communication streams. They always do here (one set a device): only the arguments are checked.
+
+    Raises: ModuleError if one is not an FSDPModule.
+    """
+    _checked_units(modules, "share_comm_ctx")

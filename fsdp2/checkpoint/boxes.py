@@ -1,0 +1,191 @@
+"""Which elements of a tensor a rank keeps, as boxes of integers; and how a box is walked in pieces of bounded size.
+
+It refuses to know tensors, torch.distributed and files.
+
+Worked example: 7 rows, cut first over 2 tensor-parallel ranks ([0, 4) and [4, 7)), then each half over 2 data-parallel ranks,
+which DTensor writes as ``(_StridedShard(0, split_factor=2), Shard(0))`` on the mesh (dp, tp):
+
+    (dp 0, tp 0) keeps rows [0, 2), (dp 1, tp 0) [2, 4), (dp 0, tp 1) [4, 6), (dp 1, tp 1) [6, 7)
+
+Note: order of cuts. A strided placement says that axes behind it have cut first. Read from left to right instead, as a strided cut
+that leaves several intervals, it means the same where chunks are even; of 9 rows over (4, 2) dp rank 3 would have the last row on
+tp rank 0, where cutting twice leaves it on tp rank 1. So cuts are put in order where that is possible.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The elements ``[start[d], stop[d])`` of every dim; of a 0-d tensor (no dims) the one element that there is."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in zip(self.start, self.stop, strict=True))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(map(slice, self.start, self.stop))
+
+    def intersect(self, other: Box) -> Box:
+        """What both have; empty ranges, never negative ones, where they do not meet."""
+        start = tuple(map(max, self.start, other.start))
+        return Box(start, tuple(max(low, min(pair)) for low, *pair in zip(start, self.stop, other.stop, strict=True)))
+
+    def seen_from(self, origin: Sequence[int]) -> Box:
+        """The same elements where ``origin`` counts as zero: ``Box((3,), (5,)).seen_from((2,)) == Box((1,), (3,))``."""
+        return Box(
+            tuple(start - zero for start, zero in zip(self.start, origin, strict=True)),
+            tuple(stop - zero for stop, zero in zip(self.stop, origin, strict=True)),
+        )
+
+    def with_range(self, dim: int, start: int, stop: int) -> Box:
+        return Box((*self.start[:dim], start, *self.start[dim + 1 :]), (*self.stop[:dim], stop, *self.stop[dim + 1 :]))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """One mesh axis cuts ``dim`` into ``num_chunks`` as ``torch.chunk`` does, and this rank keeps chunk ``index``.
+
+    split_factor: other axes, this many ranks together, cut before (``_StridedShard``): each of their pieces is cut
+    """
+
+    dim: int
+    num_chunks: int
+    index: int
+    split_factor: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements ``box`` of the whole tensor, which lie at ``at`` and behind in the local one."""
+
+    box: Box
+    at: tuple[int, ...]
+
+    @property
+    def local(self) -> Box:
+        """Where the piece lies in the local tensor."""
+        return Box(self.at, tuple(start + size for start, size in zip(self.at, self.box.shape, strict=True)))
+
+
+Interval = tuple[int, int]
+
+
+def in_order(cuts: Sequence[Cut]) -> list[Cut]:
+    """``cuts``, by mesh axis, as they were made: a strided one behind those that it follows, and strided no more.
+
+    One that names no such axes stays strided, and all cuts of its dim where they are. See Note: order of cuts.
+    """
+    ordered: list[Cut] = []
+    for dim in dict.fromkeys(cut.dim for cut in cuts):
+        own = [cut for cut in cuts if cut.dim == dim]
+        made: list[Cut] = []
+        for cut in reversed(own):
+            products = list(itertools.accumulate((each.num_chunks for each in made), operator.mul, initial=1))
+            if cut.split_factor not in products:
+                made = own
+                break
+            made.insert(products.index(cut.split_factor), Cut(dim, cut.num_chunks, cut.index))
+        ordered += made
+    return ordered
+
+
+def pieces_of(shape: Sequence[int], cuts: Iterable[Cut]) -> list[Piece]:
+    """What a rank keeps of a tensor of ``shape`` after ``cuts``, applied one after another; nothing if its shard is empty.
+
+    One piece, unless a strided cut leaves it several ranges of a dim: ``pieces_of((8,), [Cut(0, 2, 0, 2)])`` has [0, 2) and [4, 6).
+    """
+    kept: list[list[Interval]] = [[(0, size)] for size in shape]
+    for cut in cuts:
+        kept[cut.dim] = _joined(_after(kept[cut.dim], cut))
+    pieces = []
+    for ranges in itertools.product(*map(_placed, kept)):
+        box = Box(tuple(start for start, _, _ in ranges), tuple(stop for _, stop, _ in ranges))
+        if box.numel > 0:
+            pieces.append(Piece(box, tuple(at for _, _, at in ranges)))
+    return pieces
+
+
+def local_shape_of(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[int, ...]:
+    """The shape of the local tensor: ``local_shape_of((7, 3), [Cut(0, 2, 1)]) == (3, 3)``."""
+    kept: list[list[Interval]] = [[(0, size)] for size in shape]
+    for cut in cuts:
+        kept[cut.dim] = _after(kept[cut.dim], cut)
+    return tuple(_length(intervals) for intervals in kept)
+
+
+def _after(intervals: list[Interval], cut: Cut) -> list[Interval]:
+    found: list[Interval] = []
+    for first, last in _chunks(_length(intervals), cut.split_factor):
+        start, stop = _chunks(last - first, cut.num_chunks)[cut.index]
+        found += _positions(intervals, first + start, first + stop)
+    return found
+
+
+def _chunks(length: int, num_chunks: int) -> list[Interval]:
+    """``_chunks(7, 3) == [(0, 3), (3, 6), (6, 7)]``; the last ones may be empty."""
+    each = -(-length // num_chunks)
+    return [(min(index * each, length), min((index + 1) * each, length)) for index in range(num_chunks)]
+
+
+def _positions(intervals: list[Interval], first: int, last: int) -> Iterator[Interval]:
+    """The elements at positions [first, last) of ``intervals`` laid one after another."""
+    at = 0
+    for start, stop in intervals:
+        low, high = max(first - at, 0), min(last - at, stop - start)
+        if low < high:
+            yield start + low, start + high
+        at += stop - start
+
+
+def _joined(intervals: Iterable[Interval]) -> list[Interval]:
+    joined: list[Interval] = []
+    for start, stop in intervals:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _placed(intervals: list[Interval]) -> list[tuple[int, int, int]]:
+    ends = itertools.accumulate((stop - start for start, stop in intervals), initial=0)
+    return [(start, stop, at) for (start, stop), at in zip(intervals, ends, strict=False)]
+
+
+def _length(intervals: Iterable[Interval]) -> int:
+    return sum(stop - start for start, stop in intervals)
+
+
+def split(box: Box, max_numel: int) -> Iterator[Box]:
+    """``box`` in boxes of at most ``max_numel`` elements, in the order in which a C-contiguous tensor has them.
+
+    Of a whole tensor, the elements of each lie one after another: ``split(Box((0, 0), (4, 3)), 7)`` is rows [0, 2), [2, 4).
+    """
+    if box.numel <= max(max_numel, 1):
+        if box.numel > 0:
+            yield box
+        return
+    dim = next(index for index, size in enumerate(box.shape) if size > 1)
+    row = math.prod(box.shape[dim + 1 :])
+    step = max(max_numel // row, 1)
+    for start in range(box.start[dim], box.stop[dim], step):
+        yield from split(box.with_range(dim, start, min(start + step, box.stop[dim])), max_numel)

@@ -1,0 +1,171 @@
+"""Reading boxes of stored tensors: which bytes of the file they are, and getting just those, with bounded memory.
+
+It refuses to know safetensors headers, models and ranks.
+
+Worked example: rows [0, 4), columns [8, 16) of a (4, 1024) fp32 tensor are 4 runs of 32 bytes, 4096 bytes apart. Gaps this small
+are read along (a disk reads whole pages anyway) and thrown away: one read of 12320 bytes. Of a (4, 10**6) tensor they are 4 reads.
+
+Source: data sieving, Thakur et al. 1999, "Data Sieving and Collective I/O in ROMIO".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from .boxes import Box, split
+from .failure import failure
+
+BUFFER_NBYTES = 16 << 20
+"""Memory for what cannot be read straight into place: a dtype to convert, a device to send to, strides, gaps between runs."""
+
+GAP_NBYTES = 16 << 10
+"""Runs closer than this are read together with what is between them."""
+
+MAX_OPEN_FILES = 8
+
+
+class ByteReader:
+    """Reads boxes of stored tensors into tensors, and counts. A context manager: it keeps files open.
+
+    bytes_read: from files so far, gaps included
+    Memory:     at most two buffers of BUFFER_NBYTES
+    """
+
+    def __init__(self) -> None:
+        self.bytes_read = 0
+        self._files: dict[Path, int] = {}
+        self._buffers: dict[str, Tensor] = {}
+
+    def __enter__(self) -> ByteReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def read(self, path: Path, key: str, offset: int, shape: Sequence[int], dtype: torch.dtype, box: Box, out: Tensor) -> None:
+        """Fill ``out`` (of the box's shape; any dtype, device and strides) with ``box`` of the tensor stored at ``offset``.
+
+        Raises: CheckpointError naming ``path`` and ``key``
+        """
+        if out.numel() == 0:
+            return
+        if out.dtype is dtype and out.device.type == "cpu" and out.is_contiguous():
+            self._fill(path, key, offset, shape, dtype.itemsize, box, bytes_of(out))
+            torch.autograd.graph.increment_version(out)
+            return
+        staging = self._buffer("staging")
+        for part in split(box, max(staging.numel() // dtype.itemsize, 1)):
+            staged = staging[: part.numel * dtype.itemsize]
+            self._fill(path, key, offset, shape, dtype.itemsize, part, bytes_of(staged))
+            out[part.seen_from(box.start).slices].copy_(staged.view(dtype).view(part.shape))
+
+    def _fill(self, path: Path, key: str, offset: int, shape: Sequence[int], itemsize: int, box: Box, into: memoryview) -> None:
+        """Write the bytes of ``box`` in C order to ``into``."""
+        run, count, pitch, starts = runs_of(shape, itemsize, box)
+        gap = pitch - run
+        per_read = 1
+        if count > 1 and gap <= GAP_NBYTES:
+            per_read = max((BUFFER_NBYTES - run) // pitch + 1, 1)
+        at = 0
+        for start in starts:
+            for first in range(0, count, per_read):
+                rows = min(per_read, count - first)
+                where = offset + start + first * pitch
+                target = into[at : at + rows * run]
+                if rows == 1:
+                    self._pread(path, key, where, target)
+                else:
+                    self._sieve(path, key, where, rows, run, pitch, target)
+                at += rows * run
+
+    def _sieve(self, path: Path, key: str, offset: int, rows: int, run: int, pitch: int, into: memoryview) -> None:
+        nbytes = (rows - 1) * pitch + run
+        span = self._buffer("sieve")[:nbytes]
+        self._pread(path, key, offset, bytes_of(span))
+        target = torch.frombuffer(into, dtype=torch.uint8)
+        target.view(rows, run).copy_(span.as_strided((rows, run), (pitch, 1)))
+
+    def _pread(self, path: Path, key: str, offset: int, into: memoryview) -> None:
+        try:
+            file = self._open(path)
+            done = 0
+            while done < len(into):
+                count = os.preadv(file, [into[done:]], offset + done)
+                if count == 0:
+                    break
+                done += count
+        except OSError as error:
+            raise failure(
+                f"{path} cannot be read at {key}: {error.strerror or error}",
+                expected=f"{len(into)} bytes from byte {offset} on",
+                fix="read it again when the disk is well; parameters that were read before are changed",
+                file=path,
+                key=key,
+            ) from error
+        self.bytes_read += done
+        if done < len(into):
+            raise failure(
+                f"{path} has become shorter since its header was read: it ends within {key}",
+                expected=f"{len(into)} bytes from byte {offset} on, got {done}",
+                fix="do not write to it while it is loaded; parameters that were read before are changed",
+                file=path,
+                key=key,
+            )
+
+    def _open(self, path: Path) -> int:
+        file = self._files.pop(path, None)
+        if file is None:
+            if len(self._files) >= MAX_OPEN_FILES:
+                os.close(self._files.pop(next(iter(self._files))))
+            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._files[path] = file  # the last one in the dict is the last one used
+        return file
+
+    def _buffer(self, name: str) -> Tensor:
+        if name not in self._buffers:
+            self._buffers[name] = torch.empty(BUFFER_NBYTES, dtype=torch.uint8)
+        return self._buffers[name]
+
+
+def runs_of(shape: Sequence[int], itemsize: int, box: Box) -> tuple[int, int, int, Iterator[int]]:
+    """The bytes of ``box`` (not empty) in a C-contiguous tensor of ``shape``: (run, count, pitch, starts).
+
+    At each of ``starts`` begin ``count`` runs of ``run`` bytes, ``pitch`` bytes apart. For rows [1, 3) and all columns of a (4, 5)
+    fp32 tensor: one run of 40 bytes at 20; for columns [1, 3): 4 runs of 8 bytes, 20 apart, from 4 on.
+    """
+    strides = [math.prod(shape[dim + 1 :]) * itemsize for dim in range(len(shape))]
+    dim = len(shape)  # dims from here on are one run
+    run = itemsize
+    while dim > 0 and run == (strides[dim - 1] if dim else itemsize):
+        dim -= 1
+        run = box.shape[dim] * strides[dim]
+        if box.shape[dim] < shape[dim]:
+            break
+    outer = dim - 1
+    while outer >= 0 and box.shape[outer] == 1:
+        outer -= 1
+    fixed = sum(start * stride for start, stride in zip(box.start, strides, strict=True))
+    if outer < 0:
+        return run, 1, run, iter((fixed,))
+    dims = range(outer)
+    starts = (
+        fixed + sum(index * strides[dim] for index, dim in zip(indices, dims, strict=True))
+        for indices in itertools.product(*(range(box.shape[dim]) for dim in dims))
+    )
+    return run, box.shape[outer], strides[outer], starts
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor; it must outlive the view."""
+    nbytes = tensor.numel() * tensor.itemsize
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")

@@ -1,0 +1,275 @@
+"""``Checkpointer``: what a training loop saves and goes on from, complete or not at all.
+
+    checkpointer = Checkpointer("runs/a", model, optimizer, scheduler, data=loader)
+    step = checkpointer.load().step if checkpointer.latest() else 0
+    while step < num_steps:
+        ...; step += 1
+        if step % 100 == 0:
+            checkpointer.save(step)  # copies this rank's shards to host memory; a thread writes them while training goes on
+    checkpointer.close()
+
+Files are DCP's: ``dcp.load`` reads "model" and "optimizer", laid out as by ``torch.distributed.checkpoint.state_dict.get_state_dict``,
+with any version of FSDP2, any number of ranks, and without ranks. It refuses to know layouts, files, and what is in a state.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import MutableMapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.optim import Optimizer
+
+from ..errors import ArgumentError, FSDPError, OrderError, message
+from .checkpoint_folder import CheckpointFolder
+from .every_rank import describe, from_rank_0, on_every_rank
+from .failure import failure
+from .host_copy import host_copy
+from .model_tensors import checked_model
+from .named_state import named_model_state, named_optimizer_state, names_in, numbered_optimizer_state
+from .own_group import borrow_group, give_back
+from .own_values import take_own_values
+from .random_state import random_state, set_random_state
+from .restore import Restored, read_state
+from .safe_dcp import pack, unpack
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What has a state to save: a scheduler, a data loader, ..."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What ``Checkpointer.load`` found.
+
+    step:            what ``save`` was given
+    path:            of the checkpoint
+    world_size:      of the run that saved it
+    random_restored: whether the random number generators continue; False on another number of ranks
+    """
+
+    step: int
+    path: Path
+    world_size: int
+    random_restored: bool
+
+
+class Checkpointer:
+    """Saves and loads model, optimizer, scheduler, data position, random number generators and step. All methods are collective.
+
+    folder:        of the checkpoints, seen by all ranks; see ``checkpoint_folder.py``. One run at a time
+    data:          the position in the data: an object with ``state_dict`` and ``load_state_dict``, or a dict; of every rank its own
+    keep_last:     how many checkpoints stay; None for all. While one is written there is one more
+    asynchronous:  False: ``save`` returns when the checkpoint is complete
+    process_group: the ranks that train this model; None: all
+
+    On the same number of ranks a resumed run continues bit for bit, with buffers that differ between ranks (batch norm's running
+    means) as they were on each. On another number, model, optimizer and scheduler continue; such buffers are rank 0's; the data
+    position continues if it was equal on all ranks, else ``load`` raises; random number generators stay as the program has seeded
+    them, since other ranks need other numbers.
+
+    Memory:     from ``save`` until the checkpoint is complete, and during ``load``, a copy of this rank's shards of model and
+                optimizer in host memory
+    Collective: the constructor and all methods, over ``process_group``: it makes a gloo group of its own
+    Raises:     CheckpointError on every rank, whichever it happened on, with the earlier checkpoints unchanged
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        scheduler: Stateful | None = None,
+        *,
+        data: Stateful | MutableMapping[str, Any] | None = None,
+        keep_last: int | None = 2,
+        asynchronous: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._model = checked_model(model, "Checkpointer")
+        _check(optimizer, scheduler, data, keep_last)
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._data = data
+        self._asynchronous = asynchronous
+        self._folder = CheckpointFolder(Path(folder), keep_last)
+        self._process_group = process_group
+        self._group = borrow_group(process_group)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2_checkpointer")
+        self._pending: Future[None] | None = None
+        self._closed = False
+
+    # --- saving ---
+
+    def save(self, step: int) -> None:
+        """Begin to save the state as it is now; when this returns, training may go on. One that is under way is waited for first.
+
+        Raises: CheckpointError, also of the save before
+        """
+        self.wait()
+        state = on_every_rank(self._group, f"cannot take the state of step {step}", lambda: self._state(step))
+        self._pending = self._thread.submit(self._write, state, step)
+        del state  # the thread drops it when it is written
+        if not self._asynchronous:
+            self.wait()
+
+    def wait(self) -> None:
+        """Return when the save under way is complete, if there is one. Raises: CheckpointError if it has failed."""
+        if self._closed:
+            raise OrderError(
+                message("this Checkpointer is closed", expected="to be called before close()", fix="make another Checkpointer")
+            )
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.result()
+        except FSDPError:
+            raise
+        except Exception as error:  # a rank is gone, so that they could not agree
+            raise failure(
+                f"the save under way has failed: {describe(error)}",
+                expected="every rank to take part",
+                fix="start again from the latest checkpoint, which is unchanged",
+            ) from error
+
+    def _state(self, step: int) -> dict[str, Any]:
+        rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        state: dict[str, Any] = {"step": step, "world_size": size, "model": host_copy(named_model_state(self._model))}
+        if self._optimizer is not None:
+            state["optimizer"] = host_copy(named_optimizer_state(self._model, self._optimizer))
+        if self._scheduler is not None:
+            state["scheduler"] = pack(self._scheduler.state_dict(), "the scheduler")
+        if self._data is not None:
+            position = self._data.state_dict() if isinstance(self._data, Stateful) else dict(self._data)
+            state["data"] = {f"rank_{rank}": pack(position, "the data position")}
+        state["random"] = {f"rank_{rank}": pack(random_state(self._device_type), "random state")}
+        return state
+
+    def _write(self, state: dict[str, Any], step: int) -> None:
+        """In the thread. Nobody else talks in our group meanwhile."""
+        folder, what = self._folder, f"cannot save step {step} in {self._folder.path}"
+        try:
+            from_rank_0(self._group, what, folder.begin)
+            on_every_rank(self._group, what, lambda: self._write_files(state))
+            from_rank_0(self._group, what, lambda: folder.commit(step))
+        except FSDPError:
+            from_rank_0(self._group, f"{what}, nor remove what there is of it", folder.discard)
+            raise
+        from_rank_0(self._group, f"step {step} is saved, but earlier ones in {folder.path} cannot be removed", folder.prune)
+
+    def _write_files(self, state: dict[str, Any]) -> None:
+        own = take_own_values({name: state[name] for name in ("model", "optimizer") if name in state}, self._group)
+        if own:
+            state["own"] = {f"rank_{dist.get_rank(self._group)}": pack(own, "what differs between the ranks")}
+        writer = FileSystemWriter(self._folder.partial)
+        dcp_save(state, storage_writer=writer, planner=DefaultSavePlanner(), process_group=self._group)
+
+    # --- loading ---
+
+    def latest(self) -> Path | None:
+        """The latest complete checkpoint, as rank 0 sees it; None if there is none. Waits for a save under way."""
+        self.wait()
+        return from_rank_0(self._group, f"cannot read {self._folder.path}", self._folder.latest)
+
+    def load(self, checkpoint: str | os.PathLike[str] | None = None) -> Resumed:
+        """Go on from a checkpoint. Everything is read and checked before anything is changed.
+
+        checkpoint: a folder, or the name of one in ours; None: the latest
+        Raises:     CheckpointError on every rank, with the model and the optimizer as they were
+        """
+        self.wait()
+        path = from_rank_0(self._group, f"cannot read {self._folder.path}", lambda: self._find(checkpoint))
+        restored = read_state(path, self._group, self._model, self._optimizer, self._given())
+        # What is not ours may refuse its state, and comes before what is changed for good.
+        on_every_rank(self._group, f"cannot go on from {path}", lambda: self._restore_others(restored))
+        on_every_rank(self._group, f"cannot go on from {path}", lambda: self._restore(restored))
+        return Resumed(restored.step, path, restored.world_size, restored.random is not None)
+
+    def _find(self, checkpoint: str | os.PathLike[str] | None) -> Path:
+        if checkpoint is not None:
+            named = self._folder.path / checkpoint
+            return named if named.exists() else Path(checkpoint)
+        latest = self._folder.latest()
+        if latest is None:
+            raise failure(
+                f"there is no checkpoint in {self._folder.path}",
+                expected="one that a save has finished",
+                fix="start anew, or name another folder",
+                file=self._folder.path,
+            )
+        return latest
+
+    @property
+    def _device_type(self) -> str:
+        """Where the model computes."""
+        devices = (getattr(param, "device_mesh", param.device) for param in self._model.parameters())
+        kinds = [each.type if isinstance(each, torch.device) else each.device_type for each in devices]
+        return next((kind for kind in kinds if kind != "cpu"), "cpu")
+
+    def _given(self) -> set[str]:
+        return {name for name, each in (("scheduler", self._scheduler), ("data", self._data)) if each is not None}
+
+    def _restore_others(self, restored: Restored) -> None:
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(unpack(restored.scheduler))
+        if isinstance(self._data, Stateful):
+            self._data.load_state_dict(unpack(restored.data))
+        elif self._data is not None:
+            self._data.clear()
+            self._data.update(unpack(restored.data))
+
+    def _restore(self, restored: Restored) -> None:
+        restored.into_model(self._model)
+        if self._optimizer is not None:
+            state = numbered_optimizer_state(restored.optimizer, names_in(self._model, self._optimizer))
+            self._optimizer.load_state_dict(state)
+        if restored.random is not None:
+            set_random_state(unpack(restored.random), self._device_type)
+
+    # --- the end ---
+
+    def close(self) -> None:
+        """Wait for the save under way; after this nothing else can be called. Again: no-op."""
+        if self._closed:
+            return
+        try:
+            self.wait()
+        finally:
+            self._closed = True
+            self._thread.shutdown()
+            give_back(self._group, self._process_group)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self.close()
+
+
+def _check(optimizer: Any, scheduler: Any, data: Any, keep_last: Any) -> None:
+    wanted: list[tuple[str, Any, bool, str]] = [
+        ("optimizer", optimizer, isinstance(optimizer, Optimizer), "a torch.optim.Optimizer"),
+        ("scheduler", scheduler, isinstance(scheduler, Stateful), "an object with state_dict and load_state_dict"),
+        ("data", data, isinstance(data, (Stateful, MutableMapping)), "a dict, or an object with state_dict and load_state_dict"),
+        ("keep_last", keep_last, type(keep_last) is int and keep_last > 0, "a positive int, or None for all"),
+    ]
+    for name, value, is_right, expected in wanted:
+        if value is not None and not is_right:
+            headline = f"Checkpointer got {name} of type {type(value).__name__}: {value!r}"[:300]
+            raise ArgumentError(message(headline, expected=expected, fix=f"pass that as {name}, or leave it out"))

@@ -1,0 +1,195 @@
+"""A folder goes from one checkpoint to the next in one rename, whatever happens before or after it.
+
+Files are written under temporary names and renamed when all are complete. New files never take the name of one that the earlier
+checkpoint still needs, so that until the decisive rename a reader finds the earlier checkpoint, whole, and the new one from then on:
+
+    new is one file       rename to model.safetensors (readers look for it first); then the old index and its files go
+    new is several files  rename these (names that nobody looks for yet), then the index; then the old files go
+    ... over a single     as before, but what decides is that the old model.safetensors goes
+
+What a crash leaves behind, the next save removes; so one save at a time may write to a folder. It refuses to know what is in the
+files, and models and ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from .failure import failure
+from .hf_folder import INDEX, SINGLE, read_index
+
+UNCHANGED = "make room, or choose another folder; the earlier checkpoint is unchanged"
+
+
+_NUMBERED = re.compile(r"model(-[0-9a-f]{8})?-[0-9]{5}-of-[0-9]{5}\.safetensors")
+_TEMPORARY = re.compile(r"\.model.*\.[0-9a-f]{8}\.tmp")
+
+
+@dataclass(frozen=True)
+class Names:
+    """Of each file, in order; ``token`` marks the temporary ones of one save."""
+
+    final: tuple[str, ...]
+    token: str
+
+    def temporary(self, folder: Path, index: int) -> Path:
+        return folder / f".{self.final[index]}.{self.token}.tmp"
+
+
+def choose_names(folder: Path, num_files: int, token: str) -> Names:
+    """``model.safetensors``, or ``model-00001-of-00002.safetensors`` and so on; with the token if the folder has some of these."""
+    if num_files == 1:
+        return Names((SINGLE,), token)
+    final = _numbered("model", num_files)
+    if any((folder / name).exists() for name in final):
+        final = _numbered(f"model-{token}", num_files)
+    return Names(final, token)
+
+
+def _numbered(stem: str, num_files: int) -> tuple[str, ...]:
+    return tuple(f"{stem}-{index:05d}-of-{num_files:05d}.safetensors" for index in range(1, num_files + 1))
+
+
+def make_folder(folder: Path) -> None:
+    """Make it, or free it of temporary files that a crash has left."""
+    with _reported(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            if _TEMPORARY.fullmatch(path.name):
+                path.unlink()
+
+
+class NewFile:
+    """A file that is being written, piece by piece, without a buffer. Raises CheckpointError naming file and key."""
+
+    def __init__(self, path: Path, header: bytes) -> None:
+        self.path = path
+        with _reported(path):
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            self.write(memoryview(header), None)
+        except CheckpointError:
+            self.remove()
+            raise
+
+    def write(self, data: memoryview, key: str | None) -> None:
+        with _reported(self.path, key):
+            while data:
+                data = data[os.write(self._file, data) :]
+
+    def finish(self) -> None:
+        """Have it all on the disk."""
+        with _reported(self.path):
+            os.fsync(self._file)
+        self.close()
+
+    def close(self) -> None:
+        if self._file >= 0:
+            with _reported(self.path):
+                file, self._file = self._file, -1
+                os.close(file)
+
+    def remove(self) -> None:
+        with contextlib.suppress(CheckpointError, OSError):
+            self.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+
+def commit(folder: Path, names: Names, nbytes: Sequence[int], weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
+    """Make the complete temporary files the folder's checkpoint, and remove the earlier one's. For one rank.
+
+    nbytes: of each file
+    Raises: CheckpointError; the earlier checkpoint then is unchanged, unless the message says otherwise
+    """
+    for index, expected in enumerate(nbytes):
+        path = names.temporary(folder, index)
+        found = path.stat().st_size if path.exists() else 0
+        if found != expected:
+            raise failure(
+                f"{path} has {found} bytes",
+                expected=f"{expected} bytes, as its writer has written",
+                fix="save to a folder that all ranks share, or with num_writers=1; the earlier checkpoint is unchanged",
+                file=path,
+            )
+    earlier = _files_of_index(folder)
+    if len(names.final) == 1:
+        with _reported(folder / SINGLE):
+            os.replace(names.temporary(folder, 0), folder / SINGLE)
+        earlier = [INDEX, *earlier]  # the index goes first: it must not name what is not there
+    else:
+        _commit_several(folder, names, weight_map, metadata)
+    for name in (name for name in earlier if name not in names.final):
+        with contextlib.suppress(OSError):  # the new checkpoint is complete without
+            (folder / name).unlink()
+    with contextlib.suppress(OSError):
+        _sync_folder(folder)
+
+
+def _commit_several(folder: Path, names: Names, weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
+    index = folder / f".{INDEX}.{names.token}.tmp"
+    text = json.dumps({"metadata": dict(metadata), "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
+    done: list[Path] = []
+    try:
+        file = NewFile(index, text.encode())
+        done.append(index)
+        file.finish()
+        for position, name in enumerate(names.final):
+            with _reported(folder / name):
+                os.replace(names.temporary(folder, position), folder / name)
+            done.append(folder / name)
+        with _reported(folder / INDEX):
+            _sync_folder(folder)
+            os.replace(index, folder / INDEX)
+    except BaseException:
+        for path in done:
+            path.unlink(missing_ok=True)
+        raise
+    try:
+        (folder / SINGLE).unlink(missing_ok=True)
+    except OSError as error:
+        raise failure(
+            f"{folder / SINGLE} of the earlier checkpoint cannot be removed: {error.strerror or error}",
+            expected="only the new checkpoint, which is complete; readers that look for a single file first still find the earlier one",
+            fix=f"remove {SINGLE}",
+            file=folder / SINGLE,
+        ) from error
+
+
+def _files_of_index(folder: Path) -> list[str]:
+    """Names of the files that an earlier checkpoint of several files is made of, and of those that a crash left without an index."""
+    found = {path.name for path in folder.iterdir() if _NUMBERED.fullmatch(path.name)}
+    with contextlib.suppress(CheckpointError):
+        found |= {name for name in read_index(folder / INDEX).values() if name.endswith(".safetensors") and name != SINGLE}
+    return sorted(found)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _reported(path: Path, key: str | None = None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = f" at {key}" if key else ""
+        raise failure(
+            f"{path} cannot be written{where}: {error.strerror or error}",
+            expected="a folder that can be written to, and room for the new checkpoint beside the earlier one",
+            fix=UNCHANGED,
+            file=path,
+            key=key,
+        ) from error

@@ -1,0 +1,63 @@
+"""Do something on every rank, or on rank 0 for all: what fails on one rank is an error on every rank, so that none waits in vain.
+
+It refuses to know what is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from ..errors import FSDPError
+from .agreement import agree
+from .failure import failure
+
+T = TypeVar("T")
+
+
+def on_every_rank(process_group: dist.ProcessGroup | None, what: str, action: Callable[[], T]) -> T:
+    """``action()``; if it raises on some ranks, every rank raises.
+
+    what:       for the message: "cannot read the checkpoint"
+    Collective: yes, over ``process_group``; ``action`` itself need not be
+    Raises:     the FSDPError, or a CheckpointError with the cause, of the lowest rank that has one
+    """
+    result, problem = _tried(what, action)
+    agree(process_group, problem, None)
+    return result[0]
+
+
+def from_rank_0(process_group: dist.ProcessGroup | None, what: str, action: Callable[[], T]) -> T:
+    """What ``action()`` returns or raises on rank 0 of the group, on all ranks: they agree even if their views of a disk do not.
+
+    Collective: yes, over ``process_group``
+    """
+    if process_group is not None and dist.get_rank(process_group) != 0:
+        return agree(process_group, None, None)[0]  # type: ignore[return-value]
+    result, problem = _tried(what, action)
+    return agree(process_group, problem, result[0] if result else None)[0]  # type: ignore[return-value]
+
+
+def _tried(what: str, action: Callable[[], T]) -> tuple[list[T], FSDPError | None]:
+    try:
+        return [action()], None
+    except FSDPError as error:
+        return [], error
+    except (Exception, CheckpointException) as error:
+        problem = failure(
+            f"{what}: {describe(error)}",
+            expected="every rank to succeed",
+            fix="mend the cause; what was there before is unchanged",
+        )
+        problem.__cause__ = error
+        return [], problem
+
+
+def describe(error: BaseException) -> str:
+    """One line; of an error that DCP has collected, what each rank said."""
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {describe(cause)}" for rank, (cause, _) in sorted(error.failures.items()))
+    return f"{type(error).__name__}: {error}"

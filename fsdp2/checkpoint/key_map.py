@@ -1,0 +1,278 @@
+"""From the names and shapes of a checkpoint to those of a model: renamed, fused, split, stacked and transposed weights.
+
+A key map is a list of rules, each of which turns the tensors that there are into others, in order; nothing is read for it. In the
+templates of the rules ``*`` stands for any text, and the n-th ``*`` of a target is the text that the n-th ``*`` of the source stands
+for. It refuses to know ranks and files.
+
+Worked example, separate projections of a checkpoint into one fused parameter, weights and biases alike:
+
+    key_map=[
+        (r"^transformer\\.", ""),                                                           # rename
+        (r"\\.rotary_emb\\.inv_freq$", None),                                                # ignore
+        Concat(["*.q_proj.*", "*.k_proj.*", "*.v_proj.*"], "*.qkv.*"),                     # several tensors, one parameter
+        Split("*.gate_up.weight", ["*.gate.weight", "*.up.weight"]),                       # one tensor, several parameters
+        Stack("*.experts.#.w1.weight", "*.experts.w1"),                                    # experts 0, 1, ... along a new dim
+        Transpose("*.c_fc.weight"),                                                        # Conv1D to Linear
+    ]
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ..errors import ArgumentError, message
+from .failure import failure
+from .lazy import Joined, LazyTensor, Narrowed, Permuted, Unsqueezed
+
+Tensors: TypeAlias = dict[str, LazyTensor]
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+
+
+class KeyRule(ABC):
+    """A rule of a key map. Write one by hand for what ``Concat``, ``Split``, ``Stack`` and ``Transpose`` cannot say."""
+
+    @abstractmethod
+    def apply(self, tensors: Tensors, shapes: Shapes) -> Tensors:
+        """The tensors by their new names. ``shapes`` are the model's, by its own names. Raises: CheckpointError"""
+
+
+Rename: TypeAlias = Callable[[str], str | None]
+KeyMap: TypeAlias = Rename | KeyRule | Sequence[tuple[str, str | None] | Rename | KeyRule]
+"""A function from a checkpoint's key to the model's (None: ignore it), a ``KeyRule``, or several rules; a rule may also be a pair of a
+regular expression and what to replace it by wherever it is found (None: ignore the keys in which it is)."""
+
+
+def apply_key_map(tensors: Mapping[str, LazyTensor], shapes: Shapes, key_map: KeyMap | None) -> Tensors:
+    """``tensors`` under the model's names. Collective: no.
+
+    Raises: ArgumentError for what is no rule; CheckpointError if two tensors get one name, or parts do not go together
+    """
+    mapped = dict(tensors)
+    if key_map is None:
+        return mapped
+    for rule in (key_map,) if callable(key_map) or isinstance(key_map, KeyRule) else key_map:
+        if isinstance(rule, KeyRule):
+            mapped = rule.apply(mapped, shapes)
+        elif callable(rule):
+            mapped = _renamed(mapped, rule)
+        else:
+            mapped = _renamed(mapped, _substitution(rule))
+    return mapped
+
+
+def _substitution(rule: Any) -> Callable[[str], str | None]:
+    match rule:
+        case (str() | re.Pattern() as pattern, None):
+            drop = re.compile(pattern)
+            return lambda key: None if drop.search(key) else key
+        case (str() | re.Pattern() as pattern, str(replacement)):
+            compiled = re.compile(pattern)
+            return lambda key: compiled.sub(replacement, key)
+    raise ArgumentError(
+        message(
+            f"key_map has {rule!r} of type {type(rule).__name__}",
+            expected="a pair (regular expression, replacement or None), a function of a key, or a KeyRule",
+            fix='for instance key_map=[(r"^model\\.", "")]',
+        )
+    )
+
+
+def _renamed(tensors: Tensors, rename: Callable[[str], str | None]) -> Tensors:
+    renamed: Tensors = {}
+    for key, tensor in tensors.items():
+        new = rename(key)
+        if new is not None:
+            _put(renamed, new, tensor)
+    return renamed
+
+
+def _put(tensors: Tensors, key: str, tensor: LazyTensor) -> None:
+    if key in tensors:
+        sources = [stored.key for each in (tensors[key], tensor) for stored in each.stored()]
+        raise failure(
+            f"key_map gives several tensors the name {key}",
+            items=sources,
+            expected="one tensor for each name",
+            fix="let it ignore one (None), or join them with Concat; nothing was changed",
+            key=key,
+        )
+    tensors[key] = tensor
+
+
+@dataclass(frozen=True)
+class Concat(KeyRule):
+    """Several tensors become one, one behind another along ``dim``; all have to be there, or none."""
+
+    sources: Sequence[str]
+    target: str
+    dim: int = 0
+
+    def apply(self, tensors: Tensors, shapes: Shapes) -> Tensors:
+        rest = dict(tensors)
+        for texts in _texts_of_any(self.sources, tensors):
+            parts = _take(rest, [_filled(source, texts) for source in self.sources], self)
+            _put(rest, _filled(self.target, texts), _joined(parts, self.dim, self))
+        return rest
+
+
+@dataclass(frozen=True)
+class Split(KeyRule):
+    """One tensor becomes several along ``dim``.
+
+    sizes: of the parts along ``dim``; None: those that the model's parameters of these names have
+    """
+
+    source: str
+    targets: Sequence[str]
+    dim: int = 0
+    sizes: Sequence[int] | None = None
+
+    def apply(self, tensors: Tensors, shapes: Shapes) -> Tensors:
+        rest = dict(tensors)
+        for texts in _texts_of_any([self.source], tensors):
+            key = _filled(self.source, texts)
+            whole = rest.pop(key)
+            names = [_filled(target, texts) for target in self.targets]
+            dim = _checked_dim(whole, self.dim, key, self)
+            sizes = self.sizes if self.sizes is not None else self._sizes_in_model(names, shapes, key)
+            if sum(sizes) != whole.shape[dim] or len(sizes) != len(names):
+                raise failure(
+                    f"{key} {whole.shape} cannot be split along dim {dim} into {dict(zip(names, sizes, strict=False))}",
+                    expected=f"{len(names)} sizes that add up to {whole.shape[dim]}",
+                    fix=f"mend the rule {self}; nothing was changed",
+                    key=key,
+                )
+            start = 0
+            for name, size in zip(names, sizes, strict=True):
+                _put(rest, name, Narrowed(whole, dim, start, size))
+                start += size
+        return rest
+
+    def _sizes_in_model(self, names: Sequence[str], shapes: Shapes, key: str) -> list[int]:
+        unknown = [name for name in names if name not in shapes or self.dim >= len(shapes[name])]
+        if unknown:
+            raise failure(
+                f"{key} is to be split, but the model has no size for {len(unknown)} of its parts",
+                items=unknown,
+                expected="names of parameters of the model, or sizes",
+                fix=f"give {self} sizes, or apply it after the rules that rename; nothing was changed",
+                key=key,
+            )
+        return [shapes[name][self.dim] for name in names]
+
+
+@dataclass(frozen=True)
+class Stack(KeyRule):
+    """Tensors numbered 0, 1, ... at ``#`` become one with a new dim ``dim``, as ``torch.stack`` does."""
+
+    source: str
+    target: str
+    dim: int = 0
+
+    def apply(self, tensors: Tensors, shapes: Shapes) -> Tensors:
+        before = self.source.partition("#")[0].count("*")  # where the number is among the texts
+        counts: dict[tuple[str, ...], set[int]] = {}
+        for texts in _texts_of_any([self.source], tensors):
+            counts.setdefault(texts[:before] + texts[before + 1 :], set()).add(int(texts[before]))
+        rest = dict(tensors)
+        for texts, numbers in counts.items():
+            keys = [_filled(self.source, (*texts[:before], str(number), *texts[before:])) for number in range(max(numbers) + 1)]
+            parts = _take(rest, keys, self)
+            if not 0 <= self.dim <= len(parts[0].shape):
+                raise _bad_dim(keys[0], parts[0], self)
+            stacked = _joined([Unsqueezed(part, self.dim) for part in parts], self.dim, self)
+            _put(rest, _filled(self.target, texts), stacked)
+        return rest
+
+
+@dataclass(frozen=True)
+class Transpose(KeyRule):
+    """Tensors of these names have two dims exchanged, as ``torch.transpose`` does."""
+
+    source: str
+    dims: tuple[int, int] = (0, 1)
+
+    def apply(self, tensors: Tensors, shapes: Shapes) -> Tensors:
+        matched = {_filled(self.source, texts) for texts in _texts_of_any([self.source], tensors)}
+        return {key: self._transposed(key, tensor) if key in matched else tensor for key, tensor in tensors.items()}
+
+    def _transposed(self, key: str, tensor: LazyTensor) -> LazyTensor:
+        first, second = (_checked_dim(tensor, dim, key, self) for dim in self.dims)
+        order = list(range(len(tensor.shape)))
+        order[first], order[second] = order[second], order[first]
+        return Permuted(tensor, tuple(order))
+
+
+# --- templates --------------------------------------------------------------------------------------------------------------------
+
+
+def _texts_of_any(sources: Iterable[str], keys: Iterable[str]) -> list[tuple[str, ...]]:
+    """What the wildcards stand for, once for each way in which a key matches one of ``sources``, in the order of the keys."""
+    keys = list(keys)
+    patterns = [
+        re.compile("".join({"*": "(.+)", "#": "([0-9]+)"}.get(part, re.escape(part)) for part in re.split(r"([*#])", source)))
+        for source in sources
+    ]
+    matches = (pattern.fullmatch(key) for key in keys for pattern in patterns)
+    return list(dict.fromkeys(match.groups() for match in matches if match))
+
+
+def _filled(template: str, texts: Sequence[str]) -> str:
+    """``_filled("*.qkv.*", ("layers.0", "bias")) == "layers.0.qkv.bias"``"""
+    parts = re.split(r"[*#]", template)
+    if len(parts) - 1 != len(texts):
+        raise ArgumentError(
+            message(
+                f"key_map has the template {template!r} with {len(parts) - 1} wildcards where {len(texts)} are needed",
+                expected="as many * in each source and target of a rule",
+                fix="mend the rule",
+            )
+        )
+    return "".join(part + text for part, text in zip(parts, (*texts, ""), strict=True))
+
+
+def _take(tensors: Tensors, keys: Sequence[str], rule: KeyRule) -> list[LazyTensor]:
+    missing = [key for key in keys if key not in tensors]
+    if missing:
+        raise failure(
+            f"the checkpoint has only {len(keys) - len(missing)} of {len(keys)} tensors that {rule} joins; there is no",
+            items=missing,
+            expected="all of them, or none",
+            fix="mend the rule, or complete the checkpoint; nothing was changed",
+            key=missing[0],
+        )
+    return [tensors.pop(key) for key in keys]
+
+
+def _joined(parts: Sequence[LazyTensor], dim: int, rule: KeyRule) -> LazyTensor:
+    key = next(parts[0].stored()).key
+    dim = _checked_dim(parts[0], dim, key, rule)
+    rests = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
+    if len(rests) > 1 or len({len(part.shape) for part in parts}) > 1:
+        raise failure(
+            f"tensors that {rule} joins have shapes that do not go together",
+            items=[f"{next(part.stored()).key} {part.shape}" for part in parts],
+            expected=f"equal shapes but for dim {dim}",
+            fix="mend the rule; nothing was changed",
+            key=key,
+        )
+    return Joined(tuple(parts), dim)
+
+
+def _checked_dim(tensor: LazyTensor, dim: int, key: str, rule: KeyRule) -> int:
+    if not -len(tensor.shape) <= dim < len(tensor.shape):
+        raise _bad_dim(key, tensor, rule)
+    return dim % len(tensor.shape)
+
+
+def _bad_dim(key: str, tensor: LazyTensor, rule: KeyRule) -> Exception:
+    return failure(
+        f"{rule} names a dim that {key} {tensor.shape} does not have",
+        expected=f"a dim of {len(tensor.shape)}",
+        fix="mend the rule; nothing was changed",
+        key=key,
+    )

@@ -1,0 +1,234 @@
+"""``load_safetensors``: from files straight into shards; each rank reads the bytes that it keeps, and talks to nobody.
+
+First everything that all ranks see alike is checked (files, headers, names, shapes, dtypes), so that they raise alike, before the
+model is touched. Then storage for what is on the meta device, then the bytes. It refuses to know the format and the folder's layout.
+
+Worked example, 4 ranks, an (8, 1024) fp32 parameter under Shard(0), stored in bf16: rank 1 reads the 4096 bytes of rows [2, 4), and
+converts them on the way into its shard.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from ..core import torch_compat as compat
+from ..core.unit import Unit
+from ..errors import CheckpointError, MaterializationError, message
+from ..materialize import RESET_NAMES, materialize
+from .boxes import Piece
+from .byte_ranges import ByteReader
+from .hf_folder import open_checkpoint
+from .key_map import KeyMap, Tensors, apply_key_map
+from .lazy import LazyTensor
+from .model_tensors import ModelTensor, checked_model, give_storage, model_tensors, reshard, still_on_meta
+from .progress import progress_bar
+from .safetensors_format import DTYPES
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A tensor that is there, and does not fit."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stored_shape: tuple[int, ...]
+    stored_dtypes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        ours, theirs = (str(self.dtype).removeprefix("torch."), "/".join(self.stored_dtypes))
+        return f"{self.name}: {ours} {self.shape} in the model, {theirs} {self.stored_shape} in the checkpoint"
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load did; names are the model's, of tied tensors the first one; the same on every rank, but for ``bytes_read``.
+
+    loaded:        read from the checkpoint
+    missing:       parameters and persistent buffers that the checkpoint does not have
+    unexpected:    what the checkpoint has after the key map, and the model has not
+    mismatched:    of another shape, or of a dtype that cannot be converted
+    initialized:   were on the meta device, not in the checkpoint, and have got values by ``init_fn`` or their module's own reset
+    uninitialized: still are on the meta device: the first forward refuses them by name
+    bytes_read:    of tensors, by this rank
+    header_bytes:  of headers and index, by this rank
+    """
+
+    loaded: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[Mismatch] = field(default_factory=list)
+    initialized: list[str] = field(default_factory=list)
+    uninitialized: list[str] = field(default_factory=list)
+    bytes_read: int = 0
+    header_bytes: int = 0
+
+
+def load_safetensors(
+    model: nn.Module,
+    path_or_index: str | os.PathLike[str],
+    *,
+    key_map: KeyMap | None = None,
+    strict: bool = True,
+    ignore_mismatched: bool = False,
+    init_fn: Callable[[nn.Module], object] | None = None,
+    device: torch.device | str | None = None,
+    progress: bool | None = None,
+) -> LoadReport:
+    """Load a Hugging Face checkpoint into ``model``, sharded (by fsdp2, torch's FSDP2, any DTensors) or not, on the meta device or not.
+
+    path_or_index:     a folder (``model.safetensors``, else ``model.safetensors.index.json`` and what it names), an index, or a file
+    key_map:           a function or rules from the checkpoint's names to the model's, see ``key_map.py``
+    strict:            raise if a key is missing or unexpected, as ``load_state_dict`` does; else report it
+    ignore_mismatched: report tensors of another shape or inconvertible dtype as well, and leave the model's values
+    init_fn:           as in ``materialize``: for what is on the meta device and does not come from the checkpoint, for instance
+                       non-persistent buffers; None calls the modules' own ``reset_parameters``. Seed all ranks alike before.
+                       (Of a transformers model: ``model._init_weights``.)
+    device:            for parameters on the meta device that are not sharded; None: the mesh's device, or the default one
+    progress:          a bar on rank 0; None: where there is a terminal and rich is installed
+
+    Values are converted to the model's dtypes: floating-point ones to any, integers to wider ones. Tied parameters are read once, under
+    the first of their names that the checkpoint has.
+
+    Reads:      the bytes of this rank's shards. Under Shard(0) exactly these; Shard(dim > 0) and strided shards
+                have runs of bytes, of which those less than 16 KiB apart are read with what is between them. A replicated parameter is
+                read whole by every rank. Beside that, every rank reads all headers.
+    Memory:     beside the model, two buffers of 16 MiB; while parameters come from the meta device, one group's shard.
+                No full tensor on any rank, unless a placement replicates it or ``init_fn`` needs it whole
+    Collective: no, except where ``materialize`` is, for what does not come from the checkpoint
+    Raises:     CheckpointError (with ``file``, ``key`` and ``report``) on all ranks alike, before the model is changed; and, if a
+                file turns out unreadable later, on the ranks that meet it, with the model partly loaded.
+                MaterializationError if strict and something is left that nothing initialises
+    """
+    checked_model(model, "load_safetensors")
+    checkpoint = open_checkpoint(path_or_index)
+    units = reshard(model)
+    tensors = model_tensors(model)
+    shapes = {name: tuple(each.tensor.shape) for each in tensors for name in each.names}
+    stored = apply_key_map(checkpoint.tensors, shapes, key_map)
+    report = LoadReport(header_bytes=checkpoint.header_bytes)
+    matched = _match(tensors, stored, report)
+    _refuse(report, checkpoint.path, strict, ignore_mismatched)
+    at = _device(units, device)
+    with torch.inference_mode(False), torch.no_grad():
+        give_storage([each for each, _ in matched], units, at)
+        bytes_read = _read(matched, progress)
+    return _with_the_rest(model, tensors, replace(report, bytes_read=bytes_read), init_fn, at, strict)
+
+
+def _match(tensors: Sequence[ModelTensor], stored: Tensors, report: LoadReport) -> list[tuple[ModelTensor, LazyTensor]]:
+    """Which stored tensor goes into which of the model's; fills in all lists of names of ``report``."""
+    matched = []
+    unexpected = dict(stored)
+    for each in tensors:
+        if not each.persistent:
+            continue
+        known = [name for name in each.names if name in stored]
+        for name in known:
+            del unexpected[name]
+        if not known:
+            report.missing.append(each.name)
+            continue
+        lazy = stored[known[0]]
+        dtypes = tuple(dict.fromkeys(part.entry.dtype for part in lazy.stored()))
+        if lazy.shape != tuple(each.tensor.shape) or not all(can_convert(dtype, each.tensor.dtype) for dtype in dtypes):
+            shape = tuple(each.tensor.shape)
+            report.mismatched.append(Mismatch(each.name, shape, each.tensor.dtype, lazy.shape, dtypes))
+            continue
+        report.loaded.append(each.name)
+        matched.append((each, lazy))
+    report.unexpected.extend(unexpected)
+    return matched
+
+
+def can_convert(stored: str, dtype: torch.dtype) -> bool:
+    """Whether values of the format's dtype ``stored`` may become ``dtype``: floats any floats, integers those that hold them all."""
+    source = DTYPES.get(stored)
+    if source is None or source is dtype:
+        return source is not None
+    if source.is_floating_point or dtype.is_floating_point:
+        return source.is_floating_point and dtype.is_floating_point
+    if source.is_complex or dtype.is_complex:
+        return source.is_complex and dtype.is_complex
+    if torch.bool in (source, dtype):
+        return False
+    narrow, wide = torch.iinfo(source), torch.iinfo(dtype)
+    return wide.min <= narrow.min and narrow.max <= wide.max
+
+
+def _refuse(report: LoadReport, path: os.PathLike[str], strict: bool, ignore_mismatched: bool) -> None:
+    problems = [] if ignore_mismatched else [str(each) for each in report.mismatched]
+    if strict:
+        problems += [f"{name}: is not in the checkpoint" for name in report.missing]
+        problems += [f"{name}: is not in the model" for name in report.unexpected]
+    if not problems:
+        return
+    error = CheckpointError(
+        message(
+            f"{path} does not fit the model: {len(report.missing)} keys missing, {len(report.unexpected)} unexpected, "
+            f"{len(report.mismatched)} of another shape or dtype, {len(report.loaded)} fit",
+            items=problems,
+            expected="the model's names, shapes and kinds of dtype",
+            fix="pass key_map to rename, strict=False to take what there is, or ignore_mismatched=True; nothing was changed",
+        )
+    )
+    error.file = str(path)
+    error.key = next(iter([each.name for each in report.mismatched] + report.missing + report.unexpected))
+    error.report = report
+    raise error
+
+
+def _device(units: Sequence[Unit], device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    return units[0].device if units else torch.device(compat.default_device_type())
+
+
+def _read(matched: Sequence[tuple[ModelTensor, LazyTensor]], progress: bool | None) -> int:
+    """Read this rank's pieces in the order of the files; the number of bytes."""
+    work: list[tuple[ModelTensor, LazyTensor, list[Piece]]] = [(each, lazy, each.pieces()) for each, lazy in matched]
+    work.sort(key=lambda item: min((str(stored.path), stored.entry.offset) for stored in item[1].stored()))
+    total = sum(piece.box.numel * each.tensor.itemsize for each, _, pieces in work for piece in pieces)
+    with ByteReader() as reader, progress_bar("loading", total, progress) as advance:
+        for each, lazy, pieces in work:
+            local = each.local
+            for piece in pieces:
+                lazy.read(piece.box, local[piece.local.slices], reader)
+                advance(piece.box.numel * each.tensor.itemsize)
+        return reader.bytes_read
+
+
+def _with_the_rest(
+    model: nn.Module,
+    tensors: Sequence[ModelTensor],
+    report: LoadReport,
+    init_fn: Callable[[nn.Module], object] | None,
+    device: torch.device,
+    strict: bool,
+) -> LoadReport:
+    """Let ``init_fn`` write what the checkpoint does not have."""
+    todo = list(still_on_meta(tensors))
+    if not todo:
+        return report
+    try:
+        materialize(model, init_fn or _reset_if_it_can, device=device)
+    except MaterializationError:
+        if strict:
+            raise
+    left = set(still_on_meta(tensors))
+    initialized = [name for name in todo if name not in left]
+    return replace(report, initialized=initialized, uninitialized=[name for name in todo if name in left])
+
+
+def _reset_if_it_can(module: nn.Module) -> None:
+    """What ``materialize`` does by default, but for modules that cannot: what these own is named at the end."""
+    for name in RESET_NAMES:
+        method = getattr(module, name, None)
+        if callable(method):
+            method()
+            return

@@ -1,0 +1,218 @@
+"""What a model keeps in a checkpoint: its parameters and persistent buffers, each once, under all of its names.
+
+Names are those of ``state_dict`` without the prefixes that wrappers add. It knows what a rank keeps of each (``pieces``), and gives
+those on the meta device storage without disturbing who holds them. It refuses to know files.
+
+Worked example: a tied ``Transformer`` has one ModelTensor with names ``["embedding.weight", "head.weight"]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
+
+from ..core import torch_compat as compat
+from ..core.unit import Unit
+from ..errors import ArgumentError, ParameterError, message
+from .boxes import Cut, Piece, in_order, local_shape_of, pieces_of
+
+WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
+"""Names of the submodule in which activation checkpointing, the compiler and FSDP1 keep the module that they wrap."""
+
+
+@dataclass(eq=False)
+class ModelTensor:
+    """A parameter or buffer.
+
+    names:      in the model's order; several if it is tied
+    places:     where it is registered: ``module._parameters`` or ``module._buffers``, and the key
+    persistent: whether a checkpoint has it; a parameter always
+    """
+
+    names: list[str] = field(default_factory=list)
+    places: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    persistent: bool = False
+
+    @property
+    def tensor(self) -> Tensor:
+        registry, name = self.places[0]
+        tensor: Tensor = registry[name]
+        return tensor
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def local(self) -> Tensor:
+        """This rank's part, without autograd."""
+        tensor = self.tensor
+        return (compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+
+    @property
+    def is_meta(self) -> bool:
+        return self.local.is_meta
+
+    def pieces(self) -> list[Piece]:
+        """What this rank keeps of the whole tensor."""
+        tensor = self.tensor
+        if not isinstance(tensor, DTensor):
+            return pieces_of(tensor.shape, ())
+        return pieces_of(tensor.shape, cuts_of(tensor, tensor.device_mesh.get_coordinate() or ()))
+
+    def problem(self) -> str | None:
+        """Why it can be neither read nor written, if so."""
+        tensor = self.tensor
+        if isinstance(tensor, nn.UninitializedParameter):
+            return "has no shape yet; run a forward pass with an input of the right shape before"
+        if isinstance(tensor, DTensor):
+            if any(placement.is_partial() for placement in tensor.placements):
+                return f"waits for a reduction, with placements {tensor.placements}; redistribute it"
+            coordinate = tensor.device_mesh.get_coordinate()
+            if coordinate is None:
+                return f"lies on a mesh that this rank is not part of: {tensor.device_mesh}"
+            if _has_own_order(tensor) or local_shape_of(tensor.shape, cuts_of(tensor, coordinate)) != compat.local_tensor(tensor).shape:
+                return f"is sharded in a way that its placements {tensor.placements} do not tell; redistribute it"
+            tensor = compat.local_tensor(tensor)
+        if tensor.layout is not torch.strided or _has_inner_tensors(tensor):
+            return f"is no dense tensor but a {type(tensor).__name__} with {tensor.layout}"
+        return None
+
+
+def cuts_of(tensor: DTensor, coordinate: Sequence[int]) -> list[Cut]:
+    """What the placements of ``tensor`` do on the rank at ``coordinate`` of its mesh, in the order in which they do it."""
+    cuts = []
+    for axis, placement in enumerate(tensor.placements):
+        dim = compat.shard_dim(placement)
+        if dim is not None:
+            cuts.append(Cut(dim, tensor.device_mesh.size(axis), coordinate[axis], _split_factor(placement)))
+    return in_order(cuts)
+
+
+def _split_factor(placement: Placement) -> int:
+    return int(getattr(placement, "split_factor", 1))  # of a _StridedShard
+
+
+def _has_inner_tensors(tensor: Any) -> bool:
+    return compat.is_traceable_wrapper_subclass(tensor)
+
+
+def _has_own_order(tensor: DTensor) -> bool:
+    """Whether mesh axes cut a dim in another order than theirs, which torch keeps beside the placements."""
+    order = getattr(compat.spec_of(tensor), "shard_order", None) or ()
+    return any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in order)
+
+
+def checked_model(model: Any, caller: str) -> nn.Module:
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(
+            message(f"{caller} got {type(model).__name__}: {model!r}"[:300], expected="an nn.Module", fix="pass the model itself")
+        )
+    return model
+
+
+def model_tensors(model: nn.Module) -> list[ModelTensor]:
+    """All parameters and buffers, sharded ones sharded: ``reshard`` before.
+
+    Raises: ParameterError naming those that cannot be read or written
+    """
+    found: dict[int, ModelTensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        path = [part for part in prefix.split(".") if part and part not in WRAPPERS]
+        for registry, is_buffer in ((module._parameters, False), (module._buffers, True)):
+            for name, tensor in registry.items():
+                if tensor is not None:
+                    each = found.setdefault(id(tensor), ModelTensor())
+                    each.names.append(".".join([*path, name]))
+                    each.places.append((registry, name))
+                    each.persistent |= not (is_buffer and name in module._non_persistent_buffers_set)
+    tensors = list(found.values())
+    problems = [f"{each.name}: {problem}" for each in tensors if (problem := each.problem()) is not None]
+    if problems:
+        raise ParameterError(
+            message(
+                f"{len(problems)} parameters or buffers have no place in a safetensors file",
+                items=problems,
+                expected="dense tensors, and DTensors that are replicated or sharded",
+                fix="change them, or save them in another way",
+            )
+        )
+    return tensors
+
+
+def reshard(model: nn.Module) -> list[Unit]:
+    """Let the modules show their sharded parameters; returns the units. Collective: no."""
+    units: dict[int, Unit] = {}
+    for module in model.modules():
+        unit = compat.module_state(module)
+        if isinstance(unit, Unit):
+            units[id(unit)] = unit
+        elif isinstance(module, compat.TorchFSDPModule):
+            module.reshard()
+    for unit in units.values():
+        unit.reshard_for_all()
+    return list(units.values())
+
+
+# --- storage for what is on the meta device ---------------------------------------------------------------------------------------
+
+
+def give_storage(tensors: Iterable[ModelTensor], units: Sequence[Unit], device: torch.device) -> None:
+    """Give each of ``tensors`` that is on the meta device storage, not written; parameters keep their identity.
+
+    device: for those that no unit manages and that lie on no mesh
+    Memory: beside the storage itself, one group's shard
+    """
+    unit_of = {id(param.sharded): unit for unit in units for group, _ in unit.groups for param in group.params}
+    offloaded = {id(param.sharded) for unit in units for group, _ in unit.groups if group.options.offload for param in group.params}
+    by_unit: dict[int, list[ModelTensor]] = {}
+    for each in tensors:
+        if each.is_meta:
+            unit = unit_of.get(id(each.tensor))
+            by_unit.setdefault(id(unit), []).append(each)
+    for together in by_unit.values():
+        unit = unit_of.get(id(together[0].tensor))
+        for each in together:
+            on_host = id(each.tensor) in offloaded
+            _allocate(each, torch.device("cpu") if on_host else unit.device if unit is not None else _device(each, device))
+        if unit is not None:
+            unit.notice_changes()
+
+
+def _device(each: ModelTensor, device: torch.device) -> torch.device:
+    """Where a tensor belongs that no unit manages."""
+    tensor = each.tensor
+    if not isinstance(tensor, DTensor):
+        return device
+    kind = tensor.device_mesh.device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, compat.device_module(kind).current_device())
+
+
+def _allocate(each: ModelTensor, device: torch.device) -> None:
+    old = each.tensor
+    new: Tensor
+    if isinstance(old, DTensor):
+        local = torch.empty_like(compat.local_tensor(old), device=device, requires_grad=False)
+        new = compat.new_dtensor(local, compat.spec_of(old))
+        if isinstance(old, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=old.requires_grad)
+    else:
+        new = torch.Tensor._make_subclass(type(old), torch.empty_like(old, device=device, requires_grad=False), old.requires_grad)
+    for name, value in vars(old).items():
+        if name not in vars(new):  # a DTensor's own are there
+            setattr(new, name, value)
+    try:
+        compat.swap_tensors(old, new)
+    except RuntimeError:  # somebody has a weak reference to it
+        for registry, name in each.places:
+            registry[name] = new
+
+
+def still_on_meta(tensors: Iterable[ModelTensor]) -> Iterator[str]:
+    """Names of what has no values yet."""
+    return (each.name for each in tensors if each.is_meta)

@@ -1,0 +1,48 @@
+"""A gloo process group over the ranks of another, for a thread that talks while training talks.
+
+Groups are given back and lent again, not destroyed: torch names a group by its ranks, and one that is made under the name of one
+that is gone finds the addresses of that one in the store, and hangs (torch 2.13).
+"""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from ..errors import OrderError, message
+
+_free: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], list[dist.ProcessGroup]]] = WeakKeyDictionary()
+"""By the default group, which ends with ``destroy_process_group()``, and by ranks: those that nobody uses."""
+
+
+def borrow_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A group that nobody else uses, over the ranks of ``process_group`` (None: all). Collective: yes, over these."""
+    if not dist.is_initialized():
+        raise OrderError(
+            message(
+                "there is no process group",
+                expected="torch.distributed to be initialised, for one rank as for many",
+                fix="call torch.distributed.init_process_group before",
+            )
+        )
+    free = _free_for(process_group)
+    if free:
+        return free.pop()
+    ranks = None if process_group is None else dist.get_process_group_ranks(process_group)
+    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None, group_desc="fsdp2_checkpointer")
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def give_back(group: dist.ProcessGroup, process_group: dist.ProcessGroup | None) -> None:
+    """On all its ranks alike, with nothing under way in it."""
+    if dist.is_initialized():
+        _free_for(process_group).append(group)
+
+
+def _free_for(process_group: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
+    world = dist.group.WORLD
+    assert world is not None
+    ranks = tuple(dist.get_process_group_ranks(process_group or world))
+    return _free.setdefault(world, {}).setdefault(ranks, [])

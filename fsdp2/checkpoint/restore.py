@@ -1,0 +1,245 @@
+"""What a checkpoint has for this model on this rank: compared with the model first, then read into host memory, then handed out.
+
+Until all of it has been read nothing of the model or the optimizer is changed. Names and shapes come from the checkpoint's metadata, so
+that an optimizer without state needs no step to get some: a tensor of its parameter's shape is sharded like the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.optim import Optimizer
+
+from .every_rank import on_every_rank
+from .failure import failure
+from .host_copy import host_space
+from .named_state import State, clean_name, named_model_state, named_optimizer_state, names_in
+from .own_values import put_own_values
+from .safe_dcp import SafePlanner, SafeReader, read_metadata, unflatten, unpack
+
+MAX_SHOWN = 20
+
+
+@dataclass
+class Restored:
+    """In host memory; ``scheduler``, ``data`` and ``random`` packed, the last None if another number of ranks saved it."""
+
+    step: int
+    world_size: int
+    model: State
+    optimizer: State
+    scheduler: bytes
+    data: bytes
+    random: bytes | None
+
+    def into_model(self, model: nn.Module) -> None:
+        set_model_state_dict(model, self.model)
+
+
+def read_state(
+    path: Path, process_group: dist.ProcessGroup | None, model: nn.Module, optimizer: Optimizer | None, given: AbstractSet[str]
+) -> Restored:
+    """Read all that model, optimizer and ``given`` ("scheduler", "data") need.
+
+    Collective: yes, over ``process_group``
+    Memory:     this rank's shards of model and optimizer, in host memory
+    Raises:     CheckpointError, on every rank, with nothing changed
+    """
+    what = f"cannot read {path}"
+
+    def look() -> _Reading:
+        metadata = read_metadata(path)
+        return _Reading(path, metadata, dist.get_rank(process_group), dist.get_world_size(process_group))
+
+    def read() -> None:
+        reader = SafeReader(path, reading.metadata)
+        dcp_load(reading.flat, storage_reader=reader, planner=SafePlanner(), process_group=process_group)
+
+    reading = on_every_rank(process_group, what, look)
+    on_every_rank(process_group, what, lambda: reading.prepare(model, optimizer, given))
+    on_every_rank(process_group, what, read)
+    return on_every_rank(process_group, what, lambda: reading.result(model, optimizer))
+
+
+class _Reading:
+    """``flat``: what DCP reads into, by the metadata's keys; values that are no tensors come into places of None."""
+
+    def __init__(self, path: Path, metadata: Metadata, rank: int, world_size: int) -> None:
+        self.path = path
+        self.metadata = metadata
+        self.flat: dict[str, Any] = {}
+        self._rank = rank
+        self._world_size = world_size
+        self._paths: dict[str, tuple[Any, ...]] = metadata.planner_data or {}
+        known = {path[0] for path in self._paths.values()}
+        if not known >= {"step", "world_size", "model", "random"}:
+            raise failure(
+                f"{path} was not saved by a Checkpointer: it has {', '.join(sorted(map(str, known))) or 'nothing with a name'}",
+                expected="step, model, random states and so on",
+                fix="load it with torch.distributed.checkpoint.load",
+                file=path,
+            )
+        self._known = known
+        self._saved_by: int = sum(path[0] == "random" for path in self._paths.values())
+
+    @property
+    def _same_ranks(self) -> bool:
+        return self._saved_by == self._world_size
+
+    # --- before ---
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer | None, given: AbstractSet[str]) -> None:
+        missing = (given | ({"optimizer"} if optimizer is not None else set())) - self._known
+        if missing:
+            raise failure(
+                f"{self.path} has no state of: {', '.join(sorted(missing))}",
+                expected="a checkpoint that was saved with the same",
+                fix="make the Checkpointer without it, or name another checkpoint",
+                file=self.path,
+            )
+        self._add_model(named_model_state(model))
+        if optimizer is not None:
+            self._add_optimizer(model, optimizer)
+        ranks = [self._rank] if self._same_ranks else range(self._saved_by)
+        wanted = ["step", "world_size", *(["scheduler"] if "scheduler" in given else [])]
+        wanted += [f"data.rank_{rank}" for rank in ranks if "data" in given]
+        if self._same_ranks:
+            wanted += [key for key in (f"random.rank_{self._rank}", f"own.rank_{self._rank}") if key in self._paths]
+        self.flat.update(dict.fromkeys(wanted))
+
+    def _below(self, first: str) -> dict[str, tuple[Any, ...]]:
+        return {key: path for key, path in self._paths.items() if path[0] == first}
+
+    def _add_model(self, state: State) -> None:
+        saved = self._below("model")
+        saved_names = {path[1] for path in saved.values()}
+        problems = [f"{name}: is not in the checkpoint" for name in state if name not in saved_names]
+        problems += [f"{name}: is not in the model" for name in sorted(saved_names - state.keys())]
+        for key, path in saved.items():
+            like, found = state.get(path[1]), self.metadata.state_dict_metadata[key]
+            if isinstance(like, Tensor) and (isinstance(found, BytesStorageMetadata) or found.size != like.shape):
+                shape = tuple(found.size) if isinstance(found, TensorStorageMetadata) else "no tensor"
+                problems.append(f"{path[1]}: {tuple(like.shape)} in the model, {shape} in the checkpoint")
+            elif path[1] in state:
+                self.flat[key] = self._space(key, like if isinstance(like, Tensor) else None)
+        if problems:
+            more = len(problems) - MAX_SHOWN
+            raise failure(
+                f"{self.path} is of another model",
+                items=problems[:MAX_SHOWN] + ([f"... and {more} more"] if more > 0 else []),
+                expected="the model's names and shapes",
+                fix="build the model as it was when the checkpoint was saved; nothing was changed",
+                file=self.path,
+                key=problems[0].split(":")[0],
+            )
+
+    def _add_optimizer(self, model: nn.Module, optimizer: Optimizer) -> None:
+        params = {clean_name(name): param for name, param in model.named_parameters()}
+        state = named_optimizer_state(model, optimizer)["state"]
+        for key, path in self._below("optimizer").items():
+            like = None
+            if path[1] == "state":
+                like = _at(state, path[2:])
+                param = params.get(path[2])
+                if like is None and param is not None and path[-1] != "step":  # the key of what is never sharded
+                    like = param
+            self.flat[key] = self._space(key, like)
+
+    def _space(self, key: str, like: Tensor | None) -> Tensor | None:
+        """Where DCP reads ``key`` into: sharded like ``like``, if that has the same shape."""
+        found = self.metadata.state_dict_metadata[key]
+        if not isinstance(found, TensorStorageMetadata):
+            return None
+        if like is not None and like.shape == found.size:
+            return host_space(like.detach(), found.properties.dtype)
+        return torch.empty(found.size, dtype=found.properties.dtype)
+
+    # --- after ---
+
+    def result(self, model: nn.Module, optimizer: Optimizer | None) -> Restored:
+        nested = unflatten(self.flat, self.metadata)
+        for packed in nested.get("own", {}).values():
+            put_own_values(nested, unpack(packed))
+        state = nested.get("optimizer", {})
+        state = {"state": state.get("state", {}), "param_groups": state.get("param_groups", [])}
+        if optimizer is not None:
+            self._compare_groups(names_in(model, optimizer), state)
+        return Restored(
+            step=nested["step"],
+            world_size=nested["world_size"],
+            model=nested["model"],
+            optimizer=state,
+            scheduler=nested.get("scheduler", b""),
+            data=self._position(nested.get("data", {})),
+            random=nested.get("random", {}).get(f"rank_{self._rank}"),
+        )
+
+    def _compare_groups(self, names: list[list[str]], state: State) -> None:
+        saved = [group["params"] for group in state["param_groups"]]
+        if saved == names:
+            return
+        pairs = zip([*saved, *[[]] * len(names)], [*names, *[[]] * len(saved)], strict=False)
+        different = [
+            f"group {at}: {_short(set(ours) - set(theirs)) or 'nothing'} only in the optimizer, "
+            f"{_short(set(theirs) - set(ours)) or 'nothing'} only in the checkpoint" + (" (another order)" * (set(ours) == set(theirs)))
+            for at, (theirs, ours) in enumerate(pairs)
+            if theirs != ours
+        ]
+        raise failure(
+            f"{self.path} is of another optimizer: {len(saved)} groups of {sum(map(len, saved))} parameters, "
+            f"this one has {len(names)} of {sum(map(len, names))}",
+            items=different,
+            expected="the same parameters in the same groups",
+            fix="make the optimizer as it was when the checkpoint was saved; nothing was changed",
+            file=self.path,
+        )
+
+    def _position(self, data: Mapping[str, bytes]) -> bytes:
+        mine = data.get(f"rank_{self._rank}" if self._same_ranks else "rank_0", b"")
+        if not self._same_ranks and any(not _same(unpack(mine), unpack(other)) for other in data.values()):
+            raise failure(
+                f"{self.path} has a data position for each of {self._saved_by} ranks, and they differ; "
+                f"this run has {self._world_size} ranks",
+                expected="as many ranks, or one position for all, such as the number of batches",
+                fix="make the Checkpointer without data, and find the position from the step",
+                file=self.path,
+            )
+        return mine
+
+
+def _at(state: Any, path: tuple[Any, ...]) -> Tensor | None:
+    """What is at ``path`` in nested dicts, if it is a tensor."""
+    for part in path:
+        state = state.get(part) if isinstance(state, dict) else None
+    return state if isinstance(state, Tensor) else None
+
+
+def _short(names: AbstractSet[str]) -> str:
+    shown = sorted(names)[:3]
+    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equality that reaches into containers, and compares tensors by value."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(each, other[key]) for key, each in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+__all__ = ["Restored", "read_state"]

@@ -1,0 +1,155 @@
+"""Read DCP's files without running what is in them.
+
+DCP's own reader unpickles a checkpoint's metadata, and every value that is no tensor, without limits: whoever can write a checkpoint
+can run code. Here metadata may name only the classes that it is made of, and values are what ``torch.load(weights_only=True)`` takes.
+It refuses to know what the values mean.
+
+Note: what a checkpoint can hold. Tensors; numbers, strings, bytes, None; dicts, lists, tuples and sets of these. ``pack`` refuses the
+rest when it is saved, rather than when it is needed. It also keeps DCP from taking dicts apart, which would turn int keys into strings,
+tuples into lists, and lose empty ones.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+
+from .failure import failure
+
+METADATA = ".metadata"
+_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
+    "pathlib._local": {"Path", "PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},  # Python 3.13
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(value := getattr(torch, name, None), (torch.dtype, torch.layout, torch.memory_format)):
+            return value
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of DCP's metadata")
+
+
+class SafeReader(FileSystemReader):
+    """Reads a folder that ``dcp.save`` wrote."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """Loads into a flat dict, whose keys are those of the metadata."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """The metadata of a complete checkpoint whose files are all there and long enough.
+
+    Raises: CheckpointError
+    """
+    path = folder / METADATA
+    if not path.is_file():
+        raise failure(
+            f"{folder} is no checkpoint: it has no {METADATA}" if folder.is_dir() else f"{folder} is no folder",
+            expected="a folder that a save has finished; what one has left behind that was interrupted is named 'partial'",
+            fix="name another checkpoint, or none for the latest",
+            file=path,
+        )
+    try:
+        with path.open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        shapes = {type(each) for each in metadata.state_dict_metadata.values()}
+        if not isinstance(metadata, Metadata) or not shapes <= {BytesStorageMetadata, TensorStorageMetadata}:
+            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+        wanted: dict[str, int] = {}
+        for info in (metadata.storage_data or {}).values():
+            wanted[info.relative_path] = max(wanted.get(info.relative_path, 0), info.offset + info.length)
+    except Exception as error:  # whatever a broken pickle raises
+        raise failure(f"{path} cannot be read: {error}", expected="metadata as dcp.save writes them", file=path) from error
+    sizes = {name: (folder / name).stat().st_size if (folder / name).is_file() else None for name in wanted}
+    broken = [
+        f"{name}: " + ("is missing" if (size := sizes[name]) is None else f"has {size} bytes of {nbytes}")
+        for name, nbytes in sorted(wanted.items())
+        if (sizes[name] or 0) < nbytes
+    ]
+    if broken:
+        raise failure(
+            f"{folder} has {len(broken)} files that are missing or cut short",
+            items=broken,
+            expected="all files that the save has written",
+            file=folder / broken[0].split(":")[0],
+        )
+    return metadata
+
+
+def unflatten(flat: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
+    """The nested state that DCP took apart when it was saved: ``{"a": {"b": [1]}}`` from ``{"a.b.0": 1}``."""
+    root: dict[Any, Any] = {}
+    for key, value in flat.items():
+        *path, last = metadata.planner_data[key]
+        into = root
+        for part in path:
+            into = into.setdefault(part, {})
+        into[last] = value
+    return _with_lists(root)  # type: ignore[no-any-return]
+
+
+def _with_lists(node: Any) -> Any:
+    """A path's string parts are keys, its ints are places in lists."""
+    if not isinstance(node, dict):
+        return node
+    if node and all(isinstance(key, int) for key in node):
+        return [_with_lists(node[index]) for index in sorted(node)]
+    return {key: _with_lists(value) for key, value in node.items()}
+
+
+def pack(value: Any, what: str) -> bytes:
+    """``value`` as bytes that ``unpack`` takes. Raises: CheckpointError if it would not."""
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        unpack(buffer.getvalue())
+    except Exception as error:
+        raise failure(
+            f"{what} cannot be saved: {str(error).strip().splitlines()[0]}",
+            expected="tensors, numbers, strings and containers of these, which torch.load(weights_only=True) takes",
+            fix="let its state_dict() return such values",
+        ) from error
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

@@ -1,0 +1,275 @@
+"""``save_safetensors``: from shards into the files that Hugging Face's libraries open, in a stream.
+
+The header of a file is known before any value is, so the tensors follow it one after another, in bands that ranks send to the
+rank that writes. It refuses to know the format, and how files become a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import ArgumentError, CheckpointError, FSDPError, MaterializationError, message
+from .agreement import agree, default_group
+from .bands import BandStream
+from .byte_ranges import bytes_of
+from .commit import Names, NewFile, choose_names, commit, make_folder
+from .failure import failure
+from .model_tensors import ModelTensor, checked_model, model_tensors, reshard, still_on_meta
+from .progress import progress_bar
+from .save_plan import Band, PlannedFile, fingerprint, nbytes_of, plan_files, writers_of
+
+BUFFER_NBYTES = 64 << 20
+"""A rank holds at most twice this while it saves."""
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """What was written; the same on every rank.
+
+    files:  names in the folder
+    nbytes: of the tensors
+    """
+
+    folder: Path
+    files: tuple[str, ...]
+    nbytes: int
+
+
+def save_safetensors(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    max_shard_size: int | str = "5GB",
+    *,
+    num_writers: int | None = 1,
+    dtype: torch.dtype | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    progress: bool | None = None,
+) -> SavedCheckpoint:
+    """Write parameters and persistent buffers, whole, in Hugging Face's layout; ``load_safetensors`` and ``from_pretrained`` read it.
+
+    folder:         made if it is not there; shared by all ranks that write. An earlier checkpoint in it is replaced in one rename, see
+                    ``commit.py``; other files (a ``config.json``, which ``from_pretrained`` needs beside) are left alone
+    max_shard_size: of a file, in bytes or like "5GB"; a larger tensor gets a file of its own. With one file there is no index
+    num_writers:    1: rank 0 writes all files; more: as many ranks write different files at the same time; None: all ranks
+    dtype:          to convert floating-point tensors to
+    process_group:  the ranks that hold the model; None: all
+    progress:       a bar on rank 0; None: where there is a terminal and rich is installed
+
+    Of tied parameters, the first name in the model's order is written, once. Non-persistent buffers and ``get_extra_state`` are not.
+
+    Memory:     beside the model 2 * 64 MiB on any rank, however large a parameter is: tensors are sent and written in bands
+    Collective: yes, over ``process_group``
+    Raises:     on all ranks alike: CheckpointError with ``file`` and ``key`` (the disk is full, the folder cannot be written to, ranks
+                have different models), MaterializationError, ParameterError. The folder is as it was before
+    """
+    checked_model(model, "save_safetensors")
+    max_nbytes = nbytes_of(max_shard_size)
+    _check(num_writers, dtype)
+    group = process_group or default_group()
+    world_size = 1 if group is None else group.size()
+    path = Path(folder)
+    reshard(model)
+    files, names = _agreed_plan(model, path, max_nbytes, writers_of(world_size, num_writers), dtype, group)
+    total = sum(tensor.nbytes for file in files for tensor in file.tensors)
+    with _temporary_files() as new_files, torch.inference_mode(False), torch.no_grad():
+        problem = _write(files, names, path, group, new_files, progress)
+        _agree_or_remove(group, problem, new_files)
+        problem = None
+        if group is None or group.rank() == 0:
+            try:
+                commit(path, names, [file.nbytes for file in files], _weight_map(files, names), _metadata(files))
+            except CheckpointError as error:
+                problem = error
+        _agree_or_remove(group, problem, new_files)
+    return SavedCheckpoint(path, names.final, total)
+
+
+def _check(num_writers: int | None, dtype: torch.dtype | None) -> None:
+    if num_writers is not None and (type(num_writers) is not int or num_writers < 1):
+        raise ArgumentError(message(f"num_writers is {num_writers!r}", expected="1 or more, or None for all ranks", fix="pass 1"))
+    if dtype is not None and not dtype.is_floating_point:
+        raise ArgumentError(message(f"dtype is {dtype}", expected="a floating-point dtype", fix="for instance torch.bfloat16"))
+
+
+def _agreed_plan(
+    model: nn.Module, folder: Path, max_nbytes: int, writers: list[int], dtype: torch.dtype | None, group: dist.ProcessGroup | None
+) -> tuple[list[PlannedFile], Names]:
+    """The plan, if all ranks can make it and made the same; and the names that rank 0 chose. Collective: yes."""
+    files: list[PlannedFile] = []
+    names: Names | None = None
+    problem: FSDPError | None = None
+    try:
+        tensors = [each for each in model_tensors(model) if each.persistent]
+        _refuse_meta(tensors)
+        _refuse_other_ranks(tensors, group)
+        files = plan_files(tensors, max_nbytes, writers, dtype)
+        if group is None or group.rank() == 0:
+            make_folder(folder)
+            names = choose_names(folder, len(files), uuid.uuid4().hex[:8])
+    except FSDPError as error:
+        problem = error
+    said = agree(group, problem, (fingerprint(files), names))
+    differing = [rank for rank, (plan, _) in enumerate(said) if plan != said[0][0]]
+    if differing:
+        raise failure(
+            f"ranks {differing} have other names, shapes or dtypes in their model than rank 0, or other arguments",
+            expected="the same model and arguments on every rank",
+            fix="pass process_group if only some ranks have this model; nothing was written",
+        )
+    chosen = said[0][1]
+    assert chosen is not None
+    return files, chosen
+
+
+def _refuse_meta(tensors: list[ModelTensor]) -> None:
+    on_meta = list(still_on_meta(tensors))
+    if on_meta:
+        raise MaterializationError(
+            message(
+                f"{len(on_meta)} parameters or buffers are on the meta device, and have no values to save",
+                items=on_meta,
+                expected="values",
+                fix="call fsdp2.materialize(model), or load a checkpoint; nothing was written",
+            )
+        )
+
+
+def _refuse_other_ranks(tensors: list[ModelTensor], group: dist.ProcessGroup | None) -> None:
+    """Shards on ranks that take no part could not be had."""
+    present = set(dist.get_process_group_ranks(group)) if group is not None else {0}
+    outside = [
+        f"{each.name}: {each.tensor.device_mesh}"
+        for each in tensors
+        if isinstance(each.tensor, DTensor) and not present.issuperset(each.tensor.device_mesh.mesh.flatten().tolist())
+    ]
+    if outside:
+        raise ArgumentError(
+            message(
+                f"{len(outside)} parameters or buffers are sharded over ranks that are not in process_group",
+                items=outside,
+                expected=f"meshes within ranks {sorted(present)}",
+                fix="pass the process group of all ranks that hold the model; nothing was written",
+            )
+        )
+
+
+@contextlib.contextmanager
+def _temporary_files() -> Iterator[list[NewFile]]:
+    """This rank's new files; those that still have their temporary names at the end go."""
+    new_files: list[NewFile] = []
+    try:
+        yield new_files
+    finally:
+        for file in new_files:
+            file.remove()
+
+
+def _agree_or_remove(group: dist.ProcessGroup | None, problem: CheckpointError | None, new_files: list[NewFile]) -> None:
+    """Go on together; or raise together, when no rank has left anything. Collective: yes."""
+    try:
+        agree(group, problem, None)
+    except FSDPError:
+        for file in new_files:
+            file.remove()
+        agree(group, None, None)
+        raise
+
+
+def _write(
+    files: list[PlannedFile],
+    names: Names,
+    folder: Path,
+    group: dist.ProcessGroup | None,
+    new_files: list[NewFile],
+    progress: bool | None,
+) -> CheckpointError | None:
+    """Write this rank's files under their temporary names; what went wrong, if something did. Collective: yes.
+
+    After an error the rank goes on receiving, since the others send.
+    """
+    me = 0 if group is None else group.rank()
+    writers = sorted({file.writer for file in files})
+    band_nbytes = BUFFER_NBYTES // len(writers)
+    writer = _Writer([(file, names.temporary(folder, index)) for index, file in enumerate(files) if file.writer == me], new_files)
+    global_rank = {each: each if group is None else dist.get_global_rank(group, each) for each in writers}
+    bands = {global_rank[each]: _bands_of(each, files, band_nbytes) for each in writers}
+    mine = sum(tensor.nbytes for file in files if file.writer == me for tensor in file.tensors)
+    with progress_bar("saving", mine, progress) as advance:
+
+        def receive(band: Band, value: Tensor) -> None:
+            writer.write(band, value)
+            advance(value.nbytes)
+
+        BandStream(group).run(bands, receive)
+    writer.finish()
+    return writer.problem
+
+
+def _bands_of(writer: int, files: list[PlannedFile], max_nbytes: int) -> Iterator[Band]:
+    return (band for file in files if file.writer == writer for band in file.bands(max_nbytes))
+
+
+class _Writer:
+    """Writes bands into this rank's files, one file after another, until something goes wrong."""
+
+    def __init__(self, files: list[tuple[PlannedFile, Path]], new_files: list[NewFile]) -> None:
+        self.problem: CheckpointError | None = None
+        self._todo = files
+        self._new_files = new_files
+        self._left = 0  # bytes of the open file's tensors to come
+        self._open_next()
+
+    def write(self, band: Band, value: Tensor) -> None:
+        if self.problem is not None:
+            return
+        try:
+            self._new_files[-1].write(bytes_of(value), band.tensor.key)
+        except CheckpointError as error:
+            self.problem = error
+        self._left -= value.nbytes
+        self._open_next()
+
+    def _open_next(self) -> None:
+        """Finish the file that is complete, and begin the next one with bytes to come."""
+        while self.problem is None and self._left == 0 and self._todo:
+            file, path = self._todo.pop(0)
+            try:
+                self._finish_last()
+                self._new_files.append(NewFile(path, file.header))
+            except CheckpointError as error:
+                self.problem = error
+            self._left = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in file.tensors)
+
+    def _finish_last(self) -> None:
+        if self._new_files:
+            self._new_files[-1].finish()
+
+    def finish(self) -> None:
+        if self.problem is None:
+            try:
+                self._finish_last()
+            except CheckpointError as error:
+                self.problem = error
+
+
+def _weight_map(files: list[PlannedFile], names: Names) -> dict[str, str]:
+    return {tensor.key: name for file, name in zip(files, names.final, strict=True) for tensor in file.tensors}
+
+
+def _metadata(files: list[PlannedFile]) -> dict[str, int]:
+    tensors = [tensor for file in files for tensor in file.tensors]
+    return {
+        "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
+        "total_size": sum(tensor.nbytes for tensor in tensors),
+    }

@@ -1,0 +1,500 @@
+"""The only file that touches the user's modules and autograd: it shows parameters, registers hooks, swaps the class.
+
+Per forward call of a unit: a pre-hook unshards and passes each input through a node of its own, whose turn in backward comes when the
+gradient of that input is done; a post-hook reshards and puts a hook before the node of every output, whose turn comes when the
+output's gradient is there. Each hook names a moment to the schedule, which decides. It refuses to know memory and collectives.
+
+Note: why nodes and not tensor hooks. A view made of an input costs 3 us and no Python in backward but our hook's (a custom Function
+10 us); it exists under every transform, and in-place changes of it are autograd's usual business. A hook on an output's *node*
+survives an in-place change of the output, which drops a hook on the tensor; for an output that is a view the change rebases the
+node away too, so the base's node gets a hook as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import ParameterError, message
+from . import torch_compat as compat
+from .model_axes import varying_axes
+from .nested import find_tensors, map_tensors
+from .param import Owner, ShardedParam
+from .param_group import ParamGroup
+from .schedule import adopt
+from .unit import Call, Unit
+
+# --- showing parameters ---------------------------------------------------------------------------------------------------------
+
+
+class ModuleRegistry:
+    """Shows a group's parameters to the modules that own them (a ``param_group.Registry``).
+
+    A module with ``nn.Module``'s own ``__setattr__`` has its ``_parameters`` updated from a prebuilt dict; others (LSTM keeps
+    copies of its parameters) are set attribute by attribute.
+    """
+
+    def __init__(self, group: ParamGroup) -> None:
+        self._group = group
+        self._made_for: object = None
+        self._sharded: list[tuple[dict[str, Any], dict[str, nn.Parameter]]] = []
+        self._unsharded: list[tuple[dict[str, Any], dict[str, nn.Parameter]]] = []
+        self._slow: list[tuple[nn.Module, str, ShardedParam]] = []
+        self._owned = [
+            (owner.module._parameters, owner.name, param) for param in group.params for owner in param.owners
+        ]
+        for param in group.params:
+            for owner in param.owners:
+                set_parameter(owner.module, owner.name, param.sharded)
+
+    def add_owner(self, param: ShardedParam, owner: Owner) -> None:
+        """Show ``param`` at one place more, which a later ``fully_shard`` call found tied to it."""
+        param.owners.append(owner)
+        self._owned.append((owner.module._parameters, owner.name, param))
+        self._made_for = None
+        set_parameter(owner.module, owner.name, param.sharded)
+
+    def _prepare(self) -> None:
+        """Build the dicts again: the group has new unsharded parameters."""
+        self._made_for = self._group.gather
+        self._slow = []
+        sharded: dict[int, tuple[dict[str, Any], dict[str, nn.Parameter]]] = {}
+        unsharded: dict[int, tuple[dict[str, Any], dict[str, nn.Parameter]]] = {}
+        for param in self._group.params:
+            for owner in param.owners:
+                if type(owner.module).__setattr__ is not nn.Module.__setattr__:
+                    self._slow.append((owner.module, owner.name, param))
+                    continue
+                parameters = owner.module._parameters
+                assert param.unsharded is not None
+                sharded.setdefault(id(parameters), (parameters, {}))[1][owner.name] = param.sharded
+                unsharded.setdefault(id(parameters), (parameters, {}))[1][owner.name] = param.unsharded
+        self._sharded = list(sharded.values())
+        self._unsharded = list(unsharded.values())
+
+    def show_sharded(self) -> None:
+        if self._made_for is not self._group.gather:
+            self._prepare()
+        for parameters, shown in self._sharded:
+            parameters.update(shown)
+        for module, name, param in self._slow:
+            setattr(module, name, param.sharded)
+
+    def show_unsharded(self) -> None:
+        if self._made_for is not self._group.gather:
+            self._prepare()
+        for parameters, shown in self._unsharded:
+            parameters.update(shown)
+        for module, name, param in self._slow:
+            assert param.unsharded is not None
+            setattr(module, name, param.unsharded)
+
+    def show(self, shown: Sequence[nn.Parameter]) -> None:
+        for param, parameter in zip(self._group.params, shown, strict=True):
+            for owner in param.owners:
+                set_parameter(owner.module, owner.name, parameter)
+
+    def verify(self) -> bool:
+        """Whether all is as we left it; parameters that the user put in their place are adopted, or refused by name."""
+        intact = True
+        for parameters, name, param in self._owned:
+            now = parameters.get(name)
+            sharded = param.sharded
+            if now is not sharded:
+                self._refuse_untying(param)
+                _adopt_replacement(param, now)
+                intact = False
+            elif sharded._local_tensor is not param.local:  # type: ignore[attr-defined]
+                intact = False
+            unsharded = param.unsharded
+            if unsharded is not None and unsharded.requires_grad is not sharded.requires_grad:
+                unsharded.requires_grad_(sharded.requires_grad)
+        if not intact:
+            self._made_for = None
+        return intact
+
+    def _refuse_untying(self, param: ShardedParam) -> None:
+        """Raise if only some of the places of a tied parameter were given another one."""
+        kept = [owner.name for owner in param.owners if owner.module._parameters.get(owner.name) is param.sharded]
+        if kept:
+            raise ParameterError(
+                message(
+                    f"{param.fqn} was replaced after fully_shard at some of the {len(param.owners)} places that share it",
+                    expected="one parameter at all of them, as when fully_shard was called",
+                    fix="register the new parameter in every module that shared the old one, or untie them before fully_shard",
+                )
+            )
+
+
+def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[name] = param
+    else:
+        setattr(module, name, param)
+
+
+def _adopt_replacement(param: ShardedParam, now: Any) -> None:
+    """Take the parameter that the user registered in place of ours, if it is sharded as ours was."""
+    wanted = param.spec.sharded
+    if (
+        isinstance(now, nn.Parameter)
+        and isinstance(now, DTensor)
+        and now.device_mesh == wanted.mesh
+        and now.placements == wanted.placements
+        and now.shape == param.sharded.shape
+    ):
+        param.sharded = now
+        return
+    got = "nothing" if now is None else f"{type(now).__name__} {tuple(getattr(now, 'shape', ()))}"
+    placements = f" with placements {now.placements}" if isinstance(now, DTensor) else ""
+    raise ParameterError(
+        message(
+            f"{param.fqn} was replaced after fully_shard by {got}{placements}",
+            expected=f"a DTensor parameter {tuple(param.sharded.shape)} with placements {wanted.placements}",
+            fix="replace parameters before fully_shard, or change the values of the one that is there",
+        )
+    )
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------------------------
+
+
+class UnitHooks:
+    """The hooks of one unit. ``install`` registers them, ``remove`` undoes it."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        policy = unit.mp_policy
+        self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
+        self._output_dtype: torch.dtype | None = policy.output_dtype
+        several = len(unit.modules) > 1
+        self.pre_forward = compat.dynamo_disabled(self._pre_forward_of_several if several else self._pre_forward)
+        self.post_forward = compat.dynamo_disabled(self._post_forward_of_several if several else self._post_forward)
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        unit = self._unit
+        several = len(unit.modules) > 1
+        for module in unit.modules:  # ahead of the user's
+            self._handles.append(module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self.post_forward, always_call=several))
+            if any(group.mesh.spmd is not None for group, _ in unit.groups):
+                self._handles.append(module.register_forward_hook(compat.dynamo_disabled(self._watch_axes), with_kwargs=True))
+        for group, _ in unit.uses:
+            for module in {id(owner.module): owner.module for param in group.params for owner in param.owners}.values():
+                self._handles.append(module.register_state_dict_pre_hook(_Resharding(unit)))  # type: ignore[no-untyped-call]
+                self._handles.append(module.register_load_state_dict_pre_hook(_Resharding(unit)))  # type: ignore[no-untyped-call]
+
+    def _watch_axes(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """See Note: gradients on a full SPMD mesh."""
+        if torch.is_grad_enabled():
+            found: list[Tensor] = []
+            find_tensors((args, kwargs, output), found)
+            for _, gradients in self._unit.groups:
+                for tensor in found:
+                    gradients.varying.update(varying_axes(tensor))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def take_places_of(self, originals: UnitHooks, memo: dict[Any, Any]) -> None:
+        """Replace the hooks that came with our modules when ``deepcopy`` made them: among the user's hooks, order matters."""
+        num_forward = 2 * len(self._unit.modules)
+        for index, original in enumerate(originals._handles):
+            copied = memo.get(id(original.hooks_dict_ref()))
+            if copied is None or original.id not in copied:
+                continue
+            if index >= num_forward:
+                del copied[original.id]
+                continue
+            handle = self._handles[index]
+            copied[original.id] = copied.pop(handle.id)
+            for flags in handle.extra_dict_ref:
+                flags().pop(handle.id, None)  # those of the original's id were copied
+            handle.id = original.id
+
+    # --- forward ---
+
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        unit = self._unit
+        schedule = unit.schedule
+        if schedule is None or not schedule.settled:
+            schedule = adopt(unit, units_below)
+            _warn_of_plain_parameters(unit.modules[0], schedule.units)
+        if schedule.forward_root is None and unit.device.type != "cpu":
+            args, kwargs = map_tensors(functools.partial(Tensor.to, device=unit.device, non_blocking=True), (args, kwargs))
+        if self._input_dtype is not None:
+            args, kwargs = map_tensors(self._cast_input, (args, kwargs))
+        if compat.profiler_is_on() or compat.functorch_is_active():
+            with _around("pre_forward", unit):
+                schedule.begin_forward(unit)
+        else:
+            schedule.begin_forward(unit)
+        if not torch.is_grad_enabled():
+            unit.running.append(None)
+            return args, kwargs
+        call = unit.shared_call
+        if call is None:
+            call = Call(unit)
+            if unit.calls:
+                unit.calls = [reference for reference in unit.calls if reference() is not None]
+            unit.calls.append(weakref.ref(call))
+        unit.running.append(call)
+        return self._watch_inputs(call, args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        unit = self._unit
+        call = unit.running.pop()
+        if call is not None:
+            output = self._watch_outputs(call, output)
+        elif type(output) is not Tensor or output._base is not None:
+            output = map_tensors(_outlive_parameters, output)
+        assert unit.schedule is not None
+        if compat.functorch_is_active():
+            with compat.functorch_disabled():
+                unit.schedule.end_forward(unit)
+        else:
+            unit.schedule.end_forward(unit)
+        return output if self._output_dtype is None else map_tensors(self._cast_output, output)
+
+    def _pre_forward_of_several(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        unit = self._unit
+        if not unit.to_run:
+            unit.to_run.update(unit.modules)
+            unit.shared_call = None
+        args, kwargs = self._pre_forward(module, args, kwargs)
+        unit.shared_call = unit.running[-1]
+        return args, kwargs
+
+    def _post_forward_of_several(self, module: nn.Module, args: Any, output: Any) -> Any:
+        unit = self._unit
+        if not unit.running:  # the forward raised before our pre-hook was done
+            return output
+        unit.to_run.discard(module)
+        if not unit.to_run:
+            unit.shared_call = None
+            return self._post_forward(module, args, output)
+        call = unit.running.pop()
+        if call is not None:
+            output = self._watch_outputs(call, output)
+        assert unit.schedule is not None
+        unit.schedule.end_part(unit)
+        return output if self._output_dtype is None else map_tensors(self._cast_output, output)
+
+    def _cast_input(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._input_dtype) if tensor.is_floating_point() else tensor
+
+    def _cast_output(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._output_dtype) if tensor.is_floating_point() else tensor
+
+    # --- backward ---
+
+    def _watch_inputs(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Pass each input that needs a gradient through a node that runs in backward when that gradient is done."""
+        levels = compat.functorch_is_active() or compat.forward_ad._current_level >= 0
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor and not levels:  # by far the most common
+            return (self._watched(call, args[0]),) if args[0].requires_grad else args, kwargs
+        watched: dict[int, Tensor] = {}
+
+        def watch(tensor: Tensor) -> Tensor:
+            if not (tensor.requires_grad or levels):
+                return tensor
+            found = watched.get(id(tensor))
+            if found is None:
+                found = watched[id(tensor)] = self._watched(call, tensor, levels)
+            return found
+
+        return map_tensors(watch, (args, kwargs))  # type: ignore[no-any-return]
+
+    def _watched(self, call: Call, tensor: Tensor, levels: bool = False) -> Tensor:
+        view = tensor.view_as(tensor)
+        for each in compat.levels_of(view) if levels else (view,):
+            node = each.grad_fn
+            if node is not None:
+                node.register_prehook(functools.partial(_end_backward, weakref.ref(call), self._unit))
+                call.nodes.append(node)
+        return view
+
+    def _watch_outputs(self, call: Call, output: Any) -> Any:
+        if type(output) is Tensor:
+            found: list[Tensor] = [output]
+        else:
+            found = []
+            find_tensors(output, found)
+        if compat.functorch_is_active() or compat.forward_ad._current_level >= 0:
+            found = [each for tensor in found for each in compat.levels_of(tensor)]
+        hook = functools.partial(_begin_backward, call)
+        seen: list[Any] = []
+        for tensor in found:
+            if not tensor.requires_grad:
+                continue
+            base = tensor._base
+            node = tensor.grad_fn
+            if (node if base is None else base.grad_fn) is None and isinstance(tensor if base is None else base, nn.Parameter):
+                return self._watch_outputs(call, map_tensors(_outlive_parameters, output))
+            if node in call.nodes:  # an input, passed through: its node ends the backward, so that another has to begin it
+                return self._watch_outputs(call, map_tensors(functools.partial(_apart_from, call.nodes), output))
+            for each in (node,) if base is None else (node, base.grad_fn):
+                if each is not None and each not in seen:
+                    seen.append(each)
+                    each.register_prehook(hook)
+        return output
+
+
+def _apart_from(nodes: list[Any], output: Tensor) -> Tensor:
+    return output.view_as(output) if output.grad_fn in nodes else output
+
+
+def _outlive_parameters(output: Tensor) -> Tensor:
+    """A parameter that is an output, or a view of one, is freed with the parameters: copy it."""
+    leaf = output if output._base is None else output._base
+    return output.clone() if isinstance(leaf, nn.Parameter) else output
+
+
+@contextlib.contextmanager
+def _around(moment: str, unit: Unit) -> Iterator[None]:
+    """A label for the profiler; and no transform of ``torch.func``: parameters are the same to all of them."""
+    with torch.profiler.record_function(f"fsdp2::{moment} ({unit.fqn})"), compat.functorch_disabled():
+        yield
+
+
+@compat.dynamo_disabled
+def _begin_backward(call: Call, grads: Any) -> None:
+    schedule = call.unit.schedule
+    assert schedule is not None
+    if compat.profiler_is_on() or compat.functorch_is_active():
+        with _around("pre_backward", call.unit):
+            schedule.begin_backward(call)
+    else:
+        schedule.begin_backward(call)
+
+
+@compat.dynamo_disabled
+def _end_backward(reference: weakref.ref[Call], unit: Unit, grads: Any) -> None:
+    schedule = unit.schedule
+    assert schedule is not None
+    call = reference()
+    if call is not None and torch.is_grad_enabled():
+        _watch_gradients(call, grads)
+    if compat.profiler_is_on() or compat.functorch_is_active():
+        with _around("post_backward", unit):
+            schedule.end_backward_of(call, unit)
+    else:
+        schedule.end_backward_of(call, unit)
+
+
+def _watch_gradients(call: Call, grads: tuple[Tensor | None, ...]) -> None:
+    """A backward with ``create_graph`` made a graph: a backward through that needs the parameters from here on."""
+    for grad in grads:
+        for each in () if grad is None else compat.levels_of(grad):
+            if each.grad_fn is not None:
+                each.grad_fn.register_prehook(functools.partial(_begin_backward, call))
+
+
+class _Resharding:
+    """A state dict hook: sharded parameters are what is saved, and what is loaded into."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._unit.reshard_for_all()
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> _Resharding:
+        return self  # a copied unit registers its own
+
+
+# --- finding and swapping ---------------------------------------------------------------------------------------------------------
+
+
+def units_below(root: nn.Module) -> list[tuple[str, Unit]]:
+    """The units in the tree of ``root`` in the order of ``named_modules()``, with the name of their first module there.
+
+    Also gives every parameter its name from ``root``.
+    """
+    found: dict[int, tuple[str, Unit]] = {}
+    for name, module in root.named_modules():
+        unit = compat.module_state(module)
+        if isinstance(unit, Unit):
+            found.setdefault(id(unit), (name, unit))
+    names = {id(param): name for name, param in root.named_parameters(remove_duplicate=False)}
+    for _, unit in found.values():
+        for group, _ in unit.groups:
+            for param in group.params:
+                shown = param.unsharded if group.is_unsharded else param.sharded
+                param.fqn = names.get(id(shown), param.fqn)
+    return list(found.values())
+
+
+def _warn_of_plain_parameters(root: nn.Module, units: Sequence[Unit]) -> None:
+    """Parameters that were registered after ``fully_shard``, adapters for instance, are nobody's: each rank would train its own."""
+    places = [owner for unit in units for owner in unit.ignored]
+    places += [owner for unit in units for group, _ in unit.groups for param in group.params for owner in param.owners]
+    known = {(id(owner.module), owner.name) for owner in places}
+    foreign = {
+        below
+        for module in root.modules()
+        if {"fully_shard", "replicate"} & set(compat.applied_apis(module)) and not isinstance(compat.module_state(module), Unit)
+        for below in module.modules()
+    }
+    plain = [
+        f"{prefix}.{name} {tuple(param.shape)}" if prefix else f"{name} {tuple(param.shape)}"
+        for prefix, module in root.named_modules()
+        if module not in foreign
+        for name, param in module._parameters.items()
+        if param is not None and param.requires_grad and (id(module), name) not in known
+    ]
+    if plain:
+        warnings.warn(
+            message(
+                f"{len(plain)} trainable parameters were registered below {type(root).__name__} after fully_shard was called on it",
+                items=plain,
+                expected="every trainable parameter sharded or in ignored_params; no gradient of these is reduced, ranks drift apart",
+                fix="add them before fully_shard, call fully_shard on the modules that were added, or reduce their gradients yourself",
+            ),
+            stacklevel=2,
+        )
+
+
+_classes: dict[tuple[type, type], type] = {}
+
+
+def class_with(mixin: type, cls: type) -> type:
+    """``FSDP<Name>``: (``mixin``, the user's class ``cls``, torch's FSDPModule).
+
+    torch's class comes last so that ``isinstance`` checks elsewhere hold while the user's class stays right behind ours, where
+    the compiler's guard pickler looks for it.
+    Raises: whatever ``cls`` has against being subclassed.
+    """
+    new = _classes.get((mixin, cls))
+    if new is None:
+        new = type(f"FSDP{cls.__name__}", (mixin, cls, compat.TorchFSDPModule), {"__module__": cls.__module__})
+        _classes[(mixin, cls)] = new
+    compat.let_guard_pickler_find(cls, new)
+    return new
+
+
+def swap_class(module: nn.Module, mixin: type) -> None:
+    """Make ``module`` an instance of its ``class_with``."""
+    module.__class__ = class_with(mixin, type(module))
+
+
+def unswap_class(module: nn.Module) -> None:
+    module.__class__ = type(module).__mro__[2]
+
+

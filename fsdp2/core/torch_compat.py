@@ -1,0 +1,425 @@
+"""Every private torch name in use, and every difference between torch 2.11 and 2.13, in one place.
+
+Nothing here has logic of its own: a name is re-exported, or wrapped so that its callers need not know the torch version.
+When a torch release breaks fsdp2, this is the file to mend. It refuses to know anything of fsdp2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, get_eval_frame_callback, set_code_exec_strategy
+from torch._subclasses import FakeTensor
+from torch._utils import _get_device_module
+from torch.autograd import forward_ad
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem, _get_registry
+from torch.distributed._composable_state import _insert_module_state, _module_state_mapping, _State
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls as torch_class_map
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+__all__ = [
+    "DTensorSpec",
+    "FakeTensor",
+    "TensorMeta",
+    "TorchDispatchMode",
+    "TorchFSDPModule",
+    "all_gather_single",
+    "applied_apis",
+    "chunk_cat",
+    "coalescing_manager",
+    "concatenate_meshes",
+    "current_graph_task",
+    "default_device_type",
+    "device_module",
+    "dynamo_disabled",
+    "flatten_mesh",
+    "forward_ad",
+    "functorch_disabled",
+    "functorch_is_active",
+    "has_own_dispatch",
+    "is_fake_backend",
+    "is_traceable_wrapper_subclass",
+    "let_guard_pickler_find",
+    "local_tensor",
+    "new_dtensor",
+    "premul_sum",
+    "preserved_versions",
+    "profiler_is_on",
+    "pytree",
+    "queue_end_of_backward",
+    "reduce_scatter_single",
+    "register_module_state",
+    "set_local_tensor",
+    "shard_dim",
+    "spec_of",
+    "storage_key",
+    "storage_use_count",
+    "strided_shard",
+    "swap_tensors",
+    "swap_tensors_is_on",
+    "unflatten_mesh",
+    "waited_for",
+    "will_run_in_this_backward",
+    "without_module_state",
+]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+# --- collectives: looked up on torch.distributed when called, so that tools which patch or count them see ours ----------------
+
+
+def _work(work: Any) -> dist.Work | None:
+    return work  # type: ignore[no-any-return]
+
+
+if hasattr(dist, "all_gather_single"):  # torch 2.13; it deprecates the older names
+
+    def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+        return _work(dist.all_gather_single(output, input, group=group, async_op=async_op))
+
+    def reduce_scatter_single(
+        output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
+    ) -> dist.Work | None:
+        return _work(dist.reduce_scatter_single(output, input, op=op, group=group, async_op=async_op))
+
+else:  # torch 2.11 and 2.12
+
+    def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+        return _work(dist.all_gather_into_tensor(output, input, group=group, async_op=async_op))
+
+    def reduce_scatter_single(
+        output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
+    ) -> dist.Work | None:
+        return _work(dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op))
+
+
+def coalescing_manager(
+    group: dist.ProcessGroup, device: torch.device | None, async_ops: bool
+) -> AbstractContextManager[Any]:
+    """Collectives issued inside become one launch, on backends that can (NCCL)."""
+    return dist.distributed_c10d._coalescing_manager(group=group, device=device, async_ops=async_ops)
+
+
+def premul_sum(factor: float) -> dist.ReduceOp:
+    """The reduction that multiplies every input by ``factor`` and sums (NCCL)."""
+    return torch._C._distributed_c10d._make_nccl_premul_sum(factor)
+
+
+def process_group_empty(group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(numel,) from the allocator of the group's backend, or from the usual one if it has none."""
+    if not process_group_allocates(group, device):
+        return torch.empty(numel, dtype=dtype, device=device)
+    backend: Any = group._get_backend(device)
+    return backend.allocate_tensor(numel, dtype=dtype, device=device)  # type: ignore[no-any-return]
+
+
+def process_group_allocates(group: dist.ProcessGroup, device: torch.device) -> bool:
+    try:
+        return bool(group._get_backend(device).supports_tensor_alloc(device))
+    except RuntimeError:  # a group without a backend for this device
+        return False
+
+
+def init_symmetric_memory(group: dist.ProcessGroup, backend: str) -> None:
+    """Choose the backend of symmetric memory and make sure of the group's communicator. Collective: yes."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    symmetric_memory.set_backend(backend)  # type: ignore[arg-type]
+    dist.barrier(group=group)  # an empty communicator could not rendezvous
+
+
+def symmetric_empty(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    with torch.cuda.use_mem_pool(symmetric_memory.get_mem_pool(device)):
+        return torch.empty(numel, dtype=dtype, device=device)
+
+
+def rendezvous(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Exchange the addresses of a symmetric buffer. Collective: yes, the first time for its allocation."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    symmetric_memory.rendezvous(tensor, group=group.group_name)
+
+
+def is_fake_backend(group: dist.ProcessGroup) -> bool:
+    return bool(dist.get_backend(group) == "fake")
+
+
+# --- meshes -------------------------------------------------------------------------------------------------------------------
+
+
+def default_device_type() -> str:
+    """The accelerator's type if there is one that is usable, else "cpu"."""
+    accelerator = torch._C._get_accelerator()
+    return str(accelerator.type)
+
+
+def device_module(device_type: str) -> Any:
+    """``torch.cuda`` for "cuda" and so on; a stand-in with the same names for "cpu"."""
+    return _get_device_module(device_type)
+
+
+def flatten_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The 1-D mesh over the named axes of ``mesh``. Collective the first time that it makes a process group."""
+    if len(names) == 1:
+        return mesh[names[0]]
+    return mesh[names]._flatten("_".join(names))
+
+
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh whose axes are those of ``meshes`` in order; all must come from one root mesh."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def unflatten_mesh(mesh: DeviceMesh, axis: int, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """``mesh`` with one axis cut into several. Collective over the root mesh's ranks: it makes process groups."""
+    return mesh._unflatten(axis, shape, names)
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """The placement of a tensor that other axes, ``split_factor`` ranks together, have cut on ``dim`` before this one."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def shard_dim(placement: Placement) -> int | None:
+    """The dim that a placement cuts; None if it does not."""
+    return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
+
+
+# --- DTensors -----------------------------------------------------------------------------------------------------------------
+
+
+new_dtensor: Callable[[Tensor, DTensorSpec], DTensor] = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
+"""A DTensor over a local tensor and a spec, without autograd and checks: 2 us where ``DTensor.from_local`` takes 19."""
+
+
+def waited_for(tensor: Tensor) -> Tensor:
+    """``tensor`` itself, or the result of the functional collective that it stands for."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+
+
+def local_tensor(tensor: DTensor) -> Tensor:
+    return tensor._local_tensor
+
+
+def spec_of(tensor: Tensor) -> DTensorSpec:
+    """The spec of what is known to be a DTensor."""
+    assert isinstance(tensor, DTensor)
+    return tensor._spec
+
+
+def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
+    """Let ``tensor`` keep its data in ``local`` from now on; same shape, dtype and device."""
+    tensor._local_tensor = local
+
+
+def swap_tensors_is_on() -> bool:
+    return bool(torch.__future__.get_swap_module_params_on_conversion())
+
+
+def swap_tensors(one: Tensor, other: Tensor) -> None:
+    """Exchange what two tensor objects are, so that everybody who holds ``one`` has what ``other`` was."""
+    torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Identifies the storage object under ``tensor`` as long as it lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_use_count(tensor: Tensor) -> int:
+    """How many tensors and others share the storage of ``tensor``; 1: nobody else does."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # less ``storage`` itself
+
+
+# --- operators ----------------------------------------------------------------------------------------------------------------
+
+
+def chunk_cat(tensors: list[Tensor], num_chunks: int, out: Tensor) -> None:
+    """Cut every tensor along dim 0 into ``num_chunks`` like ``torch.chunk``, pad with zeros, and lay the pieces into ``out``.
+
+    tensors: any shapes of at least one dim, one dtype
+    out:     (num_chunks, n): row i gets piece i of every tensor, one after another, in the dtype of ``out``
+    """
+    torch._chunk_cat(tensors, 0, num_chunks, out=out)
+
+
+def has_own_dispatch(kind: type) -> bool:
+    """Whether a tensor class runs operators in its own way."""
+    return getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl
+
+
+# --- autograd -----------------------------------------------------------------------------------------------------------------
+
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside of backward
+will_run_in_this_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node  # only inside backward
+profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
+functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def preserved_versions(tensors: tuple[Tensor, ...]) -> AbstractContextManager[Any]:
+    """Autograd does not notice what is written to ``tensors`` inside."""
+    context: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
+    return context(tensors)  # type: ignore[no-any-return]
+
+
+def queue_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback``, outside of transforms, when the current graph task (the innermost running backward) has finished."""
+    run = callback
+    if functorch_is_active():
+
+        def run() -> None:
+            with functorch_disabled():
+                callback()
+
+    torch.autograd.Variable._execution_engine.queue_callback(run)
+
+
+def functorch_disabled() -> AbstractContextManager[Any]:
+    return torch._C._DisableFuncTorch()
+
+
+def levels_of(tensor: Tensor) -> list[Tensor]:
+    """``tensor`` and all that it stands for: what transforms of ``torch.func`` wrapped, and tangents. Each has a graph of its own.
+
+    Of tangents only those of the innermost transform.
+    """
+    functorch: Any = torch._C._functorch
+    stack = functorch.peek_interpreter_stack() if functorch_is_active() else None
+    has_tangents = forward_ad._current_level >= 0 and (stack is None or stack.key() == functorch.TransformType.Jvp)
+    found = [tensor]
+    for each in found:  # grows
+        if functorch.is_functorch_wrapped_tensor(each):
+            found.append(functorch.get_unwrapped(each))
+        if has_tangents:
+            tangent = forward_ad.unpack_dual(each).tangent  # type: ignore[no-untyped-call]
+            if tangent is not None:
+                found.append(tangent)
+    return found
+
+
+_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
+
+
+def dynamo_disabled(hook: _F) -> _F:
+    """``hook`` such that the compiler neither traces into it nor compiles what it calls.
+
+    Costs one comparison while no compiled code is around, and does not import the compiler: its own wrapper is made at the
+    first call that happens under it. (Making that wrapper at each call costs a tenth of upstream's host time.)
+    """
+    guarded: list[Callable[..., Any]] = []
+
+    @functools.wraps(hook)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if get_eval_frame_callback() is None:
+            return hook(*args, **kwargs)
+        if not guarded:
+            disable: Any = torch._dynamo.disable
+            guarded.append(disable(hook, recursive=True, reason="fsdp2 hooks run outside of the graph"))
+        return guarded[0](*args, **kwargs)
+
+    # As a frame, too: not compiled when code that the compiler runs calls it.
+    set_code_exec_strategy(run.__code__, _SKIP)  # type: ignore[attr-defined]
+    run._torchdynamo_disable = True  # type: ignore[attr-defined]  # read by the tracer
+    run._torchdynamo_disable_msg = "fsdp2 hooks run outside of the graph"  # type: ignore[attr-defined]
+    run._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
+    run._torchdynamo_orig_callable = hook  # type: ignore[attr-defined]
+    return run  # type: ignore[return-value]
+
+
+# --- how other libraries recognise a sharded module ---------------------------------------------------------------------------
+
+
+def applied_apis(module: nn.Module) -> list[str]:
+    """Names of the composable APIs applied to ``module``: "fully_shard", "replicate", ..."""
+    return list(_get_registry(module) or ())
+
+
+class ModuleStateBase(_State):
+    """Base of our per-module state, so that torch's look-ups by type find it.
+
+    By private names of FSDP2's state, pipeline schedules reduce what their micro-batches accumulated: first group by group, of
+    which we show none, then by the end of backward.
+    """
+
+    _state_ctx = types.SimpleNamespace(all_states=())
+
+    def reduce_accumulated(self) -> None:
+        """Do what the end of a backward with gradient sync does."""
+        raise NotImplementedError
+
+    def _root_post_backward_final_callback(self) -> None:
+        self.reduce_accumulated()
+
+
+def register_module_state(module: nn.Module, state: ModuleStateBase) -> None:
+    """Make ``state`` what ``torch.distributed.fsdp.fully_shard.state(module)`` and torch's registries report."""
+    registry = module.__dict__.setdefault(REGISTRY_KEY, {})
+    registry["fully_shard"] = RegistryItem()
+    states = module.__dict__.setdefault(STATE_KEY, {})
+    states[torch_fully_shard.__wrapped__] = state  # type: ignore[attr-defined]  # contract() files it under the bare function
+    _insert_module_state(module, state)
+
+
+def forget_module_state(module: nn.Module) -> None:
+    """Undo ``register_module_state``."""
+    module.__dict__.get(REGISTRY_KEY, {}).pop("fully_shard", None)
+    module.__dict__.get(STATE_KEY, {}).pop(torch_fully_shard.__wrapped__, None)  # type: ignore[attr-defined]
+    _module_state_mapping.pop(module, None)
+
+
+@contextlib.contextmanager
+def without_module_state(module: nn.Module) -> Iterator[None]:
+    """Inside, ``module.__dict__`` has nothing of what ``register_module_state`` put there."""
+    places = [
+        (module.__dict__[REGISTRY_KEY], "fully_shard"),
+        (module.__dict__[STATE_KEY], torch_fully_shard.__wrapped__),  # type: ignore[attr-defined]
+    ]
+    kept = [place.pop(key) for place, key in places]
+    try:
+        yield
+    finally:
+        for (place, key), value in zip(places, kept, strict=True):
+            place[key] = value
+
+
+def let_guard_pickler_find(cls: type, new: type) -> None:
+    """Enter ``new`` as the FSDP class of ``cls`` where guards are pickled (``torch._dynamo.config.caching_precompile``).
+
+    Not otherwise: torch's own fully_shard takes its classes from the same map, and would give its modules our methods.
+    """
+    config = sys.modules.get("torch._dynamo.config")
+    wanted = config.caching_precompile if config is not None else os.environ.get("TORCH_CACHING_PRECOMPILE") == "1"
+    if wanted:
+        torch_class_map.setdefault(cls, new)
+
+
+def module_state(module: nn.Module) -> ModuleStateBase | None:
+    """What ``register_module_state`` stored, or None."""
+    state = module.__dict__.get(STATE_KEY)
+    if state is None:
+        return None
+    found = state.get(torch_fully_shard.__wrapped__)  # type: ignore[attr-defined]
+    return found if isinstance(found, ModuleStateBase) else None
+
+

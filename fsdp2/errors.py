@@ -1,0 +1,87 @@
+"""The FSDPError family: what a user did, what was expected, how to mend it.
+
+Every error that a user can cause is one of these and is also a subclass of each built-in exception that PyTorch's own FSDP2
+raises in the cases it covers, so that old ``except`` clauses hold; a test asks FSDP2 case by case (hence the odd bases: there, an
+empty list is an IndexError, a mesh that is a string an AttributeError). It refuses to know any runtime object: a message is
+made of strings.
+
+    MeshError: [rank 0] fully_shard got a 3-D mesh ('pp', 'dp', 'tp')
+      expected: a 1-D mesh (shard) or a 2-D mesh (replicate, shard)
+      fix:      pass mesh["dp"], or dp_mesh_dims=DataParallelMeshDims(shard="dp") for a full SPMD mesh
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+
+
+class FSDPError(Exception):
+    """Base of every error that fsdp2 raises because of how it was used."""
+
+
+class ModuleError(FSDPError, ValueError, TypeError, AttributeError, IndexError, AssertionError, RuntimeError):
+    """The thing passed as a module cannot be sharded as asked."""
+
+
+class MeshError(FSDPError, ValueError, IndexError, AssertionError):
+    """The device mesh does not describe data parallelism."""
+
+
+class ArgumentError(FSDPError, ValueError, TypeError, AttributeError, RuntimeError):
+    """An argument has a wrong type or value."""
+
+
+class ParameterError(FSDPError, ValueError, TypeError, AssertionError, RuntimeError):
+    """A parameter cannot be sharded as asked; the message names it."""
+
+
+class ExtensionError(ParameterError, NotImplementedError):
+    """A tensor subclass, or its all-gather extension, does not do what sharding it needs."""
+
+
+class DeviceError(FSDPError, ValueError, AssertionError):
+    """A parameter or buffer lies on a device that is not the mesh's."""
+
+
+class MaterializationError(FSDPError, RuntimeError):
+    """Parameters are still on the meta device where their values are needed."""
+
+
+class OrderError(FSDPError, RuntimeError, TypeError, AssertionError):
+    """Calls came in an order that cannot work, for instance a child sharded after its parent."""
+
+
+class CheckpointError(FSDPError, RuntimeError):
+    """A checkpoint cannot be read or written, or is not one of this model.
+
+    file, key: what it is about, if it is about one of them
+    report:    what a load found, if keys were missing, unexpected or of another shape
+    """
+
+    file: str | None = None
+    key: str | None = None
+    report: Any = None
+
+
+def meta_error(items: Iterable[str], device: str) -> MaterializationError:
+    """What to raise where values are needed and ``items`` have none."""
+    missing = list(items)
+    kind = device.split(":")[0]
+    return MaterializationError(
+        message(
+            f"{len(missing)} parameters should be materialized from meta device before the first forward",
+            items=missing,
+            expected=f"storage on {device}",
+            fix=f'call fsdp2.materialize(model), or model.to_empty(device="{kind}") and initialise, or load a checkpoint',
+        )
+    )
+
+
+def message(headline: str, *, expected: str, fix: str, items: Iterable[str] = ()) -> str:
+    """One error text: rank, headline, every offender, what was expected, how to fix it."""
+    rank = f"[rank {dist.get_rank()}] " if dist.is_available() and dist.is_initialized() else ""
+    lines = [f"{rank}{headline}", *(f"  {item}" for item in items), f"  expected: {expected}", f"  fix:      {fix}"]
+    return "\n".join(lines)

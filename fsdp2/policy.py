@@ -1,0 +1,142 @@
+"""What a user may choose: small frozen values, given once to ``fully_shard``.
+
+Every class has the fields and defaults of its namesake in ``torch.distributed.fsdp``; objects of torch's own classes are
+accepted wherever these are. This file refuses to know how a choice is carried out.
+
+    MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    # parameters are stored in fp32, all-gathered and used in bf16; gradients are cast to fp32, then reduce-scattered
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes at the boundary of a sharded module.
+
+    param_dtype:          dtype of the unsharded parameters, of the all-gather and so of forward and backward; None keeps
+                          each parameter's own dtype. The sharded parameters (what the optimizer sees) keep theirs.
+    reduce_dtype:         dtype in which gradients are reduced, and accumulated while gradient sync is off; None: the dtype
+                          in which they were computed.
+    output_dtype:         floating-point outputs of forward are cast to it; None: left alone.
+    cast_forward_inputs:  whether floating-point inputs of forward are cast to ``param_dtype``.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """No offloading; the default."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Sharded parameters, gradients and so optimizer state live in host memory.
+
+    pin_memory: page-locked host memory, which lets copies overlap with compute; takes it away from other processes.
+    """
+
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Names of the axes of a full SPMD mesh that carry data parallelism.
+
+    shard:      axis name or names over which parameters are sharded (several are flattened into one).
+    replicate:  axis name or names over which they are replicated (several are flattened into one).
+    Raises:     ArgumentError if both are None.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            from .errors import ArgumentError, message
+
+            raise ArgumentError(
+                message(
+                    "DataParallelMeshDims names no mesh axis",
+                    expected="at least one of shard and replicate must be set",
+                    fix='for instance DataParallelMeshDims(shard="dp")',
+                )
+            )
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        return _names(self.replicate)
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """What ``shard_placement_fn`` may return: where to cut one parameter, and over which ranks.
+
+    placement:  Shard(dim); None is Shard(0).
+    mesh_info:  a DeviceMesh (1-D: shard, 2-D: replicate and shard) instead of the one given to ``fully_shard``, so that, say,
+                experts go over other ranks than the rest of their block; None: that one. torch's FSDPMeshInfo is accepted.
+    """
+
+    placement: Shard | None = None
+    mesh_info: DeviceMesh | Any = None
+
+
+def _names(value: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+class Comm(ABC):
+    """A collective with a say in where its buffers live."""
+
+    @abstractmethod
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialised tensor of ``size`` (1-D) for one buffer of this collective."""
+
+
+class AllGather(Comm):
+    """A custom all-gather, for ``FSDPModule.set_custom_all_gather``."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather ``input_tensor`` (n,), which is this rank's slice of ``output_tensor`` (W * n,), from all ranks of ``group``."""
+
+
+class ReduceScatter(Comm):
+    """A custom reduce-scatter, for ``FSDPModule.set_custom_reduce_scatter``."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce ``input_tensor`` (W * n,) over the ranks of ``group`` with ``op``; this rank's slice into ``output_tensor`` (n,)."""

@@ -1,0 +1,263 @@
+"""Methods of FSDPModule that change a training run: which change numbers, which change communication only, which do nothing here."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp2.core import custom_comm
+from harness import cpu_mesh, on_ranks
+from harness.models import batches, mlp, token_batches, transformer
+from harness.training import (
+    assert_equal_grads,
+    assert_equal_training,
+    assert_same_bits,
+    fed_in_chunks,
+    fed_own_chunk,
+    forward_backward,
+    grads_of,
+    own_chunk,
+)
+
+
+def shard(model: nn.Module, mesh=None, **options) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh or cpu_mesh(), **options)
+    return fully_shard(model, mesh=mesh or cpu_mesh(), **options)
+
+
+def every(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def whole_gradients(reference: nn.Module, x: Tensor, divide_by: float) -> dict[str, Tensor]:
+    for chunk in x.chunk(dist.get_world_size()):
+        reference(chunk).square().mean().div(divide_by).backward()
+    return grads_of(reference)
+
+
+# --- when gradients are reduced -----------------------------------------------------------------------------------------------------
+
+PATTERNS = {
+    "sync at the end": [(False, False), (False, False), (True, True)],
+    "sync in between": [(False, False), (True, False), (True, True)],
+    "sync always": [(True, False), (True, False), (True, True)],
+    "last is not told": [(False, True), (True, True), (False, True), (True, True)],
+}
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_of_sync_and_last_backward(pattern):
+    model = mlp()
+    reference = copy.deepcopy(model)
+    shard(model)
+
+    def iteration(model: nn.Module, x: Tensor) -> Tensor:
+        losses = []
+        for (sync, is_last), part in zip(PATTERNS[pattern], x.chunk(len(PATTERNS[pattern])), strict=True):
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(sync)
+                model.set_is_last_backward(is_last)
+            losses.append(forward_backward(model, part))
+        return torch.stack(losses).mean()
+
+    inputs = batches(2, shape=(36, 7))
+    steps = fed_own_chunk(model, inputs, iteration=iteration)
+    assert_equal_training(steps, fed_in_chunks(reference, inputs, iteration=iteration))
+
+
+@on_ranks(2, 3)
+def test_modules_that_do_not_sync_while_others_do():
+    model = mlp()
+    reference = copy.deepcopy(model)
+    shard(model)
+
+    def iteration(model: nn.Module, x: Tensor) -> Tensor:
+        losses = []
+        for index, part in enumerate(x.chunk(3)):
+            if isinstance(model, FSDPModule):
+                model.set_is_last_backward(index == 2)
+                model.set_requires_gradient_sync(index == 2, recurse=False)
+                for number, block in enumerate(model.blocks):
+                    block.set_requires_gradient_sync(index == 2 or (number + index) % 2 == 0)
+            losses.append(forward_backward(model, part))
+        return torch.stack(losses).mean()
+
+    inputs = batches(2, shape=(36, 7))
+    steps = fed_own_chunk(model, inputs, iteration=iteration)
+    assert_equal_training(steps, fed_in_chunks(reference, inputs, iteration=iteration))
+
+
+# --- how they are reduced -------------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2, 3)
+def test_setters_that_change_communication_only():
+    model = mlp(num_blocks=4)
+    reference = copy.deepcopy(model)
+    shard(model)
+    model.set_reduce_scatter_max_input_buffers(2)
+    model.set_separate_reduce_scatter_group()
+    for module in every(model):
+        module.set_force_sum_reduction_for_comms(True)
+    assert_same_bits(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+    model.set_reduce_scatter_max_input_buffers(1)
+    model.set_separate_reduce_scatter_group(False)
+    for module in every(model):
+        module.set_force_sum_reduction_for_comms(False)
+    assert_same_bits(fed_own_chunk(model, batches(2, seed=2)), fed_in_chunks(reference, batches(2, seed=2)))
+
+
+@on_ranks(2)
+def test_as_many_reductions_are_in_flight_as_asked_for():
+    from fsdp2.core.schedule import Schedule
+
+    model = shard(mlp(num_blocks=4))
+    most = 0
+    reduce = Schedule._reduce
+
+    def counted(self, *args, **kwargs):
+        nonlocal most
+        reduce(self, *args, **kwargs)
+        most = max(most, len(self._reductions))
+
+    with mock.patch.object(Schedule, "_reduce", counted):
+        for number in (1, 2, 3):
+            most = 0
+            model.blocks[0].set_reduce_scatter_max_input_buffers(number)  # one list for all: the most generous counts
+            forward_backward(model, own_chunk(batches()[0]))
+            assert most == number
+
+
+@on_ranks(2)
+def test_the_separate_group_carries_the_reductions():
+    model = shard(mlp())
+    model.set_separate_reduce_scatter_group()
+    groups = {gradients.process_group for module in every(model) for _, gradients in module._get_fsdp_state().groups}
+    assert len(groups) == 1
+    assert cpu_mesh().get_group() not in groups
+    model.set_separate_reduce_scatter_group()
+    assert {gradients.process_group for module in every(model) for _, gradients in module._get_fsdp_state().groups} == groups
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("sum_only", [True, False])
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
+def test_set_gradient_divide_factor(sum_only, reduce_dtype):
+    """Upstream asks gloo for PREMUL_SUM, which it does not have."""
+    model = mlp()
+    reference = copy.deepcopy(model)
+    shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    for module in every(model):
+        module.set_gradient_divide_factor(5.0)
+        module.set_force_sum_reduction_for_comms(sum_only)
+    forward_backward(model, own_chunk(batches()[0]))
+    assert_equal_grads(grads_of(model), whole_gradients(reference, batches()[0], 5.0))
+
+
+@on_ranks(4)
+def test_set_gradient_divide_factor_with_replication():
+    model = mlp()
+    reference = copy.deepcopy(model)
+    shard(model, cpu_mesh(2, 2))
+    for module in every(model):
+        module.set_gradient_divide_factor(3.0)
+    forward_backward(model, own_chunk(batches()[0]))
+    assert_equal_grads(grads_of(model), whole_gradients(reference, batches()[0], 3.0))
+
+
+@on_ranks(2)
+def test_the_old_name_of_the_divide_factor_warns():
+    model = shard(mlp())
+    with pytest.warns(FutureWarning, match="set_gradient_divide_factor"):
+        model.set_reduce_scatter_divide_factor(2.0)
+
+
+@on_ranks(1, 2, 3)
+def test_an_all_reduce_hook_on_one_axis_changes_the_gradient_before_it_is_seen():
+    model = mlp()
+    reference = copy.deepcopy(model)
+    shard(model)
+    seen = []
+
+    def hook(reduced: Tensor) -> None:
+        seen.append(reduced.shape)
+        reduced.mul_(2.0)
+
+    for module in every(model):
+        module.set_all_reduce_hook(hook)
+    order = []
+    model.blocks[0].up.weight.register_post_accumulate_grad_hook(lambda param: order.append(param.grad.to_local().clone()))
+    forward_backward(model, own_chunk(batches()[0]))
+    assert_equal_grads(grads_of(model), whole_gradients(reference, batches()[0], dist.get_world_size() / 2))
+    assert len(seen) == 4
+    assert all(len(shape) == 1 for shape in seen)
+    assert torch.equal(order[0], model.blocks[0].up.weight.grad.to_local())
+
+
+@on_ranks(4)
+def test_an_all_reduce_hook_may_be_a_users_own_replication():
+    """1-D sharding over two ranks, and a hook that averages over the other two: HSDP by hand."""
+    mesh = cpu_mesh(2, 2)
+    model = mlp()
+    reference = copy.deepcopy(model)
+    shard(model, mesh["shard"])
+    for module in every(model):
+        module.set_all_reduce_hook(lambda reduced: dist.all_reduce(reduced, op=dist.ReduceOp.AVG, group=mesh["replicate"].get_group()))
+    forward_backward(model, own_chunk(batches()[0]))
+    whole = whole_gradients(reference, batches()[0], 4.0)
+    assert_equal_grads(grads_of(model), whole)
+
+
+# --- when parameters are gathered ---------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2, 3)
+def test_an_embedding_is_not_gathered_in_backward_if_it_need_not_be():
+    from fsdp2.core.gather import Gather
+
+    model = transformer()
+    reference = copy.deepcopy(model)
+    fully_shard(model.embedding, mesh=cpu_mesh())
+    shard(model)
+    model.embedding.set_unshard_in_backward(False)
+    steps = fed_own_chunk(model, token_batches(2))
+    assert_same_bits(steps, fed_in_chunks(reference, token_batches(2)))
+    starts = []
+    start = Gather.start
+    with mock.patch.object(Gather, "start", lambda self, *args: (starts.append(self), start(self, *args))[1]):
+        forward_backward(model, own_chunk(token_batches(1)[0]))
+    ours = model.embedding._get_fsdp_state().groups[0][0].gather
+    assert starts.count(ours) == 1
+    assert starts.count(model.blocks[0]._get_fsdp_state().groups[0][0].gather) == 2
+
+
+# --- what a device cannot do ----------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1, 2)
+def test_a_setter_without_effect_says_so_once():
+    model = shard(mlp())
+    setters = {
+        "set_post_optim_event": lambda module: module.set_post_optim_event(torch.Event("cpu") if False else mock.Mock()),
+        "set_allocate_memory_from_process_group_for_comm": lambda module: module.set_allocate_memory_from_process_group_for_comm(True),
+        "set_symm_mem_for_comm": lambda module: module.set_symm_mem_for_comm(),
+    }
+    with mock.patch.object(custom_comm, "_warned", set()):
+        for name, call in setters.items():
+            with pytest.warns(UserWarning, match=name):
+                call(model)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                call(model)
+                call(model.blocks[0])
+    reference = mlp()
+    assert_same_bits(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))

@@ -1,0 +1,828 @@
+"""A resumed run is the run that never stopped; whatever fails or crashes, and wherever, the earlier checkpoint stays whole.
+
+Run as ``__crash__`` this file is a training that kills itself at a given point, see ``train_and_crash``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import random
+import runpy
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp2 import FSDPModule, fully_shard
+from fsdp2.checkpoint import Checkpointer, CheckpointError
+from fsdp2.checkpoint.checkpoint_folder import CheckpointFolder
+from fsdp2.checkpoint.every_rank import on_every_rank
+from harness import cpu_mesh, on_ranks
+from harness.models import batches, mlp
+from harness.training import assert_same_bits, fed_own_chunk
+from harness.worker import PRELOAD
+
+
+class Net(nn.Module):
+    """Dropout needs the generators, batch norm has buffers, the last layer's rows do not divide."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, width), nn.Dropout(0.3), nn.Linear(width, 6)) for _ in range(2))
+        self.norm = nn.BatchNorm1d(6)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(self.norm(x))
+
+
+class Loader:
+    """Draws batches from a generator of its own, as a data loader with a state does."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __next__(self) -> Tensor:
+        return torch.randn(4, 6, generator=self.generator)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+
+
+class Run:
+    """Everything that a training has; ``seed`` decides all values that a checkpoint has to restore."""
+
+    def __init__(self, folder: Path, seed: int = 0, mesh: DeviceMesh | None = None, width: int = 8, **options: Any) -> None:
+        mesh = mesh or cpu_mesh()
+        torch.manual_seed(seed)
+        self.model = Net(width)
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer: Optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [2, 4])
+        torch.manual_seed(seed + dist.get_rank())
+        random.seed(seed + dist.get_rank())
+        np.random.seed(seed + dist.get_rank())
+        self.loader = Loader(seed + dist.get_rank())
+        self.folder = folder
+        options = {"data": self.loader} | options
+        self.checkpointer = Checkpointer(folder, self.model, self.optimizer, self.scheduler, **options)
+
+    def step(self) -> float:
+        noise = random.random() + float(np.random.rand())
+        loss = self.model(next(self.loader)).square().mean() * (1 + noise)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        return loss.item()
+
+    def steps(self, number: int) -> list[float]:
+        return [self.step() for _ in range(number)]
+
+    def state(self) -> dict[str, Tensor]:
+        """Copies of this rank's part of model and optimizer."""
+        state = {f"model.{name}": value for name, value in self.model.state_dict().items()}
+        for number, each in self.optimizer.state_dict()["state"].items():
+            state |= {f"optimizer.{number}.{key}": value for key, value in each.items()}
+        return {name: (value.to_local() if isinstance(value, DTensor) else value).clone() for name, value in state.items()}
+
+
+def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
+@contextlib.contextmanager
+def fresh(folder: Path, **options: Any) -> Iterator[Run]:
+    """A run whose values and generators are others than the first one's."""
+    run = Run(folder, seed=1000, **options)
+    try:
+        yield run
+    finally:
+        run.checkpointer.close()
+
+
+# --- resuming ---------------------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_resumed_run_continues_bit_for_bit(tmp_path: Path, asynchronous: bool) -> None:
+    run = Run(tmp_path / "run", asynchronous=asynchronous)
+    run.steps(3)
+    run.checkpointer.save(3)
+    losses, state = run.steps(3), run.state()
+    run.checkpointer.close()
+
+    with fresh(tmp_path / "run") as again:
+        resumed = again.checkpointer.load()
+        assert again.steps(3) == losses
+        assert_same_state(again.state(), state)
+    assert (resumed.step, resumed.world_size, resumed.random_restored) == (3, dist.get_world_size(), True)
+    assert resumed.path == tmp_path / "run" / "step_000003"
+
+
+@on_ranks(2)
+def test_checkpoint_before_the_first_step_changes_nothing(tmp_path: Path) -> None:
+    """torch's ``get_optimizer_state_dict`` takes a step of zero gradients then, after which Adam counts one step too many."""
+    run = Run(tmp_path / "never", data=None)
+    losses = run.steps(2)
+    run.checkpointer.close()
+
+    run = Run(tmp_path / "run")
+    run.checkpointer.save(0)
+    assert not run.optimizer.state
+    assert run.steps(2) == losses
+    run.checkpointer.close()
+
+    with fresh(tmp_path / "run") as again:
+        again.step()
+        again.checkpointer.load()
+        assert not again.optimizer.state
+        assert again.steps(2) == losses
+
+
+@on_ranks(2)
+def test_parameters_without_state_and_several_groups_are_restored(tmp_path: Path) -> None:
+    def make(seed: int) -> tuple[nn.Module, Optimizer, Checkpointer]:
+        torch.manual_seed(seed)
+        model = fully_shard(Net(), mesh=cpu_mesh())
+        model.blocks[0].requires_grad_(False)
+        groups = [{"params": model.last.parameters(), "lr": 0.5}, {"params": model.blocks.parameters(), "momentum": 0.0}]
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        return model, optimizer, Checkpointer(tmp_path, model, optimizer)
+
+    def step(model: nn.Module, optimizer: Optimizer) -> Tensor:
+        model.eval()
+        loss = model(torch.ones(2, 6)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    model, optimizer, checkpointer = make(0)
+    step(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.25
+    checkpointer.save(1)
+    losses = [step(model, optimizer) for _ in range(2)]
+    checkpointer.close()
+
+    model, optimizer, checkpointer = make(1)
+    checkpointer.load()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert optimizer.param_groups[1]["momentum"] == 0.0
+    assert [step(model, optimizer) for _ in range(2)] == losses
+    checkpointer.close()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["Adagrad", "ASGD", "NAdam", "RMSprop"])
+def test_state_of_other_optimizers_is_sharded_like_the_parameters(tmp_path: Path, name: str) -> None:
+    def make(seed: int) -> tuple[nn.Module, Optimizer]:
+        model = fully_shard(mlp(seed=seed), mesh=cpu_mesh())
+        return model, getattr(torch.optim, name)(model.parameters())
+
+    model, optimizer = make(0)
+    fed_own_chunk(model, batches(2), optimizer=optimizer)
+    with Checkpointer(tmp_path, model, optimizer) as checkpointer:
+        checkpointer.save(2)
+    steps = fed_own_chunk(model, batches(2, seed=3), optimizer=optimizer)
+    model, optimizer = make(1)
+    with Checkpointer(tmp_path, model, optimizer) as checkpointer:
+        checkpointer.load()
+    assert_same_bits(fed_own_chunk(model, batches(2, seed=3), optimizer=optimizer), steps)
+
+
+@on_ranks(2)
+def test_position_may_be_a_dict_and_keeps_its_types(tmp_path: Path) -> None:
+    position = {"epoch": 1, "seen": {3: (1, 2), "empty": {}}, "shuffled": torch.arange(3), "rank": dist.get_rank()}
+    found: dict[str, Any] = {"stale": True}
+    with Checkpointer(tmp_path, fully_shard(Net(), mesh=cpu_mesh()), data=dict(position)) as checkpointer:
+        checkpointer.save(1)
+    with Checkpointer(tmp_path, fully_shard(Net(), mesh=cpu_mesh()), data=found) as checkpointer:
+        checkpointer.load()
+    assert found.pop("shuffled").tolist() == position.pop("shuffled").tolist()
+    assert found == position
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_other_number_of_ranks_and_other_mesh_continue_but_for_random_numbers(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Saved by ranks 0 and 1, loaded by 4, saved by these, and loaded by ranks 0 and 1."""
+    pair = pair_mesh()
+    mesh = cpu_mesh(*shape)
+    here = dist.get_rank() < 2
+    if here:
+        first = Run(tmp_path / "two", mesh=pair, process_group=pair.get_group(), data={"seen": 7})
+        first.steps(2)
+        first.checkpointer.save(2)
+        first.checkpointer.close()
+        expected = full_values(first)
+    dist.barrier()
+
+    found: dict[str, Any] = {}
+    with fresh(tmp_path / "two", mesh=mesh, data=found) as run:
+        before = torch.get_rng_state()
+        resumed = run.checkpointer.load()
+        assert (resumed.step, resumed.world_size, resumed.random_restored) == (2, 2, False)
+        assert found == {"seen": 7}
+        assert torch.equal(torch.get_rng_state(), before)
+        values = full_values(run)
+        other = Checkpointer(tmp_path / "four", run.model, run.optimizer, run.scheduler, data=found)
+        other.save(2)
+        other.close()
+    if here:
+        # Running means of the batch norm differ between ranks: those of rank 0 are for all.
+        of_rank_0 = expected if dist.get_rank() == 0 else expected | {name: values[name] for name in values if ".norm.running" in name}
+        assert_same_state(values, of_rank_0)
+        with fresh(tmp_path / "four", mesh=pair, process_group=pair.get_group(), data={}) as again:
+            assert again.checkpointer.load().world_size == 4
+            assert_same_state(full_values(again), of_rank_0)
+            assert again.scheduler.last_epoch == 2
+    dist.barrier()
+
+
+def pair_mesh() -> DeviceMesh:
+    """Over ranks 0 and 1; ranks 2 and 3 have one of their own. Collective: yes."""
+    return init_device_mesh(cpu_mesh().device_type, (2, 2), mesh_dim_names=("pair", "shard"))["shard"]
+
+
+def full_values(run: Run) -> dict[str, Tensor]:
+    state = {f"model.{name}": value for name, value in run.model.state_dict().items()}
+    for number, each in run.optimizer.state_dict()["state"].items():
+        state |= {f"optimizer.{number}.{key}": value for key, value in each.items()}
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value.clone() for name, value in state.items()}
+
+
+@on_ranks(4)
+def test_position_that_differs_between_ranks_needs_as_many_ranks(tmp_path: Path) -> None:
+    pair = pair_mesh()
+    if dist.get_rank() < 2:
+        with contextlib.closing(Run(tmp_path, mesh=pair, process_group=pair.get_group()).checkpointer) as checkpointer:
+            checkpointer.save(1)
+    dist.barrier()
+    with fresh(tmp_path) as run:
+        before = run.state()
+        with pytest.raises(CheckpointError, match="a data position for each of 2 ranks"):
+            run.checkpointer.load()
+        assert_same_state(run.state(), before)
+    with fresh(tmp_path, data=None) as run:
+        assert run.checkpointer.load().step == 1
+
+
+@on_ranks(2)
+def test_files_are_read_by_dcp_into_an_unsharded_model(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.steps(2)
+    run.checkpointer.save(2)
+    run.checkpointer.close()
+    expected = full_values(run)
+    dist.broadcast_object_list(everyones := [expected])  # batch norm's buffers are rank 0's
+    expected = everyones[0]
+    unsharded = Net()
+    state = {"model": unsharded.state_dict(), "optimizer": {"state": {"last.weight": {"exp_avg": torch.empty(3, 6)}}}, "step": 0}
+    dcp.load(state, checkpoint_id=tmp_path / "step_000002")
+    for name, value in state["model"].items():
+        assert torch.equal(value, expected[f"model.{name}"]), name
+    number = [name for name, _ in unsharded.named_parameters()].index("last.weight")
+    assert torch.equal(state["optimizer"]["state"]["last.weight"]["exp_avg"], expected[f"optimizer.{number}.exp_avg"])
+    assert state["step"] == 2
+
+
+# --- while training goes on -------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def held_back_writing() -> Iterator[threading.Event]:
+    """Inside, files are written once the event is set."""
+    event = threading.Event()
+    write = FileSystemWriter.write_data
+
+    def wait_and_write(*args: Any) -> Any:
+        event.wait()
+        return write(*args)
+
+    with patch.object(FileSystemWriter, "write_data", wait_and_write):
+        try:
+            yield event
+        finally:
+            event.set()
+
+
+@on_ranks(2)
+def test_training_goes_on_during_a_save_and_does_not_change_what_is_saved(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.steps(2)
+    state = run.state()
+    with held_back_writing() as event:
+        run.checkpointer.save(2)
+        losses = run.steps(3)  # with collectives of its own
+        assert not (tmp_path / "latest").exists()
+        event.set()
+        run.checkpointer.wait()
+    assert (tmp_path / "latest").read_text() == "step_000002"
+    run.checkpointer.close()
+    with fresh(tmp_path) as again:
+        again.checkpointer.load()
+        assert_same_state(again.state(), state)
+        assert again.steps(3) == losses
+
+
+@on_ranks(2)
+def test_only_one_save_is_under_way(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep_last=None)
+    events: list[str] = []
+    write, take = Checkpointer._write, Checkpointer._state
+
+    def recording_write(self: Checkpointer, state: dict[str, Any], step: int) -> None:
+        write(self, state, step)
+        events.append(f"wrote {step}")
+
+    def recording_take(self: Checkpointer, step: int) -> dict[str, Any]:
+        events.append(f"took {step}")
+        return take(self, step)
+
+    with patch.object(Checkpointer, "_write", recording_write), patch.object(Checkpointer, "_state", recording_take):
+        for step in (1, 2, 3):
+            run.checkpointer.save(step)
+        run.checkpointer.close()
+    assert events == [f"{what} {step}" for step in (1, 2, 3) for what in ("took", "wrote")]
+
+
+@on_ranks(2)
+def test_memory_is_one_copy_of_the_shards_until_the_save_is_complete(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.step()
+    copies: list[int] = []
+    write = Checkpointer._write
+
+    def counting_write(self: Checkpointer, state: dict[str, Any], step: int) -> None:
+        tensors = [*state["model"].values(), *(each for values in state["optimizer"]["state"].values() for each in values.values())]
+        local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
+        copies.append(sum(each.untyped_storage().nbytes() for each in local))
+        write(self, state, step)
+
+    with patch.object(Checkpointer, "_write", counting_write):
+        run.checkpointer.save(1)
+        run.checkpointer.close()
+    assert copies == [sum(value.numel() * value.itemsize for value in run.state().values())]
+
+
+# --- which checkpoints there are --------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_last_ones_are_kept_and_the_latest_is_named(tmp_path: Path) -> None:
+    on_rank_0(lambda: checkpoint(tmp_path / "partial"))
+    on_rank_0(lambda: checkpoint(tmp_path / "step_000009_best"))
+    model = fully_shard(Net(), mesh=cpu_mesh())
+    with Checkpointer(tmp_path, model, keep_last=2) as checkpointer:
+        assert checkpointer.latest() is None
+        for step in (10, 20, 30):
+            checkpointer.save(step)
+        assert checkpointer.latest() == tmp_path / "step_000030"
+        assert names(tmp_path) == ["latest", "step_000009_best", "step_000020", "step_000030"]
+        checkpointer.save(20)  # as after load("step_000020")
+        assert checkpointer.latest() == tmp_path / "step_000020_2"
+        assert names(tmp_path) == ["latest", "step_000009_best", "step_000020_2", "step_000030"]
+        assert checkpointer.load().step == 20
+        assert checkpointer.load("step_000030").step == 30
+        assert checkpointer.load(tmp_path / "step_000030").step == 30
+
+
+def checkpoint(path: Path, age_s: int = 0) -> Path:
+    """Files as of a checkpoint, for those who do not look into it."""
+    path.mkdir(parents=True)
+    (path / "__0_0.distcp").write_text(path.name)
+    (path / ".metadata").write_text(path.name)
+    os.utime(path / ".metadata", (1e9 - age_s, 1e9 - age_s))
+    return path
+
+
+def test_latest_is_the_newest_by_time_if_nothing_names_it(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep_last=2)
+    assert folder.latest() is None
+    checkpoint(tmp_path / "step_000100", age_s=50)
+    newest = checkpoint(tmp_path / "step_000010", age_s=10)
+    (tmp_path / "step_000200").mkdir()  # without metadata
+    assert folder.latest() == newest
+    (tmp_path / "latest").write_text("step_000300")  # removed by hand
+    assert folder.latest() == newest
+    (tmp_path / "latest").write_text("step_000100\n")
+    assert folder.latest() == tmp_path / "step_000100"
+
+
+class CrashError(BaseException):
+    """What nobody catches."""
+
+
+@contextlib.contextmanager
+def crash_at(number: int) -> Iterator[None]:
+    """Raise instead of the call with this number that changes the disk, and at all later ones."""
+    count = 0
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count > number:
+                raise CrashError
+            return call(*args, **kwargs)
+
+        return run
+
+    with contextlib.ExitStack() as stack:
+        for name in ("mkdir", "rename", "replace", "unlink", "open", "rmdir"):
+            stack.enter_context(patch.object(Path, name, counted(getattr(Path, name))))
+        for name in ("fsync", "unlink", "rmdir"):
+            stack.enter_context(patch.object(os, name, counted(getattr(os, name))))
+        yield
+
+
+def test_crash_at_any_change_of_the_disk_leaves_a_whole_checkpoint_and_the_next_save_works(tmp_path: Path) -> None:
+    finished = False
+    for number in range(60):
+        where = tmp_path / str(number)
+        for step in (1, 2):
+            checkpoint(where / f"step_{step:06d}", age_s=10 - step)
+        (where / "latest").write_text("step_000002")
+        folder = CheckpointFolder(where, keep_last=2)
+
+        def save(step: int, folder: CheckpointFolder = folder) -> None:
+            folder.begin()
+            for name in ("__0_0.distcp", ".metadata"):
+                with (folder.partial / name).open("w") as file:
+                    file.write(f"step_{step:06d}")
+            folder.commit(step)
+            folder.prune()
+
+        try:
+            with crash_at(number):
+                save(3)
+            finished = True
+        except CrashError:
+            pass
+        for each in where.glob("step_*"):
+            assert sorted(file.read_text() for file in each.iterdir()) == [each.name] * 2, "half a checkpoint has a name"
+        latest = folder.latest()
+        assert latest is not None
+        assert latest.name in ("step_000002", "step_000003")
+        save(4)
+        assert folder.latest() == where / "step_000004"
+        assert len(folder.checkpoints()) == 2
+        assert not folder.partial.exists()
+        if finished:
+            return
+    raise AssertionError("it never finished")
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------------------
+
+
+def saved(folder: Path, **options: Any) -> Run:
+    """A run that has saved step 1, complete on all ranks."""
+    run = Run(folder, **options)
+    run.step()
+    run.checkpointer.save(1)
+    run.checkpointer.close()
+    return run
+
+
+def on_rank_0(action: Callable[[], Any]) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        action()
+    dist.barrier()
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def corrupt(path: Path) -> None:
+    """Other bytes all over the file, the same number of them."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch pwned",)
+
+
+def put_code_into(metadata: Path) -> None:
+    metadata.write_bytes(pickle.dumps(Evil()))
+
+
+BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a file is missing": (lambda path: (path / "__1_0.distcp").unlink(), r"__1_0\.distcp: is missing"),
+    "a file is cut short": (lambda path: truncate(path / "__1_0.distcp"), r"__1_0\.distcp: has \d+ bytes of \d+"),
+    "a file is corrupt": (lambda path: corrupt(path / "__1_0.distcp"), "rank 1"),
+    "no metadata": (lambda path: (path / ".metadata").unlink(), "is no checkpoint: it has no .metadata"),
+    "metadata are cut short": (lambda path: truncate(path / ".metadata"), r"\.metadata cannot be read"),
+    "metadata are empty": (lambda path: (path / ".metadata").write_bytes(b""), r"\.metadata cannot be read"),
+    "metadata are another pickle": (lambda path: (path / ".metadata").write_bytes(pickle.dumps([1])), r"\.metadata cannot be read"),
+    "metadata have code": (lambda path: put_code_into(path / ".metadata"), r"it names (posix|nt)\.system"),
+    "the folder is gone": (shutil.rmtree, "is no folder"),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", BROKEN)
+def test_broken_checkpoint_is_an_error_on_every_rank_that_changes_nothing(tmp_path: Path, what: str) -> None:
+    damage, said = BROKEN[what]
+    saved(tmp_path)
+    on_rank_0(lambda: damage(tmp_path / "step_000001"))
+    with fresh(tmp_path) as run:
+        run.step()
+        before, random_before = run.state(), torch.get_rng_state()
+        with pytest.raises(CheckpointError, match=said):
+            run.checkpointer.load("step_000001")
+        assert_same_state(run.state(), before)
+        assert torch.equal(torch.get_rng_state(), random_before)
+        assert run.scheduler.last_epoch == 1
+        run.checkpointer.save(5)
+        assert run.checkpointer.load().step == 5
+    assert not Path("pwned").exists()
+
+
+@on_ranks(2)
+def test_other_model_is_an_error_that_lists_what_differs(tmp_path: Path) -> None:
+    saved(tmp_path)
+    with fresh(tmp_path, width=9) as run:
+        before = run.state()
+        with pytest.raises(CheckpointError, match=r"blocks\.0\.0\.weight: \(9, 6\) in the model, \(8, 6\) in the checkpoint") as raised:
+            run.checkpointer.load()
+        assert_same_state(run.state(), before)
+    assert str(raised.value).count("in the checkpoint") == 6
+    other = nn.Sequential()
+    other.add_module("last", nn.Linear(6, 3))
+    other.add_module("new", nn.Linear(1, 1))
+    with Checkpointer(tmp_path, fully_shard(other, mesh=cpu_mesh())) as checkpointer, pytest.raises(CheckpointError) as raised:
+        checkpointer.load()
+    for said in ("new.weight: is not in the checkpoint", "norm.running_mean: is not in the model"):
+        assert said in str(raised.value)
+
+
+@on_ranks(2)
+def test_other_optimizer_is_an_error(tmp_path: Path) -> None:
+    run = saved(tmp_path)
+    for params in ([run.model.last.weight], [{"params": [run.model.last.weight]}, {"params": [run.model.last.bias]}]):
+        optimizer = torch.optim.AdamW(params)
+        with Checkpointer(tmp_path, run.model, optimizer) as checkpointer:
+            before = run.state()
+            with pytest.raises(CheckpointError, match="is of another optimizer: 1 groups of 12 parameters"):
+                checkpointer.load()
+            assert_same_state(run.state(), before)
+            assert not optimizer.state
+
+
+@on_ranks(2)
+def test_what_the_checkpoint_does_not_have_is_named(tmp_path: Path) -> None:
+    model = fully_shard(Net(), mesh=cpu_mesh())
+    with Checkpointer(tmp_path, model) as checkpointer:
+        with pytest.raises(CheckpointError, match=f"there is no checkpoint in {tmp_path}"):
+            checkpointer.load()
+        checkpointer.save(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Checkpointer(tmp_path, model, optimizer, data={}) as checkpointer:
+        with pytest.raises(CheckpointError, match="has no state of: data, optimizer"):
+            checkpointer.load()
+        dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "plain")
+        with pytest.raises(CheckpointError, match="was not saved by a Checkpointer: it has model"):
+            checkpointer.load("plain")
+
+
+@on_ranks(2)
+def test_full_disk_on_one_rank_raises_on_every_rank_at_the_next_call(tmp_path: Path) -> None:
+    run = saved(tmp_path)
+    state = run.state()
+    checkpointer = Checkpointer(tmp_path, run.model, run.optimizer, run.scheduler, data=run.loader)
+    full = OSError(28, "No space left on device")
+    run.step()
+    with patch.object(FileSystemWriter, "_write_data", side_effect=full) if dist.get_rank() == 1 else contextlib.nullcontext():
+        checkpointer.save(2)
+        run.step()
+        with pytest.raises(CheckpointError, match=r"cannot save step 2 .*rank 1: OSError.*No space left on device"):
+            checkpointer.save(3)
+    assert names(tmp_path) == ["latest", "step_000001"]
+    checkpointer.wait()  # said once
+    checkpointer.close()
+    with fresh(tmp_path) as again:
+        assert again.checkpointer.load().step == 1
+        assert_same_state(again.state(), state)
+        again.checkpointer.save(2)
+        assert again.checkpointer.latest() == tmp_path / "step_000002"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("step", ["begin", "commit", "prune"])
+def test_failure_on_rank_0_alone_raises_on_every_rank(tmp_path: Path, step: str) -> None:
+    run = saved(tmp_path)
+    checkpointer = Checkpointer(tmp_path, run.model, run.optimizer, run.scheduler, data=run.loader)
+    with patch.object(CheckpointFolder, step, side_effect=PermissionError(13, "Permission denied")):
+        checkpointer.save(2)
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            checkpointer.close()
+    expected = ["latest", "step_000001", "step_000002"] if step == "prune" else ["latest", "step_000001"]
+    dist.barrier()
+    assert names(tmp_path) == expected
+
+
+class Picky(Loader):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("generator")
+
+
+@on_ranks(2)
+def test_state_that_somebody_refuses_is_an_error_on_every_rank_before_the_model_is_changed(tmp_path: Path) -> None:
+    saved(tmp_path)
+    with fresh(tmp_path, data=Picky(0)) as run:
+        before = run.state()
+        with pytest.raises(CheckpointError, match=r"rank 1.*KeyError"):
+            run.checkpointer.load()
+        assert_same_state(run.state(), before)
+
+
+class Unsafe:
+    pass
+
+
+@on_ranks(2)
+def test_position_that_could_not_be_loaded_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    model = fully_shard(Net(), mesh=cpu_mesh())
+    checkpointer = Checkpointer(tmp_path / "run", model, data={"bad": Unsafe()} if dist.get_rank() == 0 else {})
+    with checkpointer, pytest.raises(CheckpointError, match="the data position cannot be saved"):
+        checkpointer.save(1)
+    assert not (tmp_path / "run").exists()
+
+
+@on_ranks(2)
+def test_wrong_arguments_and_a_closed_checkpointer_are_errors_that_say_so(tmp_path: Path) -> None:
+    model: FSDPModule = fully_shard(Net(), mesh=cpu_mesh())
+    for wrong in ({"keep_last": 0}, {"optimizer": model}, {"data": 3}, {"scheduler": "cosine"}):
+        with pytest.raises(TypeError, match=f"Checkpointer got {next(iter(wrong))} of type"):
+            Checkpointer(tmp_path, model, **wrong)
+    with pytest.raises(TypeError, match="Checkpointer got"):
+        Checkpointer(tmp_path, None)
+    checkpointer = Checkpointer(tmp_path, model)
+    checkpointer.close()
+    checkpointer.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        checkpointer.save(1)
+
+
+@on_ranks(2)
+def test_model_on_the_meta_device_is_named(tmp_path: Path) -> None:
+    saved(tmp_path)
+    with torch.device("meta"):
+        model = Net()
+    with Checkpointer(tmp_path, fully_shard(model, mesh=cpu_mesh())) as checkpointer:
+        for call in (lambda: checkpointer.save(1), checkpointer.load):
+            with pytest.raises(RuntimeError, match=r"last\.weight \(3, 6\)"):
+                call()
+
+
+@on_ranks(2)
+def test_error_of_one_rank_is_raised_on_every_rank() -> None:
+    def fail() -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("seven")
+
+    with pytest.raises(CheckpointError, match=r"\[rank 1\] counting: ValueError: seven"):
+        on_every_rank(dist.group.WORLD, "counting", fail)
+
+
+# --- kill -9 ----------------------------------------------------------------------------------------------------------------------
+
+STEPS, EVERY = 8, 2
+CRASHES = ["mid-step", "between the files of a rank", "before the metadata", "before the rename", "before it is named"]
+
+
+def train_and_crash(rank: int, world_size: int, store: str, out: str, crash: str | None) -> None:
+    """A training like any other, resumed if it can be. Rank 1, or rank 0 where only that acts, kills itself when step 6 is saved."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    run = Run(Path(out) / "run")
+    done = run.checkpointer.load().step if run.checkpointer.latest() else 0
+    log = (Path(out) / f"losses{rank}").open("a", buffering=1)
+    for step in range(done + 1, STEPS + 1):
+        if step == 6 and crash is not None:
+            install_crash(rank, crash, run)
+        print(json.dumps([step, run.step().hex()]), file=log)
+        if step % EVERY == 0:
+            run.checkpointer.save(step)
+    run.checkpointer.close()
+
+
+def install_crash(rank: int, crash: str, run: Run) -> None:
+    def die(*args: Any, **kwargs: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    run.checkpointer.wait()  # of step 4: a crash so early that no thread is writing would test less
+    if crash == "mid-step" and rank == 1:
+        run.model.blocks[0].register_forward_hook(die)
+    elif crash == "between the files of a rank" and rank == 1:
+        fsync, count = os.fsync, iter(range(10))
+        os.fsync = lambda file: die() if next(count) == 0 else fsync(file)  # type: ignore[assignment]
+    elif crash == "before the metadata" and rank == 0:
+        FileSystemWriter.finish = die  # type: ignore[method-assign]
+    elif crash == "before the rename" and rank == 0:
+        CheckpointFolder.commit = die  # type: ignore[method-assign, assignment]
+    elif crash == "before it is named" and rank == 0:
+        Path.replace = die  # type: ignore[method-assign, assignment]
+
+
+def run_processes(folder: Path, attempt: int, crash: str | None) -> list[int | None]:
+    """Exit codes of both ranks. They come from the forkserver of the harness, which imports torch once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    processes = []
+    for rank in range(2):
+        job = {"rank": rank, "world_size": 2, "store": str(folder / f"store{attempt}"), "out": str(folder), "crash": crash}
+        arguments = {"run_name": "__crash__", "init_globals": {"JOB": job}}
+        processes.append(context.Process(target=runpy.run_path, args=(__file__,), kwargs=arguments))
+        processes[-1].start()
+    try:
+        for process in processes:
+            process.join(300)
+        return [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def losses(folder: Path, rank: int) -> dict[int, float]:
+    """By step; of a step that was repeated, the last."""
+    lines = map(json.loads, (folder / f"losses{rank}").read_text().splitlines())
+    return {step: float.fromhex(loss) for step, loss in lines}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    assert run_processes(folder, 0, None) == [0, 0]
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("crash", CRASHES)
+def test_killed_run_resumes_with_the_same_losses(uninterrupted: Path, tmp_path: Path, crash: str) -> None:
+    codes = run_processes(tmp_path, 0, crash)
+    assert -signal.SIGKILL in codes
+    assert 0 not in codes, "the other rank cannot have gone on"
+    names_after = names(tmp_path / "run")
+    assert (tmp_path / "run" / "latest").read_text() == "step_000004", names_after
+    assert {"step_000002", "step_000004"} <= set(names_after) or crash == "mid-step", names_after
+
+    assert run_processes(tmp_path, 1, None) == [0, 0]
+    for rank in range(2):
+        expected = losses(uninterrupted, rank)
+        assert len(expected) == STEPS
+        assert all(math.isfinite(loss) for loss in expected.values())
+        assert losses(tmp_path, rank) == expected
+    assert not (tmp_path / "run" / "partial").exists()
+
+
+if __name__ == "__crash__":
+    try:
+        train_and_crash(**globals()["JOB"])
+        status = 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        status = 1
+    os._exit(status)  # a thread of gloo may abort a process that ends by itself

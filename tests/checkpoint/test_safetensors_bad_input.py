@@ -1,0 +1,340 @@
+"""Files that are damaged, malicious or of another model, and disks that fail: a clear error, and everything is as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import resource
+import struct
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import nn
+
+import fsdp2.checkpoint.commit as commit
+from fsdp2 import FSDPError, fully_shard
+from fsdp2.checkpoint import CheckpointError, load_safetensors, save_safetensors
+from fsdp2.checkpoint.hf_folder import is_inside
+from harness import cpu_mesh, on_ranks
+from harness.models import mlp
+
+INDEX = "model.safetensors.index.json"
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+
+
+def write(folder, weight_map=None):
+    """A sound checkpoint of two files."""
+    state = net().state_dict()
+    save_file({key: state[key] for key in ("0.weight", "0.bias")}, folder / FIRST)
+    save_file({key: state[key] for key in ("1.weight", "1.bias")}, folder / SECOND)
+    weight_map = weight_map or {key: FIRST if key.startswith("0") else SECOND for key in state}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def edit_header(change):
+    """A damage: the header of the second file after ``change(fields)``, its tensors as they were."""
+
+    def damage(folder):
+        data = (folder / SECOND).read_bytes()
+        length = struct.unpack("<Q", data[:8])[0]
+        fields = json.loads(data[8 : 8 + length])
+        fields = change(fields) or fields
+        text = json.dumps(fields).encode()
+        (folder / SECOND).write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+
+    return damage
+
+
+def edit_bytes(change):
+    return lambda folder: (folder / SECOND).write_bytes(change((folder / SECOND).read_bytes()))
+
+
+def edit_index(change):
+    def damage(folder):
+        fields = json.loads((folder / INDEX).read_text())
+        change(fields["weight_map"])
+        (folder / INDEX).write_text(json.dumps(fields))
+
+    return damage
+
+
+def raw_header(text, data=b""):
+    return lambda folder: (folder / SECOND).write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def only_pickles(folder):
+    for path in list(folder.iterdir()):
+        path.unlink()
+    (folder / "pytorch_model.bin").write_text("")
+
+
+DAMAGES = {
+    "tensors truncated": (edit_bytes(lambda data: data[:-5]), rf"{SECOND} is truncated.*1.weight is not whole"),
+    "header truncated": (edit_bytes(lambda data: data[:40]), rf"{SECOND} ends within its header"),
+    "empty file": (edit_bytes(lambda data: b""), rf"{SECOND} is 0 bytes long"),
+    "bytes behind": (edit_bytes(lambda data: data + b"xyz"), rf"{SECOND} has 3 bytes behind its last tensor"),
+    "another format": (edit_bytes(lambda data: b"\x80\x02}q\x00(X\x06\x00" + data), rf"{SECOND} has a header of \d+ bytes"),
+    "huge header": (edit_bytes(lambda data: struct.pack("<Q", 2**62) + data), rf"{SECOND} has a header of \d+ bytes"),
+    "no JSON": (raw_header(b'{"1.weight":'), rf"{SECOND} has a corrupt header"),
+    "no text": (raw_header(b"\xff\xfe\xfd"), rf"{SECOND} has a corrupt header"),
+    "deep JSON": (raw_header(b"[" * 100_000), rf"{SECOND} has a corrupt header"),
+    "a list": (raw_header(b"[1, 2]"), rf"{SECOND} has a header that is a list"),
+    "twice the same key": (raw_header(b'{"a": 1, "a": 2}'), r"'a' occurs twice"),
+    "metadata": (edit_header(lambda fields: {**fields, "__metadata__": {"a": 3}}), r"__metadata__ that is not text"),
+    "an entry": (edit_header(lambda fields: {**fields, "1.bias": 3}), r"corrupt header: 1.bias is 3"),
+    "a negative dim": (edit_header(lambda fields: fields["1.bias"].update(shape=[-2])), r"corrupt header: 1.bias"),
+    "a boolean dim": (edit_header(lambda fields: fields["1.bias"].update(shape=[True, 2])), r"corrupt header: 1.bias"),
+    "offsets backwards": (edit_header(lambda fields: fields["1.bias"].update(data_offsets=[8, 0])), r"corrupt header: 1.bias"),
+    "another shape than bytes": (edit_header(lambda fields: fields["1.bias"].update(shape=[3])), r"gives 1.bias 8 bytes"),
+    "another dtype than bytes": (edit_header(lambda fields: fields["1.bias"].update(dtype="F64")), r"gives 1.bias 8 bytes"),
+    "overlapping": (edit_header(lambda fields: fields["1.weight"].update(data_offsets=[0, 48])), r"has 1.weight at byte"),
+    "a gap": (
+        edit_header(lambda fields: {k: {**v, "data_offsets": [o + 8 for o in v["data_offsets"]]} for k, v in fields.items()}),
+        r"has 1.bias at byte \d+",
+    ),
+    "a shape of another model": (edit_header(lambda fields: fields["1.weight"].update(shape=[3, 4])), r"1.weight: float32 \(2, 6\)"),
+    "integers for floats": (edit_header(lambda fields: fields["1.bias"].update(dtype="I32")), r"1.bias: float32 .* I32 \(2,\)"),
+    "a dtype of the future": (edit_header(lambda fields: fields["1.bias"].update(dtype="F4")), r"1.bias: float32 .* F4 \(2,\)"),
+    "another name": (edit_index(lambda index: index.update({"2.bias": SECOND})), rf"{SECOND} does not have 1 keys.*\n  2.bias"),
+    "a missing file": (lambda folder: (folder / SECOND).unlink(), rf"names 1 files that are not there\n  {SECOND}: has 1.weight and 1"),
+    "a folder as file": (edit_index(lambda index: index.update({"0.bias": "."})), r"files (that are not there|outside of)"),
+    "a path above": (edit_index(lambda index: index.update({"0.bias": "../x.safetensors"})), r"outside of its folder\n  0.bias: '../x"),
+    "an absolute path": (edit_index(lambda index: index.update({"0.bias": "/etc/passwd"})), r"outside of its folder\n  0.bias: '/etc"),
+    "a path of Windows": (edit_index(lambda index: index.update({"0.bias": "..\\x"})), r"outside of its folder"),
+    "no file name": (edit_index(lambda index: index.update({"0.bias": 3})), r"has no weight_map of keys to files"),
+    "a key less": (edit_index(lambda index: index.pop("1.bias")), r"1.bias: is not in the checkpoint"),
+    "an index that is no JSON": (lambda folder: (folder / INDEX).write_text("{"), rf"{INDEX} is corrupt"),
+    "an index of nothing": (lambda folder: (folder / INDEX).write_text("[]"), rf"{INDEX} has no weight_map"),
+    "no checkpoint": (lambda folder: [path.unlink() for path in folder.iterdir()], r"has no model.safetensors and no"),
+    "pickles": (only_pickles, r"has no model.safetensors and no(.|\n)*pytorch_model.bin(.|\n)*convert"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_checkpoints_are_refused_with_file_and_key_and_the_model_is_unchanged(tmp_path, damage):
+    do, text = DAMAGES[damage]
+    write(tmp_path)
+    load_safetensors(net(), tmp_path)
+    do(tmp_path)
+    model = net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=text) as caught:
+        load_safetensors(model, tmp_path)
+    assert isinstance(caught.value, FSDPError)
+    assert caught.value.file is not None
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with torch.device("meta"):
+        model = net()
+    with pytest.raises(CheckpointError):
+        load_safetensors(model, tmp_path)
+    assert all(param.is_meta for param in model.parameters())
+
+
+def test_random_damage_is_a_checkpoint_error_or_harmless(tmp_path):
+    """Any byte of the header changed, any length cut off: nothing but CheckpointError."""
+    write(tmp_path)
+    data = (tmp_path / SECOND).read_bytes()
+    generator = torch.Generator().manual_seed(0)
+    for index in range(8 + int.from_bytes(data[:8], "little")):
+        damaged = bytearray(data)
+        damaged[index] = int(torch.randint(256, (), generator=generator))
+        if index % 3 == 0:
+            damaged = damaged[: int(torch.randint(len(data), (), generator=generator))]
+        (tmp_path / SECOND).write_bytes(damaged)
+        with contextlib.suppress(CheckpointError):
+            load_safetensors(net(), tmp_path)
+
+
+def test_names_that_lead_out_of_a_folder():
+    assert all(map(is_inside, ("a.safetensors", "sub/a.safetensors", "a..b")))
+    assert not any(map(is_inside, ("", ".", "..", "a/../b", "/a", "\\a", "C:\\a", "C:a", "..\\a", "//host/a", "a\0b")))
+
+
+@on_ranks(3)
+def test_every_rank_raises_alike_without_a_collective(tmp_path):
+    if dist.get_rank() == 0:
+        write(tmp_path)
+        os.truncate(tmp_path / SECOND, (tmp_path / SECOND).stat().st_size - 1)
+    dist.barrier()
+    model = fully_shard(net(), mesh=cpu_mesh())
+    with pytest.raises(CheckpointError, match="truncated") as caught:
+        load_safetensors(model, tmp_path)
+    said = [None] * 3
+    dist.all_gather_object(said, (str(caught.value).partition("]")[2], caught.value.file, caught.value.key))
+    assert said[0] == said[1] == said[2]
+    assert said[0][1:] == (str(tmp_path / SECOND), "1.weight")
+
+
+def test_a_disk_that_fails_while_reading_names_file_and_key(tmp_path):
+    write(tmp_path)
+    with patch("os.preadv", side_effect=OSError(errno.EIO, "Input/output error")), pytest.raises(CheckpointError) as caught:
+        load_safetensors(net(), tmp_path)
+    assert "cannot be read at 0.bias: Input/output error" in str(caught.value)
+    assert (caught.value.file, caught.value.key) == (str(tmp_path / FIRST), "0.bias")
+    with patch("os.preadv", return_value=0), pytest.raises(CheckpointError, match="has become shorter"):
+        load_safetensors(net(), tmp_path)
+
+
+# --- saving ---------------------------------------------------------------------------------------------------------------------
+
+
+def shard_all(model):
+    for block in model.blocks:
+        fully_shard(block, mesh=cpu_mesh())
+    return fully_shard(model, mesh=cpu_mesh())
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("max_shard_size", "num_writers", "failing_rank"), [("5GB", 1, 0), (1000, 1, 0), (1000, 2, 1)])
+@pytest.mark.parametrize("earlier", [None, "5GB", 1000])
+def test_a_full_disk_raises_on_every_rank_and_the_earlier_checkpoint_is_there(
+    tmp_path, max_shard_size, num_writers, earlier, failing_rank
+):
+    folder = tmp_path / "folder"
+    if earlier is not None:
+        save_safetensors(shard_all(mlp(seed=1)), folder, earlier)
+    model = shard_all(mlp(seed=2))
+    dist.barrier()
+    before = contents(folder) if earlier is not None else {}
+    dist.barrier()
+    real, room = os.write, [700]
+
+    def write(file, data):
+        if dist.get_rank() != failing_rank:
+            return real(file, data)
+        if room[0] == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = real(file, data[: room[0]])
+        room[0] -= written
+        return written
+
+    with patch.object(commit.os, "write", write), pytest.raises(CheckpointError, match="No space left on device") as caught:
+        save_safetensors(model, folder, max_shard_size, num_writers=num_writers)
+    assert caught.value.file is not None
+    said = [None] * 2
+    dist.all_gather_object(said, str(caught.value))
+    assert said[0] == said[1]
+    dist.barrier()
+    assert contents(folder) == before
+    if earlier is not None:
+        load_safetensors(model, folder)
+        assert torch.equal(model.last.weight.full_tensor(), mlp(seed=1).last.weight)
+    dist.barrier()
+    save_safetensors(model, folder, max_shard_size, num_writers=num_writers)  # with room again
+
+
+@on_ranks(2)
+def test_a_limit_of_the_operating_system_is_reported_as_well(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    model = shard_all(mlp())
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+        with pytest.raises(CheckpointError, match="File too large") as caught:
+            save_safetensors(model, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.key in mlp().state_dict()
+    assert contents(tmp_path) == {}
+
+
+@on_ranks(2)
+def test_a_folder_that_cannot_be_written_to(tmp_path):
+    model = shard_all(mlp())
+    (tmp_path / f"file{dist.get_rank()}").write_text("")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"Not a directory|File exists"):
+        save_safetensors(model, tmp_path / "file0" / "folder")
+    read_only = OSError(errno.EROFS, "Read-only file system")
+    with patch.object(commit.os, "open", side_effect=read_only), pytest.raises(CheckpointError, match="Read-only file system"):
+        save_safetensors(model, tmp_path / "folder")
+    if os.geteuid() != 0:  # root may write anywhere
+        (tmp_path / "closed").mkdir(mode=0o555, exist_ok=True)
+        with pytest.raises(CheckpointError, match="Permission denied"):
+            save_safetensors(model, tmp_path / "closed")
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def crash_after(num_calls):
+    """A function that makes other functions raise Killed as soon as they were called ``num_calls`` times together."""
+    left = [num_calls]
+
+    def counted(real):
+        def call(*args, **kwargs):
+            if left[0] == 0:
+                raise Killed
+            left[0] -= 1
+            return real(*args, **kwargs)
+
+        return call
+
+    return counted
+
+
+KINDS = {"single": 10**9, "several": 60, "more": 30}
+
+
+def saved(model, folder, kind):
+    return save_safetensors(model, folder, KINDS[kind])
+
+
+QUICK = {("several", "several"), ("single", "several"), ("several", "single")}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in itertools.product(KINDS, KINDS)]
+)
+def test_a_crash_at_any_moment_leaves_the_earlier_or_the_new_checkpoint_whole(tmp_path, monkeypatch, old, new):
+    """After every rename and removal a reader finds one of the two, never a mixture; a save after the crash succeeds."""
+    values = {1.0: net(), 2.0: net()}
+    for value, model in values.items():
+        for param in model.parameters():
+            nn.init.constant_(param, value)
+
+    def read(folder):
+        model = net()
+        load_safetensors(model, folder)
+        found = {value.item() for param in model.parameters() for value in param.detach().unique()}
+        assert len(found) == 1
+        return found.pop()
+
+    crashes = 0
+    for crash_at in range(100):
+        folder = tmp_path / str(crash_at)
+        saved(values[1.0], folder, old)
+        counted = crash_after(crash_at)
+        with monkeypatch.context() as patched:
+            patched.setattr(commit.os, "replace", counted(os.replace))
+            patched.setattr("pathlib.Path.unlink", counted(type(folder).unlink))  # removals after a crash fail as well
+            patched.setattr(commit.os, "fsync", counted(os.fsync))
+            try:
+                saved(values[2.0], folder, new)
+                done = True
+            except Killed:
+                done = False
+        assert read(folder) in (1.0, 2.0)
+        if done:
+            break
+        crashes += 1
+        files = saved(values[2.0], folder, new).files
+        assert read(folder) == 2.0
+        assert {path.name for path in folder.iterdir()} == {*files, *([INDEX] if new != "single" else [])}
+    assert crashes > 3
+    assert read(folder) == 2.0

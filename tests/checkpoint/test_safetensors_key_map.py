@@ -1,0 +1,136 @@
+"""Key maps: what comes out has the values of the torch operation of the same name. No process group."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from fsdp2 import ArgumentError
+from fsdp2.checkpoint import CheckpointError, Concat, KeyRule, Split, Stack, Transpose, load_safetensors
+
+
+class Holder(nn.Module):
+    """Parameters of any names."""
+
+    def __init__(self, **shapes):
+        super().__init__()
+        for name, shape in shapes.items():
+            module = self
+            *path, last = name.split("__")
+            for part in path:
+                if not hasattr(module, part):
+                    module.add_module(part, nn.Module())
+                module = getattr(module, part)
+            module.register_parameter(last, nn.Parameter(torch.zeros(shape)))
+
+
+def numbers(**shapes):
+    total = 0
+    tensors = {}
+    for name, shape in shapes.items():
+        count = torch.Size(shape).numel()
+        tensors[name.replace("__", ".")] = torch.arange(total, total + count, dtype=torch.float32).view(shape)
+        total += count
+    return tensors
+
+
+def load(tmp_path, tensors, model, key_map, **options):
+    save_file(tensors, tmp_path / "model.safetensors")
+    report = load_safetensors(model, tmp_path, key_map=key_map, **options)
+    return dict(model.state_dict()), report
+
+
+def test_renamed_by_a_function_or_by_patterns_in_order(tmp_path):
+    tensors = numbers(transformer__a=(3,), transformer__b=(2,), rotary=(4,))
+    for key_map in (
+        lambda key: None if key == "rotary" else key.removeprefix("transformer."),
+        [(r"^transformer\.", "x."), (r"^x\.", ""), (r"rotary", None)],
+        [(re.compile(r"^transformer\.(.)"), r"\1"), lambda key: None if key == "rotary" else key],
+    ):
+        loaded, report = load(tmp_path, tensors, Holder(a=(3,), b=(2,)), key_map)
+        assert torch.equal(loaded["a"], tensors["transformer.a"])
+        assert torch.equal(loaded["b"], tensors["transformer.b"])
+        assert report.loaded == ["a", "b"]
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_several_tensors_become_one(tmp_path, dim):
+    tensors = numbers(l0__q__weight=(4, 4), l0__k__weight=(4, 4), l1__q__weight=(4, 4), l1__k__weight=(4, 4))
+    shape = (8, 4) if dim == 0 else (4, 8)
+    rule = Concat(["*.q.*", "*.k.*"], "*.qk.*", dim=dim)
+    loaded, _ = load(tmp_path, tensors, Holder(l0__qk__weight=shape, l1__qk__weight=shape), rule)
+    for layer in ("l0", "l1"):
+        assert torch.equal(loaded[f"{layer}.qk.weight"], torch.cat([tensors[f"{layer}.q.weight"], tensors[f"{layer}.k.weight"]], dim))
+
+
+@pytest.mark.parametrize("sizes", [None, [4, 2, 2]])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_one_tensor_becomes_several(tmp_path, dim, sizes):
+    tensors = numbers(h__qkv__weight=(8, 8))
+    shapes = [(4, 8), (2, 8), (2, 8)] if dim == 0 else [(8, 4), (8, 2), (8, 2)]
+    model = Holder(h__q__weight=shapes[0], h__k__weight=shapes[1], h__v__weight=shapes[2])
+    loaded, _ = load(tmp_path, tensors, model, [Split("*.qkv.weight", ["*.q.weight", "*.k.weight", "*.v.weight"], dim, sizes)])
+    for name, part in zip("qkv", tensors["h.qkv.weight"].split([4, 2, 2], dim), strict=True):
+        assert torch.equal(loaded[f"h.{name}.weight"], part)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_numbered_tensors_are_stacked_in_the_order_of_their_numbers(tmp_path, dim):
+    tensors = numbers(**{f"l__experts__{index}__w": (2, 3) for index in (1, 10, 0, *range(2, 10))})
+    shape = [2, 3]
+    shape.insert(dim, 11)
+    loaded, _ = load(tmp_path, tensors, Holder(l__w=tuple(shape)), [Stack("*.experts.#.w", "*.w", dim)])
+    assert torch.equal(loaded["l.w"], torch.stack([tensors[f"l.experts.{index}.w"] for index in range(11)], dim))
+
+
+def test_rules_compose(tmp_path):
+    """Experts of a mixture: gate and up are transposed, joined for each expert and stacked."""
+    tensors = numbers(**{f"m__experts__{index}__{name}": (3, 4) for index in range(2) for name in ("gate", "up")})
+    rules = [
+        Transpose("*.experts.*"),
+        Concat(["*.experts.*.gate", "*.experts.*.up"], "*.experts.*.gate_up", dim=1),
+        Stack("*.experts.#.gate_up", "*.gate_up"),
+        (r"^m\.", ""),
+    ]
+    loaded, _ = load(tmp_path, tensors, Holder(gate_up=(2, 4, 6)), rules)
+    expected = torch.stack([torch.cat([tensors[f"m.experts.{i}.{name}"].T for name in ("gate", "up")], 1) for i in range(2)])
+    assert torch.equal(loaded["gate_up"], expected)
+
+
+def test_a_rule_of_ones_own(tmp_path):
+    class Negated(KeyRule):
+        def apply(self, tensors, shapes):
+            assert shapes == {"a": (3,)}
+            return {"a": tensors["b"]}
+
+    loaded, _ = load(tmp_path, numbers(b=(3,)), Holder(a=(3,)), [Negated()])
+    assert torch.equal(loaded["a"], torch.arange(3.0))
+
+
+BAD = {
+    "two tensors of one name": ([lambda key: "x"], r"several tensors the name x\n  a\.k\n  a\.q"),
+    "a part is missing": ([Concat(["*.q", "*.nothing"], "*.x")], r"1 of 2 tensors.*there is no\n  a\.nothing"),
+    "parts that do not go together": ([Concat(["*.q", "*.k"], "*.x", dim=1)], r"do not go together\n  a\.q \(4, 3\)\n  a\.k \(2, 3\)"),
+    "a dim that is not there": ([Transpose("*.q", (0, 2))], r"a\.q \(4, 3\) does not have"),
+    "sizes that do not add up": ([Split("*.q", ["*.x", "*.y"], 0, [1, 2])], r"a\.q \(4, 3\) cannot be split"),
+    "sizes nobody knows": ([Split("*.q", ["*.x", "*.y"])], r"no size for 2 of its parts\n  a\.x\n  a\.y"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_rules_that_do_not_fit_are_errors_that_name_the_keys(tmp_path, case):
+    rules, text = BAD[case]
+    model = Holder(x=(4, 3))
+    with pytest.raises(CheckpointError, match=text):
+        load(tmp_path, numbers(a__q=(4, 3), a__k=(2, 3)), model, rules)
+    assert torch.equal(model.x, torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize("rules", [[3], ["ab"], [("a", 1)], [("a", "b", "c")], [Concat(["*.q", "*.k"], "*.*.x")]])
+def test_what_is_no_rule_is_an_argument_error(tmp_path, rules):
+    with pytest.raises(ArgumentError, match="key_map has"):
+        load(tmp_path, numbers(a__q=(4, 3), a__k=(2, 3)), Holder(x=(4, 3)), rules)

@@ -1,0 +1,123 @@
+"""Models of transformers: ``from_pretrained`` opens what we save, and we load what ``save_pretrained`` saves."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp2 import fully_shard
+from fsdp2.checkpoint import load_safetensors, save_safetensors
+from harness import cpu_mesh, on_ranks
+
+pytest.importorskip("transformers", reason="needs transformers")
+
+
+def config_of(family, tied):
+    import transformers
+
+    if family == "llama":
+        return transformers.LlamaConfig(
+            vocab_size=37, hidden_size=12, intermediate_size=20, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1,
+            max_position_embeddings=16, tie_word_embeddings=tied, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+    if family == "gpt2":
+        return transformers.GPT2Config(
+            vocab_size=37, n_embd=12, n_layer=2, n_head=3, n_positions=16, tie_word_embeddings=tied, bos_token_id=1, eos_token_id=2
+        )
+    return transformers.T5Config(
+        vocab_size=37, d_model=12, d_kv=4, d_ff=20, num_layers=2, num_heads=3, tie_word_embeddings=tied, pad_token_id=0,
+        decoder_start_token_id=0, eos_token_id=2,
+    )  # fmt: skip
+
+
+def build(family, tied, seed):
+    import transformers
+
+    torch.manual_seed(seed)
+    kind = {"llama": "LlamaForCausalLM", "gpt2": "GPT2LMHeadModel", "t5": "T5ForConditionalGeneration"}[family]
+    model = getattr(transformers, kind)(config_of(family, tied))
+    return model.eval()
+
+
+def layers_of(family, model):
+    if family == "llama":
+        return list(model.model.layers)
+    if family == "gpt2":
+        return list(model.transformer.h)
+    return [*model.encoder.block, *model.decoder.block]
+
+
+def sharded(family, model):
+    for layer in layers_of(family, model):
+        fully_shard(layer, mesh=cpu_mesh())
+    return fully_shard(model, mesh=cpu_mesh())
+
+
+def logits(family, model):
+    ids = torch.arange(3, 11).view(2, 4)
+    more = {"decoder_input_ids": ids} if family == "t5" else {}
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False, **more).logits
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
+def test_transformers_opens_what_we_save(tmp_path, family, tied):
+    import transformers
+
+    reference = build(family, tied, seed=1)
+    model = sharded(family, build(family, tied, seed=1))
+    for max_shard_size in ("5GB", "2KB"):
+        folder = tmp_path / max_shard_size
+        save_safetensors(model, folder, max_shard_size)
+        if dist.get_rank() == 0:
+            reference.config.save_pretrained(folder)
+        dist.barrier()
+        auto = transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForCausalLM
+        opened, info = auto.from_pretrained(folder, output_loading_info=True)
+        assert not any(info.values()), info
+        theirs, ours = dict(opened.named_parameters()), dict(reference.named_parameters())
+        assert theirs.keys() == ours.keys()
+        assert all(torch.equal(theirs[name], ours[name]) for name in ours)
+        assert torch.equal(logits(family, opened), logits(family, reference))
+        are_tied = [model.get_input_embeddings().weight is model.get_output_embeddings().weight for model in (opened, reference)]
+        assert are_tied[0] == are_tied[1]
+        base = transformers.AutoModel.from_pretrained(folder)
+        assert torch.equal(base.get_input_embeddings().weight, reference.get_input_embeddings().weight)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
+def test_what_transformers_saves_loads_from_the_meta_device(tmp_path, family, tied):
+    """Non-persistent buffers (Llama's rotary frequencies) come from the model's own initialisation."""
+    reference = build(family, tied, seed=1)
+    if dist.get_rank() == 0:
+        reference.save_pretrained(tmp_path, max_shard_size="3KB")
+    dist.barrier()
+    with torch.device("meta"):
+        model = build(family, tied, seed=2)
+    sharded(family, model)
+    report = load_safetensors(model, tmp_path, init_fn=model._init_weights)
+    assert report.missing == report.unexpected == report.uninitialized == []
+    for name, param in model.named_parameters():
+        assert torch.equal(param.full_tensor(), reference.get_parameter(name)), name
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, reference.get_buffer(name)), name
+    torch.testing.assert_close(logits(family, model), logits(family, reference))
+
+
+@on_ranks(2)
+def test_an_index_of_ours_is_what_transformers_writes(tmp_path):
+    reference = build("llama", True, seed=1)
+    if dist.get_rank() == 0:
+        reference.save_pretrained(tmp_path / "theirs", max_shard_size="3KB")
+    save_safetensors(sharded("llama", build("llama", True, seed=1)), tmp_path / "ours", "3KB")
+    dist.barrier()
+    ours, theirs = (json.loads((tmp_path / kind / "model.safetensors.index.json").read_text()) for kind in ("ours", "theirs"))
+    assert ours["weight_map"].keys() == theirs["weight_map"].keys()
+    assert ours["metadata"] == theirs["metadata"]

@@ -1,0 +1,123 @@
+"""Pipeline stages that are sharded: every schedule gives the gradients of the unsharded model that saw all of the data.
+
+4 ranks are 2 stages times 2 data-parallel ranks; each data-parallel rank splits its rows into micro-batches.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.pipelining as pp
+from torch import nn
+
+from fsdp2 import fully_shard
+from harness import cpu_mesh, on_ranks
+from harness.models import Block
+from harness.training import assert_equal_grads, sgd
+
+DIM = 6
+NUM_MICROBATCHES = 4
+
+
+def whole_model(num_blocks=4):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(DIM) for _ in range(num_blocks)))
+
+
+def loss_of(output, target):
+    return (output - target).square().mean()
+
+
+def stages_of(model, mesh, per_rank, v_shaped, **options):
+    """This rank's stages; each is a slice of ``model``, all of its blocks units of their own."""
+    pp_mesh, dp_mesh = mesh["pp"], mesh["dp"]
+    rank, num_stages = pp_mesh.get_local_rank(), pp_mesh.size() * per_rank
+    indices = [rank, num_stages - 1 - rank] if v_shaped else range(rank, num_stages, pp_mesh.size())
+    length = len(model) // num_stages
+    stages = []
+    for index in indices:
+        submodule = copy.deepcopy(model[index * length : (index + 1) * length])
+        for block in submodule:
+            fully_shard(block, mesh=dp_mesh, **options)
+        fully_shard(submodule, mesh=dp_mesh, **options)
+        stages.append(pp.PipelineStage(submodule, index, num_stages, torch.device("cpu"), group=pp_mesh.get_group()))
+    return stages, length
+
+
+SCHEDULES = {
+    "gpipe": (pp.ScheduleGPipe, 1),
+    "1f1b": (pp.Schedule1F1B, 1),
+    "interleaved-1f1b": (pp.ScheduleInterleaved1F1B, 2),
+    "looped-bfs": (pp.ScheduleLoopedBFS, 2),
+    "zero-bubble": (pp.ScheduleInterleavedZeroBubble, 2),
+    "zbv": (pp.ScheduleZBVZeroBubble, 2),
+    "dual-pipe-v": (pp.ScheduleDualPipeV, 2),
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [
+        *((name, after) for name in ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs") for after in (True, False)),
+        # They compute the gradients of weights apart, of those that were registered before backward: see docs/compatibility.md.
+        *((name, False) for name in ("zero-bubble", "zbv", "dual-pipe-v")),
+    ],
+)
+def test_gradients_equal_those_of_the_unsharded_model(name, after):
+    make_schedule, per_rank = SCHEDULES[name]
+    mesh = cpu_mesh(2, 2, names=("pp", "dp"))
+    reference = whole_model()
+    stages, length = stages_of(reference, mesh, per_rank, name in ("zbv", "dual-pipe-v"), reshard_after_forward=after)
+    schedule = make_schedule(stages if per_rank > 1 else stages[0], NUM_MICROBATCHES, loss_fn=loss_of)
+    params = [param for stage in stages for param in stage.submod.parameters()]
+    optimizers = [sgd(reference.parameters()), sgd(params)]
+    is_first, is_last = any(s.is_first for s in stages), any(s.is_last for s in stages)
+    for step in range(3):
+        torch.manual_seed(step)
+        x, target = torch.randn(2, 16, DIM).unbind()
+        own = slice(8 * mesh["dp"].get_local_rank(), 8 * mesh["dp"].get_local_rank() + 8)
+        losses = []
+        schedule.step(
+            *([x[own]] if is_first else []), target=target[own] if is_last else None, losses=losses if is_last else None
+        )
+        loss = loss_of(reference(x), target)
+        loss.backward()
+        if is_last:
+            total = torch.stack(losses).mean().detach()
+            dist.all_reduce(total, group=mesh["dp"].get_group())
+            torch.testing.assert_close(total / 2, loss.detach())
+        for stage in stages:
+            first = stage.stage_index * length
+            wanted = reference[first : first + length]
+            assert_equal_grads(
+                {key: param.grad for key, param in stage.submod.named_parameters()},
+                {key: param.grad for key, param in wanted.named_parameters()},
+                f"step {step}: gradient",
+            )
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_ranks(2)
+def test_what_was_accumulated_without_sync_is_reduced_in_a_last_backward_that_does_not_reach_it():
+    """Symptom: ``grad`` stayed None. Cause: the end of backward looked only at units that this backward reached."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    model = copy.deepcopy(reference)
+    for layer in model:
+        fully_shard(layer, mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
+    x = torch.randn(4, 3)
+    model.set_requires_gradient_sync(False)
+    model(x).sum().backward()
+    model.set_requires_gradient_sync(True)
+    model[1](x).sum().backward()
+    reference(x).sum().backward()
+    reference[1](x).sum().backward()
+    assert_equal_grads(
+        {name: param.grad for name, param in model.named_parameters()},
+        {name: param.grad for name, param in reference.named_parameters()},
+    )

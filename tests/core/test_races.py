@@ -1,0 +1,662 @@
+"""Whole training steps, replayed on recording streams: nothing that touches memory is left unordered, on any schedule.
+
+Each scenario is trained twice on real ranks, on the CPU's own streams and on recording ones, which must find no race and change no
+number. Then, on ranks that only pretend, every order of the runtime is left out in turn: the race check must notice.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim import Optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2.core
+from fsdp2 import AllGather, CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, ReduceScatter, fully_shard
+from fsdp2.core import torch_compat as compat
+from fsdp2.core.gather import Gather
+from fsdp2.core.recording import Race, RaceError, RecordingStreams, recording
+from fsdp2.core.reduction import InFlight
+from fsdp2.core.schedule import Schedule, schedule_of
+from fsdp2.core.streams import streams_of
+from harness import cpu_mesh, on_ranks
+from harness.models import MLP, batches, mlp
+from harness.subclasses import RowInt8, wrap_weights
+from harness.training import assert_equal_training, assert_same_bits, fed_own_chunk, fed_whole, forced, forward_backward, sgd
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+BF16_REDUCE_FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+ROWS = (24, 7)  # on four ranks, two micro-batches of three rows each
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One way to train; ``iteration``, ``prepare`` and ``model`` are for sharded and unsharded models.
+
+    mesh:    its shape; () is all ranks
+    options: of fully_shard
+    exact:   equal to training the unsharded model with whole batches
+    train:   instead of ``train``
+    """
+
+    iteration: Callable[[Any, Tensor], Tensor] = forward_backward
+    mesh: tuple[int, ...] = ()
+    options: dict[str, Any] = field(default_factory=dict)
+    prepare: Callable[[Any], None] = lambda model: None
+    model: Callable[[], nn.Module] = mlp
+    make_optimizer: Callable[[Any], Optimizer] = sgd
+    private: dict[str, str] = field(default_factory=dict)
+    exact: bool = True
+    num_steps: int = 4
+    train: Callable[[Scenario, DeviceMesh], list[Any]] | None = None
+
+
+# ---- models and iterations ----
+
+
+class Flexible(MLP):
+    """``order``: the blocks that run, in this order; ``run``: how one runs; ``skip_scale_on``: the rank that uses no scale."""
+
+    order: tuple[int, ...] | None = None
+    skip_scale_on: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for index in self.order or range(len(self.blocks)):
+            x = self.run_block(self.blocks[index], x)
+        return self.last(x)
+
+    def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)
+
+
+class Checkpointed(Flexible):
+    use_reentrant = False
+
+    def run_block(self, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=self.use_reentrant)
+
+
+class Reentrant(Checkpointed):
+    use_reentrant = True
+
+
+def flexible(cls: type[Flexible] = Flexible) -> Flexible:
+    torch.manual_seed(0)
+    return cls()
+
+
+def several_dtypes() -> nn.Module:
+    model = mlp()
+    for block in model.blocks:
+        block.scale.data = block.scale.data.bfloat16()
+    return model
+
+
+def frozen() -> nn.Module:
+    model = mlp()
+    model.blocks[1].requires_grad_(False)
+    model.blocks[2].up.weight.requires_grad_(False)
+    return model
+
+
+def with_extensions() -> nn.Module:
+    return wrap_weights(mlp(), RowInt8)
+
+
+def tied() -> nn.Module:
+    model = mlp()
+    model.blocks[2].up.weight = model.blocks[0].up.weight
+    return model
+
+
+class SometimesUnused(nn.Module):
+    """Two parameters; rank 1 does not use the second, nobody the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.full((4, 7), 0.1 * number) for number in range(1, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        used = self.weights[:1] if dist.is_initialized() and dist.get_rank() == 1 else self.weights[:2]
+        return torch.stack([x @ weight.t() for weight in used]).sum(0)
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 7)
+        self.blocks = nn.ModuleList([SometimesUnused()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](self.first(x))
+
+
+def branching() -> nn.Module:
+    torch.manual_seed(0)
+    return Branching()
+
+
+def shards(model: nn.Module) -> bool:
+    return isinstance(model, FSDPModule)
+
+
+def in_changing_order(model: Any, x: Tensor) -> Tensor:
+    """The second pass follows the record; the third leaves out a block that was prefetched, the fourth runs another order."""
+    orders = [(0, 1, 2), (0, 1, 2), (0, 2), (2, 0, 1)]
+    step = model.__dict__.setdefault("steps_done", 0)
+    model.steps_done += 1
+    model.order = orders[step % len(orders)]
+    return forward_backward(model, x)
+
+
+def with_an_evaluation(model: Any, x: Tensor) -> Tensor:
+    loss = forward_backward(model, x)
+    with torch.no_grad():
+        model(x)
+        model(x)
+    return loss
+
+
+def with_a_shorter_evaluation(model: Any, x: Tensor) -> Tensor:
+    """It leaves out a block that was prefetched, after whose gather comes no other, and no backward cleans up behind it."""
+    model.order = None
+    loss = forward_backward(model, x)
+    model.order = (0, 1)
+    with torch.no_grad():
+        model(x)
+    return loss
+
+
+def in_two_micro_batches(
+    model: Any, x: Tensor, sync_first: bool = True, all_reduce_first: bool = True, reshard_first: bool = True
+) -> Tensor:
+    losses = []
+    for number, rows in enumerate(x.chunk(2)):
+        if shards(model):
+            first = number == 0
+            model.set_is_last_backward(not first)
+            model.set_requires_gradient_sync(sync_first or not first)
+            model.set_reshard_after_backward(reshard_first or not first)
+            if not all_reduce_first:
+                model.set_requires_all_reduce(not first)
+        losses.append(model(rows).square().mean())
+        (losses[-1] / 2).backward()
+    return torch.stack(losses).mean()
+
+
+def called_twice(model: Any, x: Tensor) -> Tensor:
+    loss = torch.cat([model(rows) for rows in x.chunk(2)]).square().mean()
+    loss.backward()
+    return loss
+
+
+def backward_twice(model: Any, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    (loss / 2).backward(retain_graph=True)
+    (loss / 2).backward()
+    return loss
+
+
+def clipped(model: Any, x: Tensor) -> Tensor:
+    loss = forward_backward(model, x)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    return loss
+
+
+def saved_and_loaded(model: Any, x: Tensor) -> Tensor:
+    """Also in the middle, where the root is still unsharded and, in later steps, a prefetch was cancelled."""
+    loss = model(x).square().mean()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    loss.backward()
+    model.load_state_dict(state)
+    return loss
+
+
+def loaded_after_a_forward(model: Any, x: Tensor) -> Tensor:
+    """No backward orders anything before the values are written."""
+    model(x)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    return forward_backward(model, x)
+
+
+def moved(model: Any, x: Tensor) -> Tensor:
+    loss = forward_backward(model, x)
+    model._apply(torch.clone)
+    return loss
+
+
+class FailureError(Exception):
+    pass
+
+
+def fail(*args: object) -> None:
+    raise FailureError
+
+
+def recover(model: Any) -> None:
+    if shards(model):
+        model.reset_iter_state()
+    model.zero_grad()
+
+
+def after_a_failed_forward(model: Any, x: Tensor) -> Tensor:
+    handle = model.blocks[1].down.register_forward_hook(fail)
+    with contextlib.suppress(FailureError):
+        model(x)
+    handle.remove()
+    recover(model)
+    return forward_backward(model, x)
+
+
+def after_a_failed_backward(model: Any, x: Tensor) -> Tensor:
+    handle = model.blocks[1].down.register_full_backward_hook(fail)
+    loss = model(x).square().mean()
+    with contextlib.suppress(FailureError):
+        loss.backward()
+    handle.remove()
+    recover(model)
+    return forward_backward(model, x)
+
+
+def unsharded_over_the_step(model: Any, x: Tensor, stale: bool = False) -> Tensor:
+    """``optimizer.step()`` comes between ``unshard(async_op=True)`` and its wait, and must not be seen by the gather."""
+    handle = model.__dict__.pop("handle", None)
+    if handle is not None:
+        handle.wait()
+        if not stale:
+            model.blocks[1].reshard()
+    loss = forward_backward(model, x)
+    if shards(model):
+        model.handle = model.blocks[1].unshard(async_op=True)
+    return loss
+
+
+# ---- preparations ----
+
+
+def units(model: Any) -> list[Any]:
+    return [module for module in model.modules() if shards(module)]
+
+
+def prefetch_two_deep(model: Any) -> None:
+    if shards(model):
+        order = [model, *model.blocks]
+        for index, module in enumerate(order):
+            module.set_modules_to_forward_prefetch(order[index + 1 : index + 3])
+            module.set_modules_to_backward_prefetch(order[max(index - 2, 1) : index][::-1])
+
+
+def step_in_backward(model: nn.Module) -> None:
+    optimizers = {param: torch.optim.SGD([param], lr=0.1, momentum=0.9) for param in model.parameters()}
+
+    def step(param: nn.Parameter) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+
+
+def halve_in_a_hook(model: Any) -> None:
+    streams = streams_of(torch.device("cpu"))
+    for module in units(model):
+        module.set_all_reduce_hook(lambda grad: grad.mul_(0.5), stream=None if streams.host_waits else "the user's")
+
+
+class StockAllGather(AllGather):
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        return compat.all_gather_single(output_tensor, input_tensor, group, async_op)
+
+
+class StockReduceScatter(ReduceScatter):
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        return compat.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+
+
+def let_three_reductions_fly(model: Any) -> None:
+    if shards(model):
+        model.set_reduce_scatter_max_input_buffers(3)
+
+
+def use_custom_communicators(model: Any) -> None:
+    for module in units(model):
+        module.set_custom_all_gather(StockAllGather())
+        module.set_custom_reduce_scatter(StockReduceScatter())
+
+
+def offload_as_on_a_device(model: Any) -> None:
+    """Where streams are recorded, the flat shards are pinned host memory."""
+    streams = streams_of(torch.device("cpu"))
+    if isinstance(streams, RecordingStreams):
+        for module in units(model):
+            for group, _ in module._get_fsdp_state().groups:
+                group.options = replace(group.options, pin_memory=True)
+                streams.keep_on_host(group.flat)
+
+
+SCENARIOS = {
+    "plain": Scenario(),
+    "direct": Scenario(private={"gather": "direct"}),
+    "mixed": Scenario(private={"gather": "mixed"}),
+    "stock": Scenario(private={"all_gather": "stock", "reduce_scatter": "stock"}),
+    "broadcast": Scenario(private={"all_gather": "broadcast", "reduce_scatter": "all_to_all"}),
+    "bf16": Scenario(options={"mp_policy": BF16}, exact=False),
+    "bf16_reduce_fp32": Scenario(options={"mp_policy": BF16_REDUCE_FP32}, exact=False),
+    "bf16_direct": Scenario(options={"mp_policy": BF16}, private={"gather": "direct"}, exact=False),
+    "shard_dim_1": Scenario(options={"shard_placement_fn": lambda param: shard_last(param)}),
+    "several_dtypes": Scenario(model=several_dtypes, exact=False),
+    "frozen": Scenario(model=frozen),
+    "extensions": Scenario(model=with_extensions, exact=False),
+    "extensions_evaluation": Scenario(model=with_extensions, iteration=with_an_evaluation, exact=False),
+    "extensions_unshard_over_the_step": Scenario(model=with_extensions, iteration=unsharded_over_the_step, exact=False),
+    "tied": Scenario(model=tied),
+    "three_reductions_in_flight": Scenario(prepare=let_three_reductions_fly),
+    "custom_communicators": Scenario(prepare=use_custom_communicators),
+    "loaded_after_a_forward": Scenario(iteration=loaded_after_a_forward),
+    "moved": Scenario(iteration=moved),
+    "unused": Scenario(model=branching, exact=False),
+    "changing_order": Scenario(model=flexible, iteration=in_changing_order),
+    "two_deep": Scenario(prepare=prefetch_two_deep),
+    "evaluation": Scenario(iteration=with_an_evaluation),
+    "shorter_evaluation": Scenario(model=flexible, iteration=with_a_shorter_evaluation),
+    "keep_after_forward": Scenario(options={"reshard_after_forward": False}),
+    "reshard_root": Scenario(options={"reshard_after_forward": True}),
+    "keep_between_micro_batches": Scenario(iteration=partial(in_two_micro_batches, reshard_first=False)),
+    "accumulate": Scenario(iteration=in_two_micro_batches),
+    "accumulate_unsharded": Scenario(iteration=partial(in_two_micro_batches, sync_first=False)),
+    "called_twice": Scenario(iteration=called_twice),
+    "backward_twice": Scenario(iteration=backward_twice),
+    "checkpointed": Scenario(model=partial(flexible, Checkpointed)),
+    "checkpointed_reentrant": Scenario(model=partial(flexible, Reentrant)),
+    "clipped": Scenario(iteration=clipped),
+    "saved_and_loaded": Scenario(iteration=saved_and_loaded),
+    "failed_forward": Scenario(iteration=after_a_failed_forward),
+    "failed_backward": Scenario(iteration=after_a_failed_backward),
+    "unshard_over_the_step": Scenario(iteration=unsharded_over_the_step),
+    "unshard_over_the_step_stale": Scenario(iteration=partial(unsharded_over_the_step, stale=True), exact=False),
+    "step_in_backward": Scenario(prepare=step_in_backward),
+    "all_reduce_hook": Scenario(prepare=halve_in_a_hook, exact=False),
+    "all_reduce_hook_bf16": Scenario(prepare=halve_in_a_hook, options={"mp_policy": BF16}, exact=False),
+    "offload": Scenario(prepare=offload_as_on_a_device, options={"offload_policy": CPUOffloadPolicy()}),
+    "offload_changing_order": Scenario(
+        prepare=offload_as_on_a_device,
+        options={"offload_policy": CPUOffloadPolicy()},
+        model=flexible,
+        iteration=in_changing_order,
+    ),
+    "offload_evaluation": Scenario(
+        prepare=offload_as_on_a_device, options={"offload_policy": CPUOffloadPolicy()}, iteration=with_an_evaluation
+    ),
+    "offload_accumulate": Scenario(
+        prepare=offload_as_on_a_device, options={"offload_policy": CPUOffloadPolicy()}, iteration=in_two_micro_batches
+    ),
+    "offload_failed_backward": Scenario(
+        prepare=offload_as_on_a_device, options={"offload_policy": CPUOffloadPolicy()}, iteration=after_a_failed_backward
+    ),
+    "offload_saved_and_loaded": Scenario(
+        prepare=offload_as_on_a_device, options={"offload_policy": CPUOffloadPolicy()}, iteration=saved_and_loaded
+    ),
+    "offload_unshard_over_the_step": Scenario(
+        prepare=offload_as_on_a_device, options={"offload_policy": CPUOffloadPolicy()}, iteration=unsharded_over_the_step
+    ),
+    "offload_shorter_evaluation": Scenario(
+        prepare=offload_as_on_a_device,
+        options={"offload_policy": CPUOffloadPolicy()},
+        model=flexible,
+        iteration=with_a_shorter_evaluation,
+    ),
+    "offload_loaded_after_a_forward": Scenario(
+        prepare=offload_as_on_a_device, options={"offload_policy": CPUOffloadPolicy()}, iteration=loaded_after_a_forward
+    ),
+    "offload_bf16": Scenario(
+        prepare=offload_as_on_a_device,
+        options={"offload_policy": CPUOffloadPolicy(), "mp_policy": BF16},
+        iteration=in_two_micro_batches,
+        exact=False,
+    ),
+}
+
+# On four ranks.
+SCENARIOS_OF_FOUR = {
+    "reshard_to_two": Scenario(options={"reshard_after_forward": 2}),
+    "reshard_to_two_bf16": Scenario(options={"reshard_after_forward": 2, "mp_policy": BF16}, exact=False),
+    "hsdp": Scenario(mesh=(2, 2)),
+    "hsdp_bf16": Scenario(mesh=(2, 2), options={"mp_policy": BF16}, exact=False),
+    "hsdp_accumulate": Scenario(mesh=(2, 2), iteration=partial(in_two_micro_batches, all_reduce_first=False)),
+    "hsdp_unused": Scenario(mesh=(2, 2), model=branching, exact=False),
+    "hsdp_failed_backward": Scenario(mesh=(2, 2), iteration=after_a_failed_backward),
+    "replicated_bf16": Scenario(mesh=(4, 1), options={"mp_policy": BF16}, exact=False),
+}
+
+
+def shard_last(param: nn.Parameter) -> Any:
+    from torch.distributed.tensor import Shard
+
+    return Shard(param.ndim - 1)
+
+
+def train(scenario: Scenario, mesh: DeviceMesh) -> list[Any]:
+    model = scenario.model()
+    with forced(**scenario.private):
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, **scenario.options)
+        fully_shard(model, mesh=mesh, **scenario.options)
+    scenario.prepare(model)
+    return fed_own_chunk(model, batches(scenario.num_steps, ROWS), scenario.make_optimizer, scenario.iteration)
+
+
+def train_unsharded(scenario: Scenario) -> list[Any]:
+    model = scenario.model()
+    scenario.prepare(model)
+    return fed_whole(model, batches(scenario.num_steps, ROWS), scenario.make_optimizer, scenario.iteration)
+
+
+def replay(scenario: Scenario) -> None:
+    mesh = cpu_mesh(*scenario.mesh)
+    expected = train(scenario, mesh)
+    with recording():
+        steps = train(scenario, mesh)
+    assert_same_bits(steps, expected)
+    if scenario.exact:
+        assert_equal_training(steps, train_unsharded(scenario), ulps=64)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_no_race_in(name):
+    replay(SCENARIOS[name])
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", SCENARIOS_OF_FOUR)
+def test_no_race_on_four_ranks_in(name):
+    replay(SCENARIOS_OF_FOUR[name])
+
+
+# ---- every order is needed ----
+
+CORE = Path(fsdp2.core.__file__).parent
+
+
+def places_of_orders() -> dict[tuple[str, int], str]:
+    """Where the runtime orders a stream or the host behind an event: (file, line) -> "file.function", numbered from the second."""
+    found: dict[tuple[str, int], str] = {}
+    for path in sorted(CORE.glob("*.py")):
+        if path.stem in ("streams", "recording"):
+            continue
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                calls = [
+                    node.lineno
+                    for node in ast.walk(function)
+                    if isinstance(node, ast.Call)
+                    and isinstance(node.func, ast.Attribute)
+                    and node.func.attr in ("order", "synchronize")
+                    and ast.unparse(node.func.value).endswith("streams")
+                ]
+                for number, line in enumerate(sorted(calls), 1):
+                    found[path.stem, line] = f"{path.stem}.{function.name}" + (f" {number}" if number > 1 else "")
+    return found
+
+
+PLACES = places_of_orders()
+
+
+class Without(RecordingStreams):
+    """Leaves out the orders at one place of the runtime's code."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self._place = place
+        self.times_left_out = 0
+
+    def order(self, stream: Any, event: Any) -> None:
+        if not self._is_left_out():
+            super().order(stream, event)
+
+    def synchronize(self, event: Any) -> None:
+        if not self._is_left_out():
+            super().synchronize(event)
+
+    def _is_left_out(self) -> bool:
+        frame = sys._getframe(2)
+        is_it = PLACES.get((Path(frame.f_code.co_filename).stem, frame.f_lineno)) == self._place
+        self.times_left_out += is_it
+        return is_it
+
+
+def replay_on_fake_ranks(scenario: Scenario, streams: RecordingStreams) -> list[Race]:
+    """The races in ``scenario`` on the backend that stands for NCCL, which goes through the same operators and moves nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        shape = scenario.mesh or (4,)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+        with contextlib.suppress(RaceError), recording(streams):
+            (scenario.train or train)(scenario, mesh)
+    finally:
+        dist.destroy_process_group()
+    return streams.races
+
+
+def train_with_an_optimizer_on_its_own_stream(scenario: Scenario, mesh: DeviceMesh) -> list[Any]:
+    model: Any = scenario.model()
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    streams = streams_of(torch.device("cpu"))
+    for x in batches(scenario.num_steps, ROWS):
+        forward_backward(model, x)
+        streams.order("optimizer", streams.mark(streams.compute))
+        with streams.on("optimizer"):
+            optimizer.step()
+        schedule_of(model._get_fsdp_state()).post_optim_event = streams.mark("optimizer")  # the setter wants a real device
+    return []
+
+
+FAKE_SCENARIOS = {
+    **{name: scenario for name, scenario in SCENARIOS.items() if "reduce_scatter" not in scenario.private},
+    **SCENARIOS_OF_FOUR,
+    "optimizer_on_its_own_stream": Scenario(train=train_with_an_optimizer_on_its_own_stream),
+}
+
+# Each order of the runtime, and a scenario in which it alone prevents a race.
+NEEDED_BY = {
+    "extensions.start": "extensions",
+    "extensions.finish": "extensions",
+    "gather.start": "plain",
+    "gather.finish": "plain",
+    "reduction.__init__": "plain",
+    "reduction._after_scatter": "hsdp",
+    "reduction._hand_out": "all_reduce_hook",
+    "reduction._offload": "offload_accumulate",
+    "reduction.advance": "plain",
+    "reduction.finish": "bf16",
+    "reduction.finish 2": "offload",
+    "reduction.abandon": "failed_backward",
+    "param_group.await_host_read": "offload_evaluation",
+    "schedule._begin_iteration": "optimizer_on_its_own_stream",
+}
+
+
+def test_no_order_is_without_a_scenario_that_needs_it():
+    assert set(PLACES.values()) == set(NEEDED_BY), "add the new order and what needs it to NEEDED_BY"
+
+
+@pytest.mark.parametrize("place", NEEDED_BY)
+def test_without_this_order_there_is_a_race(place):
+    streams = Without(place)
+    races = replay_on_fake_ranks(replace(FAKE_SCENARIOS[NEEDED_BY[place]], num_steps=3), streams)
+    assert streams.times_left_out > 0
+    assert races != []
+
+
+@pytest.mark.parametrize("name", [*SCENARIOS_OF_FOUR, "plain", "direct", "mixed", "bf16_direct", "optimizer_on_its_own_stream"])
+@pytest.mark.parametrize("passes_at_once", [False, True])
+def test_no_race_on_the_path_of_nccl_in(name, passes_at_once):
+    streams = RecordingStreams()
+    streams.passes_at_once = passes_at_once
+    replay_on_fake_ranks(FAKE_SCENARIOS[name], streams)
+    streams.check()
+
+
+@pytest.mark.parametrize(
+    ("owner", "buffer", "scenario"),
+    [
+        (InFlight, "_input", "plain"),
+        (InFlight, "_held", "hsdp_bf16"),
+        (InFlight, "_held", "replicated_bf16"),
+        (InFlight, "_held", "all_reduce_hook_bf16"),
+        (Gather, "_held", "unshard_over_the_step"),
+    ],
+)
+def test_a_buffer_that_is_not_held_until_its_last_use_is_a_race(owner, buffer, scenario):
+    forgetful = property(lambda self: None, lambda self, value: None)
+    with mock.patch.object(owner, buffer, forgetful):
+        races = replay_on_fake_ranks(replace(FAKE_SCENARIOS[scenario], num_steps=3), RecordingStreams())
+    assert any("freed while still in use" in race.how for race in races)
+
+
+def test_a_storage_freed_on_the_wrong_stream_is_a_race():
+    """The unsharded storage belongs to compute: freed elsewhere, compute may get its memory while it is in use."""
+
+    class Elsewhere(RecordingStreams):
+        def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+            with self.on(self.gather):
+                super().resize(storage, nbytes)
+
+    assert replay_on_fake_ranks(replace(SCENARIOS["plain"], num_steps=3), Elsewhere()) != []
+
+
+def test_sending_the_shard_itself_where_the_user_may_write_is_a_race():
+    """Why ``unshard(async_op=True)`` sends a copy."""
+    start = Gather.start
+    with mock.patch.object(Gather, "start", lambda self, flat, copy: start(self, flat, False)):
+        races = replay_on_fake_ranks(replace(SCENARIOS["unshard_over_the_step"], num_steps=3), RecordingStreams())
+    assert any("aten.add_ on compute writes" in race.how and "on gather" in str(race.earlier) for race in races)
+
+
+def test_a_prefetch_that_nobody_cancels_is_a_race():
+    with mock.patch.object(Schedule, "close_leases"):
+        races = replay_on_fake_ranks(replace(SCENARIOS["shorter_evaluation"], num_steps=3), RecordingStreams())
+    assert any("on compute writes" in race.how and "on gather" in str(race.earlier) for race in races)

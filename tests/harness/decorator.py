@@ -1,0 +1,100 @@
+"""``on_ranks``: the decorator that turns a test function into one that runs on several ranks.
+
+It knows pytest; the processes are ``pool.py``'s concern.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from harness.mesh import device_type
+from harness.pool import Outcome, run_on_pool
+from harness.worker import Job
+
+
+def on_ranks(*world_sizes: int, timeout: float = 120.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the test once for each world size, its body on that many processes at the same time.
+
+    Order of decorators: any; ``parametrize``, ``slow``, ``skipif`` and ``xfail`` marks go above or below.
+    Arguments:  parameters and fixtures come pickled to each rank, and all ranks get the same: they share ``tmp_path``.
+                ``monkeypatch``, ``capsys`` and ``request`` stay in the parent: use ``unittest.mock.patch`` in the body.
+                A body that has an argument ``world_size`` gets it.
+    The body:   must be a function at the top of its module, which each rank imports. The default process group exists,
+                one CPU thread a rank, seeds are 0, warnings are errors under pytest's own filters. ``pytest.raises``,
+                ``warns``, ``skip``, ``xfail`` and bare ``assert`` work as anywhere. A skip is taken on all ranks.
+    Output:     what ranks print is shown with the rank in front, by pytest's usual rules.
+    Failure:    the traceback of the rank that failed first, without the parent's; the processes are replaced.
+    timeout:    seconds for one run of the body; then every rank's Python stacks are shown and the test fails.
+    """
+    if not world_sizes:
+        raise TypeError("on_ranks needs at least one world size: @on_ranks(2, 3)")
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        if "." in body.__qualname__:
+            raise TypeError(f"on_ranks: {body.__qualname__} must be a function at the top of its module for ranks to import")
+        signature = inspect.signature(body)
+        wants_world_size = "world_size" in signature.parameters
+
+        @functools.wraps(body)
+        def test(*, world_size: int, **arguments: object) -> None:
+            _skip_without_devices(world_size)
+            if wants_world_size:
+                arguments["world_size"] = world_size
+            outcome = run_on_pool(world_size, _job(body, arguments), timeout)
+            for text in outcome.output:
+                sys.stdout.write(text)
+            _report(outcome)
+
+        if not wants_world_size:
+            extra = inspect.Parameter("world_size", inspect.Parameter.KEYWORD_ONLY)
+            signature = signature.replace(parameters=[*signature.parameters.values(), extra])
+        test.__signature__ = signature  # type: ignore[attr-defined]  # pytest reads the arguments from it
+        test.on_ranks_body = body  # type: ignore[attr-defined]  # where a rank finds the body
+        return pytest.mark.parametrize("world_size", world_sizes, ids=lambda n: f"ranks{n}")(test)
+
+    return decorate
+
+
+def _job(body: Callable[..., None], arguments: dict[str, Any]) -> Job:
+    pickled = {}
+    for name, value in arguments.items():
+        try:
+            pickled[name] = pickle.dumps(value)
+        except Exception as error:
+            raise TypeError(
+                f"on_ranks: the argument {name!r} ({type(value).__name__}) can't be sent to the ranks: {error}\n"
+                "fix: pass a function or class from the top of a module, or a name that the body looks up"
+            ) from None
+    return Job(
+        module=body.__module__,
+        path=inspect.getfile(body),
+        function=body.__name__,
+        arguments=pickled,
+        # What pytest has in force for this very test: its ini file, -W, and the test's own marks.
+        warning_filters=pickle.dumps(list(warnings.filters)),
+    )
+
+
+def _skip_without_devices(world_size: int) -> None:
+    if device_type() == "cuda":
+        import torch
+
+        if torch.cuda.device_count() < world_size:
+            pytest.skip(f"needs {world_size} CUDA devices, one a rank; found {torch.cuda.device_count()}")
+
+
+def _report(outcome: Outcome) -> None:
+    if outcome.kind == "failed":
+        pytest.fail(outcome.text, pytrace=False)
+    if outcome.kind == "skipped":
+        pytest.skip(outcome.text)
+    if outcome.kind == "xfailed":
+        pytest.xfail(outcome.text)

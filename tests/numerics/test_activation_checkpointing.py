@@ -1,0 +1,204 @@
+"""Activation checkpointing runs forwards inside of backward, in graphs of their own when it is re-entrant."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.utils.checkpoint import checkpoint
+
+from fsdp2 import FSDPModule, fully_shard
+from harness import cpu_mesh, on_ranks
+from harness.models import Block, TransformerBlock, batches, mlp, token_batches, transformer
+from harness.training import adamw, assert_same_bits, fed_in_chunks, fed_own_chunk, forward_backward, sgd
+
+
+class Checkpointed(nn.Module):
+    """Runs its blocks under ``torch.utils.checkpoint``: the checkpoint is outside of each block's fully_shard."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first = nn.Linear(7, 7)
+        self.blocks = nn.ModuleList(Block(7) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class CheckpointedInside(Block):
+    """The checkpoint is inside of the sharded module's forward."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+def shard(model: nn.Module, after: bool | None = None) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=cpu_mesh(), reshard_after_forward=after)
+    return fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=after)
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("after", [True, False, None])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("needs_input_grad", [False, True])
+def test_a_checkpoint_outside_of_the_sharded_block(reentrant, after, needs_input_grad):
+    torch.manual_seed(0)
+    model = Checkpointed(reentrant)
+    reference = copy.deepcopy(model)
+    shard(model, after)
+
+    def iteration(model: nn.Module, x: Tensor) -> Tensor:
+        return forward_backward(model, x.clone().requires_grad_(needs_input_grad))
+
+    steps = fed_own_chunk(model, batches(), iteration=iteration)
+    assert_same_bits(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("after", [True, False, None])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_inside_of_the_sharded_block(reentrant, after):
+    model = mlp()
+    model.blocks = nn.ModuleList(CheckpointedInside(10) for _ in range(3))
+    for block in model.blocks:
+        block.reentrant = reentrant
+    reference = copy.deepcopy(model)
+    shard(model, after)
+    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("checkpoint_first", [True, False], ids=["shard(checkpoint(block))", "checkpoint(shard(block))"])
+def test_checkpoint_wrappers_around_and_below_fully_shard(reentrant, checkpoint_first):
+    model = transformer()
+    impl = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+
+    def wrap(model: nn.Module) -> None:
+        apply_activation_checkpointing(
+            model,
+            checkpoint_wrapper_fn=functools.partial(checkpoint_wrapper, checkpoint_impl=impl),
+            check_fn=lambda module: isinstance(module, TransformerBlock),
+        )
+
+    reference = copy.deepcopy(model)
+    wrap(reference)
+    if checkpoint_first:
+        wrap(model)
+        shard(model)
+    else:
+        shard(model)
+        wrap(model)
+    steps = fed_own_chunk(model, token_batches(), adamw)
+    assert_same_bits(steps, fed_in_chunks(reference, token_batches(), adamw))
+
+
+class OneCheckpointOverSeveralBlocks(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first = nn.Linear(7, 7)
+        self.blocks = nn.ModuleList(Block(7) for _ in range(4))
+
+    def _run(self, start: int, x: Tensor) -> Tensor:
+        for block in self.blocks[start : start + 2]:
+            x = block(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for start in (0, 2):
+            x = checkpoint(functools.partial(self._run, start), x, use_reentrant=self.reentrant)
+        return x
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_one_checkpoint_over_several_sharded_blocks(reentrant, after):
+    torch.manual_seed(0)
+    model = OneCheckpointOverSeveralBlocks(reentrant)
+    reference = copy.deepcopy(model)
+    shard(model, after)
+    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_inside_of_a_checkpoint(reentrant):
+    torch.manual_seed(0)
+    model = OneCheckpointOverSeveralBlocks(reentrant)
+    model.blocks = nn.ModuleList(CheckpointedInside(7) for _ in range(4))
+    for block in model.blocks:
+        block.reentrant = reentrant
+    reference = copy.deepcopy(model)
+    shard(model)
+    # Of a re-entrant checkpoint inside of another, the inner one sees no input that needs a gradient at first, and says so.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True", UserWarning)
+        assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_whole_model_under_one_checkpoint(reentrant):
+    model = mlp()
+    reference = copy.deepcopy(model)
+    shard(model)
+
+    def iteration(model: nn.Module, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()  # a re-entrant checkpoint gives no gradients without
+        loss = checkpoint(model, x, use_reentrant=reentrant).square().mean()
+        loss.backward()
+        return loss
+
+    steps = fed_own_chunk(model, batches(), iteration=iteration)
+    assert_same_bits(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_with_accumulation(reentrant):
+    torch.manual_seed(0)
+    model = Checkpointed(reentrant)
+    reference = copy.deepcopy(model)
+    shard(model)
+
+    def iteration(model: nn.Module, x: Tensor) -> Tensor:
+        losses = []
+        for index, micro_batch in enumerate(x.chunk(2)):
+            if isinstance(model, FSDPModule):
+                model.set_requires_gradient_sync(index == 1)
+            losses.append(forward_backward(model, micro_batch))
+        return torch.stack(losses).mean()
+
+    steps = fed_own_chunk(model, batches(), sgd, iteration)
+    assert_same_bits(steps, fed_in_chunks(reference, batches(), sgd, iteration))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_while_parameters_are_kept_over_fewer_ranks(reentrant):
+    torch.manual_seed(0)
+    model = Checkpointed(reentrant)
+    reference = copy.deepcopy(model)
+    for block in model.blocks:
+        fully_shard(block, mesh=cpu_mesh(), reshard_after_forward=2)
+    fully_shard(model, mesh=cpu_mesh())
+    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))

@@ -1,0 +1,342 @@
+"""Modules and parameters that are used more than once: ties, repeated calls, several forwards before a backward, any order."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fsdp2 import fully_shard
+from harness import cpu_mesh, on_ranks
+from harness.models import Block, batches, mlp, token_batches, transformer
+from harness.training import (
+    adamw,
+    assert_equal_training,
+    assert_same_bits,
+    fed_in_chunks,
+    fed_own_chunk,
+    fed_whole,
+    sgd,
+)
+
+
+def shard(model: nn.Module, after: bool | None = None) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=cpu_mesh(), reshard_after_forward=after)
+    return fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=after)
+
+
+# --- ties ---------------------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+def test_a_head_tied_to_its_embedding_stays_tied(optimizer):
+    model = transformer(tied=True)
+    reference, whole = copy.deepcopy(model), copy.deepcopy(model)
+    shard(model)
+    assert model.head.weight is model.embedding.weight
+    steps = fed_own_chunk(model, token_batches(), optimizer)
+    assert model.head.weight is model.embedding.weight
+    assert_same_bits(steps, fed_in_chunks(reference, token_batches(), optimizer))
+    if optimizer is sgd:
+        assert_equal_training(steps, fed_whole(whole, token_batches(), optimizer))
+
+
+class TiedAcrossBlocks(nn.Module):
+    """Two blocks that share one weight; both belong to one list of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+        self.blocks[2].weight = self.blocks[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("as_a_list", [True, False])
+def test_a_weight_shared_by_two_layers_of_one_group(as_a_list):
+    torch.manual_seed(0)
+    model = TiedAcrossBlocks()
+    reference = copy.deepcopy(model)
+    if as_a_list:
+        fully_shard([model.blocks[0], model.blocks[1], model.blocks[2]], mesh=cpu_mesh())
+    else:
+        fully_shard(model.blocks[1], mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
+    assert model.blocks[0].weight is model.blocks[2].weight
+    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+
+
+class SharedModule(nn.Module):
+    """One block under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block(7)
+        self.middle = Block(7)
+        self.again = self.first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(self.middle(self.first(x)))
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("after", [True, False])
+def test_a_module_under_two_names(after):
+    torch.manual_seed(0)
+    model = SharedModule()
+    reference = copy.deepcopy(model)
+    fully_shard(model.first, mesh=cpu_mesh(), reshard_after_forward=after)
+    fully_shard(model.middle, mesh=cpu_mesh(), reshard_after_forward=after)
+    fully_shard(model, mesh=cpu_mesh())
+    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+
+
+# --- several calls --------------------------------------------------------------------------------------------------------------
+
+
+class Repeated(nn.Module):
+    """Its blocks run one after another ``times`` times: a, b, a, b, ..."""
+
+    def __init__(self, times: int = 3) -> None:
+        super().__init__()
+        self.times = times
+        self.blocks = nn.ModuleList(Block(7) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            for block in self.blocks:
+                x = block(x)
+        return x
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("after", [True, False, None])
+@pytest.mark.parametrize("needs_input_grad", [False, True])
+def test_blocks_called_several_times_before_backward(after, needs_input_grad):
+    torch.manual_seed(0)
+    model = Repeated()
+    reference, whole = copy.deepcopy(model), copy.deepcopy(model)
+    shard(model, after)
+
+    def iteration(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x.clone().requires_grad_(needs_input_grad)).square().mean()
+        loss.backward()
+        return loss
+
+    steps = fed_own_chunk(model, batches(), iteration=iteration)
+    assert_same_bits(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+    assert_equal_training(steps, fed_whole(whole, batches(), iteration=iteration))
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("after", [True, False, None])
+@pytest.mark.parametrize("needs_input_grad", [False, True])
+def test_two_forwards_before_one_backward(after, needs_input_grad):
+    model = mlp()
+    reference = copy.deepcopy(model)
+    shard(model, after)
+
+    def iteration(model: nn.Module, x: Tensor) -> Tensor:
+        first, second = (half.clone().requires_grad_(needs_input_grad) for half in x.chunk(2))
+        loss = (model(first).square().mean() + model(second).tanh().square().mean()) / 2
+        loss.backward()
+        return loss
+
+    steps = fed_own_chunk(model, batches(), iteration=iteration)
+    assert_same_bits(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("after", [True, False])
+@pytest.mark.parametrize("in_order", [True, False])
+def test_two_forwards_then_two_backwards(after, in_order):
+    """Each backward reduces what it has; the sums over micro-batches are formed after the reduction, so bounds hold, not bits."""
+    model = mlp()
+    whole = copy.deepcopy(model)
+    shard(model, after)
+
+    def iteration(model: nn.Module, x: Tensor) -> Tensor:
+        losses = [model(half).square().mean() / 2 for half in x.chunk(2)]
+        for loss in losses if in_order else reversed(losses):
+            loss.backward()
+        return sum(losses)
+
+    steps = fed_own_chunk(model, batches(), iteration=iteration)
+    assert_equal_training(steps, fed_in_chunks(whole, batches(), iteration=iteration))
+
+
+@on_ranks(2, 3)
+def test_a_backward_that_is_repeated_adds_the_gradient_again():
+    model = mlp()
+    reference = copy.deepcopy(model)
+    shard(model, False)
+
+    def iteration(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return loss
+
+    steps = fed_own_chunk(model, batches(), iteration=iteration)
+    assert_equal_training(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+
+
+@on_ranks(2, 3)
+def test_a_backward_that_is_repeated_gathers_again_what_was_freed():
+    model = mlp()
+    reference = copy.deepcopy(model)
+    shard(model, True)
+
+    def iteration(model: nn.Module, x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return loss
+
+    steps = fed_own_chunk(model, batches(), iteration=iteration)
+    assert_equal_training(steps, fed_in_chunks(reference, batches(), iteration=iteration))
+
+
+# --- order ----------------------------------------------------------------------------------------------------------------------
+
+
+class Reordered(nn.Module):
+    """Runs its blocks in ``order``, which the test changes; a block may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(7) for _ in range(4))
+        self.order = [0, 1, 2, 3]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+        return x
+
+
+ORDERS = [[0, 1, 2, 3], [3, 2, 1, 0], [0, 2], [1, 3, 0], [0, 1, 2, 3], [2, 2, 0]]
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("after", [True, False])
+def test_an_order_that_differs_between_iterations_costs_overlap_only(after):
+    torch.manual_seed(0)
+    model = Reordered()
+    reference = copy.deepcopy(model)
+    shard(model, after)
+
+    def iterations():
+        orders = iter([])
+
+        def iteration(model: nn.Module, x: Tensor) -> Tensor:
+            model.order = next(orders)
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        def start(orders_):
+            nonlocal orders
+            orders = iter(orders_)
+            return iteration
+
+        return start
+
+    start = iterations()
+    inputs = batches(len(ORDERS))
+    steps = fed_own_chunk(model, inputs, iteration=start(ORDERS))
+    each_rank = [order for order in ORDERS for _ in range(torch.distributed.get_world_size())]
+    assert_same_bits(steps, fed_in_chunks(reference, inputs, iteration=start(each_rank)))
+
+
+@on_ranks(2, 3)
+def test_explicit_prefetch_lists_change_no_number():
+    model = mlp(num_blocks=4)
+    reference = copy.deepcopy(model)
+    shard(model)
+    blocks = list(model.blocks)
+    model.set_modules_to_forward_prefetch(blocks[:2])
+    blocks[0].set_modules_to_forward_prefetch([blocks[1], blocks[2]])
+    blocks[1].set_modules_to_forward_prefetch([blocks[3]])  # not the one that comes next
+    blocks[3].set_modules_to_backward_prefetch([blocks[2], blocks[1]])
+    blocks[2].set_modules_to_backward_prefetch([blocks[0]])
+    assert_same_bits(fed_own_chunk(model, batches(4)), fed_in_chunks(reference, batches(4)))
+
+
+@on_ranks(2, 3)
+def test_prefetching_a_module_that_does_not_run_leaves_it_sharded_and_valid():
+    torch.manual_seed(0)
+    model = Reordered()
+    reference = copy.deepcopy(model)
+    model.order = reference.order = [0, 1]
+    shard(model)
+    model.blocks[1].set_modules_to_forward_prefetch([model.blocks[3]])
+    model.blocks[1].set_modules_to_backward_prefetch([model.blocks[2]])
+    steps = fed_own_chunk(model, batches(), lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1))
+    model.unshard()
+    assert_same_bits(
+        steps, fed_in_chunks(reference, batches(), lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1))
+    )
+
+
+# --- nesting --------------------------------------------------------------------------------------------------------------------
+
+
+class Nest(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.before = nn.Linear(7, 7)
+        self.inner = Nest(depth - 1) if depth > 0 else nn.Linear(7, 7)
+        self.after = nn.Linear(7, 7, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.after(torch.tanh(self.inner(torch.tanh(self.before(x)))))
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("after", [True, False, None])
+def test_groups_nested_in_groups(after):
+    torch.manual_seed(0)
+    model = Nest(3)
+    reference = copy.deepcopy(model)
+    for module in reversed([module for module in model.modules() if isinstance(module, Nest)]):
+        fully_shard(module, mesh=cpu_mesh(), reshard_after_forward=after)
+    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+
+
+class OnlyChildrenHaveParameters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(7, 3)
+        self.right = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x) * torch.tanh(self.right(x))
+
+
+@on_ranks(1, 2, 3)
+def test_a_root_without_parameters_of_its_own():
+    torch.manual_seed(0)
+    model = OnlyChildrenHaveParameters()
+    reference = copy.deepcopy(model)
+    fully_shard(model.left, mesh=cpu_mesh())
+    fully_shard(model.right, mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
+    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+
+
+@on_ranks(1, 2, 3)
+def test_a_list_of_modules_as_one_group():
+    model = mlp()
+    reference = copy.deepcopy(model)
+    fully_shard([model.blocks[0], model.blocks[1]], mesh=cpu_mesh())
+    fully_shard([model.blocks[2], model.last], mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
+    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))

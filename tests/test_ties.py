@@ -1,0 +1,97 @@
+"""A parameter shared by modules of different groups stays one parameter and trains as in the unsharded model."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from fsdp2 import MixedPrecisionPolicy, OrderError, ParameterError, fully_shard
+from harness import cpu_mesh, on_ranks
+
+
+class Block(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(x))
+
+
+class TiedLM(nn.Module):
+    def __init__(self, vocabulary=11, dim=6):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(2))
+        self.head = nn.Linear(dim, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss_of(model, ids):
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+@on_ranks(1, 2, 3)
+@pytest.mark.parametrize("own_unit", [("embedding",), ("head",), ("embedding", "head")])
+@pytest.mark.parametrize("after", [None, True, False])
+def test_a_tied_language_model_trains_with_embedding_and_head_in_different_groups(own_unit, after, world_size):
+    reference = TiedLM()
+    model = copy.deepcopy(reference)
+    options = {"mesh": cpu_mesh(), "reshard_after_forward": after}
+    for block in model.blocks:
+        fully_shard(block, **options)
+    for name in own_unit:
+        fully_shard(getattr(model, name), **options)
+    fully_shard(model, **options)
+    assert model.head.weight is model.embedding.weight
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (reference, model)]
+    for step in range(4):
+        ids = torch.randint(0, 11, (12, 5), generator=torch.Generator().manual_seed(step))
+        loss_of(reference, ids).backward()
+        loss_of(model, ids.chunk(world_size)[dist.get_rank()]).backward()
+        assert model.head.weight is model.embedding.weight
+        for (name, expected), (got_name, got) in zip(reference.named_parameters(), model.named_parameters(), strict=True):
+            assert got_name == name
+            assert_close(got.grad.full_tensor(), expected.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            assert_close(model(ids), reference(ids))
+        assert set(model.state_dict()) == set(reference.state_dict())
+
+
+@on_ranks(2)
+def test_a_tie_between_groups_with_different_dtypes_is_refused_with_both_names():
+    model = TiedLM()
+    fully_shard(model.embedding, mesh=cpu_mesh())
+    with pytest.raises(ParameterError, match=r"(?s)head.weight.*tied to weight.*param_dtype.*fix:"):
+        fully_shard(model, mesh=cpu_mesh(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
+@on_ranks(2)
+def test_a_tie_between_groups_with_different_placements_is_refused():
+    model = TiedLM()
+    fully_shard(model.embedding, mesh=cpu_mesh())
+    with pytest.raises(ParameterError, match="another placement"):
+        fully_shard(model, mesh=cpu_mesh(), shard_placement_fn=lambda p: torch.distributed.tensor.Shard(p.ndim - 1))
+
+
+@on_ranks(2)
+def test_a_tie_that_sharding_one_side_would_cut_is_an_error_at_the_first_forward_naming_both():
+    model = TiedLM()
+    fully_shard(model.embedding, mesh=cpu_mesh())
+    with pytest.raises(OrderError, match=r"(?s)weight is also 'weight' of another module.*fully_shard on the root"):
+        model(torch.zeros(1, 2, dtype=torch.long))
+    fully_shard(model, mesh=cpu_mesh())
+    loss_of(model, torch.zeros(1, 2, dtype=torch.long)).backward()

@@ -116,6 +116,8 @@ def test_cpu_mesh_is_made_once_per_shape_and_names(times):
 def run_inner(pytester, monkeypatch):
     """Run a test module in an inner pytest with our ini file's rules, and hand back the result and its output."""
     monkeypatch.setattr(sys, "stdout", sys.stdout)  # the inner run replaces it
+    for name in ("CI", "BUILD_NUMBER"):  # under these pytest prints a failure's text a second time, in its summary
+        monkeypatch.delenv(name, raising=False)
     pytester.makeini("[pytest]\nfilterwarnings = error\naddopts = --import-mode=importlib -p no:cacheprovider")
 
     def run(body: str):

@@ -1,0 +1,34 @@
+"""The command line, ``fsdp2 COMMAND`` or ``python -m fsdp2 COMMAND``: one module per command, imported when it is asked for.
+
+A command's module has ``add_arguments(parser)`` and ``run(options) -> int``, which returns the exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+
+from .errors import FSDPError
+
+COMMANDS = {
+    "convert": ("fsdp2.checkpoint.convert", "turn a checkpoint of one format into another"),
+    "migrate": ("fsdp2.migrate.command", "rewrite scripts written for FSDP1, DDP, DeepSpeed or torch's FSDP2"),
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit status: 0 done, 1 could not (the reason is on standard error), 2 wrong arguments."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser(prog="fsdp2", description="Tools for sharded data parallel training.")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, summary) in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary)
+        if name in arguments[:1]:  # importing a command may need its extra, and takes time
+            importlib.import_module(module).add_arguments(subparser)
+    options = parser.parse_args(arguments)
+    try:
+        return int(importlib.import_module(COMMANDS[options.command][0]).run(options))
+    except FSDPError as error:
+        sys.stderr.write(f"fsdp2 {options.command}: {error}\n")
+        return 1

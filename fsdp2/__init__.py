@@ -21,6 +21,7 @@ from .policy import (
     ReduceScatter,
     ShardPlacementResult,
 )
+from .strategy import accumulate, parallelize
 
 __all__ = [
     "AllGather",
@@ -40,8 +41,10 @@ __all__ = [
     "ReduceScatter",
     "ShardPlacementResult",
     "UnshardHandle",
+    "accumulate",
     "fully_shard",
     "materialize",
+    "parallelize",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]

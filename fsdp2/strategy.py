@@ -1,0 +1,121 @@
+"""Strategies: what each rank keeps of parameters, gradients and optimizer state. One word chooses, the same core runs them all.
+
+W ranks, S of them on a node; bytes a rank keeps per parameter, with bf16 compute, fp32 master and AdamW; r is the itemsize of the
+reduce dtype, in which gradients accumulate over micro-batches:
+
+    strategy        compute copy        gradients       master      Adam
+    ddp             2  resident         r               4           8
+    zero1           2  resident         r               4/W         8/W
+    zero2           2  resident         r/W             4/W         8/W
+    zero3           2  transient        r/W             4/W         8/W
+    hsdp            2  transient        r/S             4/S         8/S
+    hsdp_zero2      2  resident         r/S             4/S         8/S
+    hsdp_global     2/S resident        r/W             4/W         8/W
+
+*Resident*: from the first forward after an optimizer step to the end of the last backward before the next one, at which the
+optimizer sees sharded DTensors in every strategy; so that a plain ``AdamW(model.parameters())`` is what shards its state. (Micro-
+batches are told apart by ``accumulate``; without it every backward is the last one.) *Transient*: group by group, while it runs.
+
+This file refuses to know how a gather or a reduction is done: a strategy is a mesh, and a few flags of the units made on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from .policy import MixedPrecisionPolicy, OffloadPolicy
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+Over = Literal["world", "node", "nobody"]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What is sharded over whom: over all ranks, over those of a node, or not at all.
+
+    parameters:  the unsharded parameters between a unit's uses: sharded again ("world", "node"), or kept whole ("nobody")
+    gradients:   while they accumulate over micro-batches
+    optimizer:   the parameters that the optimizer sees, and so its state
+    """
+
+    name: str
+    parameters: Over
+    gradients: Over
+    optimizer: Over
+
+    @property
+    def is_hybrid(self) -> bool:
+        return "node" in (self.parameters, self.gradients, self.optimizer)
+
+
+STRATEGIES = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("ddp", "nobody", "nobody", "nobody"),
+        Strategy("zero1", "nobody", "nobody", "world"),
+        Strategy("zero2", "nobody", "world", "world"),
+        Strategy("zero3", "world", "world", "world"),
+        Strategy("hsdp", "node", "node", "node"),
+        Strategy("hsdp_zero2", "nobody", "node", "node"),
+        Strategy("hsdp_global", "node", "world", "world"),
+    )
+}
+"""By the name that ``parallelize`` takes."""
+
+
+def parallelize(
+    model: _Module,
+    strategy: str = "zero3",
+    *,
+    wrap: Any = "auto",
+    mesh: DeviceMesh | None = None,
+    shard_size: int | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (a frozen value)
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    ignored_params: set[nn.Parameter] | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    sync_module_states: bool = True,
+) -> _Module:
+    """Apply data parallelism to a whole model, in place: ``fully_shard`` on the groups that ``wrap`` chooses, last on ``model``.
+
+    strategy:       "ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero2" or "hsdp_global"; see this file's first paragraph.
+                    "hsdp_global" shards gradients and optimizer state over all ranks, and parameters within a node: they are gathered
+                    over all ranks once a step, at its first forward, and over the ranks of a node from then on.
+    wrap:           which modules become groups: "auto", None (the model alone), module classes, or a policy of ``fsdp2.wrap``
+    mesh:           1-D, of all data-parallel ranks, or for hybrid strategies 2-D (nodes, ranks of a node); None: all ranks
+    shard_size:     ranks of a node for hybrid strategies, consecutive ones; None: of a 2-D mesh its last axis, else LOCAL_WORLD_SIZE
+    mp_policy, offload_policy, ignored_params, shard_placement_fn: as in ``fully_shard``
+    sync_module_states: first broadcast parameters and buffers of the first rank, as DDP does, but for what is on the meta device
+    Returns:        ``model``, now of class ``FSDP<Name>``; every method of FSDPModule works
+    Collective:     yes, over all ranks: it may make process groups, and broadcasts
+    Raises:         an FSDPError before anything is changed
+    Source:         ZeRO (Rajbhandari et al. 2020); hsdp_global: ZeRO++'s hpZ (Wang et al. 2023)
+    """
+    raise NotImplementedError
+
+
+@contextlib.contextmanager
+def accumulate(model: nn.Module, last: bool = False) -> Iterator[None]:
+    """Around forward and backward of one micro-batch, when the optimizer steps only after several; the same in every strategy.
+
+        for index, batch in enumerate(micro_batches):
+            with accumulate(model, last=index == len(micro_batches) - 1):
+                loss(model(batch)).backward()
+        optimizer.step()
+
+    In micro-batches that are not the last, gradients stay with fsdp2 in ``reduce_dtype``, and ``param.grad`` is as it was before:
+    ddp and zero1 add up whole gradients without communication; the others reduce-scatter each micro-batch and add up shards (hsdp
+    and hsdp_zero2 all-reduce between nodes only in the last). Parameters that the strategy keeps are kept from one to the next.
+
+    last:       True: this is the micro-batch after which the optimizer steps. What was added up is reduced with it.
+    Collective: no by itself; all ranks must pass the same.
+    Raises:     ModuleError if ``model`` is not sharded.
+    """
+    yield

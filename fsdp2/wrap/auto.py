@@ -1,0 +1,92 @@
+"""``wrap="auto"``: the repeated blocks of a model, found by themselves.
+
+Blocks are the children of a ModuleList, Sequential or ModuleDict that are built alike: at least two of one class, none with more than
+twice the elements of another (so that a T5 block with a relative bias goes with those without, and a stage of a Swin is none). The
+outermost such children count, so that the experts inside a block stay with it. Other modules of the same classes are blocks too.
+Of what is outside of the blocks, an embedding or a linear layer at least half as large as a block becomes a group, unless another
+module shares its parameters: then the root, which is unsharded as long as any of them runs, keeps them.
+
+It refuses to know names of models. Worked example, GPT-2 (12 blocks; the head is tied to the embedding):
+
+    12 groups of one GPT2Block; the root: token embedding = head, positions (786 432 < half of 7 087 872), the last norm
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from .tree import ModuleTree
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def auto_groups(tree: ModuleTree) -> list[list[nn.Module]]:
+    """The groups that "auto" chooses, without the root."""
+    blocks = _outermost(tree, tree.root, _has_parts) or _outermost(tree, tree.root, _is_leaf)
+    if not blocks:
+        return []
+    classes = {type(block) for block in blocks.values()} - set(_LISTS)
+    if any(map(_has_parts, blocks.values())):
+        _add_of_classes(tree, tree.root, tuple(classes), blocks)
+    groups = [[block] for block in blocks.values()]
+    smallest = min(tree.numel(block) for block in blocks.values())
+    return groups + [[module] for module in _large_and_apart(tree, blocks, smallest / 2)]
+
+
+def _has_parts(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return not _has_parts(module)
+
+
+def _outermost(tree: ModuleTree, module: nn.Module, may_be_block: Callable[[nn.Module], bool]) -> dict[int, nn.Module]:
+    """The blocks in the tree of ``module``, by id."""
+    children = tree.children(module)
+    if isinstance(module, _LISTS):
+        inside = [child for child in children if may_be_block(child)]
+        if _some_alike(tree, inside):
+            return {id(child): child for child in inside}
+    found: dict[int, nn.Module] = {}
+    for child in children:
+        found.update(_outermost(tree, child, may_be_block))
+    return found
+
+
+def _some_alike(tree: ModuleTree, modules: list[nn.Module]) -> bool:
+    """Whether there is a class of which there are several, all about as large. (A mix of two kinds of layers is fine.)"""
+    by_class: dict[type[nn.Module], list[int]] = {}
+    for module in modules:
+        by_class.setdefault(type(module), []).append(tree.numel(module))
+    return any(len(sizes) > 1 and max(sizes) <= 2 * min(sizes) for sizes in by_class.values())
+
+
+def _add_of_classes(
+    tree: ModuleTree, module: nn.Module, classes: tuple[type[nn.Module], ...], blocks: dict[int, nn.Module]
+) -> None:
+    """Add the outermost modules of ``classes`` outside of ``blocks``: a lone middle block, a stage of one."""
+    for child in tree.children(module):
+        if id(child) in blocks:
+            continue
+        if type(child) in classes and not any(id(below) in blocks for below in child.modules()):
+            blocks[id(child)] = child
+        else:
+            _add_of_classes(tree, child, classes, blocks)
+
+
+def _large_and_apart(tree: ModuleTree, blocks: dict[int, nn.Module], min_numel: float) -> list[nn.Module]:
+    """Embeddings and linear layers outside of ``blocks`` that are worth a group, and whose parameters nobody shares."""
+    users = tree.users()
+    inside = {id(below) for block in blocks.values() for below in block.modules()}
+    return [
+        module
+        for module in tree.candidates.values()
+        if id(module) not in inside
+        and isinstance(module, (nn.Embedding, nn.Linear))
+        and _is_leaf(module)
+        and tree.numel(module) >= min_numel
+        and all(users[id(param)] == 1 for param in tree.params(module))
+    ]

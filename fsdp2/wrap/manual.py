@@ -1,0 +1,55 @@
+"""Wrapping by hand, while a model is built: ``wrap`` inside ``enable_wrap`` makes a module a group at once, in place.
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(wrap(Block()) for _ in range(12))
+            self.head = nn.Linear(512, 10)
+
+    with enable_wrap(strategy="hsdp", shard_size=8):
+        model = wrap(Net())        # the outermost module last: it takes what is left
+
+Outside of ``enable_wrap``, ``wrap`` returns its argument as it is, so that the same class also makes an unsharded model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from torch import nn
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+_options: ContextVar[dict[str, Any] | None] = ContextVar("fsdp2_wrap_options", default=None)
+
+
+@contextlib.contextmanager
+def enable_wrap(strategy: str = "zero3", **options: Any) -> Iterator[None]:
+    """Inside, ``wrap`` shards modules by ``strategy`` and the other arguments of ``fsdp2.parallelize``, in this thread alone.
+
+    Nested contexts replace each other. Collective: no; see ``wrap``.
+    Source: the context manager of the same name in torch.distributed.fsdp.wrap.
+    """
+    token = _options.set({"strategy": strategy, **options})
+    try:
+        yield
+    finally:
+        _options.reset(token)
+
+
+def wrap(module: _Module, **overrides: Any) -> _Module:
+    """Inside ``enable_wrap``: make the parameters of ``module`` that no earlier call took one group; elsewhere a no-op.
+
+    overrides:  arguments of ``fsdp2.parallelize`` that differ from those of ``enable_wrap``
+    Returns:    ``module`` itself
+    Collective: the first time for a mesh, and where ``sync_module_states`` broadcasts.
+    """
+    from ..strategy import parallelize
+
+    options = _options.get()
+    if options is None:
+        return module
+    return parallelize(module, **{"wrap": None, **options, **overrides})

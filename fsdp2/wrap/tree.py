@@ -1,0 +1,80 @@
+"""A model as wrap policies see it: modules with names, and the parameters that are still to be grouped.
+
+It refuses to know policies, processes and meshes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+
+from ..core import torch_compat as compat
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+OPAQUE = (nn.MultiheadAttention,)
+"""Modules whose forward reads its children's parameters without calling the children, which therefore can't be groups."""
+
+
+class ModuleTree:
+    """``root`` and what is below it, without what an earlier ``fully_shard`` call took and without ``ignored`` parameters.
+
+    candidates: every module that may become a group, by its first name, children before their parents; the root is none
+    """
+
+    def __init__(self, root: nn.Module, ignored: Iterable[nn.Parameter] = ()) -> None:
+        self.root = root
+        self._ignored = {id(param) for param in ignored}
+        self._names: dict[int, str] = {}
+        self.candidates: dict[str, nn.Module] = {}
+        self._params: dict[int, list[nn.Parameter]] = {}
+        self._visit(root, "")
+
+    def _visit(self, module: nn.Module, name: str) -> None:
+        if id(module) in self._names or {"fully_shard", "replicate"} & set(compat.applied_apis(module)):
+            return
+        self._names[id(module)] = name
+        if not isinstance(module, OPAQUE):
+            for child_name, child in module.named_children():
+                self._visit(child, f"{name}.{child_name}" if name else child_name)
+        if module is not self.root and self.params(module) and not isinstance(module, torch.jit.ScriptModule):
+            self.candidates[name] = module
+
+    def name_of(self, module: nn.Module) -> str:
+        """The module's first name from the root, whose own is ""."""
+        return self._names[id(module)]
+
+    def params(self, module: nn.Module) -> list[nn.Parameter]:
+        """The parameters in the module's tree that are to be grouped, each once, in the order of ``parameters()``."""
+        found = self._params.get(id(module))
+        if found is None:
+            found = self._params[id(module)] = list(self._walk(module, set()))
+        return found
+
+    def _walk(self, module: nn.Module, seen: set[int]) -> Iterator[nn.Parameter]:
+        if id(module) in seen or {"fully_shard", "replicate"} & set(compat.applied_apis(module)):
+            return
+        seen.add(id(module))
+        for param in module.parameters(recurse=False):
+            if id(param) not in seen and id(param) not in self._ignored:
+                seen.add(id(param))
+                yield param
+        for child in module.children():
+            yield from self._walk(child, seen)
+
+    def numel(self, module: nn.Module) -> int:
+        return sum(param.numel() for param in self.params(module))
+
+    def children(self, module: nn.Module) -> list[nn.Module]:
+        """Its children that may become groups, each once."""
+        return [child for child in module.children() if self.candidates.get(self._names.get(id(child), "")) is child]
+
+    def users(self) -> dict[int, int]:
+        """For the id of each parameter, how many modules have it: more than one if it is tied."""
+        count: dict[int, int] = {}
+        for module in self.root.modules():
+            for param in module._parameters.values():
+                if param is not None:
+                    count[id(param)] = count.get(id(param), 0) + 1
+        return count

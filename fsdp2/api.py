@@ -1,6 +1,6 @@
 """``fully_shard`` and what it gives a module: the public surface, argument by argument that of torch's FSDP2.
 
-This file checks what the user passed and hands it down; how anything is done stands below ``core/``.
+This file has what was passed checked (``core/arguments.py``) and hands it down; how anything is done stands below ``core/``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -18,6 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from .core import torch_compat as compat
+from .core.arguments import (
+    check_bool,
+    check_divide_factor,
+    check_max_input_buffers,
+    check_method,
+    check_policies,
+    checked_modules,
+    checked_units,
+    groups_of_one_mesh,
+    refuse_custom,
+)
 from .core.build import build_unit
 from .core.copying import deepcopy_module
 from .core.custom_comm import (
@@ -27,13 +38,11 @@ from .core.custom_comm import (
     SymmetricReduceScatter,
     warn_without_effect,
 )
-from .core.gradients import Gradients
 from .core.hooks import class_with, swap_class
 from .core.mesh import read_mesh
-from .core.param_group import ParamGroup
 from .core.schedule import refuse_meta, schedule_of
-from .core.unit import Unit
-from .errors import ArgumentError, ModuleError, OrderError, message
+from .core.unit import Unit, unit_of
+from .errors import ArgumentError, ModuleError, message
 from .policy import (
     AllGather,
     DataParallelMeshDims,
@@ -109,8 +118,8 @@ def fully_shard(
     Raises:                 an FSDPError that names parameter and rank, before anything is changed
     Source:                 ZeRO stage 3 (Rajbhandari et al. 2020); per-parameter sharding as in PyTorch FSDP2
     """
-    modules = _checked_modules(module)
-    _check_policies(mp_policy, offload_policy, ignored_params)
+    modules = checked_modules(module)
+    check_policies(mp_policy, offload_policy, ignored_params)
     for each in modules:
         class_with(FSDPModule, type(each))  # a class that refuses to be subclassed does so before anything is changed
     unit = build_unit(
@@ -127,143 +136,7 @@ def fully_shard(
     return module
 
 
-def _state(module: nn.Module) -> Unit | None:
-    """The state of a module that ``fully_shard`` was called on, or None."""
-    state = compat.module_state(module)
-    return state if isinstance(state, Unit) else None
-
-
-fully_shard.state = _state  # type: ignore[attr-defined]  # as torch's
-
-
-def _checked_modules(module: Any) -> list[nn.Module]:
-    modules = [module] if isinstance(module, nn.Module) else module
-    if not isinstance(modules, (list, tuple)):
-        raise ModuleError(
-            message(
-                f"fully_shard got an object of type {type(module).__name__}: {_short(module)}",
-                expected="an nn.Module or a list of them (in an order that is the same on all ranks)",
-                fix="pass the module itself, or list(modules)",
-            )
-        )
-    if not modules:
-        raise ModuleError(
-            message("fully_shard got an empty list", expected="at least one module", fix="pass the modules of one group")
-        )
-    for each in modules:
-        if not isinstance(each, nn.Module):
-            raise ModuleError(
-                message(
-                    f"fully_shard got a list with an object of type {type(each).__name__}: {_short(each)}",
-                    expected="a list of nn.Module",
-                    fix="pass modules only",
-                )
-            )
-        if sum(each is other for other in modules) > 1:
-            raise ModuleError(
-                message(
-                    f"fully_shard got a list that has the same {type(each).__name__} more than once",
-                    expected="each module at most once",
-                    fix="leave the others out: a shared module belongs to one group",
-                )
-            )
-        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
-            raise ModuleError(
-                message(
-                    f"fully_shard does not support containers that do not implement forward: {type(each).__name__}",
-                    expected="a module whose forward runs, because that is when its parameters are gathered",
-                    fix="call fully_shard on each of its items, or pass list(container) to make them one group",
-                )
-            )
-        if isinstance(each, torch.jit.ScriptModule):
-            raise ModuleError(
-                message(
-                    f"fully_shard got a {type(each).__name__}, which takes no hooks",
-                    expected="a module that runs in Python",
-                    fix="apply fully_shard to the module that was scripted or traced",
-                )
-            )
-        if "fully_shard" in compat.applied_apis(each):
-            raise ModuleError(
-                message(
-                    f"fully_shard was already applied to this {type(each).__name__}",
-                    expected="each module at most once",
-                    fix="remove the second call",
-                )
-            )
-        if "replicate" in compat.applied_apis(each):
-            raise ModuleError(
-                message(
-                    f"replicate() was already applied to this {type(each).__name__}",
-                    expected="one data-parallel API for a module",
-                    fix="use a 2-D mesh with fully_shard to replicate and shard",
-                )
-            )
-    return [each for each in modules if not any(each is not other and each in set(other.modules()) for other in modules)]
-
-
-def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _check_policies(mp_policy: Any, offload_policy: Any, ignored_params: Any) -> None:
-    for name, value, needed in (
-        ("mp_policy", mp_policy, ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")),
-        ("offload_policy", offload_policy, ()),
-    ):
-        if isinstance(value, type) or value is None or any(not hasattr(value, field) for field in needed):
-            wanted = "MixedPrecisionPolicy" if needed else "OffloadPolicy"
-            raise ArgumentError(
-                message(
-                    f"fully_shard got {name}={value!r}",
-                    expected=f"a {wanted} (of fsdp2 or torch.distributed.fsdp)",
-                    fix=f"pass {wanted}(...)",
-                )
-            )
-    if not any(base.__name__ == "OffloadPolicy" for base in type(offload_policy).__mro__):
-        raise ArgumentError(
-            message(
-                f"fully_shard got offload_policy={offload_policy!r} of type {type(offload_policy).__name__}",
-                expected="an OffloadPolicy (of fsdp2 or torch.distributed.fsdp)",
-                fix="pass CPUOffloadPolicy() to offload, or leave it out",
-            )
-        )
-    if not isinstance(mp_policy.cast_forward_inputs, bool):
-        raise ArgumentError(
-            message(
-                f"MixedPrecisionPolicy got cast_forward_inputs={mp_policy.cast_forward_inputs!r}",
-                expected="a bool",
-                fix="pass True or False",
-            )
-        )
-    for field in ("param_dtype", "reduce_dtype", "output_dtype"):
-        dtype = getattr(mp_policy, field)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ArgumentError(
-                message(
-                    f"MixedPrecisionPolicy got {field}={dtype!r}",
-                    expected="a floating-point torch.dtype or None",
-                    fix=f"for instance {field}=torch.bfloat16",
-                )
-            )
-    if ignored_params is not None and not isinstance(ignored_params, (set, frozenset)):
-        raise ArgumentError(
-            message(
-                f"fully_shard got ignored_params of type {type(ignored_params).__name__}",
-                expected="a set of nn.Parameter",
-                fix="pass set(params): parameters compare by identity in a set, by value in a list",
-            )
-        )
-    for param in ignored_params or ():
-        if not isinstance(param, nn.Parameter):
-            raise ArgumentError(
-                message(
-                    f"fully_shard got ignored_params with a {type(param).__name__}",
-                    expected="a set of nn.Parameter",
-                    fix="pass the parameters themselves, not their names",
-                )
-            )
+fully_shard.state = unit_of  # type: ignore[attr-defined]  # as torch's
 
 
 class UnshardHandle:
@@ -330,12 +203,12 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last of this iteration: only then are pending reductions waited for."""
-        _check_bool("set_is_last_backward", "is_last_backward", is_last_backward)
+        check_bool("set_is_last_backward", "is_last_backward", is_last_backward)
         schedule_of(_unit(self)).is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients; if not they accumulate unsharded, in reduce dtype. Recursive."""
-        _check_bool("set_requires_gradient_sync", "requires_gradient_sync", requires_gradient_sync)
+        check_bool("set_requires_gradient_sync", "requires_gradient_sync", requires_gradient_sync)
         for unit in _units(self, recurse):
             for _, gradients in unit.groups:
                 gradients.sync = requires_gradient_sync
@@ -343,7 +216,7 @@ class FSDPModule:
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """HSDP: whether backward all-reduces after the reduce-scatter; if not, reduce-scattered gradients accumulate. Recursive."""
-        _check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
+        check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
         for unit in _units(self, recurse):
             for _, gradients in unit.groups:
                 gradients.all_reduce = requires_all_reduce
@@ -361,31 +234,31 @@ class FSDPModule:
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward`` (True or False), for the root as well. Recursive."""
-        _check_bool("set_reshard_after_forward", "reshard_after_forward", reshard_after_forward)
+        check_bool("set_reshard_after_forward", "reshard_after_forward", reshard_after_forward)
         for unit in _units(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
             unit.reshard_is_default = False
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are resharded after backward; keeping them saves the next micro-batch's gather. Recursive."""
-        _check_bool("set_reshard_after_backward", "reshard_after_backward", reshard_after_backward)
+        check_bool("set_reshard_after_backward", "reshard_after_backward", reshard_after_backward)
         for unit in _units(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs the parameters at all (an embedding's does not)."""
-        _check_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
+        check_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
         _unit(self).unshard_in_backward = unshard_in_backward
 
     # --- prefetch ---
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather these as soon as this module's own parameters are there in forward, instead of the recorded next one."""
-        _unit(self).prefetch_forward = _checked_units(modules, "set_modules_to_forward_prefetch")
+        _unit(self).prefetch_forward = checked_units(modules, "set_modules_to_forward_prefetch")
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """The same in backward, instead of the module that ran before."""
-        _unit(self).prefetch_backward = _checked_units(modules, "set_modules_to_backward_prefetch")
+        _unit(self).prefetch_backward = checked_units(modules, "set_modules_to_backward_prefetch")
 
     # --- reduction ---
 
@@ -409,15 +282,7 @@ class FSDPModule:
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks."""
-        given: Any = factor
-        if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
-            raise ArgumentError(
-                message(
-                    f"set_gradient_divide_factor got {factor!r} of type {type(factor).__name__}",
-                    expected="a positive number",
-                    fix="1.0 sums gradients; by default they are averaged over all data-parallel ranks",
-                )
-            )
+        check_divide_factor(factor)
         for _, gradients in _unit(self).groups:
             gradients.divide_factor = factor
 
@@ -445,22 +310,7 @@ class FSDPModule:
 
         With 1, the default, a group's reduce-scatter has the backward of one group to finish in before it is waited for. Recursive.
         """
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise ArgumentError(
-                message(
-                    f"set_reduce_scatter_max_input_buffers got {max_input_buffers!r} of type {type(max_input_buffers).__name__}",
-                    expected="max_input_buffers must be an int",
-                    fix="pass 1 or more",
-                )
-            )
-        if max_input_buffers < 1:
-            raise ArgumentError(
-                message(
-                    f"set_reduce_scatter_max_input_buffers got {max_input_buffers}",
-                    expected="max_input_buffers must be a positive int",
-                    fix="pass 1 or more",
-                )
-            )
+        check_max_input_buffers(max_input_buffers)
         for unit in _units(self, recurse):
             unit.max_reductions = max_input_buffers
             if unit.schedule is not None:
@@ -486,18 +336,18 @@ class FSDPModule:
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """All-gather through ``comm`` (see ``AllGather``): it allocates the whole output, of which the input is a slice."""
-        for group, _ in _one_group(self, "set_custom_all_gather"):
+        for group, _ in groups_of_one_mesh(_unit(self), "set_custom_all_gather"):
             group.set_all_gather_comm(comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce-scatter through ``comm`` (see ``ReduceScatter``): it allocates input and output."""
-        for _, gradients in _one_group(self, "set_custom_reduce_scatter"):
+        for _, gradients in groups_of_one_mesh(_unit(self), "set_custom_reduce_scatter"):
             gradients.comm = comm
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Allocate communication buffers with the process group's own allocator, if its backend has one; not with a custom comm."""
         for group, gradients in _unit(self).groups:
-            _refuse_custom(group.all_gather_comm, gradients.comm, "set_allocate_memory_from_process_group_for_comm")
+            refuse_custom(group.all_gather_comm, gradients.comm, "set_allocate_memory_from_process_group_for_comm")
             process_group = group.mesh.shard_group
             if enable and (process_group is None or not compat.process_group_allocates(process_group, group.device)):
                 warn_without_effect(
@@ -514,7 +364,7 @@ class FSDPModule:
         Reduce-scatters use it only after ``set_force_sum_reduction_for_comms(True)``. Collective: yes, over the shard axis.
         """
         for group, gradients in _unit(self).groups:
-            _refuse_custom(group.all_gather_comm, gradients.comm, "set_symm_mem_for_comm")
+            refuse_custom(group.all_gather_comm, gradients.comm, "set_symm_mem_for_comm")
             process_group = group.mesh.shard_group
             if process_group is None or group.device.type != "cuda" or dist.get_backend(process_group) != "nccl":
                 warn_without_effect("set_symm_mem_for_comm", f"symmetric memory needs CUDA and NCCL, and this is {group.device}")
@@ -565,73 +415,15 @@ class FSDPModule:
 
 
 def _unit(module: Any) -> Unit:
-    state = compat.module_state(module)
-    assert isinstance(state, Unit), f"{type(module).__name__} has lost its FSDP state"
-    return state
-
-
-def _check_bool(setter: str, argument: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ArgumentError(
-            message(
-                f"{setter} got {value!r} of type {type(value).__name__}",
-                expected=f"{argument} should be a bool",
-                fix="pass True or False",
-            )
-        )
+    unit = unit_of(module)
+    assert unit is not None, f"{type(module).__name__} has lost its FSDP state"
+    return unit
 
 
 def _units(module: Any, recurse: bool) -> list[Unit]:
     if not recurse:
         return [_unit(module)]
     return [_unit(each) for each in cast(nn.Module, module).modules() if isinstance(each, FSDPModule)]
-
-
-def _one_group(module: Any, caller: str) -> list[tuple[ParamGroup, Gradients]]:
-    groups = _unit(module).groups
-    if len({id(group.mesh.shard_group) for group, _ in groups}) > 1:
-        raise ArgumentError(
-            message(
-                f"{caller} is not supported with multiple param groups over different process groups",
-                expected="a module whose parameters all have one mesh",
-                fix="call it on modules that hold the parameters of one mesh each",
-            )
-        )
-    return groups
-
-
-def _refuse_custom(gather: AllGather | None, scatter: ReduceScatter | None, caller: str) -> None:
-    own = (ProcessGroupAllGather, ProcessGroupReduceScatter, SymmetricAllGather, SymmetricReduceScatter)
-    for comm in (gather, scatter):
-        if comm is not None and not isinstance(comm, own):
-            raise OrderError(
-                message(
-                    f"cannot call {caller}() after a custom communicator was set: {type(comm).__name__}",
-                    expected="our own communicators, whose buffers we allocate",
-                    fix="let the custom communicator's allocate() use that memory",
-                )
-            )
-
-
-def _checked_units(modules: Sequence[Any], caller: str) -> list[Unit]:
-    if not isinstance(modules, (list, tuple)):
-        raise ModuleError(
-            message(
-                f"{caller} got an object of type {type(modules).__name__}: {_short(modules)}",
-                expected="a list of modules that fully_shard was applied to (FSDPModule)",
-                fix="pass [module]",
-            )
-        )
-    for each in modules:
-        if not isinstance(each, FSDPModule):
-            raise ModuleError(
-                message(
-                    f"{caller} got a {type(each).__name__}",
-                    expected="modules that fully_shard was applied to (FSDPModule)",
-                    fix="apply fully_shard to it first",
-                )
-            )
-    return [_unit(each) for each in modules]
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -641,14 +433,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     if not isinstance(module, FSDPModule):
         return
-    if not hasattr(module, method_name):
-        raise ArgumentError(
-            message(
-                f"{type(module).__name__} does not have a method {method_name!r}",
-                expected="the name of a method of the module",
-                fix="check its spelling",
-            )
-        )
+    check_method(module, method_name)
     method = getattr(module, method_name)
     is_bound = getattr(method, "__self__", None) is module
     function = method.__func__ if is_bound else lambda _, *args, **kwargs: method(*args, **kwargs)
@@ -667,4 +452,4 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
     Raises: ModuleError if one is not an FSDPModule.
     """
-    _checked_units(modules, "share_comm_ctx")
+    checked_units(modules, "share_comm_ctx")

@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor
 
 from .core import torch_compat as compat
 from .core.extensions import needs_own_memory
-from .core.hooks import set_parameter
 from .core.model_axes import own_piece
 from .core.param import ShardedParam, own_shard
+from .core.registry import set_parameter
 from .core.unit import Unit
 from .errors import ArgumentError, MaterializationError, message
 

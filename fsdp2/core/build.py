@@ -5,7 +5,6 @@ Everything that can be refused is refused before the first change. It refuses to
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,14 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import ArgumentError, DeviceError, MeshError, OrderError, ParameterError, message
+from ..errors import DeviceError, MeshError, OrderError, ParameterError, message
 from . import torch_compat as compat
+from .arguments import check_placement_fn, checked_reshard_after_forward
 from .extensions import cut_out, needs_own_memory, refuse_unextendable
-from .hooks import ModuleRegistry, UnitHooks
+from .hooks import UnitHooks
 from .mesh import DataParallelMesh, mesh_device, post_forward_mesh, read_mesh_info
 from .param import Owner, ShardedParam, new_sharded_param, sharded_from
 from .param_group import GroupOptions, ParamGroup
 from .placement import ShardSpec, is_lazy, refuse_unplaceable, shard_spec
+from .registry import ModuleRegistry
 from .unit import Lent, Unit
 
 private_options: dict[str, Any] = {}
@@ -42,8 +43,8 @@ def build_unit(
     mesh: of parameters for which ``shard_placement_fn`` names no other
     """
     device = mesh_device(mesh)
-    _check_functions(shard_placement_fn)
-    after = _checked_reshard_after_forward(reshard_after_forward, mesh)
+    check_placement_fn(shard_placement_fn)
+    after = checked_reshard_after_forward(reshard_after_forward, mesh)
     managed = managed_modules(modules)
     owners = _owners(modules, managed, ignored_params)
     tied = _split_off_tied(owners)
@@ -54,7 +55,7 @@ def build_unit(
     refuse_unextendable((names[0], param) for param, (names, _) in owners.items())
     _check_devices(owners, buffers, device)
     specs = {param: shard_spec(owners[param][0][0], param, *placed[param]) for param in owners}
-    afters = {id(own): _checked_reshard_after_forward(reshard_after_forward, own) for own, _ in placed.values()}
+    afters = {id(own): checked_reshard_after_forward(reshard_after_forward, own) for own, _ in placed.values()}
     options = GroupOptions(
         param_dtype=mp_policy.param_dtype,
         reduce_dtype=mp_policy.reduce_dtype,
@@ -299,30 +300,3 @@ def _new_group(
     group = ParamGroup(sharded, mesh, device, options)
     group.registry = ModuleRegistry(group)
     return group
-
-
-def _check_functions(shard_placement_fn: Any) -> None:
-    if shard_placement_fn is not None and not callable(shard_placement_fn):
-        raise ArgumentError(
-            message(
-                f"fully_shard got shard_placement_fn={shard_placement_fn!r} of type {type(shard_placement_fn).__name__}",
-                expected="a function from an nn.Parameter to a Shard or None",
-                fix="for instance shard_placement_fn=lambda param: Shard(1)",
-            )
-        )
-
-
-def _checked_reshard_after_forward(value: Any, mesh: DataParallelMesh) -> bool | int | None:
-    """None, True, False, or the number of ranks, neither 1 nor all of them, to reshard to."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int) and 1 <= value <= mesh.shard_size and mesh.shard_size % value == 0:
-        return value if 1 < value < mesh.shard_size else value != 1
-    factors = [n for n in itertools.islice(itertools.count(1), mesh.shard_size) if mesh.shard_size % n == 0]
-    raise ArgumentError(
-        message(
-            f"fully_shard got reshard_after_forward={value!r}",
-            expected=f"a bool, None, or an int that is a factor of {mesh.shard_size}, the size of the shard axis: {factors}",
-            fix="for instance the number of ranks on a node",
-        )
-    )

@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 from . import torch_compat as compat
-from .hooks import ModuleRegistry, UnitHooks, unswap_class
+from .hooks import UnitHooks, unswap_class
 from .param import Owner, ShardedParam
 from .param_group import GroupState, ParamGroup
+from .registry import ModuleRegistry
 from .unit import Unit
 
 _PENDING = "fsdp2: units whose modules are being copied"

@@ -93,6 +93,8 @@ class Unit(compat.ModuleStateBase):
         self.reshard_after_forward = reshard_after_forward
         self.reshard_is_default = reshard_is_default
         self.reshard_after_backward = True
+        self.keeps_smaller = False  # ... but only to each group's ``smaller`` mesh: another micro-batch follows
+        self.accumulates_whole = False  # over micro-batches gradients stay unsharded, without communication
         self.unshard_in_backward = True
         self.ignored: list[Owner] = []  # where parameters are that the user takes care of
         self.hooks: Any = None  # its UnitHooks
@@ -182,3 +184,9 @@ class Unit(compat.ModuleStateBase):
             if not group.registry.verify():
                 group.rebuild()
                 group.registry.show([param.sharded for param in group.params])  # ``_apply`` unties what it replaces
+
+
+def unit_of(module: Any) -> Unit | None:
+    """The unit that the ``fully_shard`` call on ``module`` made, or None if there was no such call."""
+    state = compat.module_state(module) if hasattr(module, "__dict__") else None
+    return state if isinstance(state, Unit) else None

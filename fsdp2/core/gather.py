@@ -199,6 +199,41 @@ class Gather:
             assemble(outs[index], cut, whole)
 
 
+class LocalGather:
+    """Over a single rank there is nothing to gather: its flat shard is laid out as the unsharded storage is.
+
+    Where the compute dtype and the device are those of the flat shard, ``place.storage`` is its own, and the unsharded parameters share
+    its memory from the start; else one copy fills them, as long as they are unsharded.
+    """
+
+    __slots__ = ("_place", "_streams", "_whole")
+
+    def __init__(self, flat: Tensor, place: GatherPlace, streams: Streams) -> None:
+        self._place = place
+        self._streams = streams
+        like = torch.empty(0, dtype=place.dtype, device=place.device)
+        shares = place.storage.data_ptr() == flat.data_ptr()
+        self._whole = None if shares else storage_view(place.storage, like, 0, (flat.numel(),))
+
+    def start(self, flat: Tensor | None, copy: bool) -> None:
+        """Collective: no. ``flat`` is read now on the host, elsewhere until ``finish``, unless ``copy``."""
+        assert flat is not None
+        streams = self._streams
+        if self._whole is None:
+            return
+        streams.resize(self._place.storage, self._place.nbytes)
+        if copy or streams.host_waits:  # on compute, where the user's writes are
+            self._whole.copy_(flat)
+            return
+        streams.order(streams.gather, streams.mark(streams.compute))
+        with streams.on(streams.gather):
+            self._whole.copy_(flat, non_blocking=True)
+
+    def finish(self) -> None:
+        """Afterwards the compute stream may use the storage; what the gather stream waits for, an optimizer's event, is waited for."""
+        self._streams.order(self._streams.compute, self._streams.mark(self._streams.gather))
+
+
 def assemble(slots: Tensor, cut: Cut, whole: Tensor) -> None:
     """Put the slots of all ranks, (num_shards, slot_numel), together to the physical tensor ``whole`` of ``cut.shape``."""
     assert cut.dim is not None

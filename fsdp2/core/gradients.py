@@ -27,6 +27,7 @@ class Gradients:
         self.group = group
         self.sync = True
         self.all_reduce = True
+        self.keeps_shards = False  # without a replicate axis, too, ``all_reduce`` False keeps what was reduce-scattered here
         self.divide_factor: float | None = None
         self.sum_only = False
         self.reduce_unused = False
@@ -49,7 +50,7 @@ class Gradients:
 
     def adopt_settings(self, other: Gradients) -> None:
         """Reduce as ``other`` was told to."""
-        self.sync, self.all_reduce = other.sync, other.all_reduce
+        self.sync, self.all_reduce, self.keeps_shards = other.sync, other.all_reduce, other.keeps_shards
         self.divide_factor, self.sum_only, self.reduce_unused = other.divide_factor, other.sum_only, other.reduce_unused
         self.comm, self.process_group = other.comm, other.process_group
         self.all_reduce_hook, self.all_reduce_hook_stream = other.all_reduce_hook, other.all_reduce_hook_stream
@@ -207,7 +208,7 @@ class Gradients:
         return InFlight(self, self._collected, self._used, buffer)
 
     def add_partial(self, output: Tensor) -> None:
-        """Keep a reduce-scattered gradient that is not to be all-reduced yet."""
+        """Keep a reduce-scattered gradient, in reduce dtype, that is not to be all-reduced or handed out yet."""
         self._partial = output if self._partial is None else self._partial.add_(output)
 
     def take_partial(self) -> Tensor | None:

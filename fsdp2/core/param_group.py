@@ -29,7 +29,7 @@ from ..policy import AllGather
 from . import collectives
 from .custom_comm import CommGather
 from .extensions import ExtensionGather, has_extension, needs_own_memory
-from .gather import Gather, GatherPlace
+from .gather import Gather, GatherPlace, LocalGather
 from .layout import GroupLayout, gather_plan, group_layout
 from .mesh import DataParallelMesh
 from .optimizer_steps import STEPS, watch_optimizers
@@ -148,10 +148,13 @@ class ParamGroup:
         self.num_direct = len(plan.direct)
         cuts = [param.spec.cut for param in self.params]
         self.layout = group_layout(cuts, num_shards=self.mesh.shard_size, align=self.align)
-        self.gather: Gather | ExtensionGather | None = None  # made with the unsharded storage at the first unshard
+        self.gather: Gather | LocalGather | ExtensionGather | None = None  # made with the unsharded storage at the first unshard
         self.post_forward = None
         self.is_meta = any(param.local_now().is_meta for param in self.params)
         self.flat = None  # before the new one is made: parameters that were moved or cast no longer lie in the old one
+        if self.mesh.shard_size == 1:
+            for param in self.params:
+                param.unsharded = None  # which may be the old one
         for param in self.params:
             param.local = param.local_now()
         self.has_own_memory = any(needs_own_memory(param.local) for param in self.params)
@@ -207,22 +210,38 @@ class ParamGroup:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _make_unsharded(self) -> Gather | ExtensionGather:
+    def _make_unsharded(self) -> Gather | LocalGather | ExtensionGather:
         """Make the unsharded storage object and the parameters over it, which live as long as this plan."""
         if not self.has_own_memory and any(has_extension(param.local) for param in self.params):
             self.rebuild()  # methods were put on plain local tensors: their neighbours leave the flat shard with them
         if self.has_own_memory:
             return self._make_extension_gather()
-        nbytes = self.layout.unsharded_numel * self.param_dtype.itemsize
-        self.storage = torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
+        self.storage = self._new_storage()
         like = torch.empty(0, dtype=self.param_dtype, device=self.device)
         for param, slot in zip(self.params, self.layout.slots, strict=True):
             view = storage_view(self.storage, like, slot.unsharded_offset, slot.cut.shape)
             param.unsharded = new_unsharded_param(param, param.spec.to_logical(view))
-        self.gather = self._new_gather(self.layout, self.num_direct, self.mesh.shard_group)
-        self._free = functools.partial(self.streams.resize, self.storage, 0)
-        self._free()
+        if self.mesh.shard_size == 1:
+            assert self.flat is not None
+            self.gather = LocalGather(self.flat, self._place(), self.streams)
+        else:
+            self.gather = self._new_gather(self.layout, self.num_direct, self.mesh.shard_group)
+        if not self._shares_memory():
+            self._free = functools.partial(self.streams.resize, self.storage, 0)
+            self._free()
         return self.gather
+
+    def _shares_memory(self) -> bool:
+        """Whether the flat shard is the unsharded parameters: one rank keeps all of them, as they are computed with."""
+        return self.mesh.shard_size == 1 and self.param_dtype is self.dtype and not self.options.offload
+
+    def _new_storage(self) -> torch.UntypedStorage:
+        if self._shares_memory():
+            assert self.flat is not None
+            self._free = _do_nothing
+            return self.flat.untyped_storage()
+        nbytes = self.layout.unsharded_numel * self.param_dtype.itemsize
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
 
     def _make_extension_gather(self) -> ExtensionGather:
         """The unsharded parameters are made by the extensions, out of what was gathered first."""
@@ -239,18 +258,20 @@ class ParamGroup:
         self.gather, self._free = gather, gather.free
         return gather
 
-    def _new_gather_over(self, layout: GroupLayout, process_group: dist.ProcessGroup | None) -> Gather:
-        return self._new_gather(layout, 0, process_group)
-
-    def _new_gather(self, layout: GroupLayout, num_direct: int, process_group: dist.ProcessGroup | None) -> Gather:
-        comm = self.all_gather_comm
-        place = GatherPlace(
+    def _place(self) -> GatherPlace:
+        return GatherPlace(
             storage=self.storage,
             nbytes=self.layout.unsharded_numel * self.param_dtype.itemsize,
             dtype=self.param_dtype,
             device=self.device,
             offsets=[slot.unsharded_offset for slot in self.layout.slots],
         )
+
+    def _new_gather_over(self, layout: GroupLayout, process_group: dist.ProcessGroup | None) -> Gather:
+        return self._new_gather(layout, 0, process_group)
+
+    def _new_gather(self, layout: GroupLayout, num_direct: int, process_group: dist.ProcessGroup | None) -> Gather:
+        comm, place = self.all_gather_comm, self._place()
         if comm is not None and process_group is not None and process_group.size() > 1:
             return CommGather(layout, place, process_group, self.streams, comm)
         return Gather(layout, num_direct, place, process_group, self.streams, self.options.all_gather)
@@ -356,6 +377,10 @@ class ParamGroup:
         self.registry.show(self.post_forward.keep_shards())
         self.state = GroupState.RESHARDED
         self._free()
+
+
+def _do_nothing() -> None:
+    """How unsharded parameters that are the flat shard are freed."""
 
 
 __all__ = ["ALIGN_NBYTES", "DIRECT_FROM_NBYTES", "GroupOptions", "GroupState", "ParamGroup", "Registry"]

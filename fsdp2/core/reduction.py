@@ -85,7 +85,10 @@ class InFlight:
             self._pending = comm_reduce_scatter(comm, self._output, buffer, process_group, reduction)
             return
         process_group = self._gradients.process_group or process_group
-        self._output = torch.empty(plan.layout.shard_numel, dtype=buffer.dtype, device=buffer.device)
+        if plan.num_shards == 1:
+            self._output = buffer
+        else:
+            self._output = torch.empty(plan.layout.shard_numel, dtype=buffer.dtype, device=buffer.device)
         backend = dist.get_backend(process_group)
         algorithm = group.options.reduce_scatter or collectives.choose_reduce_scatter(
             backend, plan.num_shards, buffer.nbytes, buffer.device.type
@@ -108,15 +111,15 @@ class InFlight:
         assert output is not None
         process_group = gradients.group.mesh.replicate_group
         stream = streams.reduce
+        if not self._all_reduces and (process_group is not None or gradients.keeps_shards):
+            gradients.add_partial(output)
+            self._output = None
+            self._reduced = self._scattered
+            return
+        partial = gradients.take_partial()
+        if partial is not None:
+            output.add_(partial)
         if process_group is not None:
-            if not self._all_reduces:
-                gradients.add_partial(output)
-                self._output = None
-                self._reduced = self._scattered
-                return
-            partial = gradients.take_partial()
-            if partial is not None:
-                output.add_(partial)
             stream = streams.all_reduce
             streams.order(stream, streams.mark(streams.reduce))
             with streams.on(stream):

@@ -250,7 +250,8 @@ class Schedule:
         if compat.functorch_is_active():  # the backward of a transform, to which parameters are constants
             taken = []
         if unit.reshard_after_backward:
-            unit.reshard()  # first, for the unsharded parameters' memory can then hold the reduce-scatter input
+            # First, for the unsharded parameters' memory can then hold the reduce-scatter input.
+            unit.reshard(to_smaller=unit.keeps_smaller)
         reductions = self._reductions
         for gradients, grads in taken:
             if not grads:
@@ -282,8 +283,8 @@ class Schedule:
                     break
             else:
                 if unit.reshard_after_backward:
-                    unit.reshard()
-            if not unit.reshard_after_backward:
+                    unit.reshard(to_smaller=unit.keeps_smaller)
+            if unit.keeps_smaller or not unit.reshard_after_backward:
                 self.keep(unit)
             if unit.calls:
                 self._drop_ended(unit, task)

@@ -64,7 +64,7 @@ def run_on_pool(world_size: int, job: Job, timeout_s: float) -> Outcome:
         outcome = pool.run(job, timeout_s)
     finally:
         # None: interrupted, so the ranks are in mid-test.
-        if outcome is None or outcome.kind == "failed" or pool.open_files > MAX_OPEN_FILES:
+        if outcome is None or outcome.kind == "failed" or pool.open_files > MAX_OPEN_FILES or pool.names_differ:
             _pools.pop(world_size).kill()
     return outcome
 
@@ -82,6 +82,7 @@ class Pool:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.open_files = 0  # of the rank that has most
+        self.names_differ = False  # a body made a process group on some ranks only: the next ones would not meet
         self._folder = Path(tempfile.mkdtemp(prefix="fsdp2-ranks-"))
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
@@ -125,6 +126,7 @@ class Pool:
         if "failed" in kinds or len(replies) < self.world_size:
             return self._failure(replies, f"did not finish within {timeout_s:g} s")
         self.open_files = max(reply.open_files for reply in replies.values())
+        self.names_differ = len({reply.process_groups for reply in replies.values()}) > 1
         output = self._read_output()
         if len(kinds) > 1:
             each = ", ".join(f"rank {rank} {reply.kind}" for rank, reply in sorted(replies.items()))

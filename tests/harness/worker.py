@@ -63,6 +63,15 @@ class Reply:
     summary: str = ""
     text: str = ""
     open_files: int = field(default_factory=lambda: len(os.listdir("/dev/fd")))
+    process_groups: tuple[int, int] = field(default_factory=lambda: _process_groups())
+
+
+def _process_groups() -> tuple[int, int]:
+    """How many process groups torch has numbered, and how many there are, on this rank: the next one's name is made of either."""
+    import torch.distributed as dist
+
+    world = dist.distributed_c10d._world
+    return world.group_count, len(world.pg_names)
 
 
 def serve(pipe: Connection, rank: int, world_size: int, store_path: str, log_path: str) -> None:

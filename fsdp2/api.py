@@ -38,7 +38,7 @@ from .core.custom_comm import (
     SymmetricReduceScatter,
     warn_without_effect,
 )
-from .core.hooks import class_with, swap_class
+from .core.hooks import class_with, original_class, swap_class
 from .core.mesh import read_mesh
 from .core.schedule import refuse_meta, schedule_of
 from .core.unit import Unit, unit_of
@@ -157,7 +157,7 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Making an instance of ``FSDP<Name>``, as slicing a Sequential does, makes one of the original class."""
-        original: Any = cls.__mro__[2]
+        original: Any = original_class(cls)
         made = original.__new__(original)
         made.__init__(*args, **kwargs)
         return made

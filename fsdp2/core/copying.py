@@ -132,6 +132,7 @@ def _copy_unit(unit: Unit, memo: dict[Any, Any], copies: dict[Unit, Unit]) -> Un
     for (_, gradients), (_, made) in zip(unit.groups, new.groups, strict=True):
         made.adopt_settings(gradients)
     new.hooks = UnitHooks(new)
+    new.hooks.adopt_casts(unit.hooks)
     new.hooks.install()
     new.hooks.take_places_of(unit.hooks, memo)
     for module in new.modules:

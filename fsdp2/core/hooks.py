@@ -40,6 +40,7 @@ class UnitHooks:
         policy = unit.mp_policy
         self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
         self._output_dtype: torch.dtype | None = policy.output_dtype
+        self._casts_back = False
         several = len(unit.modules) > 1
         self.pre_forward = compat.dynamo_disabled(self._pre_forward_of_several if several else self._pre_forward)
         self.post_forward = compat.dynamo_disabled(self._post_forward_of_several if several else self._post_forward)
@@ -66,6 +67,18 @@ class UnitHooks:
             for _, gradients in self._unit.groups:
                 for tensor in found:
                     gradients.varying.update(varying_axes(tensor))
+
+    def cast_inputs_to(self, dtype: torch.dtype | None, and_back: bool = False) -> None:
+        """Cast floating-point inputs to ``dtype`` instead of what the policy says.
+
+        and_back: cast floating-point outputs to the dtype that the inputs had
+        """
+        self._input_dtype = dtype
+        self._casts_back = and_back
+
+    def adopt_casts(self, other: UnitHooks) -> None:
+        """Cast as the hooks of the unit do that this one is a copy of."""
+        self.cast_inputs_to(other._input_dtype, other._casts_back)
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -160,7 +173,11 @@ class UnitHooks:
         return output if self._output_dtype is None else map_tensors(self._cast_output, output)
 
     def _cast_input(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._input_dtype) if tensor.is_floating_point() else tensor
+        if not tensor.is_floating_point():
+            return tensor
+        if self._casts_back:
+            self._output_dtype = tensor.dtype
+        return tensor.to(self._input_dtype)
 
     def _cast_output(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._output_dtype) if tensor.is_floating_point() else tensor
@@ -359,7 +376,12 @@ def swap_class(module: nn.Module, mixin: type) -> None:
     module.__class__ = class_with(mixin, type(module))
 
 
+def original_class(sharded_class: type) -> type:
+    """The user's class that ``class_with`` made ``sharded_class`` of."""
+    return sharded_class.__bases__[1]
+
+
 def unswap_class(module: nn.Module) -> None:
-    module.__class__ = type(module).__mro__[2]
+    module.__class__ = original_class(type(module))
 
 

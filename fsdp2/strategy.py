@@ -22,6 +22,7 @@ This file refuses to know how a gather or a reduction is done: a strategy is a m
 from __future__ import annotations
 
 import contextlib
+import difflib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -29,7 +30,15 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from .api import fully_shard
+from .core.arguments import check_policies, checked_modules
+from .core.mesh import mesh_device, read_mesh
+from .core.unit import unit_of
+from .errors import ArgumentError, ModuleError, message
 from .policy import MixedPrecisionPolicy, OffloadPolicy
+from .same_start import broadcast, described, free_tensors, require_same
+from .strategy_mesh import flat_mesh, flat_mesh_of_nodes, node_mesh, replicated_mesh
+from .wrap import plan
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -95,10 +104,70 @@ def parallelize(
     sync_module_states: first broadcast parameters and buffers of the first rank, as DDP does, but for what is on the meta device
     Returns:        ``model``, now of class ``FSDP<Name>``; every method of FSDPModule works
     Collective:     yes, over all ranks: it may make process groups, and broadcasts
-    Raises:         an FSDPError before anything is changed
+    Raises:         an FSDPError for a wrong argument, before anything is changed; ModuleError on every rank if their models differ
     Source:         ZeRO (Rajbhandari et al. 2020); hsdp_global: ZeRO++'s hpZ (Wang et al. 2023)
     """
-    raise NotImplementedError
+    chosen = _strategy(strategy)
+    checked_modules(model)
+    check_policies(mp_policy, offload_policy, ignored_params)
+    ignored = ignored_params or set()
+    planned = plan(model, wrap, ignored_params=ignored)
+    mesh, reshard_after_forward = _placed(chosen, mesh, shard_size)
+    device = mesh_device(read_mesh(mesh))
+    tensors = free_tensors(model, ignored)
+    groups = [f"group {group.names} {type(group.modules[0]).__name__}" for group in planned.groups]
+    require_same(mesh, device, [chosen.name, *groups, *described(tensors)], f"the models that parallelize({chosen.name!r}) got")
+    if sync_module_states:
+        broadcast(mesh, device, tensors)
+    for group in planned.groups:
+        fully_shard(
+            list(group.modules),
+            mesh=mesh,
+            reshard_after_forward=reshard_after_forward,
+            shard_placement_fn=shard_placement_fn,
+            mp_policy=mp_policy,
+            offload_policy=offload_policy,
+            ignored_params=ignored,
+        )
+        unit = unit_of(group.modules[0])
+        assert unit is not None
+        unit.accumulates_whole = chosen.gradients == "nobody"
+    return model
+
+
+def _strategy(name: Any) -> Strategy:
+    if name in STRATEGIES:
+        return STRATEGIES[name]
+    close = difflib.get_close_matches(str(name).lower(), STRATEGIES, n=1)
+    raise ArgumentError(
+        message(
+            f"parallelize got strategy={name!r}",
+            expected=f"one of {list(STRATEGIES)}",
+            fix=f"strategy={close[0]!r}" if close else "see docs/strategies.md for what each keeps on a rank",
+        )
+    )
+
+
+def _placed(strategy: Strategy, mesh: DeviceMesh | None, shard_size: int | None) -> tuple[DeviceMesh, bool | int | None]:
+    """The mesh, and what ``fully_shard`` is told to do after forward. Collective: where it makes process groups."""
+    name = strategy.name
+    if shard_size is not None and not strategy.is_hybrid:
+        hybrid = [each.name for each in STRATEGIES.values() if each.is_hybrid]
+        raise ArgumentError(
+            message(
+                f"strategy {name!r} got shard_size={shard_size}",
+                expected=f"shard_size with a hybrid strategy only: {hybrid}",
+                fix="leave it out, or choose one of these",
+            )
+        )
+    after = False if strategy.parameters == "nobody" else None
+    if strategy.optimizer == "nobody":
+        return replicated_mesh(name, mesh), after
+    if strategy.optimizer == "node":
+        return node_mesh(name, mesh, shard_size), after
+    if strategy.parameters == "node":
+        return flat_mesh_of_nodes(name, mesh, shard_size)
+    return flat_mesh(name, mesh), after
 
 
 @contextlib.contextmanager
@@ -118,4 +187,31 @@ def accumulate(model: nn.Module, last: bool = False) -> Iterator[None]:
     Collective: no by itself; all ranks must pass the same.
     Raises:     ModuleError if ``model`` is not sharded.
     """
-    yield
+    units = list({id(unit): unit for module in model.modules() if (unit := unit_of(module)) is not None}.values())
+    if not units:
+        raise ModuleError(
+            message(
+                f"accumulate got a {type(model).__name__} that is not sharded",
+                expected="a model that parallelize or fully_shard was called on",
+                fix="call fsdp2.parallelize(model, ...) first",
+            )
+        )
+    if last:
+        yield
+        return
+    gradients = [each for unit in units for _, each in unit.groups]
+    of_units = [(unit.reshard_after_backward, unit.keeps_smaller) for unit in units]
+    of_gradients = [(each.sync, each.all_reduce, each.keeps_shards) for each in gradients]
+    for unit in units:
+        unit.reshard_after_backward &= unit.reshard_after_forward is not False
+        unit.keeps_smaller = any(group.smaller is not None for group, _ in unit.groups)
+        for _, each in unit.groups:
+            each.sync &= not unit.accumulates_whole
+            each.all_reduce, each.keeps_shards = False, True
+    try:
+        yield
+    finally:
+        for unit, (reshards, keeps_smaller) in zip(units, of_units, strict=True):
+            unit.reshard_after_backward, unit.keeps_smaller = reshards, keeps_smaller
+        for each, (sync, all_reduce, keeps_shards) in zip(gradients, of_gradients, strict=True):
+            each.sync, each.all_reduce, each.keeps_shards = sync, all_reduce, keeps_shards

@@ -27,7 +27,7 @@ class Gradients:
         self.group = group
         self.sync = True
         self.all_reduce = True
-        self.keeps_shards = False  # without a replicate axis, too, ``all_reduce`` False keeps what was reduce-scattered here
+        self.keeps_shards = False  # ``all_reduce`` False keeps what was reduce-scattered, even where there is no replicate axis
         self.divide_factor: float | None = None
         self.sum_only = False
         self.reduce_unused = False
@@ -97,6 +97,11 @@ class Gradients:
             plan = self._compact_plans[tuple(used)] = ReducePlan(self.group, params, compact=True)
         return plan
 
+    @property
+    def hands_out(self) -> bool:
+        """Whether a reduction ends at the sharded parameters; else its result is added up here."""
+        return self.all_reduce or not (self.keeps_shards or self.group.mesh.replicate_group is not None)
+
     def is_waiting(self) -> bool:
         """At the end of backward: whether a gradient was not collected yet, or what accumulated without sync is to be reduced now."""
         if self.reached or (self.sync and (self._accumulated is not None or (self.all_reduce and self._partial is not None))):
@@ -139,7 +144,8 @@ class Gradients:
                 dtype = plan.grad_dtype  # added as they are, so that the sum alone is rounded
             buffer = torch.empty(plan.layout.unsharded_numel, dtype=dtype, device=self.group.device)
         else:
-            whole = not self.sync or self._accumulated is not None or self.reduce_unused
+            adds_up = not self.sync or not self.hands_out or self._accumulated is not None or self._partial is not None
+            whole = adds_up or self.reduce_unused
             if not whole and not any(used):
                 return None
             plan = self._compact_plan([True] * len(used) if whole else used)

@@ -33,8 +33,8 @@ class InFlight:
     __slots__ = (
         "_advanced",
         "_all_reduce",
-        "_all_reduces",
         "_gradients",
+        "_hands_out",
         "_held",
         "_input",
         "_late",
@@ -55,7 +55,7 @@ class InFlight:
         self._held: Tensor | None = None
         self._pending: collectives.Pending | None = None
         self._all_reduce: collectives.Pending | None = None
-        self._all_reduces = gradients.all_reduce  # on the host, the rest may come after the user has changed it
+        self._hands_out = gradients.hands_out  # on the host, the rest may come after the user has changed it
         self._scattered: Any = None  # event behind the reduce-scatter
         self._reduced: Any = None  # event behind everything
         self._late: list[int] = []
@@ -111,7 +111,7 @@ class InFlight:
         assert output is not None
         process_group = gradients.group.mesh.replicate_group
         stream = streams.reduce
-        if not self._all_reduces and (process_group is not None or gradients.keeps_shards):
+        if not self._hands_out:
             gradients.add_partial(output)
             self._output = None
             self._reduced = self._scattered

@@ -1,0 +1,92 @@
+"""All ranks begin with the same model: what they were given is compared, then rank 0's values are broadcast.
+
+It refuses to know how the model is sharded afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from .core import torch_compat as compat
+from .errors import ModuleError, message
+
+
+def require_same(mesh: DeviceMesh, device: torch.device, facts: Iterable[str], what: str) -> None:
+    """Raise ModuleError on every rank if ``facts`` are not the same on all ranks of ``mesh``. Collective: yes, over the mesh."""
+    digest = hashlib.sha256("\n".join(facts).encode()).digest()
+    number = int.from_bytes(digest[:7], "big")
+    lowest_and_negated_highest = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    for process_group in _process_groups(mesh):
+        dist.all_reduce(lowest_and_negated_highest, op=dist.ReduceOp.MIN, group=process_group)
+    lowest, negated_highest = lowest_and_negated_highest.tolist()
+    if lowest != -negated_highest:
+        raise ModuleError(
+            message(
+                f"{what} differ between ranks",
+                expected="on all ranks the same names, shapes, dtypes, requires_grad, meta device or not, and the same groups",
+                fix="build the same model with the same arguments on every rank",
+            )
+        )
+
+
+def free_tensors(model: nn.Module, ignored: Iterable[nn.Parameter]) -> list[tuple[str, Tensor]]:
+    """Names and values of all parameters and buffers, each once, but for those of sharded modules and ``ignored``."""
+    skipped = {id(param) for param in ignored}
+    found = []
+    managed = {
+        id(below)
+        for module in model.modules()
+        if {"fully_shard", "replicate"} & set(compat.applied_apis(module))
+        for below in module.modules()
+    }
+    for prefix, module in model.named_modules():
+        if id(module) in managed:
+            continue
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and id(tensor) not in skipped:
+                skipped.add(id(tensor))
+                found.append((f"{prefix}.{name}" if prefix else name, tensor))
+    return found
+
+
+def described(tensors: Sequence[tuple[str, Tensor]]) -> list[str]:
+    return [
+        f"{name} {tuple(tensor.shape)} {tensor.dtype} {tensor.requires_grad} {tensor.is_meta}"
+        if not isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
+        else f"{name} lazy"
+        for name, tensor in tensors
+    ]
+
+
+@torch.no_grad()
+def broadcast(mesh: DeviceMesh, device: torch.device, tensors: Sequence[tuple[str, Tensor]]) -> None:
+    """Give each of ``tensors`` the values of the first rank of ``mesh``, in place; of a DTensor, its local tensor.
+
+    What is on the meta device, has no shape yet, or is a tensor subclass with memory of its own keeps what it has.
+    Collective: yes, over the mesh; one broadcast a tensor and axis. Memory: one tensor more, where it is not on ``device``.
+    """
+    process_groups = _process_groups(mesh)
+    for _, tensor in tensors:
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+            continue
+        local = compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+        if local.is_meta or type(local) is not Tensor or local.numel() == 0:
+            continue
+        moved = local.to(device).contiguous()
+        flat = moved.view(-1).view(torch.uint8)
+        for process_group in process_groups:
+            dist.broadcast(flat, group=process_group, group_src=0)
+        if moved.data_ptr() != local.data_ptr() or moved.device != local.device:
+            local.copy_(moved)
+
+
+def _process_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The axes from the last to the first: the first rank's values go along its row, then along every column."""
+    return [group for axis in reversed(range(mesh.ndim)) if (group := mesh.get_group(axis)).size() > 1]

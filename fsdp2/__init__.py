@@ -1,6 +1,7 @@
 """fsdp2: an independent, DTensor-based ``fully_shard``."""
 
 from .api import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from .clip import clip_grad_norm_, get_total_norm
 from .errors import (
     ArgumentError,
     DeviceError,
@@ -42,7 +43,9 @@ __all__ = [
     "ShardPlacementResult",
     "UnshardHandle",
     "accumulate",
+    "clip_grad_norm_",
     "fully_shard",
+    "get_total_norm",
     "materialize",
     "parallelize",
     "register_fsdp_forward_method",

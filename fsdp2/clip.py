@@ -1,0 +1,216 @@
+"""Clip gradients by their total norm, whatever their placements and meshes: parameters of one model need not share a mesh.
+
+``torch.nn.utils.clip_grad_norm_`` stacks the norms as DTensors, which have to lie on one mesh, and its operator raises on an empty
+shard where the norm has no identity (inf), on that rank alone. Here every rank computes what its local tensors contribute, one number
+a parameter, and these vectors are all-reduced once for each mesh axis over which anything is cut. It refuses to know modules.
+
+Worked example, (dp 2, tp 2), 2-norm: a weight cut over dp and tp, a norm's scale cut over dp only, a plain bias
+
+    contributions     [9, 4, 1]     squares of the norms of the local tensors
+    all-reduce, dp    [9, 4]        those that are cut over dp, all in one
+    all-reduce, tp    [9]
+    total             the square root of the sum; equal on all ranks
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from .core import torch_compat as compat
+from .core.param import sharded_from
+from .errors import ArgumentError, message
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` for parameters on any mixture of meshes and placements: scale gradients in place.
+
+    parameters: DTensors (sharded evenly or not, replicated, partial) and plain tensors, with gradients or without. All ranks pass
+                theirs in the same order. The unsharded parameters of a module stand for its sharded ones.
+    norm_type:  any number, "inf" or "-inf". As in torch, the norm of the parameters' norms: with 0, how many of them are not zero.
+    foreach:    False computes one tensor after another
+    Returns:    the norm before clipping: a plain 0-d tensor, fp32 (fp64 if a gradient is), on the first gradient's device, the same
+                on every rank; torch returns a DTensor, whose ``full_tensor()`` is this. A plain parameter counts on each rank as
+                what that rank has.
+    Collective: yes, over every mesh axis over which a parameter is cut; one all-reduce each, of one number a parameter.
+    Raises:     RuntimeError on all ranks if ``error_if_nonfinite`` and the norm is; ArgumentError for a mesh without this rank.
+    """
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    params = [_sharded(param) for param in listed]
+    grads = [param.grad for param in params]
+    total = _total_norm(grads, params, float(norm_type), foreach)
+    if error_if_nonfinite:
+        _refuse_nonfinite(total, norm_type)
+    _scale([grad for grad in grads if grad is not None], float(max_norm) / (total + 1e-6), foreach)
+    return total
+
+
+@torch.no_grad()
+def get_total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """``torch.nn.utils.get_total_norm`` for tensors on any mixture of meshes and placements; see ``clip_grad_norm_``."""
+    listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    total = _total_norm(listed, listed, float(norm_type), foreach)
+    if error_if_nonfinite:
+        _refuse_nonfinite(total, norm_type)
+    return total
+
+
+def _sharded(param: Tensor) -> Tensor:
+    """A root's parameters may be unsharded at the moment; their gradients belong to the sharded ones."""
+    sharded = sharded_from(param)
+    return param if sharded is None else sharded.sharded
+
+
+def _refuse_nonfinite(total: Tensor, norm_type: float) -> None:
+    if not torch.isfinite(total):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. "
+            "To scale them by it anyway, pass error_if_nonfinite=False"
+        )
+
+
+# --- the norm -----------------------------------------------------------------------------------------------------------------
+
+
+def _total_norm(tensors: Sequence[Tensor | None], params: Sequence[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
+    """params: say over which axes ranks communicate where a tensor is missing; another rank may have it."""
+    likes = [param if tensor is None else tensor for tensor, param in zip(tensors, params, strict=True)]
+    there = [tensor for tensor in tensors if tensor is not None]
+    device = (there[0] if there else likes[0]).device if likes else None
+    dtype = torch.float64 if any(tensor.dtype in (torch.float64, torch.complex128) for tensor in there) else torch.float32
+    groups = _groups(likes)
+    terms = _terms([_whole_terms(tensor) for tensor in tensors], norm_type, dtype, device, foreach)
+    for process_group, device_type, indices in groups:
+        _all_reduce(terms, indices, process_group, device_type, norm_type)
+    return _join(terms, norm_type) if there else torch.zeros((), dtype=dtype, device=device)
+
+
+def _groups(likes: Sequence[Tensor]) -> list[tuple[dist.ProcessGroup, str, list[int]]]:
+    """The process group of each mesh axis over which something is cut, its device type, and the tensors that are cut over it.
+
+    In the order of first use. Groups of equal ranks are not merged: of two meshes some ranks may share a row and others not, and then
+    ranks would add in different orders.
+    """
+    found: dict[str, tuple[dist.ProcessGroup, str, list[int]]] = {}
+    for index, like in enumerate(likes):
+        if not isinstance(like, DTensor):
+            continue
+        mesh = like.device_mesh
+        if mesh.get_coordinate() is None:
+            raise ArgumentError(
+                message(
+                    f"clip_grad_norm_ got a DTensor {tuple(like.shape)} on a mesh that this rank is not part of: {mesh}",
+                    expected="tensors of which this rank has a piece",
+                    fix="pass each rank the parameters of the meshes that it is in",
+                )
+            )
+        for axis, placement in enumerate(like.placements):
+            if compat.shard_dim(placement) is not None and mesh.size(axis) > 1:
+                process_group = mesh.get_group(axis)
+                found.setdefault(process_group.group_name, (process_group, mesh.device_type, []))[2].append(index)
+    return list(found.values())
+
+
+def _whole_terms(tensor: Tensor | None) -> Tensor | None:
+    """The local tensor; of one that waits for a reduction, after it: a norm of sums is not made of norms of terms. Collective then."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if any(placement.is_partial() for placement in tensor.placements):
+        reduced = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+        tensor = tensor.redistribute(placements=reduced)
+    return compat.waited_for(compat.local_tensor(tensor))
+
+
+def _terms(
+    locals_: Sequence[Tensor | None], norm_type: float, dtype: torch.dtype, device: torch.device | None, foreach: bool | None
+) -> Tensor:
+    """(n,): what each local tensor contributes, such that contributions of several ranks can be added, or the largest taken.
+
+    Finite norms: the sum of the powers (of norm 0: how many elements are not 0). Inf: the largest magnitude; -inf: minus the smallest.
+    Where a tensor is missing or empty, what changes nothing.
+    """
+    is_infinite = math.isinf(norm_type)
+    terms = torch.full((len(locals_),), -math.inf if is_infinite else 0.0, dtype=dtype, device=device)
+    places = [index for index, local in enumerate(locals_) if local is not None and local.numel() > 0]
+    if not places:
+        return terms
+    norms = _norms([local for local in locals_ if local is not None and local.numel() > 0], norm_type, dtype, foreach)
+    found = torch.stack([norm.to(device=device, dtype=dtype) for norm in norms])
+    if is_infinite:
+        found = found if norm_type > 0 else -found
+    elif norm_type != 0:
+        found = found**norm_type
+    terms[torch.tensor(places, device=device)] = found
+    return terms
+
+
+def _norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype, foreach: bool | None) -> Sequence[Tensor]:
+    """Computed in ``dtype``, so that norms of fp16 gradients do not overflow and those of bf16 are not rounded."""
+    if foreach is not False and not any(tensor.is_complex() for tensor in tensors):
+        return torch._foreach_norm(tensors, norm_type, dtype)
+    return [
+        torch.linalg.vector_norm(tensor.abs() if tensor.is_complex() else tensor, norm_type, dtype=dtype) for tensor in tensors
+    ]
+
+
+def _all_reduce(
+    terms: Tensor, indices: list[int], process_group: dist.ProcessGroup, device_type: str, norm_type: float
+) -> None:
+    """Replace the terms at ``indices`` by those of all ranks of the group together. Collective: yes, one all-reduce."""
+    places = torch.tensor(indices, device=terms.device)
+    sent = terms[places]
+    if math.isinf(norm_type):  # the largest of numbers of which one is NaN is not NaN on every backend
+        is_nan = sent.isnan()
+        sent = torch.cat([sent.masked_fill(is_nan, -math.inf), is_nan.to(sent.dtype)])
+    there = sent if terms.device.type == device_type else sent.to(device_type)  # gradients may be offloaded
+    dist.all_reduce(there, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=process_group)
+    sent = there.to(terms.device)
+    if math.isinf(norm_type):
+        largest, is_nan = sent.chunk(2)
+        sent = largest.masked_fill(is_nan > 0, math.nan)
+    terms[places] = sent
+
+
+def _join(terms: Tensor, norm_type: float) -> Tensor:
+    if math.isinf(norm_type):
+        largest = terms.amax()
+        return largest.clamp(min=0) if norm_type > 0 else -largest
+    if norm_type == 0:
+        return torch.count_nonzero(terms).to(terms.dtype)
+    return terms.sum() ** (1 / norm_type)
+
+
+# --- scaling ------------------------------------------------------------------------------------------------------------------
+
+
+def _scale(grads: Sequence[Tensor], coefficient: Tensor, foreach: bool | None) -> None:
+    """Multiply in place by ``coefficient`` (0-d), or by 1 if that is less: without asking, which would wait for the device."""
+    coefficient = coefficient.clamp(max=1.0)
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        local = compat.waited_for(compat.local_tensor(grad)) if isinstance(grad, DTensor) else grad
+        by_device.setdefault(local.device, []).append(local)
+    for device, locals_ in by_device.items():
+        here = coefficient.to(device)
+        if foreach is False:
+            for local in locals_:
+                local.mul_(here)
+        else:
+            torch._foreach_mul_(locals_, here)

@@ -1,0 +1,254 @@
+"""``fsdp2.clip_grad_norm_``: every norm, over parameters of every mix of meshes and placements, as torch's on the unsharded model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import fsdp2
+from fsdp2 import ArgumentError, CPUOffloadPolicy, ShardPlacementResult, fully_shard
+from harness import cpu_mesh, on_ranks
+from harness.models import batches, mlp
+from harness.training import own_chunk
+
+INF = float("inf")
+NORMS = [2.0, 1.0, 3.5, 0.5, 0.0, -1.0, INF, -INF]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def check(model: nn.Module, reference: nn.Module, max_norm: float, norm_type: float, foreach: bool | None = None) -> None:
+    """Both have the same gradients; afterwards their gradients are clipped."""
+    expected = nn.utils.clip_grad_norm_(reference.parameters(), max_norm, norm_type)
+    norm = fsdp2.clip_grad_norm_(model.parameters(), max_norm, norm_type, foreach=foreach)
+    assert type(norm) is Tensor
+    assert norm.shape == ()
+    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        if theirs.grad is None:
+            assert ours.grad is None
+        else:
+            torch.testing.assert_close(whole(ours.grad), theirs.grad, rtol=1e-4, atol=1e-8, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def give_gradients(model: nn.Module, reference: nn.Module) -> None:
+    """The same gradients for both, placed like the parameters; none for the last one."""
+    pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
+    for number, pair in enumerate(pairs[:-1]):
+        for param in pair:
+            param.grad = torch.sin(param.detach() * 37 + number)
+    for param in pairs[-1]:
+        param.grad = None
+
+
+# --- meshes: each returns a sharded model and the unsharded one ---------------------------------------------------------------------
+
+
+def shard(model: nn.Module, mesh: DeviceMesh, **options: object) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def one_axis() -> tuple[nn.Module, nn.Module]:
+    model = mlp()  # every block has a parameter with one row: shards are empty on all ranks but the first
+    return shard(copy.deepcopy(model), cpu_mesh()), model
+
+
+def offloaded() -> tuple[nn.Module, nn.Module]:
+    model = mlp()
+    return shard(copy.deepcopy(model), cpu_mesh(), offload_policy=CPUOffloadPolicy()), model
+
+
+def replicas_of_shards() -> tuple[nn.Module, nn.Module]:
+    model = mlp()
+    return shard(copy.deepcopy(model), cpu_mesh(2, 2)), model
+
+
+def tensor_parallel() -> tuple[nn.Module, nn.Module]:
+    """Some parameters on (dp, tp), among them uneven ones and _StridedShard, the others on dp alone."""
+    reference = mlp()
+    model = copy.deepcopy(reference)
+    mesh = cpu_mesh(dist.get_world_size() // 2, 2, names=("dp", "tp"))
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return shard(model, mesh["dp"]), reference
+
+
+def mixed_meshes() -> tuple[nn.Module, nn.Module]:
+    """Matrices over rows of a grid, replicated over its columns; vectors over all ranks."""
+    reference = mlp()
+    world, grid = cpu_mesh(names=("dp",)), cpu_mesh(dist.get_world_size() // 2, 2, names=("edp", "ep"))
+
+    def place(param: nn.Parameter) -> object:
+        return ShardPlacementResult(Shard(1), grid) if param.ndim == 2 else None
+
+    return shard(copy.deepcopy(reference), world, shard_placement_fn=place), reference
+
+
+def expert_parallel() -> tuple[nn.Module, nn.Module]:
+    """Experts are DTensors on ep, sharded over their own data-parallel mesh; the rest is sharded over all ranks; one is plain."""
+    torch.manual_seed(0)
+    reference = nn.Module()
+    reference.gate, reference.experts = nn.Linear(5, 3), nn.Parameter(torch.randn(4, 3, 5))
+    reference.ignored, reference.last = nn.Linear(2, 2), nn.Linear(3, 1)
+    model = copy.deepcopy(reference)
+    world, grid = cpu_mesh(names=("dp",)), cpu_mesh(dist.get_world_size() // 2, 2, names=("edp", "ep"))
+    model.experts = nn.Parameter(distribute_tensor(model.experts.detach(), grid["ep"], [Shard(0)]))
+
+    def place(param: nn.Parameter) -> object:
+        return ShardPlacementResult(Shard(1), grid["edp"]) if isinstance(param, DTensor) else None
+
+    fully_shard(model, mesh=world, shard_placement_fn=place, ignored_params=set(model.ignored.parameters()))
+    return model, reference
+
+
+CASES: list[Callable[[], tuple[nn.Module, nn.Module]]] = [one_axis, offloaded, tensor_parallel, mixed_meshes, expert_parallel]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", CASES)
+def test_every_norm_on_two_ranks(case):
+    model, reference = case()
+    for norm_type in NORMS:
+        give_gradients(model, reference)
+        check(model, reference, 0.01, norm_type)
+        check(model, reference, 1e6, norm_type, foreach=False)  # nothing to scale any more
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("case", [*CASES[2:], replicas_of_shards])
+def test_every_norm_on_four_ranks(case):
+    model, reference = case()
+    for norm_type in NORMS:
+        give_gradients(model, reference)
+        check(model, reference, 0.01, norm_type, foreach=True)
+
+
+@on_ranks(2, 3)
+def test_gradients_of_a_backward(world_size):
+    model, reference = one_axis()
+    x = batches(1)[0]
+    for norm_type in (2.0, INF):
+        model(own_chunk(x)).square().mean().backward()
+        reference(x).square().mean().backward()
+        check(model, reference, 0.01, norm_type)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+# --- placements --------------------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(4)
+def test_a_tensor_counts_once_however_it_is_placed():
+    mesh = cpu_mesh(2, 2, names=("a", "b"))
+    torch.manual_seed(0)
+    tensor = torch.randn(5, 3)
+    terms = tensor / 2
+    for placements in (
+        (Replicate(), Replicate()),
+        (Shard(0), Replicate()),
+        (Replicate(), Shard(1)),
+        (Shard(0), Shard(0)),
+        (Shard(1), Shard(0)),
+        (Partial(), Shard(1)),
+        (Replicate(), Partial()),
+    ):
+        local = distribute_tensor(terms if Partial() in placements else tensor, mesh, [Replicate()] * 2)
+        cut = [Replicate() if placement.is_partial() else placement for placement in placements]
+        param = nn.Parameter(distribute_tensor(tensor, mesh, cut))
+        local = local.redistribute(placements=cut).to_local().clone()
+        param.grad = DTensor.from_local(local, mesh, placements, shape=tensor.shape, stride=tensor.stride(), run_check=False)
+        for norm_type in NORMS:
+            torch.testing.assert_close(
+                fsdp2.get_total_norm([param.grad, tensor], norm_type), nn.utils.get_total_norm([tensor, tensor], norm_type)
+            )
+        before = fsdp2.clip_grad_norm_(param, 0.5)
+        torch.testing.assert_close(before, tensor.norm())
+        torch.testing.assert_close(param.grad.full_tensor(), tensor * 0.5 / (tensor.norm() + 1e-6))
+
+
+@on_ranks(4)
+def test_one_all_reduce_for_each_axis_over_which_anything_is_cut():
+    calls = []
+    for case, expected in ((one_axis, 1), (replicas_of_shards, 1), (tensor_parallel, 2), (mixed_meshes, 2), (expert_parallel, 3)):
+        model, reference = case()
+        give_gradients(model, reference)
+        calls.clear()
+        all_reduce = dist.all_reduce
+        with mock.patch.object(dist, "all_reduce", lambda *args, f=all_reduce, **kwargs: calls.append(1) or f(*args, **kwargs)):
+            fsdp2.clip_grad_norm_(model.parameters(), 1.0)
+        assert len(calls) == expected, case.__name__
+
+
+# --- what is not usual -------------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("norm_type", [2.0, INF, -INF])
+@pytest.mark.parametrize("value", [float("nan"), INF])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_so_for_all(norm_type, value):
+    model, reference = one_axis()
+    give_gradients(model, reference)
+    grad = torch.randn(5, 10)
+    grad[-1] = value  # the last rank's
+    param = model.last.weight
+    param.grad = distribute_tensor(grad, param.device_mesh, param.placements)
+    reference.last.weight.grad = grad
+    expected = nn.utils.get_total_norm([param.grad for param in reference.parameters() if param.grad is not None], norm_type)
+    norm = fsdp2.get_total_norm([param.grad for param in model.parameters() if param.grad is not None], norm_type)
+    torch.testing.assert_close(norm, expected, equal_nan=True)
+    if not expected.isfinite():
+        with pytest.raises(RuntimeError, match="The total norm of order"):
+            fsdp2.clip_grad_norm_(model.parameters(), 1.0, norm_type, error_if_nonfinite=True)
+
+
+@on_ranks(2)
+def test_low_precision_gradients_have_a_norm_in_fp32():
+    grad = torch.full((1000,), 100.0, dtype=torch.float16)  # its square overflows
+    param = nn.Parameter(distribute_tensor(torch.zeros_like(grad), cpu_mesh(), [Shard(0)]))
+    param.grad = distribute_tensor(grad, cpu_mesh(), [Shard(0)])
+    norm = fsdp2.clip_grad_norm_([param], 1.0)
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(norm, grad.float().norm())
+    assert param.grad.dtype == torch.float16
+
+
+@on_ranks(2)
+def test_a_rank_without_a_gradient_does_not_stop_the_others():
+    params = [nn.Parameter(distribute_tensor(torch.ones(4), cpu_mesh(), [Shard(0)])) for _ in range(2)]
+    params[0].grad = distribute_tensor(torch.full((4,), 3.0), cpu_mesh(), [Shard(0)])
+    if dist.get_rank() == 0:
+        params[1].grad = None
+    else:
+        params[1].grad = DTensor.from_local(torch.tensor([0.0, 8.0]), cpu_mesh(), [Shard(0)], run_check=False)
+    torch.testing.assert_close(fsdp2.clip_grad_norm_(params, 1.0), torch.tensor(10.0))
+
+
+@on_ranks(2)
+def test_nothing_to_clip_has_the_norm_zero():
+    assert fsdp2.clip_grad_norm_([], 1.0) == 0
+    model, _ = one_axis()
+    for norm_type in NORMS:
+        assert fsdp2.clip_grad_norm_(model.parameters(), 1.0, norm_type) == 0
+
+
+@on_ranks(2)
+def test_a_mesh_without_this_rank_is_refused():
+    mesh = DeviceMesh("cpu", [0])
+    param = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False))
+    if dist.get_rank() == 1:
+        with pytest.raises(ArgumentError, match="this rank is not part of"):
+            fsdp2.clip_grad_norm_([param], 1.0)

@@ -35,6 +35,8 @@ class Gradients:
         self.reached = False  # a backward has begun in a unit that uses the group, and nothing was reduced since
         self.holders: set[Any] | None = None  # units that hold the group unsharded, if several may; else None
         self.comm: ReduceScatter | None = None  # a custom communicator
+        self.all_reduce_instead: Callable[[Tensor], None] | None = None  # done to the gradients, in place, instead of the all-reduce
+        self.keeps_reduce_dtype = False  # the sharded parameters' gradients stay in the dtype that they were reduced in
         self.all_reduce_hook: Callable[[Tensor], None] | None = None
         self.all_reduce_hook_stream: Any = None
         self.process_group: dist.ProcessGroup | None = None  # for the reduce-scatter, if it has one of its own
@@ -53,6 +55,7 @@ class Gradients:
         self.sync, self.all_reduce, self.keeps_shards = other.sync, other.all_reduce, other.keeps_shards
         self.divide_factor, self.sum_only, self.reduce_unused = other.divide_factor, other.sum_only, other.reduce_unused
         self.comm, self.process_group = other.comm, other.process_group
+        self.all_reduce_instead, self.keeps_reduce_dtype = other.all_reduce_instead, other.keeps_reduce_dtype
         self.all_reduce_hook, self.all_reduce_hook_stream = other.all_reduce_hook, other.all_reduce_hook_stream
 
     # --- from backward ---
@@ -101,6 +104,11 @@ class Gradients:
     def hands_out(self) -> bool:
         """Whether a reduction ends at the sharded parameters; else its result is added up here."""
         return self.all_reduce or not (self.keeps_shards or self.group.mesh.replicate_group is not None)
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """What was added up and has not reached the sharded parameters, in reduce dtype: whole, or reduce-scattered."""
+        return [each for each in (self._accumulated, self._partial) if each is not None]
 
     def is_waiting(self) -> bool:
         """At the end of backward: whether a gradient was not collected yet, or what accumulated without sync is to be reduced now."""

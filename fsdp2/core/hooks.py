@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import message
+from ..errors import OrderError, message
 from . import torch_compat as compat
+from .forward_log import Visit
 from .model_axes import varying_axes
 from .nested import find_tensors, map_tensors
 from .schedule import adopt
@@ -106,6 +107,9 @@ class UnitHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         unit = self._unit
+        if unit.summoned:
+            _refuse_autograd(unit)
+            return args, kwargs
         schedule = unit.schedule
         if schedule is None or not schedule.settled:
             schedule = adopt(unit, units_below)
@@ -129,10 +133,14 @@ class UnitHooks:
                 unit.calls = [reference for reference in unit.calls if reference() is not None]
             unit.calls.append(weakref.ref(call))
         unit.running.append(call)
+        if schedule.log is not None:
+            schedule.log.enter(call)
         return self._watch_inputs(call, args, kwargs)
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         unit = self._unit
+        if unit.summoned:
+            return output
         call = unit.running.pop()
         if call is not None:
             output = self._watch_outputs(call, output)
@@ -150,6 +158,8 @@ class UnitHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         unit = self._unit
+        if unit.summoned:
+            return self._pre_forward(module, args, kwargs)
         if not unit.to_run:
             unit.to_run.update(unit.modules)
             unit.shared_call = None
@@ -208,7 +218,7 @@ class UnitHooks:
         for each in compat.levels_of(view) if levels else (view,):
             node = each.grad_fn
             if node is not None:
-                node.register_prehook(functools.partial(_end_backward, weakref.ref(call), self._unit))
+                node.register_prehook(functools.partial(_end_backward, weakref.ref(call), self._unit, call.visit))
                 call.nodes.append(node)
         return view
 
@@ -235,7 +245,22 @@ class UnitHooks:
                 if each is not None and each not in seen:
                     seen.append(each)
                     each.register_prehook(hook)
+        if seen:
+            call.is_watched = True
+        if call.visit is not None:
+            call.visit.log.leave(call)
         return output
+
+
+def _refuse_autograd(unit: Unit) -> None:
+    if torch.is_grad_enabled():
+        raise OrderError(
+            message(
+                f"forward of {unit.fqn or 'the root'} was called inside of summon_full_params, with autograd",
+                expected="torch.no_grad() around it: gradients of the whole parameters would be lost",
+                fix="run training steps outside of summon_full_params",
+            )
+        )
 
 
 def _apart_from(nodes: list[Any], output: Tensor) -> Tensor:
@@ -261,13 +286,13 @@ def _begin_backward(call: Call, grads: Any) -> None:
     assert schedule is not None
     if compat.profiler_is_on() or compat.functorch_is_active():
         with _around("pre_backward", call.unit):
-            schedule.begin_backward(call)
+            schedule.begin_backward(call, call.unit)
     else:
-        schedule.begin_backward(call)
+        schedule.begin_backward(call, call.unit)
 
 
 @compat.dynamo_disabled
-def _end_backward(reference: weakref.ref[Call], unit: Unit, grads: Any) -> None:
+def _end_backward(reference: weakref.ref[Call], unit: Unit, visit: Visit | None, grads: Any) -> None:
     schedule = unit.schedule
     assert schedule is not None
     call = reference()
@@ -275,9 +300,9 @@ def _end_backward(reference: weakref.ref[Call], unit: Unit, grads: Any) -> None:
         _watch_gradients(call, grads)
     if compat.profiler_is_on() or compat.functorch_is_active():
         with _around("post_backward", unit):
-            schedule.end_backward_of(call, unit)
+            schedule.end_backward_of(call, unit, visit)
     else:
-        schedule.end_backward_of(call, unit)
+        schedule.end_backward_of(call, unit, visit)
 
 
 def _watch_gradients(call: Call, grads: tuple[Tensor | None, ...]) -> None:

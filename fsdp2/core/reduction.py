@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from . import collectives
 from . import torch_compat as compat
 from .custom_comm import comm_reduce_scatter
+from .placement import in_dtype
 from .reduce_plan import GradView, ReducePlan
 
 if TYPE_CHECKING:
@@ -131,6 +132,14 @@ class InFlight:
 
     def _start_all_reduce(self, output: Tensor, process_group: dist.ProcessGroup) -> None:
         group = self._gradients.group
+        instead = self._gradients.all_reduce_instead
+        if instead is not None:
+            flags = self._plan.flags_slot
+            if flags is None:
+                instead(output)
+                return
+            instead(output[: flags.offset])
+            output = output[flags.offset :]
         backend = dist.get_backend(process_group)
         algorithm = group.options.all_reduce or collectives.choose_all_reduce(
             backend, process_group.size(), output.nbytes, output.device.type
@@ -213,7 +222,7 @@ class InFlight:
             with streams.on(stream):
                 hook(output if plan.flags_slot is None else output[: plan.flags_slot.offset])  # which is behind all gradients
         with streams.on(stream):
-            reduced = output.to(group.dtype)
+            reduced = output if gradients.keeps_reduce_dtype else output.to(group.dtype)
             if group.options.offload:
                 reduced = self._offload(reduced, stream)
             if not all(self._used) and not gradients.reduce_unused:
@@ -254,7 +263,7 @@ class InFlight:
             grad = reduced.as_strided(view.shape, view.strides, view.offset)
             before = sharded.grad
             if before is None:
-                sharded.grad = compat.new_dtensor(grad, param.spec.sharded)
+                sharded.grad = compat.new_dtensor(grad, in_dtype(param.spec.sharded, grad.dtype))
             else:
                 compat.local_tensor(before).add_(grad)  # type: ignore[arg-type]
             if sharded._post_accumulate_grad_hooks:

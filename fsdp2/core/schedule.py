@@ -29,6 +29,7 @@ import torch
 
 from ..errors import OrderError, message, meta_error
 from . import torch_compat as compat
+from .forward_log import ForwardLog, Reading, Visit
 from .param_group import GroupState, ParamGroup
 from .reduction import InFlight
 from .streams import Event, Streams, streams_of
@@ -51,6 +52,8 @@ class Schedule:
         self.post_optim_event: Event = None
         self.max_reductions = 1  # reduce-scatter inputs in flight
         self.choose_max_reductions()
+        self._keeps_logs = False
+        self.choose_logs()
         self.automatic_prefetch = True
         # forward
         self.forward_root: Unit | None = None
@@ -62,7 +65,10 @@ class Schedule:
         self._open: list[Unit] = []  # prefetched and perhaps not waited for
         self._kept: list[tuple[ParamGroup, tuple[int, int]]] = []  # unsharded between iterations, and the version of their shards
         self._partial: list[Unit] = []  # lists of modules of which some ran in this forward, and others may not
+        self.log: ForwardLog | None = None  # of the forward under way
+        self._logs: list[weakref.ref[ForwardLog]] = []  # of forwards whose backward may come
         # backward
+        self._reading: Reading | None = None  # of the backward under way
         self._task = -1  # graph task at whose end ``end_backward`` runs
         self._reductions: deque[InFlight] = deque()
         self._started: list[InFlight] = []  # since the last end of backward that finished them
@@ -70,6 +76,10 @@ class Schedule:
     def choose_max_reductions(self) -> None:
         """One list holds them all, so the most generous of the units decides."""
         self.max_reductions = max(unit.max_reductions for unit in self.units)
+
+    def choose_logs(self) -> None:
+        """Ranks keep the order of each other's backward, whatever they leave out of it, if any unit asks for unused parameters."""
+        self._keeps_logs = any(gradients.reduce_unused for unit in self.units for _, gradients in unit.groups)
 
     # --- forward ---
 
@@ -107,6 +117,10 @@ class Schedule:
         self.forward_root = unit
         self._recorded = self._records.get(unit, [])
         self._keeps_order = torch.is_grad_enabled()
+        if self._keeps_logs:
+            self.log = ForwardLog()
+            self._logs = [reference for reference in self._logs if reference() is not None]
+            self._logs.append(weakref.ref(self.log))
         if self._task != -1:  # an exception ended the last backward and nobody called reset()
             self._task = -1
         if self.post_optim_event is not None:
@@ -163,7 +177,7 @@ class Schedule:
         assert self.forward_root is not None
         self._records[self.forward_root] = self._recording
         self._recording = []
-        self.forward_root = None
+        self.forward_root = self.log = None
         self.close_leases()
         if not self._keeps_order:
             self._await_host_reads()
@@ -183,16 +197,24 @@ class Schedule:
 
     # --- backward ---
 
-    def begin_backward(self, call: Call) -> None:
-        """The gradient of an output of ``call`` is there: unshard its unit, prefetch the one before. Collective: yes."""
-        task = compat.current_graph_task()
-        if call.begun == task:
-            return
-        call.begun = task
-        call.again = torch.is_grad_enabled()
-        unit = call.unit
-        if self._task == -1:
-            self._expect_end_of_backward()
+    def begin_backward(self, call: Call | None, unit: Unit) -> None:
+        """The gradient of an output of ``call`` is there: unshard its unit, prefetch the one before. Collective: yes.
+
+        call: None if this rank's backward leaves it out, and those of other ranks may not
+        """
+        if call is not None:
+            task = compat.current_graph_task()
+            if call.begun == task:
+                return
+            call.begun = task
+            call.again = torch.is_grad_enabled()
+            if self._task == -1:
+                self._expect_end_of_backward()
+            if call.visit is not None and not self._reach(call.visit, is_end=False):
+                if unit.unshard_in_backward:
+                    unit.issue()
+                    unit.wait()
+                return
         for reduction in self._reductions:
             reduction.poll()
         for _, gradients in unit.uses:
@@ -206,19 +228,27 @@ class Schedule:
                     self._prefetch(other)
         elif unit.order_indices:
             index = unit.order_indices.pop()
-            if index > 0 and index <= len(self._order) and self.automatic_prefetch:
+            if index > 0 and index <= len(self._order) and self.automatic_prefetch and unit.backward_prefetch is not None:
                 before = self._order[index - 1]
                 if before.unshard_in_backward:
-                    self._prefetch(before)
+                    if unit.backward_prefetch == "pre":
+                        self._prefetch(before)
+                    else:
+                        unit.prefetch_after = before
 
-    def end_backward_of(self, call: Call | None, unit: Unit) -> None:
-        """The gradients of all inputs of ``call`` are done. Collective: yes, if it was its unit's last in this backward."""
+    def end_backward_of(self, call: Call | None, unit: Unit, visit: Visit | None) -> None:
+        """The gradients of all inputs of ``call`` are done. Collective: yes, if it was its unit's last in this backward.
+
+        call: None if its graph was freed while it ran; ``visit``: its place in the log, if there is one
+        """
         task = compat.current_graph_task()
         if call is not None:
             if len(call.nodes) > 1 and not call.passes_last_input(task):
                 return
             call.ended = task
-            if call.again or len(unit.calls) > 1:
+            if visit is not None:
+                pass
+            elif call.again or len(unit.calls) > 1:
                 left = self._calls_left(unit, task)
                 if left:
                     if unit.reshard_after_forward is not False and all(other.begun != task for other in left):
@@ -227,7 +257,39 @@ class Schedule:
                 self._drop_ended(unit, task)
             else:
                 unit.calls.clear()
-        self._reduce(unit, at_end=False)
+        if visit is None:
+            self._reduce(unit, at_end=False)
+        elif self._reach(visit, is_end=True):
+            self._end_visit(visit)
+
+    def _reach(self, visit: Visit, is_end: bool) -> bool:
+        """Before this moment, do what other ranks have done by now, if they left out less; False if it was done here as well."""
+        if self._reading is None or (visit.ended if is_end else visit.begun) == self._task:
+            return False
+        for each, ends in self._reading.left_out_before(visit, is_end):
+            self._do_for_others(each, ends)
+        if is_end:
+            visit.ended = self._task
+        else:
+            visit.begun = self._task
+        return True
+
+    def _do_for_others(self, visit: Visit, is_end: bool) -> None:
+        if is_end:
+            self._end_visit(visit)
+        else:
+            self.begin_backward(None, visit.unit)
+
+    def _end_visit(self, visit: Visit) -> None:
+        """``end_backward_of`` by the log, which is the same on all ranks; the engine knows only what this rank's backward reaches."""
+        assert self._reading is not None
+        unit = visit.unit
+        left = self._reading.still_to_end(unit)
+        if not left:
+            self._drop_ended(unit, self._task)
+            self._reduce(unit, at_end=False)
+        elif unit.reshard_after_forward is not False and all(other.begun != self._task for other in left):
+            unit.reshard()
 
     def _calls_left(self, unit: Unit, task: int) -> list[Call]:
         """The calls of ``unit`` whose inputs this backward has not passed yet."""
@@ -252,6 +314,10 @@ class Schedule:
         if unit.reshard_after_backward:
             # First, for the unsharded parameters' memory can then hold the reduce-scatter input.
             unit.reshard(to_smaller=unit.keeps_smaller)
+        if unit.prefetch_after is not None:
+            if not at_end:
+                self._prefetch(unit.prefetch_after)
+            unit.prefetch_after = None
         reductions = self._reductions
         for gradients, grads in taken:
             if not grads:
@@ -271,9 +337,16 @@ class Schedule:
         if self._task == -1:
             self._task = compat.current_graph_task()
             compat.queue_end_of_backward(self.end_of_backward)
+            if self._logs:
+                alive = [log for reference in self._logs if (log := reference()) is not None]
+                self._reading = Reading(self._task, alive)
 
     def end_of_backward(self) -> None:
         """Reduce what has not been reduced, and finish; a pipeline schedule calls it when sync is on again. Collective: yes."""
+        if self._reading is not None:
+            for visit, is_end in self._reading.left_out_at_end():
+                self._do_for_others(visit, is_end)
+            self._reading = None
         task, self._task = self._task, -1
         self._kept.clear()
         for unit in reversed(self.units):
@@ -340,7 +413,8 @@ class Schedule:
         self._partial.clear()
         self._order.clear()
         self._recording = []
-        self.forward_root = None
+        self.forward_root = self.log = self._reading = None
+        self._logs.clear()
         self._task = -1
 
 

@@ -13,7 +13,7 @@ Worked example: an embedding with a unit of its own, and a head in the root that
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -26,6 +26,7 @@ from .shrinking import shrinking_weights
 if TYPE_CHECKING:
     from torch import nn
 
+    from .forward_log import Visit
     from .schedule import Schedule
 
 Lent = tuple[ParamGroup, Gradients]
@@ -38,9 +39,11 @@ class Call:
             of its input is done
     begun, ended:  the graph task (one ``backward()``) in which its backward last began and ended
     again:  that backward made a graph of its own, through which a later one may come back
+    is_watched:  an output needs a gradient, so that its backward will begin
+    visit:  its place in the forward's log, if one is kept
     """
 
-    __slots__ = ("__weakref__", "_counted", "_inputs_left", "again", "begun", "ended", "nodes", "unit")
+    __slots__ = ("__weakref__", "_counted", "_inputs_left", "again", "begun", "ended", "is_watched", "nodes", "unit", "visit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -48,6 +51,8 @@ class Call:
         self.begun = -1
         self.ended = -1
         self.again = False
+        self.is_watched = False
+        self.visit: Visit | None = None
         self._counted = -1
         self._inputs_left = 0
 
@@ -103,6 +108,9 @@ class Unit(compat.ModuleStateBase):
         self.prefetch_backward: list[Unit] = []
         self.schedule: Schedule | None = None
         self.fqn = ""
+        self.summoned = False  # its modules show whole parameters that are not its own; forward takes them as they are
+        self.backward_prefetch: Literal["pre", "post"] | None = "pre"  # before its gradients are computed, after that, or not at all
+        self.prefetch_after: Unit | None = None  # what "post" is to gather, in the backward under way
         self.running: list[Call | None] = []  # forward calls under way; None where no backward can follow
         self.to_run: set[nn.Module] = set()  # modules of a list that still have to run in this pass
         self.shared_call: Call | None = None  # of all modules of a list that run in this pass

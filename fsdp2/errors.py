@@ -66,6 +66,10 @@ class CheckpointError(FSDPError, RuntimeError):
     report: Any = None
 
 
+class CompileError(FSDPError, RuntimeError):
+    """A model cannot be captured in one graph; the message names the place. The model goes on working eagerly."""
+
+
 def meta_error(items: Iterable[str], device: str) -> MaterializationError:
     """What to raise where values are needed and ``items`` have none."""
     missing = list(items)

@@ -16,13 +16,13 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import OrderError, message
+from ..errors import CompileError, OrderError, message
 from . import torch_compat as compat
 from .forward_log import Visit
 from .model_axes import varying_axes
@@ -100,6 +100,44 @@ class UnitHooks:
             for flags in handle.extra_dict_ref:
                 flags().pop(handle.id, None)  # those of the original's id were copied
             handle.id = original.id
+
+    # --- under a compiler that captures forward, backward and all collectives ---
+
+    def enter_compiler(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        """Let ``module(...)`` be ``call(...)``."""
+        module._compiled_call_impl = call
+
+    def leave_compiler(self, module: nn.Module) -> None:
+        module.__dict__.pop("_compiled_call_impl", None)
+
+    def let_compiler_trace(self) -> None:
+        """Until ``run_eagerly``, hooks that a compiler can trace are in the places of ours: they only cast."""
+        for pre_forward, post_forward in self._forward_handles():
+            pre_forward.hooks_dict_ref()[pre_forward.id] = self._traced_pre_forward
+            post_forward.hooks_dict_ref()[post_forward.id] = self._traced_post_forward
+
+    def run_eagerly(self) -> None:
+        for pre_forward, post_forward in self._forward_handles():
+            pre_forward.hooks_dict_ref()[pre_forward.id] = self.pre_forward
+            post_forward.hooks_dict_ref()[post_forward.id] = self.post_forward
+
+    def _forward_handles(self) -> Iterator[tuple[Any, Any]]:
+        forward = self._handles[: 2 * len(self._unit.modules)]
+        return zip(forward[::2], forward[1::2], strict=True)
+
+    def _traced_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not compat.is_tracing():  # nobody compiles: stand-ins have no memory
+            raise CompileError(
+                message(
+                    "the compiler did not compile forward",
+                    expected="torch.compile to be on: no TORCH_COMPILE_DISABLE, no torch.compiler.set_stance that skips it",
+                    fix="switch it on, or call fsdp2.uncompile(model)",
+                )
+            )
+        return None if self._input_dtype is None else map_tensors(self._cast_input, (args, kwargs))
+
+    def _traced_post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return None if self._output_dtype is None else map_tensors(self._cast_output, output)
 
     # --- forward ---
 

@@ -74,6 +74,7 @@ __all__ = [
     "is_marked_recomputed",
     "is_of_backward",
     "is_traceable_wrapper_subclass",
+    "is_tracing",
     "is_wait",
     "let_guard_pickler_find",
     "local_tensor",
@@ -98,8 +99,8 @@ __all__ = [
     "swap_tensors",
     "swap_tensors_is_on",
     "unflatten_mesh",
-    "unscale_and_check",
     "uninterrupted",
+    "unscale_and_check",
     "waited_for",
     "will_run_in_this_backward",
     "without_module_state",
@@ -391,6 +392,11 @@ def compiler_errors() -> tuple[type[Exception], ...]:
     return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
 
 
+def is_tracing() -> bool:
+    """Whether the compiler traces the caller; a constant to it."""
+    return torch.compiler.is_compiling()
+
+
 def place_of(error: BaseException) -> str | None:
     """The line of the user's code at which the compiler stopped, as ``file:line in function: text``; None if it does not say."""
     ours = os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__))
@@ -485,8 +491,8 @@ def is_wait(node: torch.fx.Node) -> bool:
 
 
 def size_hint(numel: Any) -> int:
-    """The number that a symbolic size had when the graph was captured."""
-    return int(numel.node.hint)
+    """``numel``, or the number that a symbolic size had when the graph was captured."""
+    return numel if isinstance(numel, int) else int(numel.node.hint)
 
 
 def mark_recomputed(node: torch.fx.Node, recomputed: bool) -> None:

@@ -1,0 +1,130 @@
+"""Which modules an ``auto_wrap_policy`` chooses, and in which order they are wrapped: children before their parents.
+
+It refuses to know what wrapping is. Worked example, ``Sequential(Linear(4, 4), Sequential(Linear(4, 4), Linear(4, 4)))`` with
+``size_based_auto_wrap_policy`` and ``min_num_params=40``: the inner Sequential alone, for a Linear has 20 elements, and what is left
+for the root as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.unit import unit_of
+from ..errors import ArgumentError, ModuleError, message
+from ..wrap.tree import CONTAINERS, OPAQUE
+from .api import MixedPrecision
+
+Chosen = list[tuple[nn.Module, dict[str, Any]]]
+
+
+def chosen_modules(
+    root: nn.Module,
+    policy: Any,
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    mixed_precision: MixedPrecision | None,
+) -> Chosen:
+    """The modules below ``root`` to wrap, each with the arguments that differ from the root's.
+
+    Containers without a forward and what MultiheadAttention consists of are passed over: their forward never runs.
+    Raises: ModuleError if there are FSDP modules below ``root`` already; ArgumentError if ``policy`` is none.
+    """
+    wrapped = [name or "the root" for name, module in root.named_modules() if unit_of(module) is not None]
+    if wrapped:
+        raise ModuleError(
+            message(
+                f"FSDP got an auto_wrap_policy for a {type(root).__name__} with FSDP modules below it",
+                items=wrapped,
+                expected="either a policy or wrapping by hand",
+                fix="leave auto_wrap_policy out, or wrap all of them by the policy",
+            )
+        )
+    in_fp32 = tuple(mixed_precision._module_classes_to_ignore) if mixed_precision is not None else ()
+    overrides_of = _overrides_by(root, policy, ignored_modules)
+    if overrides_of is not None:
+        found = {module: overrides for module in _from_below(root, ignored_modules) if (overrides := overrides_of(module)) is not None}
+        for module in _from_below(root, ignored_modules):
+            if isinstance(module, in_fp32):
+                found.setdefault(module, {})
+    elif callable(policy):
+        found = {module: {} for module in _by_function(root, policy, in_fp32, ignored_modules, ignored_params)}
+    else:
+        raise ArgumentError(
+            message(
+                f"FSDP got auto_wrap_policy={policy!r} of type {type(policy).__name__}",
+                expected="a function (module, recurse, nonwrapped_numel) -> bool, a ModuleWrapPolicy, or a CustomPolicy",
+                fix="for instance ModuleWrapPolicy({Block})",
+            )
+        )
+    order = [module for module in _from_below(root, ignored_modules) if module in found and module is not root]
+    return [
+        (module, {**found[module], **({"mixed_precision": None} if isinstance(module, in_fp32) else {})})
+        for module in order
+        if _can_be_wrapped(module)
+    ]
+
+
+def _overrides_by(root: nn.Module, policy: Any, ignored: set[nn.Module]) -> Callable[[nn.Module], dict[str, Any] | None] | None:
+    """For policies that are values: what they say of a module. None for functions."""
+    if hasattr(policy, "overrides"):
+        return policy.overrides  # type: ignore[no-any-return]
+    if hasattr(policy, "_run_policy"):  # a policy of torch's
+        chosen: dict[nn.Module, dict[str, Any]] = policy._run_policy(root, ignored, {})
+        return chosen.get
+    return None
+
+
+def _from_below(root: nn.Module, ignored: set[nn.Module]) -> Iterator[nn.Module]:
+    """The modules below ``root`` that are not ignored, children before parents, each once, ``root`` last."""
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        seen.add(module)
+        for child in _parts(module):
+            if child not in seen and child not in ignored:
+                yield from visit(child)
+        yield module
+
+    return visit(root)
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    return iter(()) if isinstance(module, OPAQUE) else module.children()
+
+
+def _can_be_wrapped(module: nn.Module) -> bool:
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
+    return not (isinstance(module, CONTAINERS) and type(module).forward is nn.Module.forward)
+
+
+def _by_function(
+    root: nn.Module,
+    policy: Callable[..., bool],
+    in_fp32: tuple[type[nn.Module], ...],
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> int:
+        """Choose among ``module`` and what is below; how many elements are in units then."""
+        seen.add(module)
+        total = sum(param.numel() for param in module.parameters() if param not in ignored_params)
+        if not (in_fp32 or policy(module=module, recurse=True, nonwrapped_numel=total)):
+            return 0
+        taken = sum(visit(child) for child in _parts(module) if child not in ignored_modules and child not in seen)
+        if module is root or not _can_be_wrapped(module):
+            return taken
+        if isinstance(module, in_fp32) or policy(module=module, recurse=False, nonwrapped_numel=total - taken):
+            found.append(module)
+            return total
+        return taken
+
+    visit(root)
+    return found

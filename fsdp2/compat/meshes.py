@@ -1,0 +1,189 @@
+"""Over which ranks an FSDP module is sharded and replicated, and on which device it lives: FSDP1's way of saying so, read once.
+
+``process_group`` is a group, or for hybrid strategies a pair (shard, replicate); ``device_mesh`` is 1-D, or for hybrid strategies
+2-D (replicate, shard). All modules that name the same ranks share one mesh. It refuses to know modules and parameters.
+
+Worked example, 8 ranks on 2 nodes, HYBRID_SHARD, neither given: a mesh ((0, 1, 2, 3), (4, 5, 6, 7)); rank 5 shards over 4 to 7 and
+replicates over 1 and 5.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ..core import torch_compat as compat
+from ..core.mesh import DataParallelMesh, data_parallel_mesh
+from ..errors import ArgumentError, MeshError, message
+from .api import ShardingStrategy
+
+HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+_NAMES = ("replicate", "shard")
+
+_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = weakref.WeakKeyDictionary()
+
+
+def read_groups(strategy: ShardingStrategy, process_group: Any, device_mesh: Any, device_type: str) -> DataParallelMesh:
+    """The ranks that ``strategy`` shards and replicates over.
+
+    Collective: for a hybrid strategy, yes, over all ranks, the first time for a pair of groups, or for neither.
+    Raises:     ArgumentError if both are given or one is of a wrong type; MeshError if it does not go with the strategy.
+    """
+    hybrid = strategy in HYBRID
+    if process_group is not None and device_mesh is not None:
+        raise ArgumentError(
+            message(
+                "FSDP got both process_group and device_mesh",
+                expected="at most one of them",
+                fix="leave process_group out: a device_mesh has its groups",
+            )
+        )
+    if device_mesh is not None:
+        mesh = _checked_mesh(device_mesh, strategy)
+    elif hybrid:
+        mesh = _hybrid_mesh(strategy, process_group, device_type)
+    else:
+        mesh = _mesh_over(_checked_group(strategy, process_group), device_type)
+    if hybrid:
+        return data_parallel_mesh(mesh, shard_axis=1, replicate_axis=0)
+    if strategy is ShardingStrategy.NO_SHARD:
+        return data_parallel_mesh(mesh, shard_axis=None, replicate_axis=0)
+    return data_parallel_mesh(mesh, shard_axis=0)
+
+
+def _checked_mesh(mesh: Any, strategy: ShardingStrategy) -> DeviceMesh:
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentError(
+            message(
+                f"FSDP got device_mesh={mesh!r} of type {type(mesh).__name__}",
+                expected="a torch.distributed.device_mesh.DeviceMesh",
+                fix="build one with init_device_mesh",
+            )
+        )
+    wanted = 2 if strategy in HYBRID else 1
+    if mesh.ndim != wanted:
+        raise MeshError(
+            message(
+                f"FSDP got a {mesh.ndim}-D device_mesh for {strategy.name}: {mesh}",
+                expected="2-D (replicate, shard) for hybrid strategies" if wanted == 2 else "1-D for strategies that are not hybrid",
+                fix="slice the data-parallel axes out of the mesh by name, or choose another sharding_strategy",
+            )
+        )
+    if wanted == 2 and mesh.mesh_dim_names is None:
+        groups = [mesh.get_group(0), mesh.get_group(1)]
+        key = (groups[1].group_name, mesh.device_type)
+        known = _meshes.setdefault(groups[0], {})
+        if key not in known:
+            known[key] = DeviceMesh.from_group(groups, mesh.device_type, mesh=mesh.mesh, mesh_dim_names=_NAMES)
+        return known[key]
+    return mesh
+
+
+def _checked_group(strategy: ShardingStrategy, process_group: Any) -> dist.ProcessGroup:
+    if process_group is None:
+        if not dist.is_initialized():
+            dist.init_process_group()
+        process_group = dist.group.WORLD
+    if isinstance(process_group, dist.ProcessGroup):
+        return process_group
+    raise ArgumentError(
+        message(
+            f"FSDP got process_group={process_group!r} of type {type(process_group).__name__} for {strategy.name}",
+            expected="a ProcessGroup that this rank is in; a pair (shard, replicate) of them for hybrid strategies",
+            fix="pass torch.distributed.new_group(...), or choose a hybrid sharding_strategy",
+        )
+    )
+
+
+def _mesh_over(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    known = _meshes.setdefault(group, {})
+    if device_type not in known:
+        known[device_type] = DeviceMesh.from_group(group, device_type)
+    return known[device_type]
+
+
+def _hybrid_mesh(strategy: ShardingStrategy, process_group: Any, device_type: str) -> DeviceMesh:
+    if process_group is None:
+        world = _checked_group(strategy, None)
+        known = _meshes.setdefault(world, {})
+        size = ranks_of_a_node(device_type)
+        if (size, device_type) not in known:
+            shape = (world.size() // size, size)
+            known[size, device_type] = init_device_mesh(device_type, shape, mesh_dim_names=_NAMES)
+        return known[size, device_type]
+    if not isinstance(process_group, (tuple, list)) or len(process_group) != 2:
+        raise ArgumentError(
+            message(
+                f"FSDP got process_group={process_group!r} of type {type(process_group).__name__} for {strategy.name}",
+                expected="a pair of process groups (shard, replicate), or None for nodes",
+                fix="pass a pair, or a 2-D device_mesh (replicate, shard)",
+            )
+        )
+    shard, replicate = (_checked_group(strategy, group) for group in process_group)
+    known = _meshes.setdefault(shard, {})
+    key = (replicate.group_name, device_type)
+    if key not in known:
+        rows: list[Any] = [None] * replicate.size()
+        dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
+        known[key] = DeviceMesh.from_group([replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=_NAMES)
+    return known[key]
+
+
+def ranks_of_a_node(device_type: str) -> int:
+    """LOCAL_WORLD_SIZE if it is set, else this host's number of accelerators, or all ranks on the CPU.
+
+    Raises: MeshError if the number of ranks is no multiple of it.
+    """
+    world_size = dist.get_world_size()
+    by_default = world_size if device_type == "cpu" else compat.device_module(device_type).device_count()
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", by_default))
+    if world_size % size:
+        raise MeshError(
+            message(
+                f"a hybrid strategy got {world_size} ranks, and nodes of {size}",
+                expected="the same number of ranks on every node",
+                fix="pass process_group=(shard, replicate), or a 2-D device_mesh",
+            )
+        )
+    return size
+
+
+# --- the device ---------------------------------------------------------------------------------------------------------------
+
+
+def read_device(device_id: Any, device_mesh: Any, tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Where a module lives: ``device_id``, else where the mesh is, else where its tensors are, else the accelerator or the CPU.
+
+    An int is the index of an accelerator; where there is none, it says nothing. Raises: ArgumentError for anything else.
+    """
+    default = compat.default_device_type()
+    if isinstance(device_id, int) and not isinstance(device_id, bool):
+        return torch.device(default) if default == "cpu" else torch.device(default, device_id)
+    if isinstance(device_id, (str, torch.device)):
+        return torch.device(device_id)
+    if device_id is not None:
+        raise ArgumentError(
+            message(
+                f"FSDP got device_id={device_id!r} of type {type(device_id).__name__}",
+                expected="an int or a torch.device",
+                fix="for instance device_id=torch.cuda.current_device(), without quotation marks and with parentheses",
+            )
+        )
+    if isinstance(device_mesh, DeviceMesh):
+        return torch.device(device_mesh.device_type)
+    return next((each.device for each in tensors if each.device.type not in ("cpu", "meta")), torch.device(default))
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, ``device`` is the current one of its type."""
+    if device.type == "cpu" or device.index is None:
+        return contextlib.nullcontext()
+    return compat.device_module(device.type).device(device)  # type: ignore[no-any-return]

@@ -1,0 +1,227 @@
+"""``state_dict`` and ``load_state_dict`` of FSDP modules, by the state dict type that is set for them.
+
+FULL (the default, as in FSDP1): whole tensors, gathered one after another. SHARDED and LOCAL: the DTensors themselves. Any of them
+can be loaded whatever the type, since a value says itself whether it is whole.
+
+Each FSDP module converts what lies under its own prefix, so that it works below plain modules, too. When
+``torch.distributed.checkpoint.state_dict`` asks, values stay DTensors: it gathers by its own options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..checkpoint.named_state import clean_name
+from ..core import torch_compat as compat
+from ..core.unit import unit_of
+from ..errors import ArgumentError, ModuleError, message
+from .api import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+    member,
+)
+from .settings import Settings, settings_of
+from .whole import cut_like, is_first_rank, local_part, sharded_params, whole
+
+State = dict[str, Any]
+
+# --- which type ---------------------------------------------------------------------------------------------------------------
+
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+
+def get_type(module: nn.Module) -> StateDictSettings:
+    """What is set for the FSDP modules in the tree of ``module``.
+
+    Raises: ModuleError if there are none, or they differ
+    """
+    found = [settings.state_dict for _, settings in fsdp_modules_of(module)]
+    if any(each != found[0] for each in found):
+        raise ModuleError(
+            message(
+                f"the FSDP modules in this {type(module).__name__} have different state dict settings",
+                items=dict.fromkeys(map(repr, found)),
+                expected="one setting for all of them",
+                fix="call FSDP.set_state_dict_type on the module that holds them all",
+            )
+        )
+    return found[0]
+
+
+def set_type(module: nn.Module, settings: StateDictSettings) -> StateDictSettings:
+    """Set it for all FSDP modules in the tree of ``module``; what was set before. Raises: as ``get_type``."""
+    before = get_type(module)
+    for _, each in fsdp_modules_of(module):
+        each.state_dict = settings
+    return before
+
+
+def checked_settings(kind: Any, config: Any, optim_config: Any) -> StateDictSettings:
+    """Raises: ArgumentError if a config is not of the type's class."""
+    kind = member(StateDictType, kind, "state_dict_type")
+    model_class, optim_class = _CONFIGS[kind]
+    return StateDictSettings(
+        kind,
+        _checked_config(config, model_class, "state_dict_config", kind),
+        _checked_config(optim_config, optim_class, "optim_state_dict_config", kind),
+    )
+
+
+def _checked_config(config: Any, wanted: type[Any], argument: str, kind: StateDictType) -> Any:
+    if config is None:
+        return wanted()
+    if type(config).__name__ != wanted.__name__:
+        raise ArgumentError(
+            message(
+                f"FSDP got {argument} of type {type(config).__name__} for {kind.name}",
+                expected=f"a {wanted.__name__}, or None",
+                fix=f"pass {wanted.__name__}(...)",
+            )
+        )
+    return wanted(**{each.name: getattr(config, each.name) for each in fields(wanted)})
+
+
+def fsdp_modules_of(module: nn.Module) -> list[tuple[nn.Module, Settings]]:
+    """The FSDP modules in the tree of ``module``, parents first. Raises: ModuleError if there are none."""
+    found = [(below, settings) for below in module.modules() if (settings := settings_of(below)) is not None]
+    if not found:
+        raise ModuleError(
+            message(
+                f"there is no FSDP module in this {type(module).__name__}",
+                expected="a module that FSDP was applied to, or one that holds such modules",
+                fix="apply FSDP before",
+            )
+        )
+    return found
+
+
+# --- saving -------------------------------------------------------------------------------------------------------------------
+
+
+class _Asked:
+    """One outermost ``state_dict()`` call.
+
+    as_is:    values stay DTensors
+    gathered: by storage, what was gathered already (with what it was gathered from, which keeps the storage): tied parameters
+              are gathered once on every rank, and become one tensor
+    """
+
+    def __init__(self, as_is: bool) -> None:
+        self.as_is = as_is
+        self.gathered: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+
+_asked: ContextVar[_Asked | None] = ContextVar("fsdp2_compat_state_dict", default=None)
+
+
+@contextmanager
+def _outermost() -> Iterator[_Asked]:
+    asked = _asked.get()
+    if asked is not None:
+        yield asked
+        return
+    asked = _Asked(as_is=compat.asked_by_checkpoint())
+    token = _asked.set(asked)
+    try:
+        yield asked
+    finally:
+        _asked.reset(token)
+
+
+def state_dict_of(module: nn.Module, make: Callable[[], State], prefix: str) -> State:
+    """What ``module.state_dict()`` returns; ``make()`` is what its class makes, under ``prefix``.
+
+    Collective: yes for FULL_STATE_DICT, over the meshes of the parameters
+    Memory:     beside the result, one whole tensor
+    """
+    settings = settings_of(module)
+    with _outermost() as asked:
+        state = make()
+        if settings is None or asked.as_is:
+            return state
+        kind, config = settings.state_dict.state_dict_type, settings.state_dict.state_dict_config
+        full = kind is StateDictType.FULL_STATE_DICT
+        drop = full and getattr(config, "rank0_only", False) and not is_first_rank(settings.mesh)
+        for key in [key for key in state if key.startswith(prefix)]:
+            value = state[key]
+            if isinstance(value, Tensor):
+                dtype = settings.buffer_dtypes.get(clean_name(key[len(prefix) :]))
+                if dtype is not None and value.dtype is not dtype:
+                    value = value.detach().to(dtype)
+                state[key] = _converted(value, asked, full, drop, config.offload_to_cpu)
+            if drop:
+                del state[key]
+        return state
+
+
+def _converted(value: Tensor, asked: _Asked, full: bool, drop: bool, to_cpu: bool) -> Any:
+    if not isinstance(value, DTensor):
+        return value.detach().cpu() if to_cpu else value
+    local = compat.local_tensor(value)
+    if not full:
+        if not to_cpu:
+            return value
+        host = local.detach().to("cpu", copy=True)
+        return compat.new_dtensor(host, compat.spec_of(value))
+    key = compat.storage_key(local)
+    if key not in asked.gathered:
+        gathered = whole(value)
+        asked.gathered[key] = local, None if drop else gathered.cpu() if to_cpu else gathered
+    return asked.gathered[key][1]
+
+
+# --- loading ------------------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def cut_for_loading(module: nn.Module, state: State, prefix: str) -> None:
+    """Replace whole tensors under ``prefix`` by this rank's pieces, as the parameters of ``module`` and below are cut. In place.
+
+    Values of another shape are left as they are: ``nn.Module`` reports them. Collective: only for DTensors placed otherwise.
+    """
+    for below in module.modules():
+        unit = unit_of(below)
+        if unit is not None:
+            unit.reshard_for_all()
+    cuts = sharded_params(module)
+    params: dict[str, Any] = {clean_name(name): param for name, param in module.named_parameters(remove_duplicate=False)}
+    for key in [key for key in state if key.startswith(prefix)]:
+        param = params.get(clean_name(key[len(prefix) :]))
+        if not isinstance(param, DTensor):
+            continue
+        value: Any = local_part(state[key])
+        if isinstance(value, list):
+            value = _from_shards(value, param)
+            if value is not None:
+                state[key] = value
+        elif isinstance(value, Tensor) and value.shape == param.shape:
+            state[key] = cut_like(value, param, cuts.get(id(param)))
+
+
+def _from_shards(shards: list[Tensor], param: DTensor) -> Tensor | None:
+    """This rank's shard of one of FSDP1's ShardedTensors as a DTensor, if it was saved by as many ranks."""
+    local = compat.local_tensor(param)
+    shard = shards[0] if shards else local.new_empty(local.shape)
+    if len(shards) > 1 or shard.shape != local.shape:
+        return None
+    return compat.new_dtensor(shard, compat.spec_of(param))

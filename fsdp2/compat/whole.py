@@ -1,0 +1,72 @@
+"""Between the pieces that ranks keep and whole tensors: gathering DTensors, and cutting whole tensors like a parameter.
+
+It refuses to know state dicts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ..core import torch_compat as compat
+from ..core.mesh import DataParallelMesh
+from ..core.param import ShardedParam, own_shard
+from ..core.placement import in_dtype
+from ..core.unit import unit_of
+
+
+@torch.no_grad()
+def whole(value: Tensor) -> Tensor:
+    """What ``value`` is a part of, on the device that collectives run on; shares nothing. Collective: yes, for DTensors."""
+    value = value.detach()
+    if not isinstance(value, DTensor):
+        return value.clone()
+    local = compat.local_tensor(value)
+    kind = value.device_mesh.device_type
+    if local.device.type != kind:  # offloaded: the mesh cannot gather what lies in host memory
+        value = compat.new_dtensor(local.to(kind), compat.spec_of(value))
+    gathered = value.full_tensor()
+    return gathered.clone() if compat.storage_key(gathered) == compat.storage_key(local) else gathered
+
+
+def sharded_params(module: nn.Module) -> dict[int, ShardedParam]:
+    """By the id of each parameter that the modules of ``module`` show, sharded: how it is cut."""
+    found: dict[int, ShardedParam] = {}
+    for below in module.modules():
+        unit = unit_of(below)
+        if unit is not None:
+            found.update({id(param.sharded): param for group, _ in unit.uses for param in group.params})
+    return found
+
+
+@torch.no_grad()
+def cut_like(value: Tensor, param: Tensor, cut: ShardedParam | None) -> Tensor:
+    """``value``, whole and equal on all ranks, or a DTensor, as a DTensor that is placed like the DTensor ``param``.
+
+    cut:        how ``param`` is cut, if fully_shard did it: then the result is a view of ``value``
+    Collective: only for DTensors that are placed otherwise
+    """
+    assert isinstance(param, DTensor)
+    if isinstance(value, DTensor):
+        if value.device_mesh == param.device_mesh:
+            return value if value.placements == param.placements else value.redistribute(placements=param.placements)
+        value = whole(value)
+    if cut is None or cut.spec.unsharded is not None:  # cut by somebody else as well
+        local = value.to(param.device_mesh.device_type)
+        return distribute_tensor(local, param.device_mesh, param.placements, src_data_rank=None)
+    local = cut.spec.to_logical(own_shard(value, cut.spec, cut.rank))
+    return compat.new_dtensor(local, in_dtype(cut.spec.sharded, value.dtype))
+
+
+def local_part(value: Any) -> Any:
+    """What this rank has of a value of FSDP1's sharded state dicts (a ShardedTensor), else ``value`` itself."""
+    shards = getattr(value, "local_shards", None)
+    return value if shards is None else [shard.tensor for shard in shards()]
+
+
+def is_first_rank(mesh: DataParallelMesh) -> bool:
+    coordinate = mesh.mesh.get_coordinate()
+    return coordinate is not None and not any(coordinate)

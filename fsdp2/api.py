@@ -294,11 +294,14 @@ class FSDPModule:
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Give parameters that no rank used a zero gradient instead of None. Recursive.
 
-        A parameter used on some ranks gets its gradient everywhere without this.
+        A parameter used on some ranks gets its gradient everywhere without this, if every rank's backward reaches its module. With it,
+        ranks gather and reduce in backward whatever their forward ran: the loss of some may ignore outputs that that of others uses.
         """
         for unit in _units(self, recurse):
             for _, gradients in unit.groups:
                 gradients.reduce_unused = reduce_scatter_unused_params
+            if unit.schedule is not None:
+                unit.schedule.choose_logs()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of ``set_gradient_divide_factor``; warns."""

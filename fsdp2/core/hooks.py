@@ -285,8 +285,8 @@ class UnitHooks:
                     each.register_prehook(hook)
         if seen:
             call.is_watched = True
-        if call.visit is not None:
-            call.visit.log.leave(call)
+        if call.log is not None:
+            call.log.leave(call)
         return output
 
 

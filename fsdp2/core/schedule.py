@@ -210,7 +210,7 @@ class Schedule:
             call.again = torch.is_grad_enabled()
             if self._task == -1:
                 self._expect_end_of_backward()
-            if call.visit is not None and not self._reach(call.visit, is_end=False):
+            if call.visit is not None and self._reading is not None and not self._reach(call.visit, is_end=False):
                 if unit.unshard_in_backward:
                     unit.issue()
                     unit.wait()
@@ -246,9 +246,12 @@ class Schedule:
             if len(call.nodes) > 1 and not call.passes_last_input(task):
                 return
             call.ended = task
-            if visit is not None:
-                pass
-            elif call.again or len(unit.calls) > 1:
+        if visit is not None and self._reading is not None:
+            if self._reach(visit, is_end=True):
+                self._end_visit(visit)
+            return
+        if call is not None:
+            if call.again or len(unit.calls) > 1:
                 left = self._calls_left(unit, task)
                 if left:
                     if unit.reshard_after_forward is not False and all(other.begun != task for other in left):
@@ -257,14 +260,12 @@ class Schedule:
                 self._drop_ended(unit, task)
             else:
                 unit.calls.clear()
-        if visit is None:
-            self._reduce(unit, at_end=False)
-        elif self._reach(visit, is_end=True):
-            self._end_visit(visit)
+        self._reduce(unit, at_end=False)
 
     def _reach(self, visit: Visit, is_end: bool) -> bool:
         """Before this moment, do what other ranks have done by now, if they left out less; False if it was done here as well."""
-        if self._reading is None or (visit.ended if is_end else visit.begun) == self._task:
+        assert self._reading is not None
+        if (visit.ended if is_end else visit.begun) == self._task:
             return False
         for each, ends in self._reading.left_out_before(visit, is_end):
             self._do_for_others(each, ends)

@@ -26,7 +26,7 @@ from .shrinking import shrinking_weights
 if TYPE_CHECKING:
     from torch import nn
 
-    from .forward_log import Visit
+    from .forward_log import ForwardLog, Visit
     from .schedule import Schedule
 
 Lent = tuple[ParamGroup, Gradients]
@@ -40,10 +40,10 @@ class Call:
     begun, ended:  the graph task (one ``backward()``) in which its backward last began and ended
     again:  that backward made a graph of its own, through which a later one may come back
     is_watched:  an output needs a gradient, so that its backward will begin
-    visit:  its place in the forward's log, if one is kept
+    log, visit:  the log of this forward, if one is kept, and its place there
     """
 
-    __slots__ = ("__weakref__", "_counted", "_inputs_left", "again", "begun", "ended", "is_watched", "nodes", "unit", "visit")
+    __slots__ = ("__weakref__", "_counted", "_inputs_left", "again", "begun", "ended", "is_watched", "log", "nodes", "unit", "visit")
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -52,6 +52,7 @@ class Call:
         self.ended = -1
         self.again = False
         self.is_watched = False
+        self.log: ForwardLog | None = None
         self.visit: Visit | None = None
         self._counted = -1
         self._inputs_left = 0

@@ -3,7 +3,7 @@
 from ..errors import CheckpointError
 from .checkpointer import Checkpointer, Resumed
 from .full_state import full_optimizer_state_dict, full_state_dict, save_full_state
-from .key_map import Concat, KeyMap, KeyRule, Split, Stack, Transpose
+from .key_map import Concat, KeyMap, KeyRule, Rename, Split, Stack, Transpose, Unstack
 from .load import LoadReport, Mismatch, load_safetensors
 from .save import SavedCheckpoint, save_safetensors
 
@@ -15,11 +15,13 @@ __all__ = [
     "KeyRule",
     "LoadReport",
     "Mismatch",
+    "Rename",
     "Resumed",
     "SavedCheckpoint",
     "Split",
     "Stack",
     "Transpose",
+    "Unstack",
     "full_optimizer_state_dict",
     "full_state_dict",
     "load_safetensors",

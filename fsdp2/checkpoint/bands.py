@@ -10,8 +10,8 @@ Worked example, 2 ranks, rank 0 writes, an (8, 4) parameter under Shard(1), band
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ..core import torch_compat as compat
 from .boxes import Box, Piece, pieces_of
+from .kept import wanted
 from .model_tensors import ModelTensor, cuts_of
 from .save_plan import Band, PlannedTensor
 
@@ -35,7 +36,7 @@ class BandStream:
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self._group = process_group
         self._me = 0 if process_group is None else dist.get_rank()
-        self._keepers: dict[int, tuple[PlannedTensor, list[tuple[int, list[Piece]]]]] = {}
+        self._keepers: dict[int, tuple[PlannedTensor, dict[int, list[tuple[int, list[Piece]]]]]] = {}
 
     def run(self, bands_of_writers: Mapping[int, Iterable[Band]], receive: Receive) -> None:
         """Call ``receive`` with every band of this rank and its whole value (CPU, contiguous), in order.
@@ -49,39 +50,69 @@ class BandStream:
 
     def _step(self, bands: Sequence[tuple[int, Band]], receive: Receive) -> None:
         operations: list[dist.P2POp] = []
-        mine: Band | None = None
-        parts: list[tuple[Box, Tensor]] = []  # of my band: where, and what will be there
+        mine: tuple[Band, Tensor] | None = None
+        arriving: list[tuple[Tensor, Tensor]] = []  # what to copy when it is there, and where to
         for writer, band in bands:
+            value = torch.empty(band.box.shape, dtype=band.tensor.dtype, device="cpu" if writer == self._me else "meta")
             if writer == self._me:
-                mine = band
-            for keeper, piece, common in self._parts_of(band, writer):
-                if keeper == self._me:
-                    part = _own_part(band.tensor, piece, common)
-                    if writer == self._me:
-                        parts.append((common, part))
-                    else:
-                        part = part.to(_wire_device(band.tensor.source)).contiguous()
-                        operations.append(dist.P2POp(dist.isend, part.view(-1).view(torch.uint8), writer, self._group))
+                mine = band, value
+            for keeper, part in self._parts_of(band, value, writer):
+                if keeper == self._me and writer == self._me:
+                    part.place.copy_(part.local)
+                elif keeper == self._me:
+                    sent = part.local.to(_wire_device(part.source), band.tensor.dtype).contiguous()
+                    operations.append(dist.P2POp(dist.isend, _flat_bytes(sent), writer, self._group))
                 elif writer == self._me:
-                    part = torch.empty(common.shape, dtype=band.tensor.dtype, device=_wire_device(band.tensor.source))
-                    parts.append((common, part))
-                    operations.append(dist.P2POp(dist.irecv, part.view(-1).view(torch.uint8), keeper, self._group))
+                    device = _wire_device(part.source)
+                    received = part.place
+                    if device.type != "cpu" or not received.is_contiguous():
+                        received = torch.empty(part.box.shape, dtype=band.tensor.dtype, device=device)
+                        arriving.append((received, part.place))
+                    operations.append(dist.P2POp(dist.irecv, _flat_bytes(received), keeper, self._group))
         if operations:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
+        for received, place in arriving:
+            place.copy_(received)
         if mine is not None:
-            receive(mine, _assembled(mine, parts))
+            receive(*mine)
 
-    def _parts_of(self, band: Band, writer: int) -> Iterator[tuple[int, Piece, Box]]:
-        """Who sends which part of ``band``: a rank, the piece that it keeps, and what of the band is in it."""
+    def _parts_of(self, band: Band, value: Tensor, writer: int) -> Iterator[tuple[int, _Part]]:
+        """Who brings which part of ``band``, and where in ``value`` it belongs; together they are all of it."""
+        numel = 0
+        for source, box, out in wanted(band.tensor.lazy, band.box, value):
+            for rank, pieces in self._keepers_of(source, band.tensor, writer):
+                for piece in pieces:
+                    common = piece.box.intersect(box)
+                    if common.numel > 0:
+                        numel += common.numel
+                        yield rank, _Part(source, piece, common, out[common.seen_from(box.start).slices])
+        assert numel == band.box.numel, f"the shards of {band.tensor.key} do not add up"
+
+    def _keepers_of(self, source: ModelTensor, tensor: PlannedTensor, writer: int) -> list[tuple[int, list[Piece]]]:
+        """Remembered for the tensor that ``writer`` is at."""
         known = self._keepers.get(writer)
-        if known is None or known[0] is not band.tensor:
-            known = self._keepers[writer] = (band.tensor, keepers_of(band.tensor.source, writer))
-        for rank, pieces in known[1]:
-            for piece in pieces:
-                common = piece.box.intersect(band.box)
-                if common.numel > 0:
-                    yield rank, piece, common
+        if known is None or known[0] is not tensor:
+            known = self._keepers[writer] = (tensor, {})
+        if id(source) not in known[1]:
+            known[1][id(source)] = keepers_of(source, writer)
+        return known[1][id(source)]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """``box`` of a parameter, on its way from ``piece``, which some rank keeps, to ``place`` in a band."""
+
+    source: ModelTensor
+    piece: Piece
+    box: Box
+    place: Tensor
+
+    @property
+    def local(self) -> Tensor:
+        """On the rank that keeps the piece."""
+        origin = tuple(start - at for start, at in zip(self.piece.box.start, self.piece.at, strict=True))
+        return self.source.local[self.box.seen_from(origin).slices]
 
 
 def keepers_of(source: ModelTensor, writer: int) -> list[tuple[int, list[Piece]]]:
@@ -103,11 +134,6 @@ def keepers_of(source: ModelTensor, writer: int) -> list[tuple[int, list[Piece]]
     return keepers
 
 
-def _own_part(tensor: PlannedTensor, piece: Piece, common: Box) -> Tensor:
-    origin = tuple(start - at for start, at in zip(piece.box.start, piece.at, strict=True))
-    return tensor.source.local[common.seen_from(origin).slices].to(tensor.dtype)
-
-
 def _wire_device(source: ModelTensor) -> torch.device:
     """Where parts must be to be sent: on the mesh's device, even if they are kept on the host."""
     tensor = source.tensor
@@ -115,11 +141,6 @@ def _wire_device(source: ModelTensor) -> torch.device:
     return torch.device(kind) if kind == "cpu" else torch.device(kind, compat.device_module(kind).current_device())
 
 
-def _assembled(band: Band, parts: Sequence[tuple[Box, Tensor]]) -> Tensor:
-    if len(parts) == 1:
-        return parts[0][1].cpu().contiguous()
-    whole = torch.empty(band.box.shape, dtype=band.tensor.dtype)
-    assert sum(math.prod(part.shape) for _, part in parts) == whole.numel(), f"the shards of {band.tensor.key} do not add up"
-    for box, part in parts:
-        whole[box.seen_from(band.box.start).slices].copy_(part)
-    return whole
+def _flat_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor; ``view(-1)`` would keep the stride of a single element, which need not be 1."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

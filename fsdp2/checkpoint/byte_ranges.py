@@ -108,7 +108,7 @@ class ByteReader:
             raise failure(
                 f"{path} cannot be read at {key}: {error.strerror or error}",
                 expected=f"{len(into)} bytes from byte {offset} on",
-                fix="read it again when the disk is well; parameters that were read before are changed",
+                fix="load it again when the disk is well",
                 file=path,
                 key=key,
             ) from error
@@ -117,7 +117,7 @@ class ByteReader:
             raise failure(
                 f"{path} has become shorter since its header was read: it ends within {key}",
                 expected=f"{len(into)} bytes from byte {offset} on, got {done}",
-                fix="do not write to it while it is loaded; parameters that were read before are changed",
+                fix="do not write to it while it is loaded",
                 file=path,
                 key=key,
             )

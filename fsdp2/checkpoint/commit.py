@@ -30,7 +30,7 @@ UNCHANGED = "make room, or choose another folder; the earlier checkpoint is unch
 
 
 _NUMBERED = re.compile(r"model(-[0-9a-f]{8})?-[0-9]{5}-of-[0-9]{5}\.safetensors")
-_TEMPORARY = re.compile(r"\.model.*\.[0-9a-f]{8}\.tmp")
+_TEMPORARY = re.compile(r"\.(model|config|generation_config).*\.[0-9a-f]{8}\.tmp")
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,17 @@ class Names:
     token: str
 
     def temporary(self, folder: Path, index: int) -> Path:
-        return folder / f".{self.final[index]}.{self.token}.tmp"
+        return temporary_path(folder, self.final[index], self.token)
+
+
+def temporary_path(folder: Path, name: str, token: str) -> Path:
+    return folder / f".{name}.{token}.tmp"
+
+
+def rename(path: Path, to: Path) -> None:
+    """In place of what may be there, at once. Raises: CheckpointError"""
+    with _reported(to):
+        os.replace(path, to)
 
 
 def choose_names(folder: Path, num_files: int, token: str) -> Names:

@@ -25,7 +25,7 @@ def on_every_rank(process_group: dist.ProcessGroup | None, what: str, action: Ca
     Collective: yes, over ``process_group``; ``action`` itself need not be
     Raises:     the FSDPError, or a CheckpointError with the cause, of the lowest rank that has one
     """
-    result, problem = _tried(what, action)
+    result, problem = tried(what, action)
     agree(process_group, problem, None)
     return result[0]
 
@@ -37,11 +37,12 @@ def from_rank_0(process_group: dist.ProcessGroup | None, what: str, action: Call
     """
     if process_group is not None and dist.get_rank(process_group) != 0:
         return agree(process_group, None, None)[0]  # type: ignore[return-value]
-    result, problem = _tried(what, action)
+    result, problem = tried(what, action)
     return agree(process_group, problem, result[0] if result else None)[0]  # type: ignore[return-value]
 
 
-def _tried(what: str, action: Callable[[], T]) -> tuple[list[T], FSDPError | None]:
+def tried(what: str, action: Callable[[], T]) -> tuple[list[T], FSDPError | None]:
+    """What ``action()`` returns, alone in a list, or the problem: the FSDPError that it raises, or a CheckpointError with the cause."""
     try:
         return [action()], None
     except FSDPError as error:

@@ -1,4 +1,4 @@
-"""From the names and shapes of a checkpoint to those of a model: renamed, fused, split, stacked and transposed weights.
+"""From the names and shapes of a checkpoint to those of a model, and back: renamed, fused, split, stacked and transposed weights.
 
 A key map is a list of rules, each of which turns the tensors that there are into others, in order; nothing is read for it. In the
 templates of the rules ``*`` stands for any text, and the n-th ``*`` of a target is the text that the n-th ``*`` of the source stands
@@ -14,6 +14,8 @@ Worked example, separate projections of a checkpoint into one fused parameter, w
         Stack("*.experts.#.w1.weight", "*.experts.w1"),                                    # experts 0, 1, ... along a new dim
         Transpose("*.c_fc.weight"),                                                        # Conv1D to Linear
     ]
+
+Saving goes through the same rules backwards, see ``inverted``.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from typing import Any, TypeAlias
 
 from ..errors import ArgumentError, message
 from .failure import failure
-from .lazy import Joined, LazyTensor, Narrowed, Permuted, Unsqueezed
+from .lazy import Joined, LazyTensor, Narrowed, Permuted, Squeezed, Unsqueezed
 
 Tensors: TypeAlias = dict[str, LazyTensor]
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
@@ -39,9 +41,13 @@ class KeyRule(ABC):
     def apply(self, tensors: Tensors, shapes: Shapes) -> Tensors:
         """The tensors by their new names. ``shapes`` are the model's, by its own names. Raises: CheckpointError"""
 
+    def inverse(self) -> KeyRule:
+        """The rule that undoes this one, for saving. Raises: ArgumentError if there is none"""
+        raise _no_inverse(self, "say how to undo it: write its method inverse()")
 
-Rename: TypeAlias = Callable[[str], str | None]
-KeyMap: TypeAlias = Rename | KeyRule | Sequence[tuple[str, str | None] | Rename | KeyRule]
+
+Renaming: TypeAlias = Callable[[str], str | None]
+KeyMap: TypeAlias = Renaming | KeyRule | Sequence[tuple[str, str | None] | Renaming | KeyRule]
 """A function from a checkpoint's key to the model's (None: ignore it), a ``KeyRule``, or several rules; a rule may also be a pair of a
 regular expression and what to replace it by wherever it is found (None: ignore the keys in which it is)."""
 
@@ -54,17 +60,39 @@ def apply_key_map(tensors: Mapping[str, LazyTensor], shapes: Shapes, key_map: Ke
     mapped = dict(tensors)
     if key_map is None:
         return mapped
-    for rule in (key_map,) if callable(key_map) or isinstance(key_map, KeyRule) else key_map:
-        if isinstance(rule, KeyRule):
-            mapped = rule.apply(mapped, shapes)
-        elif callable(rule):
-            mapped = _renamed(mapped, rule)
-        else:
-            mapped = _renamed(mapped, _substitution(rule))
+    for rule in _rules(key_map):
+        mapped = rule.apply(mapped, shapes) if isinstance(rule, KeyRule) else _renamed(mapped, _renaming(rule))
     return mapped
 
 
-def _substitution(rule: Any) -> Callable[[str], str | None]:
+def inverted(key_map: KeyMap | None) -> list[KeyRule]:
+    """The rules from a model's names to a checkpoint's, in order: each rule undone, the last one first.
+
+    Keys that ``key_map`` ignores are not written. Raises: ArgumentError naming a rule that cannot be undone
+    """
+    inverse: list[KeyRule] = []
+    for rule in reversed(_rules(key_map)):
+        if isinstance(rule, KeyRule):
+            inverse.append(rule.inverse())
+        elif callable(rule) or rule[1] is not None:
+            # That of r"gamma$" to "weight" would rename all weights: a pattern does not say what had been there before.
+            raise _no_inverse(rule, "give both directions: Rename(there, back)")
+    return inverse
+
+
+def _rules(key_map: KeyMap | None) -> Sequence[Any]:
+    if key_map is None:
+        return ()
+    return (key_map,) if callable(key_map) or isinstance(key_map, KeyRule) else key_map
+
+
+def _no_inverse(rule: Any, fix: str) -> ArgumentError:
+    return ArgumentError(message(f"key_map has {rule!r}, which cannot be undone to save", expected="rules with an inverse", fix=fix))
+
+
+def _renaming(rule: Any) -> Renaming:
+    if callable(rule):
+        return rule  # type: ignore[no-any-return]
     match rule:
         case (str() | re.Pattern() as pattern, None):
             drop = re.compile(pattern)
@@ -81,7 +109,7 @@ def _substitution(rule: Any) -> Callable[[str], str | None]:
     )
 
 
-def _renamed(tensors: Tensors, rename: Callable[[str], str | None]) -> Tensors:
+def _renamed(tensors: Tensors, rename: Renaming) -> Tensors:
     renamed: Tensors = {}
     for key, tensor in tensors.items():
         new = rename(key)
@@ -104,12 +132,33 @@ def _put(tensors: Tensors, key: str, tensor: LazyTensor) -> None:
 
 
 @dataclass(frozen=True)
+class Rename(KeyRule):
+    """A renaming that can be undone: each direction is a function of a key, or a pair of a regular expression and its replacement.
+
+    ``Rename((r"^model\\.", ""), (r"^(?!lm_head)", "model."))``
+    """
+
+    there: tuple[str, str | None] | Renaming
+    back: tuple[str, str | None] | Renaming
+
+    def apply(self, tensors: Tensors, shapes: Shapes) -> Tensors:
+        return _renamed(tensors, _renaming(self.there))
+
+    def inverse(self) -> KeyRule:
+        return Rename(self.back, self.there)
+
+
+@dataclass(frozen=True)
 class Concat(KeyRule):
-    """Several tensors become one, one behind another along ``dim``; all have to be there, or none."""
+    """Several tensors become one, one behind another along ``dim``; all have to be there, or none.
+
+    sizes: of the sources along ``dim``, which only saving needs
+    """
 
     sources: Sequence[str]
     target: str
     dim: int = 0
+    sizes: Sequence[int] | None = None
 
     def apply(self, tensors: Tensors, shapes: Shapes) -> Tensors:
         rest = dict(tensors)
@@ -117,6 +166,11 @@ class Concat(KeyRule):
             parts = _take(rest, [_filled(source, texts) for source in self.sources], self)
             _put(rest, _filled(self.target, texts), _joined(parts, self.dim, self))
         return rest
+
+    def inverse(self) -> KeyRule:
+        if self.sizes is None:
+            raise _no_inverse(self, "give it the sizes of its sources along dim: Concat(..., sizes=[...])")
+        return Split(self.target, self.sources, self.dim, self.sizes)
 
 
 @dataclass(frozen=True)
@@ -151,6 +205,9 @@ class Split(KeyRule):
                 _put(rest, name, Narrowed(whole, dim, start, size))
                 start += size
         return rest
+
+    def inverse(self) -> KeyRule:
+        return Concat(self.targets, self.source, self.dim, self.sizes)
 
     def _sizes_in_model(self, names: Sequence[str], shapes: Shapes, key: str) -> list[int]:
         unknown = [name for name in names if name not in shapes or self.dim >= len(shapes[name])]
@@ -188,6 +245,33 @@ class Stack(KeyRule):
             _put(rest, _filled(self.target, texts), stacked)
         return rest
 
+    def inverse(self) -> KeyRule:
+        return Unstack(self.target, self.source, self.dim)
+
+
+@dataclass(frozen=True)
+class Unstack(KeyRule):
+    """One tensor becomes several without its dim ``dim``, numbered 0, 1, ... at ``#``, as ``torch.unbind`` does."""
+
+    source: str
+    target: str
+    dim: int = 0
+
+    def apply(self, tensors: Tensors, shapes: Shapes) -> Tensors:
+        before = self.target.partition("#")[0].count("*")
+        rest = dict(tensors)
+        for texts in _texts_of_any([self.source], tensors):
+            key = _filled(self.source, texts)
+            whole = rest.pop(key)
+            dim = _checked_dim(whole, self.dim, key, self)
+            for number in range(whole.shape[dim]):
+                name = _filled(self.target, (*texts[:before], str(number), *texts[before:]))
+                _put(rest, name, Squeezed(Narrowed(whole, dim, number, 1), dim))
+        return rest
+
+    def inverse(self) -> KeyRule:
+        return Stack(self.target, self.source, self.dim)
+
 
 @dataclass(frozen=True)
 class Transpose(KeyRule):
@@ -199,6 +283,9 @@ class Transpose(KeyRule):
     def apply(self, tensors: Tensors, shapes: Shapes) -> Tensors:
         matched = {_filled(self.source, texts) for texts in _texts_of_any([self.source], tensors)}
         return {key: self._transposed(key, tensor) if key in matched else tensor for key, tensor in tensors.items()}
+
+    def inverse(self) -> KeyRule:
+        return self
 
     def _transposed(self, key: str, tensor: LazyTensor) -> LazyTensor:
         first, second = (_checked_dim(tensor, dim, key, self) for dim in self.dims)
@@ -239,7 +326,7 @@ def _take(tensors: Tensors, keys: Sequence[str], rule: KeyRule) -> list[LazyTens
     missing = [key for key in keys if key not in tensors]
     if missing:
         raise failure(
-            f"the checkpoint has only {len(keys) - len(missing)} of {len(keys)} tensors that {rule} joins; there is no",
+            f"there are only {len(keys) - len(missing)} of {len(keys)} tensors that {rule} joins; there is no",
             items=missing,
             expected="all of them, or none",
             fix="mend the rule, or complete the checkpoint; nothing was changed",

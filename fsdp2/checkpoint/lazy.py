@@ -148,3 +148,23 @@ class Unsqueezed(LazyTensor):
             (*box.start[: self.dim], *box.start[self.dim + 1 :]), (*box.stop[: self.dim], *box.stop[self.dim + 1 :])
         )
         self.whole.read(inside, out.squeeze(self.dim), reader)
+
+
+@dataclass(frozen=True, eq=False)
+class Squeezed(LazyTensor):
+    """``whole.squeeze(dim)``, of length 1 there."""
+
+    whole: LazyTensor
+    dim: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.whole.shape[: self.dim], *self.whole.shape[self.dim + 1 :])
+
+    def stored(self) -> Iterator[Stored]:
+        return self.whole.stored()
+
+    def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
+        start, stop = box.start, box.stop
+        inside = Box((*start[: self.dim], 0, *start[self.dim :]), (*stop[: self.dim], 1, *stop[self.dim :]))
+        self.whole.read(inside, out.unsqueeze(self.dim), reader)

@@ -1,7 +1,8 @@
-"""``load_safetensors``: from files straight into shards; each rank reads the bytes that it keeps, and talks to nobody.
+"""``load_safetensors``: from files straight into shards; each rank reads the bytes that it keeps, and gets none from others.
 
-First everything that all ranks see alike is checked (files, headers, names, shapes, dtypes), so that they raise alike, before the
-model is touched. Then storage for what is on the meta device, then the bytes. It refuses to know the format and the folder's layout.
+First files, headers, names, shapes and dtypes are checked, then what is on the meta device gets storage, then the bytes are read, those
+for parameters that have values aside. Only when every rank has come so far are these overwritten: a disk may fail on one rank alone,
+and the others would train on, or wait, without it. It refuses to know the format and the folder's layout.
 
 Worked example, 4 ranks, an (8, 1024) fp32 parameter under Shard(0), stored in bf16: rank 1 reads the 4096 bytes of rows [2, 4), and
 converts them on the way into its shard.
@@ -14,18 +15,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..core import torch_compat as compat
 from ..core.unit import Unit
-from ..errors import CheckpointError, MaterializationError, message
+from ..errors import CheckpointError, FSDPError, MaterializationError, message
 from ..materialize import RESET_NAMES, materialize
+from .agreement import agree_on_meshes
 from .boxes import Piece
 from .byte_ranges import ByteReader
+from .every_rank import tried
 from .hf_folder import open_checkpoint
 from .key_map import KeyMap, Tensors, apply_key_map
 from .lazy import LazyTensor
-from .model_tensors import ModelTensor, checked_model, give_storage, model_tensors, reshard, still_on_meta
+from .model_tensors import ModelTensor, checked_model, give_storage, model_tensors, reshard, still_on_meta, take_storage
 from .progress import progress_bar
 from .safetensors_format import DTYPES
 
@@ -78,6 +81,7 @@ def load_safetensors(
     ignore_mismatched: bool = False,
     init_fn: Callable[[nn.Module], object] | None = None,
     device: torch.device | str | None = None,
+    in_place: bool = False,
     progress: bool | None = None,
 ) -> LoadReport:
     """Load a Hugging Face checkpoint into ``model``, sharded (by fsdp2, torch's FSDP2, any DTensors) or not, on the meta device or not.
@@ -90,6 +94,7 @@ def load_safetensors(
                        non-persistent buffers; None calls the modules' own ``reset_parameters``. Seed all ranks alike before.
                        (Of a transformers model: ``model._init_weights``.)
     device:            for parameters on the meta device that are not sharded; None: the mesh's device, or the default one
+    in_place:          read over the values that the model has, without a copy aside: if reading fails, it is left partly loaded
     progress:          a bar on rank 0; None: where there is a terminal and rich is installed
 
     Values are converted to the model's dtypes: floating-point ones to any, integers to wider ones. Tied parameters are read once, under
@@ -98,27 +103,50 @@ def load_safetensors(
     Reads:      the bytes of this rank's shards. Under Shard(0) exactly these; Shard(dim > 0) and strided shards
                 have runs of bytes, of which those less than 16 KiB apart are read with what is between them. A replicated parameter is
                 read whole by every rank. Beside that, every rank reads all headers.
-    Memory:     beside the model, two buffers of 16 MiB; while parameters come from the meta device, one group's shard.
+    Memory:     beside the model, two buffers of 16 MiB; while parameters come from the meta device, one group's shard; of what has
+                values already, a copy of this rank's shards in host memory, unless ``in_place``.
                 No full tensor on any rank, unless a placement replicates it or ``init_fn`` needs it whole
-    Collective: no, except where ``materialize`` is, for what does not come from the checkpoint
-    Raises:     CheckpointError (with ``file``, ``key`` and ``report``) on all ranks alike, before the model is changed; and, if a
-                file turns out unreadable later, on the ranks that meet it, with the model partly loaded.
+    Collective: yes, over the meshes that the parameters lie on, so that all ranks succeed or all fail: 8 bytes for each mesh axis, at
+                the end. No data travels between ranks. A model without DTensors: no.
+                And where ``materialize`` is, for what does not come from the checkpoint
+    Raises:     CheckpointError (with ``file``, ``key`` and ``report``) on all ranks, whichever it happened on, with the model
+                unchanged: parameters on the meta device are there again.
                 MaterializationError if strict and something is left that nothing initialises
     """
     checked_model(model, "load_safetensors")
-    checkpoint = open_checkpoint(path_or_index)
     units = reshard(model)
     tensors = model_tensors(model)
-    shapes = {name: tuple(each.tensor.shape) for each in tensors for name in each.names}
-    stored = apply_key_map(checkpoint.tensors, shapes, key_map)
-    report = LoadReport(header_bytes=checkpoint.header_bytes)
-    matched = _match(tensors, stored, report)
-    _refuse(report, checkpoint.path, strict, ignore_mismatched)
     at = _device(units, device)
-    with torch.inference_mode(False), torch.no_grad():
+    on_meta = [each for each in tensors if each.is_meta]
+
+    def read() -> tuple[LoadReport, list[tuple[ModelTensor, Tensor]]]:
+        checkpoint = open_checkpoint(path_or_index)
+        shapes = {name: tuple(each.tensor.shape) for each in tensors for name in each.names}
+        report = LoadReport(header_bytes=checkpoint.header_bytes)
+        matched = _match(tensors, apply_key_map(checkpoint.tensors, shapes, key_map), report)
+        _refuse(report, checkpoint.path, strict, ignore_mismatched)
+        new = {id(each) for each in on_meta}
         give_storage([each for each, _ in matched], units, at)
-        bytes_read = _read(matched, progress)
-    return _with_the_rest(model, tensors, replace(report, bytes_read=bytes_read), init_fn, at, strict)
+        targets = [(each, lazy, _target(each, in_place or id(each) in new)) for each, lazy in matched]
+        bytes_read = _read(targets, progress)
+        return replace(report, bytes_read=bytes_read), [(each, to) for each, _, to in targets if not in_place and id(each) not in new]
+
+    with torch.inference_mode(False), torch.no_grad():
+        result, problem = tried(f"cannot load {path_or_index}", read)
+        try:
+            agree_on_meshes([each.mesh for each in tensors if each.mesh is not None], problem)
+        except FSDPError:
+            take_storage(on_meta, units)
+            raise
+        report, aside = result[0]
+        for each, values in aside:
+            each.local.copy_(values)
+    return _with_the_rest(model, tensors, report, init_fn, at, strict)
+
+
+def _target(each: ModelTensor, in_place: bool) -> Tensor:
+    """What to read this rank's part into: itself, or host memory aside."""
+    return each.local if in_place else torch.empty_like(each.local, device="cpu")
 
 
 def _match(tensors: Sequence[ModelTensor], stored: Tensors, report: LoadReport) -> list[tuple[ModelTensor, LazyTensor]]:
@@ -189,17 +217,16 @@ def _device(units: Sequence[Unit], device: torch.device | str | None) -> torch.d
     return units[0].device if units else torch.device(compat.default_device_type())
 
 
-def _read(matched: Sequence[tuple[ModelTensor, LazyTensor]], progress: bool | None) -> int:
-    """Read this rank's pieces in the order of the files; the number of bytes."""
-    work: list[tuple[ModelTensor, LazyTensor, list[Piece]]] = [(each, lazy, each.pieces()) for each, lazy in matched]
-    work.sort(key=lambda item: min((str(stored.path), stored.entry.offset) for stored in item[1].stored()))
-    total = sum(piece.box.numel * each.tensor.itemsize for each, _, pieces in work for piece in pieces)
+def _read(targets: Sequence[tuple[ModelTensor, LazyTensor, Tensor]], progress: bool | None) -> int:
+    """Read this rank's pieces of each, into what is behind it, in the order of the files; the number of bytes."""
+    work: list[tuple[LazyTensor, Tensor, list[Piece]]] = [(lazy, local, each.pieces()) for each, lazy, local in targets]
+    work.sort(key=lambda item: min((str(stored.path), stored.entry.offset) for stored in item[0].stored()))
+    total = sum(piece.box.numel * local.itemsize for _, local, pieces in work for piece in pieces)
     with ByteReader() as reader, progress_bar("loading", total, progress) as advance:
-        for each, lazy, pieces in work:
-            local = each.local
+        for lazy, local, pieces in work:
             for piece in pieces:
                 lazy.read(piece.box, local[piece.local.slices], reader)
-                advance(piece.box.numel * each.tensor.itemsize)
+                advance(piece.box.numel * local.itemsize)
         return reader.bytes_read
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from ..core import torch_compat as compat
@@ -57,6 +58,11 @@ class ModelTensor:
     @property
     def is_meta(self) -> bool:
         return self.local.is_meta
+
+    @property
+    def mesh(self) -> DeviceMesh | None:
+        tensor = self.tensor
+        return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
     def pieces(self) -> list[Piece]:
         """What this rank keeps of the whole tensor."""
@@ -182,6 +188,15 @@ def give_storage(tensors: Iterable[ModelTensor], units: Sequence[Unit], device: 
             _allocate(each, torch.device("cpu") if on_host else unit.device if unit is not None else _device(each, device))
         if unit is not None:
             unit.notice_changes()
+
+
+def take_storage(tensors: Iterable[ModelTensor], units: Sequence[Unit]) -> None:
+    """Undo ``give_storage``: put ``tensors`` on the meta device again."""
+    for each in tensors:
+        if not each.is_meta:
+            _allocate(each, torch.device("meta"))
+    for unit in units:
+        unit.notice_changes()
 
 
 def _device(each: ModelTensor, device: torch.device) -> torch.device:

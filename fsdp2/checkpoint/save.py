@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,11 +23,13 @@ from ..errors import ArgumentError, CheckpointError, FSDPError, MaterializationE
 from .agreement import agree, default_group
 from .bands import BandStream
 from .byte_ranges import bytes_of
-from .commit import Names, NewFile, choose_names, commit, make_folder
+from .commit import Names, NewFile, choose_names, commit, make_folder, rename, temporary_path
 from .failure import failure
+from .hf_config import config_files, has_config
+from .key_map import KeyMap
 from .model_tensors import ModelTensor, checked_model, model_tensors, reshard, still_on_meta
 from .progress import progress_bar
-from .save_plan import Band, PlannedFile, fingerprint, nbytes_of, plan_files, writers_of
+from .save_plan import Band, PlannedFile, fingerprint, nbytes_of, plan_files, writers_of, written_tensors
 
 BUFFER_NBYTES = 64 << 20
 """A rank holds at most twice this while it saves."""
@@ -53,16 +55,23 @@ def save_safetensors(
     *,
     num_writers: int | None = 1,
     dtype: torch.dtype | None = None,
+    key_map: KeyMap | None = None,
+    config: bool | None = None,
     process_group: dist.ProcessGroup | None = None,
     progress: bool | None = None,
 ) -> SavedCheckpoint:
     """Write parameters and persistent buffers, whole, in Hugging Face's layout; ``load_safetensors`` and ``from_pretrained`` read it.
 
     folder:         made if it is not there; shared by all ranks that write. An earlier checkpoint in it is replaced in one rename, see
-                    ``commit.py``; other files (a ``config.json``, which ``from_pretrained`` needs beside) are left alone
+                    ``commit.py``; other files are left alone, but for those of ``config``
     max_shard_size: of a file, in bytes or like "5GB"; a larger tensor gets a file of its own. With one file there is no index
     num_writers:    1: rank 0 writes all files; more: as many ranks write different files at the same time; None: all ranks
     dtype:          to convert floating-point tensors to
+    key_map:        from the checkpoint's names to the model's, as ``load_safetensors`` takes it; here it is undone, so that fused or
+                    renamed weights get the checkpoint's names again. Bare patterns and functions do not say what to undo:
+                    ``Rename`` has both directions, ``Concat`` needs ``sizes``. What it ignores is not written
+    config:         write the ``config.json`` (and ``generation_config.json``) of a transformers model, which ``from_pretrained`` needs
+                    beside; None: if ``model.config`` can write one
     process_group:  the ranks that hold the model; None: all
     progress:       a bar on rank 0; None: where there is a terminal and rich is installed
 
@@ -80,7 +89,13 @@ def save_safetensors(
     world_size = 1 if group is None else group.size()
     path = Path(folder)
     reshard(model)
-    files, names = _agreed_plan(model, path, max_nbytes, writers_of(world_size, num_writers), dtype, group)
+    def plan() -> list[PlannedFile]:
+        tensors = [each for each in model_tensors(model) if each.persistent]
+        _refuse_meta(tensors)
+        _refuse_other_ranks(tensors, group)
+        return plan_files(written_tensors(tensors, key_map), max_nbytes, writers_of(world_size, num_writers), dtype)
+
+    files, names, configs = _agreed_plan(plan, model, path, config, group)
     total = sum(tensor.nbytes for file in files for tensor in file.tensors)
     with _temporary_files() as new_files, torch.inference_mode(False), torch.no_grad():
         problem = _write(files, names, path, group, new_files, progress)
@@ -88,7 +103,7 @@ def save_safetensors(
         problem = None
         if group is None or group.rank() == 0:
             try:
-                commit(path, names, [file.nbytes for file in files], _weight_map(files, names), _metadata(files))
+                _commit(path, names, files, configs, new_files)
             except CheckpointError as error:
                 problem = error
         _agree_or_remove(group, problem, new_files)
@@ -103,24 +118,28 @@ def _check(num_writers: int | None, dtype: torch.dtype | None) -> None:
 
 
 def _agreed_plan(
-    model: nn.Module, folder: Path, max_nbytes: int, writers: list[int], dtype: torch.dtype | None, group: dist.ProcessGroup | None
-) -> tuple[list[PlannedFile], Names]:
-    """The plan, if all ranks can make it and made the same; and the names that rank 0 chose. Collective: yes."""
+    plan: Callable[[], list[PlannedFile]], model: nn.Module, folder: Path, config: bool | None, group: dist.ProcessGroup | None
+) -> tuple[list[PlannedFile], Names, dict[str, bytes]]:
+    """The plan, if all ranks can make it and made the same; the names that rank 0 chose, and there the files of ``config``.
+
+    Collective: yes
+    """
     files: list[PlannedFile] = []
     names: Names | None = None
+    configs: dict[str, bytes] = {}
     problem: FSDPError | None = None
     try:
-        tensors = [each for each in model_tensors(model) if each.persistent]
-        _refuse_meta(tensors)
-        _refuse_other_ranks(tensors, group)
-        files = plan_files(tensors, max_nbytes, writers, dtype)
+        files = plan()
+        wanted = config if config is not None else has_config(model)
+        if wanted:
+            configs = config_files(model, {tensor.dtype for file in files for tensor in file.tensors})
         if group is None or group.rank() == 0:
             make_folder(folder)
             names = choose_names(folder, len(files), uuid.uuid4().hex[:8])
     except FSDPError as error:
         problem = error
     said = agree(group, problem, (fingerprint(files), names))
-    differing = [rank for rank, (plan, _) in enumerate(said) if plan != said[0][0]]
+    differing = [rank for rank, (print_, _) in enumerate(said) if print_ != said[0][0]]
     if differing:
         raise failure(
             f"ranks {differing} have other names, shapes or dtypes in their model than rank 0, or other arguments",
@@ -129,7 +148,17 @@ def _agreed_plan(
         )
     chosen = said[0][1]
     assert chosen is not None
-    return files, chosen
+    return files, chosen, configs
+
+
+def _commit(folder: Path, names: Names, files: list[PlannedFile], configs: dict[str, bytes], new_files: list[NewFile]) -> None:
+    """Make what is written the folder's checkpoint; on one rank."""
+    for name, content in configs.items():  # before anything is renamed: the disk may be full
+        new_files.append(NewFile(temporary_path(folder, name, names.token), content))
+        new_files[-1].finish()
+    commit(folder, names, [file.nbytes for file in files], _weight_map(files, names), _metadata(files))
+    for name in configs:
+        rename(temporary_path(folder, name, names.token), folder / name)
 
 
 def _refuse_meta(tensors: list[ModelTensor]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +20,11 @@ import torch
 from ..errors import ArgumentError, message
 from .boxes import Box, split
 from .failure import failure
+from .kept import Kept
+from .key_map import KeyMap, Tensors, apply_key_map, inverted
+from .lazy import LazyTensor
 from .model_tensors import ModelTensor
-from .safetensors_format import NAMES, build_header
+from .safetensors_format import DTYPES, NAMES, build_header
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
@@ -30,7 +33,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 class PlannedTensor:
     """A tensor to be written whole, as ``key``, in ``dtype``."""
 
-    source: ModelTensor
+    lazy: LazyTensor
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -67,24 +70,47 @@ class PlannedFile:
                 yield Band(tensor, box)
 
 
+def written_tensors(tensors: Iterable[ModelTensor], key_map: KeyMap | None) -> Tensors:
+    """What is to be written, by its name in the checkpoint.
+
+    key_map: as for loading; its rules are undone
+    Raises:  ArgumentError for a rule that cannot be; CheckpointError if loading with ``key_map`` would not give these tensors again
+    """
+    kept: Tensors = {each.name: Kept(each) for each in tensors}
+    written = apply_key_map(kept, {}, inverted(key_map))
+    shapes = {name: each.shape for name, each in kept.items()}
+    again = {name: each.shape for name, each in apply_key_map(written, shapes, key_map).items()}
+    if again != shapes:
+        differing = sorted(name for name in shapes.keys() | again.keys() if shapes.get(name) != again.get(name))
+        raise failure(
+            f"key_map does not lead back to {len(differing)} of the model's tensors from what would be written",
+            items=[f"{name}: {shapes.get(name, 'not')} in the model, {again.get(name, 'not')} loaded again" for name in differing],
+            expected="rules whose inverse undoes them for every name of the model",
+            fix="mend key_map; nothing was written",
+            key=differing[0],
+        )
+    return written
+
+
 def plan_files(
-    tensors: Iterable[ModelTensor], max_shard_nbytes: int, writers: Sequence[int], dtype: torch.dtype | None
+    tensors: Mapping[str, LazyTensor], max_shard_nbytes: int, writers: Sequence[int], dtype: torch.dtype | None
 ) -> list[PlannedFile]:
-    """Fill files in the model's order, as transformers does; a tensor larger than ``max_shard_nbytes`` gets one of its own.
+    """Fill files in the order of ``tensors``, as transformers does; a tensor larger than ``max_shard_nbytes`` gets one of its own.
 
     dtype: for floating-point tensors; None: their own
     Raises: CheckpointError naming tensors of a dtype that the format does not have
     """
-    planned = [_planned(each, dtype) for each in tensors if each.persistent]
-    unknown = [f"{tensor.key}: {tensor.dtype}" for tensor in planned if tensor.dtype not in NAMES]
+    dtypes = {key: list(dict.fromkeys(stored.entry.dtype for stored in lazy.stored())) for key, lazy in tensors.items()}
+    unknown = [f"{key}: {', '.join(names)}" for key, names in dtypes.items() if not DTYPES.keys() >= set(names) or len(names) > 1]
     if unknown:
         raise failure(
-            f"{len(unknown)} tensors have a dtype that safetensors files do not know",
+            f"{len(unknown)} tensors have a dtype that safetensors files do not know, or parts of several dtypes",
             items=unknown,
             expected=", ".join(str(each).removeprefix("torch.") for each in NAMES),
             fix="convert them; nothing was written",
             key=unknown[0].partition(":")[0],
         )
+    planned = [_planned(key, lazy, DTYPES[dtypes[key][0]], dtype) for key, lazy in tensors.items()]
     contents: list[list[PlannedTensor]] = [[]]
     filled = 0
     for tensor in planned:
@@ -101,10 +127,8 @@ def plan_files(
     return files
 
 
-def _planned(each: ModelTensor, dtype: torch.dtype | None) -> PlannedTensor:
-    tensor = each.tensor
-    convert = dtype is not None and tensor.is_floating_point()
-    return PlannedTensor(each, each.name, tuple(tensor.shape), dtype if convert and dtype is not None else tensor.dtype)
+def _planned(key: str, lazy: LazyTensor, own: torch.dtype, wanted: torch.dtype | None) -> PlannedTensor:
+    return PlannedTensor(lazy, key, lazy.shape, wanted if wanted is not None and own.is_floating_point else own)
 
 
 def fingerprint(files: Iterable[PlannedFile]) -> str:

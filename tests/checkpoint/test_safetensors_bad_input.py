@@ -162,7 +162,7 @@ def test_names_that_lead_out_of_a_folder():
 
 
 @on_ranks(3)
-def test_every_rank_raises_alike_without_a_collective(tmp_path):
+def test_every_rank_raises_alike(tmp_path):
     if dist.get_rank() == 0:
         write(tmp_path)
         os.truncate(tmp_path / SECOND, (tmp_path / SECOND).stat().st_size - 1)
@@ -184,6 +184,73 @@ def test_a_disk_that_fails_while_reading_names_file_and_key(tmp_path):
     assert (caught.value.file, caught.value.key) == (str(tmp_path / FIRST), "0.bias")
     with patch("os.preadv", return_value=0), pytest.raises(CheckpointError, match="has become shorter"):
         load_safetensors(net(), tmp_path)
+
+
+def fails_at(num_calls, outcome):
+    """``os.preadv`` that after ``num_calls`` raises ``outcome`` or returns it."""
+    real, left = os.preadv, [num_calls]
+
+    def preadv(*args):
+        if left[0] > 0:
+            left[0] -= 1
+            return real(*args)
+        if isinstance(outcome, OSError):
+            raise outcome
+        return outcome
+
+    return patch("os.preadv", preadv)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("start", ["meta", "cpu"])
+@pytest.mark.parametrize("axes", [1, 2])
+@pytest.mark.parametrize("failure", ["disk", "shorter", "unseen"])
+def test_what_fails_on_one_rank_alone_fails_on_every_rank_and_the_model_is_unchanged(tmp_path, start, axes, failure):
+    """A disk that gives up after the headers, a file that was cut since, a file that one node does not see."""
+    if dist.get_rank() == 0:
+        write(tmp_path)
+    dist.barrier()
+    with torch.device(start):
+        model = net()
+        for param in model.parameters():
+            nn.init.constant_(param, 7.0)
+    mesh = cpu_mesh() if axes == 1 else cpu_mesh(2, 2)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    params = list(model.parameters())
+    damage = {
+        "disk": lambda: fails_at(1, OSError(errno.EIO, "Input/output error")),
+        "shorter": lambda: fails_at(1, 0),
+        "unseen": lambda: patch("pathlib.Path.is_file", lambda path: path.suffix == ".json"),
+    }[failure]
+    text = {"disk": "Input/output error", "shorter": "has become shorter", "unseen": "files that are not there"}[failure]
+    with damage() if dist.get_rank() == 2 else contextlib.nullcontext(), pytest.raises(CheckpointError, match=text) as caught:
+        load_safetensors(model, tmp_path)
+    assert "[rank 2]" in str(caught.value)
+    assert caught.value.file is not None
+    assert caught.value.key is not None
+    for param, before in zip(model.parameters(), params, strict=True):
+        assert param is before
+        assert param.to_local().is_meta if start == "meta" else (param.to_local() == 7.0).all()
+    load_safetensors(model, tmp_path)
+    assert torch.equal(model[1].weight.full_tensor(), net()[1].weight)
+    model(torch.ones(2, 4)).sum().backward()
+
+
+@on_ranks(2)
+def test_in_place_overwrites_what_it_has_read(tmp_path):
+    if dist.get_rank() == 0:
+        write(tmp_path)
+    dist.barrier()
+    model = fully_shard(net(), mesh=cpu_mesh())
+    for param in model.parameters():
+        nn.init.constant_(param, 7.0)
+    damage = fails_at(1, OSError(errno.EIO, "Input/output error")) if dist.get_rank() == 1 else contextlib.nullcontext()
+    with damage, pytest.raises(CheckpointError, match="Input/output error"):
+        load_safetensors(model, tmp_path, in_place=True)
+    assert not all((param.to_local() == 7.0).all() for param in model.parameters())
+    assert (model[1].bias.to_local() == 7.0).all() or dist.get_rank() == 0
 
 
 # --- saving ---------------------------------------------------------------------------------------------------------------------

@@ -1,16 +1,31 @@
-"""Key maps: what comes out has the values of the torch operation of the same name. No process group."""
+"""Key maps: what comes out has the values of the torch operation of the same name; what is saved through one is what was loaded."""
 
 from __future__ import annotations
 
 import re
+from unittest.mock import patch
 
 import pytest
 import torch
-from safetensors.torch import save_file
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import nn
 
-from fsdp2 import ArgumentError
-from fsdp2.checkpoint import CheckpointError, Concat, KeyRule, Split, Stack, Transpose, load_safetensors
+import fsdp2.checkpoint.save as save
+from fsdp2 import ArgumentError, fully_shard
+from fsdp2.checkpoint import (
+    CheckpointError,
+    Concat,
+    KeyRule,
+    Rename,
+    Split,
+    Stack,
+    Transpose,
+    Unstack,
+    load_safetensors,
+    save_safetensors,
+)
+from harness import cpu_mesh, on_ranks
 
 
 class Holder(nn.Module):
@@ -134,3 +149,72 @@ def test_rules_that_do_not_fit_are_errors_that_name_the_keys(tmp_path, case):
 def test_what_is_no_rule_is_an_argument_error(tmp_path, rules):
     with pytest.raises(ArgumentError, match="key_map has"):
         load(tmp_path, numbers(a__q=(4, 3), a__k=(2, 3)), Holder(x=(4, 3)), rules)
+
+
+# --- backwards --------------------------------------------------------------------------------------------------------------------
+
+MAPS = {
+    "renamed": (Rename((r"^t\.", ""), (r"^", "t.")), {"t__a": (5, 3), "t__b": (2,)}, {"a": (5, 3), "b": (2,)}),
+    "concatenated": (
+        Concat(["*.q", "*.k"], "*.qk", sizes=[5, 2]), {"h__q": (5, 3), "h__k": (2, 3), "b": (4,)}, {"h__qk": (7, 3), "b": (4,)},
+    ),
+    "along another dim": (Concat(["*.q", "*.k"], "*.qk", -1, [2, 3]), {"h__q": (5, 2), "h__k": (5, 3)}, {"h__qk": (5, 5)}),
+    "split": (Split("*.qk", ["*.q", "*.k"]), {"h__qk": (7, 3)}, {"h__q": (5, 3), "h__k": (2, 3)}),
+    "stacked": (
+        [Stack("*.e.#.w", "*.w", 1)], {f"h__e__{index}__w": (5, 2) for index in range(11)}, {"h__w": (5, 11, 2)},
+    ),
+    "unstacked": (Unstack("*.w", "*.e.#.w"), {"h__w": (3, 4, 2)}, {f"h__e__{index}__w": (4, 2) for index in range(3)}),
+    "transposed": (Transpose("*.w"), {"h__w": (5, 3)}, {"h__w": (3, 5)}),
+    "experts": (
+        [
+            Transpose("m.experts.*"),
+            Concat(["*.experts.*.gate", "*.experts.*.up"], "*.experts.*.both", dim=1, sizes=[3, 3]),
+            Stack("*.experts.#.both", "*.both"),
+            Rename((r"^m\.", ""), lambda key: "m." + key),
+        ],
+        {f"m__experts__{index}__{name}": (3, 4) for index in range(2) for name in ("gate", "up")},
+        {"both": (2, 4, 6)},
+    ),
+}  # fmt: skip
+
+
+@on_ranks(1, 3)
+@pytest.mark.parametrize("case", MAPS)
+def test_saved_through_the_map_it_was_loaded_with_is_the_checkpoint_again(tmp_path, case):
+    key_map, stored, shapes = MAPS[case]
+    expected = numbers(**stored)
+    if dist.get_rank() == 0:
+        save_file(expected, tmp_path / "model.safetensors")
+    dist.barrier()
+    model = fully_shard(Holder(**shapes), mesh=cpu_mesh())
+    load_safetensors(model, tmp_path, key_map=key_map)
+    with patch.object(save, "BUFFER_NBYTES", 50):
+        save_safetensors(model, tmp_path / "again", key_map=key_map, num_writers=None)
+    found = load_file(tmp_path / "again" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+
+
+NOT_INVERTIBLE = {
+    "a pattern": ([(r"gamma$", "weight")], ArgumentError, r"'gamma\$', 'weight'\).*cannot be undone(.|\n)*Rename\(there, back\)"),
+    "a function": (lambda key: key, ArgumentError, r"cannot be undone(.|\n)*Rename"),
+    "no sizes": (Concat(["*.q", "*.k"], "*.qk"), ArgumentError, r"cannot be undone(.|\n)*sizes"),
+    "a rule of one's own": (KeyRule, ArgumentError, r"cannot be undone(.|\n)*inverse\(\)"),
+    "another way back": (Rename((r"^t\.", ""), (r"^", "u.")), CheckpointError, r"lead back to 4(.|\n)*h.qk: \(7, 3\) in the model"),
+    "sizes that do not add up": (Concat(["*.q", "*.k"], "*.qk", sizes=[5, 3]), CheckpointError, r"h.qk \(7, 3\) cannot be split"),
+    "two of one name": (Rename(lambda key: key, lambda key: "x"), CheckpointError, "several tensors the name x"),
+    "ignored": ([("qk", None)], CheckpointError, r"does not lead back to 1(.|\n)*h.qk"),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("case", NOT_INVERTIBLE)
+def test_maps_that_do_not_lead_back_are_refused_on_every_rank_before_anything_is_written(tmp_path, case):
+    key_map, error, text = NOT_INVERTIBLE[case]
+    if key_map is KeyRule:
+        key_map = type("Own", (KeyRule,), {"apply": lambda self, tensors, shapes: dict(tensors)})()
+    model = fully_shard(Holder(h__qk=(7, 3), b=(4,)), mesh=cpu_mesh())
+    with pytest.raises(error, match=text):
+        save_safetensors(model, tmp_path / "folder", key_map=key_map)
+    assert not (tmp_path / "folder").exists()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp2 import fully_shard
-from fsdp2.checkpoint import load_safetensors, save_safetensors
+from fsdp2 import ArgumentError, fully_shard
+from fsdp2.checkpoint import CheckpointError, load_safetensors, save_safetensors
 from harness import cpu_mesh, on_ranks
 
 pytest.importorskip("transformers", reason="needs transformers")
@@ -74,9 +76,6 @@ def test_transformers_opens_what_we_save(tmp_path, family, tied):
     for max_shard_size in ("5GB", "2KB"):
         folder = tmp_path / max_shard_size
         save_safetensors(model, folder, max_shard_size)
-        if dist.get_rank() == 0:
-            reference.config.save_pretrained(folder)
-        dist.barrier()
         auto = transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForCausalLM
         opened, info = auto.from_pretrained(folder, output_loading_info=True)
         assert not any(info.values()), info
@@ -121,3 +120,40 @@ def test_an_index_of_ours_is_what_transformers_writes(tmp_path):
     ours, theirs = (json.loads((tmp_path / kind / "model.safetensors.index.json").read_text()) for kind in ("ours", "theirs"))
     assert ours["weight_map"].keys() == theirs["weight_map"].keys()
     assert ours["metadata"] == theirs["metadata"]
+
+
+@on_ranks(2)
+def test_configs_are_those_of_save_pretrained_and_are_replaced_or_left_alone(tmp_path):
+    reference = build("llama", True, seed=1)
+    reference.generation_config.max_new_tokens = 5
+    if dist.get_rank() == 0:
+        reference.save_pretrained(tmp_path / "theirs")
+    model = build("llama", True, seed=1)
+    model.generation_config.max_new_tokens = 5
+    sharded("llama", model)
+    (tmp_path / "ours").mkdir(exist_ok=True)
+    (tmp_path / "ours" / "config.json").write_text("{}")
+    dist.barrier()
+    save_safetensors(model, tmp_path / "ours", config=False)
+    assert (tmp_path / "ours" / "config.json").read_text() == "{}"
+    save_safetensors(model, tmp_path / "ours")
+    dist.barrier()
+    assert {path.name for path in (tmp_path / "ours").iterdir()} == {path.name for path in (tmp_path / "theirs").iterdir()}
+    for name in ("config.json", "generation_config.json"):
+        ours, theirs = (json.loads((tmp_path / kind / name).read_text()) for kind in ("ours", "theirs"))
+        assert ours == theirs
+    assert type(model).__name__ != "LlamaForCausalLM", "the sharded class has another name than what is written"
+    save_safetensors(model, tmp_path / "half", dtype=torch.bfloat16)
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    with pytest.raises(ArgumentError, match="no config with save_pretrained"):
+        save_safetensors(fully_shard(torch.nn.Linear(2, 2), mesh=cpu_mesh()), tmp_path / "none", config=True)
+
+
+@on_ranks(2)
+def test_a_config_that_refuses_to_be_saved_is_an_error_on_every_rank(tmp_path):
+    model = sharded("llama", build("llama", True, seed=1))
+    refusing = patch.object(type(model.generation_config), "save_pretrained", side_effect=ValueError("no temperature"))
+    with refusing if dist.get_rank() == 1 else contextlib.nullcontext(), pytest.raises(CheckpointError, match="no temperature"):
+        save_safetensors(model, tmp_path / "folder")
+    dist.barrier()
+    assert not list((tmp_path / "folder").glob("*"))

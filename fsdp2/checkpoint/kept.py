@@ -1,0 +1,58 @@
+"""Tensors of a model as lazy ones: what a key map puts together of them is known before any value is moved.
+
+Reading one says which boxes of which parameters would have to go where; ``bands.py`` brings them. It refuses to know files and ranks.
+
+Worked example: with ``Split`` of a fused (6, 8) parameter into k of rows [4, 6), the whole of k wants rows [4, 6) of the parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from .boxes import Box
+from .byte_ranges import ByteReader
+from .lazy import LazyTensor, Stored
+from .model_tensors import ModelTensor
+from .safetensors_format import NAMES, Entry
+
+
+class Wanted(ByteReader):
+    """Notes what would be read.
+
+    parts: a parameter, a box of it, and the view of that box's shape that it should fill
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[tuple[ModelTensor, Box, Tensor]] = []
+
+
+@dataclass(frozen=True, eq=False)
+class Kept(LazyTensor):
+    """A parameter or buffer, whole."""
+
+    source: ModelTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.source.tensor.shape)
+
+    def stored(self) -> Iterator[Stored]:
+        """It as a file would have it, with its dtype, for messages."""
+        dtype = self.source.tensor.dtype
+        yield Stored(Path(), self.source.name, Entry(NAMES.get(dtype, str(dtype)), self.shape, 0, 0))
+
+    def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
+        assert isinstance(reader, Wanted), "values of a model are brought by bands.py"
+        reader.parts.append((self.source, box, out))
+
+
+def wanted(lazy: LazyTensor, box: Box, out: Tensor) -> list[tuple[ModelTensor, Box, Tensor]]:
+    """What ``box`` of ``lazy`` is made of, and where in ``out``, of the box's shape, each part belongs. Collective: no."""
+    reader = Wanted()
+    lazy.read(box, out, reader)
+    return reader.parts

@@ -2,8 +2,10 @@
 
 from .api import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from .clip import clip_grad_norm_, get_total_norm
+from .compiled import compile, uncompile  # noqa: A004 (named after torch.compile)
 from .errors import (
     ArgumentError,
+    CompileError,
     DeviceError,
     FSDPError,
     MaterializationError,
@@ -28,6 +30,7 @@ __all__ = [
     "AllGather",
     "ArgumentError",
     "CPUOffloadPolicy",
+    "CompileError",
     "DataParallelMeshDims",
     "DeviceError",
     "FSDPError",
@@ -44,10 +47,12 @@ __all__ = [
     "UnshardHandle",
     "accumulate",
     "clip_grad_norm_",
+    "compile",
     "fully_shard",
     "get_total_norm",
     "materialize",
     "parallelize",
     "register_fsdp_forward_method",
     "share_comm_ctx",
+    "uncompile",
 ]

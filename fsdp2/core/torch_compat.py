@@ -415,7 +415,7 @@ def uninterrupted(function: Callable[..., Any], backend: Callable[..., Any], dyn
     """
     code = function.__code__
     own = types.FunctionType(code.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    return torch.compile(own, backend=backend, fullgraph=True, dynamic=dynamic)  # type: ignore[no-any-return]
+    return torch.compile(own, backend=backend, fullgraph=True, dynamic=dynamic)
 
 
 def fake_like(tensor: Tensor, placeholders: list[Any]) -> Tensor:
@@ -423,22 +423,23 @@ def fake_like(tensor: Tensor, placeholders: list[Any]) -> Tensor:
     from torch._guards import detect_fake_mode
 
     mode = detect_fake_mode([node.meta.get("example_value") for node in placeholders])
-    return mode.from_tensor(tensor, static_shapes=True)  # type: ignore[no-any-return, union-attr]
+    assert mode is not None
+    return mode.from_tensor(tensor, static_shapes=True)
 
 
 def name_input(node: torch.fx.Node) -> None:
     """Let the compiler take ``node``, a placeholder of ours, for one that it captured."""
     from torch._dynamo.source import SyntheticLocalSource
 
-    node._dynamo_source = SyntheticLocalSource(node.name)  # type: ignore[attr-defined]
+    node._dynamo_source = SyntheticLocalSource(node.name)
 
 
 def copy_capture(captured: torch.fx.GraphModule, graph: torch.fx.Graph, copies: dict[torch.fx.Node, torch.fx.Node]) -> Any:
     """A module of ``graph``, which holds copies of the captured nodes, that the compiler takes for its own."""
     for node, own in copies.items():
         if hasattr(node, "_dynamo_source") and own.op == "placeholder":
-            own._dynamo_source = node._dynamo_source  # type: ignore[attr-defined]
-    module = torch.fx.GraphModule(captured, graph)
+            own._dynamo_source = node._dynamo_source
+    module: Any = torch.fx.GraphModule(captured, graph)
     module.meta = dict(captured.meta)
     module._param_name_to_source = getattr(captured, "_param_name_to_source", {})
     return module
@@ -542,7 +543,7 @@ def aot_eager(
 
         return run_as_it_is
 
-    return aot_autograd(  # type: ignore[no-any-return]
+    return aot_autograd(
         fw_compiler=compiler("forward"),
         bw_compiler=compiler("backward"),
         inference_compiler=compiler("inference"),
@@ -571,9 +572,9 @@ def inductor(
     from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
     class Partition(CustomPartitionerFn):
-        def __call__(self, joint: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-            before_partition(joint.graph)
-            return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            before_partition(gm.graph)
+            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
 
         def uuid(self) -> str:
             return key

@@ -1,0 +1,127 @@
+"""``compile`` and ``uncompile``: what a user calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from torch import nn
+
+from ..core import torch_compat as compat
+from ..core.unit import Unit
+from ..errors import ArgumentError, ModuleError, OrderError, message
+from .backend import BACKENDS, CompileOptions
+from .mode import FullGraph
+from .summary import GraphSummary
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def compile(  # noqa: A001 (named after torch.compile)
+    model: _Module,
+    *,
+    backend: str = "inductor",
+    bucket_bytes: int = 32 << 20,
+    reorder: bool = True,
+    dynamic: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> _Module:
+    """Let ``model`` run in full-graph mode: forward, backward and all collectives captured in one graph.
+
+    The first forward captures; parameters, gradients, state dicts, checkpoints and the optimizer are those of eager mode. The
+    unsharded parameters of a unit are gathered again in backward as its ``reshard_after_forward`` says (an int counts as True).
+    Every backward reduces: with ``set_requires_gradient_sync(False)`` gradients accumulate sharded, and their sum is the same.
+
+    model:          the root that ``fully_shard`` was applied to, on a 1-D or a (replicate, shard) mesh
+    backend:        "inductor", or "aot_eager", which runs the captured graphs operator by operator
+    bucket_bytes:   units are merged into one collective while their unsharded parameters together stay within this many bytes;
+                    0: every unit has its own. Merged units are gathered and freed together.
+    reorder:        start each gather one bucket ahead of its use and wait for each reduction as late as the next one; False leaves
+                    the order to the compiler (``options`` can switch its own passes on)
+    dynamic:        as in ``torch.compile``: None marks sizes as dynamic when they change
+    options:        settings of inductor
+    Returns:        ``model``
+    Collective:     no. The first forward is, also where it fails: then CompileError is raised on every rank, naming the place, and
+                    the model runs eagerly from then on.
+    Raises:         CompileError if something about the model cannot be part of a graph; ModuleError, OrderError, ArgumentError
+    Source:         SimpleFSDP (Zhang et al. 2024), for parameters that are computed in the graph. Here the graph of the unsharded
+                    model is captured and its parameter inputs are then replaced, a unit's flat shard at a time.
+    """
+    _check_options(backend, bucket_bytes, options)
+    root = _root_of(model, "compile")
+    if model._compiled_call_impl is not None:
+        raise OrderError(
+            message(
+                f"this {type(model).__name__} is compiled already",
+                expected="one of model.compile() and fsdp2.compile(model), once",
+                fix="call fsdp2.uncompile(model) before, or leave out model.compile()",
+            )
+        )
+    chosen = CompileOptions(backend, bucket_bytes, dynamic, reorder, dict(options or {}))
+    root.hooks.enter_compiler(model, FullGraph(model, root, chosen))
+    return model
+
+
+def uncompile(model: _Module) -> _Module:
+    """Let ``model`` run eagerly again; no-op if it does. Collective: no."""
+    mode = _mode_of(model)
+    if mode is not None:
+        mode.leave()
+    return model
+
+
+def graph_summaries(model: nn.Module) -> list[GraphSummary]:
+    """What the graphs do that ``model`` has captured so far in full-graph mode: collectives, overlap, peak of memory."""
+    mode = _mode_of(model)
+    return [] if mode is None else list(mode.summaries)
+
+
+def _mode_of(model: nn.Module) -> FullGraph | None:
+    mode = getattr(model, "_compiled_call_impl", None)
+    return mode if isinstance(mode, FullGraph) else None
+
+
+def _root_of(model: Any, caller: str) -> Unit:
+    unit = compat.module_state(model) if isinstance(model, nn.Module) else None
+    if not isinstance(unit, Unit):
+        raise ModuleError(
+            message(
+                f"fsdp2.{caller} got {type(model).__name__}, to which fully_shard was not applied",
+                expected="the root module that fully_shard was applied to last",
+                fix="call fully_shard(model) first; a model that is not sharded is compiled by torch.compile",
+            )
+        )
+    if unit.schedule is not None and unit.schedule.settled and unit.schedule.root is not unit:
+        raise OrderError(
+            message(
+                f"fsdp2.{caller} got {unit.fqn!r}, which is a part of a larger model",
+                expected="the root, the module whose forward runs first",
+                fix="pass the root: its graph contains the other units",
+            )
+        )
+    return unit
+
+
+def _check_options(backend: Any, bucket_bytes: Any, options: Any) -> None:
+    if backend not in BACKENDS:
+        raise ArgumentError(
+            message(f"fsdp2.compile got backend={backend!r}", expected=f"one of {BACKENDS}", fix='for instance backend="inductor"')
+        )
+    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0:
+        raise ArgumentError(
+            message(
+                f"fsdp2.compile got bucket_bytes={bucket_bytes!r}",
+                expected="a number of bytes, 0 or more",
+                fix="for instance bucket_bytes=32 << 20; 0 never merges",
+            )
+        )
+    if options and backend != "inductor":
+        raise ArgumentError(
+            message(
+                f"fsdp2.compile got options for backend={backend!r}",
+                expected="options with inductor only",
+                fix="leave options out",
+            )
+        )
+
+

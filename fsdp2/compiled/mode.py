@@ -1,0 +1,234 @@
+"""Full-graph mode of one model: capture at the first forward, run what was captured in the later ones, and leave.
+
+Between forwards the model is as in eager mode. For the time of a forward its modules show stand-ins, and hooks that the compiler
+traces in place of ours; what runs is the compiled graph over the flat shards. It refuses to know what is in the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..core import torch_compat as compat
+from ..core.hooks import units_below
+from ..core.nested import map_tensors
+from ..core.param_group import GroupState
+from ..core.schedule import adopt
+from ..core.unit import Unit
+from ..errors import CompileError, FSDPError, OrderError, message
+from .backend import CompileOptions, compiled_graph
+from .face import Face
+from .summary import GraphSummary
+
+
+class FullGraph:
+    """What ``model(...)`` calls in full-graph mode (it is the model's ``_compiled_call_impl``).
+
+    summaries: of the graphs so far, in the order in which they were compiled
+    """
+
+    def __init__(self, model: nn.Module, root: Unit, options: CompileOptions) -> None:
+        self._model = model
+        self._root = root
+        self._options = options
+        self._units: list[Unit] = []
+        self._faces: list[Face] = []
+        self._unit_of: dict[int, Unit] = {}
+        self._settings: Any = None
+        self._agreed = False
+        self._run: Callable[..., Any] | None = None
+        self.summaries: list[GraphSummary] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward. Collective: yes; the first one also compares what the ranks have captured."""
+        self._prepare()
+        if self._root.device.type != "cpu":
+            move = torch.device(self._root.device)
+            args, kwargs = map_tensors(lambda tensor: tensor.to(move, non_blocking=True), (args, kwargs))
+        assert self._run is not None
+        problem: CompileError | None = None
+        try:
+            with self._shown_to_compiler():
+                return self._run(*args, **kwargs)
+        except compat.compiler_errors() as error:
+            own = next((each for each in _causes(error) if isinstance(each, CompileError)), None)
+            problem = own if own is not None else _not_captured(self._model, error)
+            problem.__cause__ = error
+        except CompileError as error:
+            problem = error
+        self.leave()
+        self._agree(problem)
+        raise problem
+
+    def leave(self) -> None:
+        """The model runs eagerly from now on."""
+        self._root.hooks.leave_compiler(self._model)
+
+    # --- before a forward ---
+
+    def _prepare(self) -> None:
+        schedule = self._root.schedule
+        if not self._faces or schedule is None or not schedule.settled:
+            if schedule is None or not schedule.settled:
+                schedule = adopt(self._root, units_below)
+            self._units = schedule.units
+            self._start()
+        for unit in self._units:
+            if any(group.state is not GroupState.SHARDED for group, _ in unit.uses):
+                unit.reshard_for_all()
+            unit.notice_changes()
+        if self._settings != self._settings_now() or not all(face.is_current() for face in self._faces):
+            self._start()
+        for face in self._faces:
+            face.follow_trainable()
+
+    def _settings_now(self) -> Any:
+        """What is built into a graph beside the parameters themselves."""
+        return [
+            (
+                unit.reshard_after_forward,
+                unit.reshard_is_default,
+                [(gradients.divide_factor, gradients.sum_only, id(gradients.process_group)) for _, gradients in unit.groups],
+            )
+            for unit in self._units
+        ]
+
+    def _start(self) -> None:
+        """Forget what was captured, if anything was."""
+        refuse_what_graphs_lack(self._units)
+        self._settings = self._settings_now()
+        self._faces = [Face(group, gradients) for unit in self._units for group, gradients in unit.groups]
+        self._unit_of = {id(group): unit for unit in self._units for group, _ in unit.groups}
+        call: Callable[..., Any] = self._model._call_impl
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return call(*args, **kwargs)
+
+        self._run = compat.uninterrupted(forward, self._backend, self._options.dynamic)
+
+    @contextlib.contextmanager
+    def _shown_to_compiler(self) -> Iterator[None]:
+        try:
+            for face in self._faces:
+                face.show()
+            for unit in self._units:
+                unit.hooks.let_compiler_trace()
+            yield
+        finally:
+            for unit in self._units:
+                unit.hooks.run_eagerly()
+            for face in self._faces:
+                face.show_sharded()
+
+    # --- the compiler's side ---
+
+    def _backend(self, captured: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        new, run = compiled_graph(
+            captured, inputs, faces=self._faces, keeps=self._keeps, options=self._options, note=self.summaries.append
+        )
+        order_of_gathers = [[member.face.group.fqn for member in bucket.members] for bucket in new.buckets]
+
+        def call(*captured_inputs: Tensor) -> Any:
+            if not self._agreed:
+                self._agree(None, order_of_gathers)
+            return run(*new.arguments(captured_inputs))
+
+        return call
+
+    def _keeps(self, face: Face) -> bool:
+        unit = self._unit_of[id(face.group)]
+        return unit.reshard_after_forward is False or (unit.reshard_is_default and unit is self._root)
+
+    def _agree(self, problem: FSDPError | None, order_of_gathers: Any = None) -> None:
+        """At the first forward: every rank has captured the same, or every rank raises.
+
+        Collective: yes, over the data-parallel ranks, the first time.
+        """
+        from ..checkpoint.agreement import agree
+
+        if self._agreed:
+            return
+        self._agreed = True
+        said = [order_of_gathers]
+        meshes = {group.mesh.groups: group.mesh for unit in self._units for group, _ in unit.groups}
+        try:
+            for mesh in meshes.values():
+                for process_group in (mesh.shard_group, mesh.replicate_group):
+                    if process_group is not None:
+                        said += agree(process_group, problem, order_of_gathers)
+        except FSDPError:
+            self.leave()
+            raise
+        if any(other != order_of_gathers for other in said):
+            self.leave()
+            raise CompileError(
+                message(
+                    f"{type(self._model).__name__} was captured differently on other ranks",
+                    items=[f"rank {rank} of a group gathers {other}" for rank, other in enumerate(said[1:])],
+                    expected="the same modules in the same order on every rank",
+                    fix="let control flow of forward not depend on the rank, or run this model eagerly",
+                )
+            )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = getattr(error, "inner_exception", None) or error.__cause__
+
+
+def _not_captured(model: nn.Module, error: BaseException) -> CompileError:
+    place = compat.place_of(error)
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return CompileError(
+        message(
+            f"forward of {type(model).__name__} cannot be captured in one graph: {first}",
+            items=[f"at {place}"] if place is not None else (),
+            expected="a forward that torch.compile(fullgraph=True) can trace",
+            fix="change that line, or compile block by block: block.compile(); this model runs eagerly from now on",
+        )
+    )
+
+
+def refuse_what_graphs_lack(units: list[Unit]) -> None:
+    """Raise CompileError naming everything about ``units`` that a captured graph cannot do."""
+    found = []
+    for unit in units:
+        where = unit.fqn or "the root"
+        if unit.shrinking:
+            found.append(f"{where}: Embedding(max_norm=...) writes to its weight in forward")
+        for group, gradients in unit.groups:
+            names = ", ".join(param.fqn for param in group.params[:3])
+            if group.has_own_memory:
+                found.append(f"{where}: {names} have all-gather extensions")
+            if any(param.spec.unsharded is not None for param in group.params):
+                found.append(f"{where}: {names} are DTensors beside data parallelism (tensor, sequence or expert parallelism)")
+            if group.options.offload:
+                found.append(f"{where}: its parameters are offloaded to the host")
+            if group.all_gather_comm is not None or gradients.comm is not None:
+                found.append(f"{where}: it has a custom communicator")
+            if gradients.all_reduce_hook is not None:
+                found.append(f"{where}: it has an all-reduce hook")
+            if gradients.is_waiting():
+                raise OrderError(
+                    message(
+                        f"{where} holds gradients that were accumulated without sync and not reduced yet",
+                        expected="a model between two optimizer steps",
+                        fix="switch to full-graph mode after the backward that reduces, or drop them with model.zero_grad()",
+                    )
+                )
+    if found:
+        raise CompileError(
+            message(
+                f"{len(found)} things about this model cannot be part of a captured graph",
+                items=found,
+                expected="plain parameters on 1-D or (replicate, shard) meshes, with collectives of our own",
+                fix="compile block by block instead: block.compile() on each module that fully_shard is applied to",
+            )
+        )
+
+

@@ -1,0 +1,136 @@
+"""Where the collectives stand in a graph: gathers start early, reductions are waited for late; and what backward computes again.
+
+Traced as written, each gather is waited for right where it starts, so that nothing overlaps. Here the start of each gather is
+moved behind the wait for the gather before it: while the compute of one bucket runs, the next bucket is on its way, and never more
+than one. A reduction is waited for when the next one is about to start, or at the end. It is the order of eager mode, as a pass over
+an FX graph. It refuses to know buckets.
+
+Worked example, backward of two blocks (G gather, R reduce-scatter, each a start and a wait):
+
+    as traced   G2 wait, block 2, R2 wait, G1 wait, block 1, R1 wait
+    reordered   G2 wait, start G1, block 2, start R2, wait G1, block 1, wait R2, R1 wait
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from ..core import torch_compat as compat
+
+_VIEWS_AND_CASTS = frozenset(
+    {
+        "aten::view",
+        "aten::_unsafe_view",
+        "aten::reshape",
+        "aten::t",
+        "aten::transpose",
+        "aten::permute",
+        "aten::expand",
+        "aten::slice",
+        "aten::select",
+        "aten::squeeze",
+        "aten::unsqueeze",
+        "aten::clone",
+        "aten::alias",
+        "aten::detach",
+        "aten::_to_copy",
+        "prims::convert_element_type",
+    }
+)
+
+
+def mark_what_follows_gathers(graph: fx.Graph) -> None:
+    """In a joint graph, what is only a view, copy or cast of a parameter that backward gathers again is computed again as well.
+
+    Else the partitioner could save such a view, and with it the whole unsharded parameter.
+    """
+    for node in graph.nodes:
+        if node.op != "call_function" or "recompute" in node.meta or compat.is_of_backward(node):
+            continue
+        if operator_name(node) in _VIEWS_AND_CASTS and all(compat.is_marked_recomputed(each) for each in node.all_input_nodes):
+            compat.mark_recomputed(node, True)
+
+
+def reorder(graph: fx.Graph) -> None:
+    """Move the starts of gathers ahead and the waits for reductions back, in place. Gathers that depend on compute stay."""
+    _advance_gathers(graph)
+    for kind in (compat.REDUCE_SCATTER, compat.ALL_REDUCE):
+        _delay_waits(graph, kind)
+    graph.lint()
+
+
+def _advance_gathers(graph: fx.Graph) -> None:
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    previous = placeholders[-1] if placeholders else None
+    for start in [node for node in graph.nodes if compat.collective_of(node) == compat.ALL_GATHER]:
+        wait = wait_of(start)
+        preparation = _from_placeholders(start)
+        if wait is None or preparation is None:
+            continue
+        if previous is not None and previous < wait:
+            at = previous
+            for node in [*preparation, start]:
+                at.append(node)
+                at = node
+        previous = wait
+
+
+def _from_placeholders(start: fx.Node) -> list[fx.Node] | None:
+    """What ``start`` is computed from, in order, if that is inputs of the graph alone and cheap; else None."""
+    needed: set[fx.Node] = set()
+    left = list(start.all_input_nodes)
+    while left:
+        node = left.pop()
+        if node.op == "placeholder" or node in needed:
+            continue
+        if operator_name(node) not in _VIEWS_AND_CASTS | {"aten::cat"}:
+            return None
+        needed.add(node)
+        left += node.all_input_nodes
+    return [node for node in start.graph.nodes if node in needed] if needed else []
+
+
+def _delay_waits(graph: fx.Graph, kind: str) -> None:
+    starts = [node for node in graph.nodes if compat.collective_of(node) == kind]
+    if not starts:
+        return
+    output = next(node for node in graph.nodes if node.op == "output")
+    for start, following in zip(starts, [*starts[1:], output], strict=True):
+        wait = wait_of(start)
+        if wait is None:
+            continue
+        late = _depending_on(wait, until=following)
+        if late is None:
+            continue
+        for node in late:
+            following.prepend(node)
+
+
+def _depending_on(wait: fx.Node, until: fx.Node) -> list[fx.Node] | None:
+    """``wait`` and all before ``until`` that depends on it, in order; None if ``until`` does so (the output may), or it is behind."""
+    found = [wait]
+    seen = {wait}
+    node = wait.next
+    while node is not until:
+        if node.op == "root":
+            return None
+        if any(each in seen for each in node.all_input_nodes):
+            found.append(node)
+            seen.add(node)
+        node = node.next
+    return None if until.op != "output" and any(each in seen for each in until.all_input_nodes) else found
+
+
+def wait_of(start: fx.Node) -> fx.Node | None:
+    return next((user for user in start.users if compat.is_wait(user)), None)
+
+
+def operator_name(node: fx.Node) -> str:
+    """``"aten::mm"``; the name of the function if it is no operator."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target._schema.name)
+    return str(getattr(target, "__name__", target))
+
+

@@ -180,6 +180,10 @@ class Gather:
             self._event = None
         self._held = None
 
+    def forget(self) -> None:
+        """Let go of the last flat shard: the next one is another."""
+        self._flat, self._flat_inputs = None, []
+
     def _copy_out(self) -> None:
         if self._pending is not None:
             self._pending.finish()

@@ -44,6 +44,11 @@ class PostForward:
     def holds_shards(self) -> bool:
         return self._flat is not None
 
+    @property
+    def kept(self) -> list[Tensor]:
+        """What is held: the flat buffer of this rank's shards, if any."""
+        return [] if self._flat is None else [self._flat]
+
     def keep_shards(self) -> list[nn.Parameter]:
         """Copy this rank's shards out of the unsharded parameters; returns them as DTensors, in the group's order."""
         first = self._params[0].unsharded
@@ -68,3 +73,4 @@ class PostForward:
 
     def drop(self) -> None:
         self._flat = None
+        self._gather.forget()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -174,6 +174,7 @@ class FSDPModule:
         refuse_meta([unit])
         unit.issue(copy=async_op)
         schedule_of(unit).keep(unit)
+        schedule_of(unit).kept_by_forward.discard(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -183,6 +184,20 @@ class FSDPModule:
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded ones; waits for a pending unshard first. Not recursive."""
         _unit(self).reshard()
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """``nn.Module.named_parameters``, and ``parameters()``, that show what gradients belong to.
+
+        What a forward has left unsharded for a backward is resharded first if it has gradients: whoever clips or steps in between
+        must not miss them. And before a backward that is neither the last nor reshards nor reduces, which is how a pipeline stage
+        begins one (``set_is_last_backward``, ...), all are unsharded: zero-bubble schedules ask here for what they differentiate.
+        Collective: in that last case, over the shard axis, after a forward that has resharded.
+        """
+        schedule = _unit(self).schedule
+        if schedule is not None:
+            schedule.before_listing(lambda: _units(self, recurse=True))
+        named: Iterator[tuple[str, nn.Parameter]] = super().named_parameters(*args, **kwargs)  # type: ignore[misc]
+        return named
 
     # --- one iteration ---
 

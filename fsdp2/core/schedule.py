@@ -64,6 +64,7 @@ class Schedule:
         self._order: list[Unit] = []  # forward calls since the last backward, for backward prefetch
         self._open: list[Unit] = []  # prefetched and perhaps not waited for
         self._kept: list[tuple[ParamGroup, tuple[int, int]]] = []  # unsharded between iterations, and the version of their shards
+        self.kept_by_forward: set[Unit] = set()  # units that this forward left unsharded, or on the smaller mesh
         self._partial: list[Unit] = []  # lists of modules of which some ran in this forward, and others may not
         self.log: ForwardLog | None = None  # of the forward under way
         self._logs: list[weakref.ref[ForwardLog]] = []  # of forwards whose backward may come
@@ -114,6 +115,7 @@ class Schedule:
             if group.is_out_of_date(version):
                 group.reshard()
         self._kept.clear()
+        self.kept_by_forward.clear()
         self.forward_root = unit
         self._recorded = self._records.get(unit, [])
         self._keeps_order = torch.is_grad_enabled()
@@ -143,6 +145,7 @@ class Schedule:
             # for clipping would then miss its parameters.
             if keep or (unit.reshard_is_default and unit is self.root and torch.is_grad_enabled()):
                 self.keep(unit)
+                self.kept_by_forward.add(unit)
             else:
                 unit.reshard()
         elif not torch.is_grad_enabled() and unit.has_gradients():
@@ -151,6 +154,7 @@ class Schedule:
             if after is not False:
                 unit.reshard(to_smaller=True)
             self.keep(unit)
+            self.kept_by_forward.add(unit)
         if self._keeps_order:
             unit.order_indices.append(len(self._order))
             self._order.append(unit)
@@ -190,6 +194,23 @@ class Schedule:
                     unit.release()
                     break
         self._open.clear()
+
+    @compat.dynamo_disabled
+    def before_listing(self, units: Callable[[], list[Unit]]) -> None:
+        """Parameters of ``units`` are about to be listed: show those that gradients belong to. See ``FSDPModule.named_parameters``."""
+        if self.forward_root is not None or compat.current_graph_task() != -1:
+            return  # whoever asks inside of forward and backward gets what they compute with
+        if not self.is_last_backward:
+            waiting = [unit for unit in units() if unit.order_indices and not unit.reshard_after_backward and not unit.reduces()]
+            for unit in waiting:
+                unit.issue()
+            for unit in waiting:
+                unit.wait()
+        elif self.kept_by_forward:
+            for unit in self.kept_by_forward:
+                if unit.has_gradients():
+                    unit.reshard_for_all()
+            self.kept_by_forward.clear()
 
     def _await_host_reads(self) -> None:
         for group in self._offloaded:
@@ -350,6 +371,7 @@ class Schedule:
             self._reading = None
         task, self._task = self._task, -1
         self._kept.clear()
+        self.kept_by_forward.clear()
         for unit in reversed(self.units):
             for _, gradients in unit.groups:
                 if gradients.is_waiting():
@@ -411,6 +433,7 @@ class Schedule:
             unit.forget_calls()
         self._open.clear()
         self._kept.clear()
+        self.kept_by_forward.clear()
         self._partial.clear()
         self._order.clear()
         self._recording = []

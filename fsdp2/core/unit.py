@@ -187,6 +187,10 @@ class Unit(compat.ModuleStateBase):
     def has_gradients(self) -> bool:
         return any(param.sharded.grad is not None for group, _ in self.groups for param in group.params)
 
+    def reduces(self) -> bool:
+        """Whether a backward reduces gradients of its own."""
+        return any(gradients.sync for _, gradients in self.groups)
+
     def notice_changes(self) -> None:
         """Parameters may have been moved or cast: take them over now, so that memory holds one group more at most."""
         for group, _ in self.groups:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+import fsdp2
 from fsdp2 import CPUOffloadPolicy, fully_shard, share_comm_ctx
 from fsdp2.errors import MaterializationError, OrderError
 from harness import cpu_mesh, on_ranks
@@ -78,7 +79,7 @@ def test_upstream_zero_grad_after_an_evaluation_misses_the_root():
 
 @on_ranks(2)
 @pytest.mark.parametrize("after", [True, False, None])
-@pytest.mark.parametrize("how", ["no_grad", "inference"])
+@pytest.mark.parametrize("how", ["no_grad", "inference", "with grad"])
 def test_clipping_right_after_an_evaluation_counts_every_gradient(how, after):
     model = mlp()
     reference = copy.deepcopy(model)
@@ -92,6 +93,40 @@ def test_clipping_right_after_an_evaluation_counts_every_gradient(how, after):
     torch.testing.assert_close(norm.full_tensor(), expected)
     for name, grad in grads_of(model).items():
         torch.testing.assert_close(grad.full_tensor(), reference.get_parameter(name).grad, msg=name)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("after", [True, False, None])
+def test_gradients_are_found_between_a_forward_and_its_backward(after):
+    """Symptom: clipping missed the root's gradients, because the second forward had unsharded its parameters."""
+    model = mlp()
+    reference = copy.deepcopy(model)
+    shard(model, after)
+    first, second = batches(2)
+    forward_backward(model, own_chunk(first))
+    loss = model(own_chunk(second)).square().mean()
+    norm = fsdp2.clip_grad_norm_(model.parameters(), 0.01)
+    loss.backward()
+    (sum(reference(chunk).square().mean() for chunk in first.chunk(2)) / 2).backward()
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01))
+    (sum(reference(chunk).square().mean() for chunk in second.chunk(2)) / 2).backward()
+    for name, grad in grads_of(model).items():
+        torch.testing.assert_close(grad.full_tensor(), reference.get_parameter(name).grad, msg=name)
+
+
+@on_ranks(2)
+def test_clipping_parameters_that_were_listed_unsharded_scales_the_sharded_gradients():
+    model = shard(mlp())
+    forward_backward(model, own_chunk(batches()[0]))
+    model.unshard()
+    listed = list(model.parameters())
+    assert type(model.first.weight) is torch.nn.Parameter  # as asked for, though there are gradients
+    grads = {name: grad.full_tensor() for name, grad in grads_of(model.blocks[0]).items()}
+    model.reshard()
+    norm = fsdp2.clip_grad_norm_(listed, 0.01)
+    torch.testing.assert_close(norm, fsdp2.get_total_norm(grads_of(model).values()) * norm / 0.01, rtol=1e-3, atol=0)
+    for name, grad in grads_of(model.blocks[0]).items():
+        torch.testing.assert_close(grad.full_tensor(), grads[name] * 0.01 / (norm + 1e-6), msg=name)
 
 
 @on_ranks(2)

@@ -59,11 +59,7 @@ SCHEDULES = {
 @on_ranks(4)
 @pytest.mark.parametrize(
     ("name", "after"),
-    [
-        *((name, after) for name in ("gpipe", "1f1b", "interleaved-1f1b", "looped-bfs") for after in (True, False)),
-        # They compute the gradients of weights apart, of those that were registered before backward: see docs/compatibility.md.
-        *((name, False) for name in ("zero-bubble", "zbv", "dual-pipe-v")),
-    ],
+    [(name, after) for name in SCHEDULES for after in (True, False)],
 )
 def test_gradients_equal_those_of_the_unsharded_model(name, after):
     make_schedule, per_rank = SCHEDULES[name]

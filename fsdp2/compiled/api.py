@@ -8,10 +8,11 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..core import torch_compat as compat
+from ..core.hooks import units_below
 from ..core.unit import Unit
 from ..errors import ArgumentError, ModuleError, OrderError, message
 from .backend import BACKENDS, CompileOptions
-from .mode import FullGraph
+from .mode import FullGraph, refuse_what_graphs_lack
 from .summary import GraphSummary
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -57,6 +58,7 @@ def compile(  # noqa: A001 (named after torch.compile)
                 fix="call fsdp2.uncompile(model) before, or leave out model.compile()",
             )
         )
+    refuse_what_graphs_lack([unit for _, unit in units_below(model)])
     chosen = CompileOptions(backend, bucket_bytes, dynamic, reorder, dict(options or {}))
     root.hooks.enter_compiler(model, FullGraph(model, root, chosen))
     return model

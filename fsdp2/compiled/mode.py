@@ -213,7 +213,7 @@ def refuse_what_graphs_lack(units: list[Unit]) -> None:
                 found.append(f"{where}: it has a custom communicator")
             if gradients.all_reduce_hook is not None:
                 found.append(f"{where}: it has an all-reduce hook")
-            if gradients.is_waiting():
+            if gradients.holds_unreduced:
                 raise OrderError(
                     message(
                         f"{where} holds gradients that were accumulated without sync and not reduced yet",

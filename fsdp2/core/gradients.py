@@ -119,6 +119,11 @@ class Gradients:
                 return True
         return False
 
+    @property
+    def holds_unreduced(self) -> bool:
+        """Whether something that accumulated has not reached the sharded parameters yet."""
+        return self._accumulated is not None or self._partial is not None
+
     def take(self) -> list[Tensor | None]:
         """Take the gradients off the unsharded parameters, in the plan's order; empty if none is trainable."""
         self.reached = False

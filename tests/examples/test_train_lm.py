@@ -102,6 +102,7 @@ def test_resumed_run_repeats_the_uninterrupted_one_bitwise(uninterrupted: tuple[
     assert sorted(path.name for path in out.iterdir()) == ["latest", f"step_{half:06d}", f"step_{STEPS:06d}"]
 
 
+@pytest.mark.slow
 def test_one_rank_gives_the_losses_of_two(uninterrupted: tuple[Path, str], tmp_path: Path) -> None:
     reference, _ = uninterrupted
     out = tmp_path / "one_rank"
@@ -112,6 +113,7 @@ def test_one_rank_gives_the_losses_of_two(uninterrupted: tuple[Path, str], tmp_p
         assert one_rank[step]["norm"] == pytest.approx(two_ranks[step]["norm"], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_from_which_resume_goes_on(tmp_path: Path) -> None:
     """It saves after every step, so that the signal may well arrive while it does."""
     out = tmp_path / "interrupted"
@@ -138,6 +140,7 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_resume_goes_on(tmp_path: Path) ->
     assert (out / "latest").read_text() == f"step_{step + 2:06d}"
 
 
+@pytest.mark.slow
 def test_missing_text_is_one_line_on_stderr(tmp_path: Path) -> None:
     done = run(2, "--out", tmp_path / "out", "--text", tmp_path / "absent")
     assert done.returncode != 0
@@ -147,6 +150,7 @@ def test_missing_text_is_one_line_on_stderr(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "said"),
     [

@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -111,20 +112,39 @@ def plan_files(
             key=unknown[0].partition(":")[0],
         )
     planned = [_planned(key, lazy, DTYPES[dtypes[key][0]], dtype) for key, lazy in tensors.items()]
-    contents: list[list[PlannedTensor]] = [[]]
+    files = []
+    for index, content in enumerate(fill(planned, max_shard_nbytes)):
+        header = build_header(((tensor.key, tensor.dtype, tensor.shape) for tensor in content), {"format": "pt"})
+        files.append(PlannedFile(tuple(content), header, writers[index % len(writers)]))
+    return files
+
+
+class ToFill(Protocol):
+    """What ``fill`` has to know of a tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+T = TypeVar("T", bound=ToFill)
+
+
+def fill(tensors: Iterable[T], max_nbytes: int) -> list[list[T]]:
+    """The tensors of each file, in the order in which they lie there; an empty one if there are none."""
+    contents: list[list[T]] = [[]]
     filled = 0
-    for tensor in planned:
-        if contents[-1] and filled + tensor.nbytes > max_shard_nbytes:
+    for tensor in tensors:
+        if contents[-1] and filled + tensor.nbytes > max_nbytes:
             contents.append([])
             filled = 0
         contents[-1].append(tensor)
         filled += tensor.nbytes
-    files = []
-    for index, content in enumerate(contents):
+    for content in contents:
         content.sort(key=lambda tensor: -tensor.dtype.itemsize)  # each then begins at a multiple of its itemsize
-        header = build_header(((tensor.key, tensor.dtype, tensor.shape) for tensor in content), {"format": "pt"})
-        files.append(PlannedFile(tuple(content), header, writers[index % len(writers)]))
-    return files
+    return contents
 
 
 def _planned(key: str, lazy: LazyTensor, own: torch.dtype, wanted: torch.dtype | None) -> PlannedTensor:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, get_eval_frame_callback, set_code_exec_strategy
 from torch._subclasses import FakeTensor
-from torch._utils import _get_device_module
+from torch._utils import _get_device_module, _rebuild_tensor_v2, _rebuild_tensor_v3
 from torch.autograd import forward_ad
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem, _get_registry
 from torch.distributed._composable_state import _insert_module_state, _module_state_mapping, _State
@@ -39,6 +39,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 __all__ = [
     "ALL_GATHER",
     "ALL_REDUCE",
+    "REBUILD_TENSOR",
+    "REBUILD_TENSOR_OF_DTYPE",
     "REDUCE_SCATTER",
     "DTensorSpec",
     "FakeTensor",
@@ -105,6 +107,9 @@ __all__ = [
     "will_run_in_this_backward",
     "without_module_state",
 ]
+
+REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE = _rebuild_tensor_v2, _rebuild_tensor_v3
+"""What ``torch.load`` calls to make a tensor of a typed storage, and of an untyped one."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

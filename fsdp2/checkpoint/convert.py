@@ -1,0 +1,221 @@
+"""``convert``: a checkpoint of one format into another, on one CPU process, without the job that saved it; ``fsdp2 convert``.
+
+    fsdp2 convert runs/fsdp1/model_rank0.pt out --to dcp --optimizer runs/fsdp1/optim_rank0.pt
+
+The target is written beside its place and renamed into it when it is whole. It refuses to know formats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import sys
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ..errors import ArgumentError, CheckpointError, message
+from .byte_ranges import ByteReader
+from .failure import failure
+from .lazy import LazyTensor
+from .progress import progress_bar
+from .readers.files import FORMATS
+from .readers.opened import open_source
+from .readers.source import Shapes, Source, nbytes_of, tensors_of
+from .save_plan import nbytes_of as size_of
+from .targets.dcp_target import write_dcp
+from .targets.safetensors_target import write_safetensors
+from .targets.streaming import Stream
+from .targets.torch_target import write_torch
+
+TARGETS = ("dcp", "safetensors", "torch")
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What ``convert`` did.
+
+    source:      the format that was found
+    num_tensors: of the model
+    nbytes:      that were read, of all tensors
+    optimizer:   whether the target has the optimizer's state
+    left_out:    what the source has and the target has not
+    """
+
+    path: Path
+    source: str
+    num_tensors: int
+    nbytes: int
+    optimizer: bool
+    left_out: tuple[str, ...]
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    to: str,
+    format: str | None = None,
+    optimizer: str | os.PathLike[str] | None = None,
+    shapes: nn.Module | Shapes | str | os.PathLike[str] | None = None,
+    with_optimizer: bool = True,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    force: bool = False,
+    progress: bool | None = None,
+) -> Converted:
+    """Write the checkpoint ``src`` to ``dst`` in another format, as if nothing had been sharded.
+
+    to:             "dcp": a folder for ``dcp.load`` of ``{"model": ..., "optimizer": ...}``, whose parts are named as by
+                    ``get_model_state_dict`` and ``get_optimizer_state_dict``; "torch": one file for ``torch.load``, the model's state
+                    dict alone or ``{"model": ..., "optimizer": ...}``, the optimizer by name; "safetensors": a folder with the model
+    format, optimizer, shapes, with_optimizer: of ``src``, see ``open_source``
+    dtype:          to convert the model's floating-point tensors to; the optimizer's stay
+    max_shard_size: of a safetensors file
+    force:          replace ``dst``, at the end; False: an error if it exists
+    progress:       a bar; None: where there is a terminal and rich is installed
+
+    Memory:     beside descriptions of the tensors, one band of 64 MiB (DCP: two) and three buffers of 16 MiB; a tensor that was saved
+                with other strides than contiguous ones is read whole
+    Collective: no
+    Raises:     CheckpointError naming file and key; ArgumentError. ``dst`` is then as it was, and nothing is left beside it
+    """
+    if to not in TARGETS:
+        raise ArgumentError(message(f"to is {to!r}", expected=" or ".join(TARGETS), fix='to="dcp"'))
+    if dtype is not None and not dtype.is_floating_point:
+        raise ArgumentError(message(f"dtype is {dtype}", expected="a floating-point dtype", fix="for instance torch.bfloat16"))
+    max_nbytes = size_of(max_shard_size)
+    target = Path(os.path.abspath(dst))
+    _check_target(Path(src), target, to, force)
+    source = open_source(src, format=format, optimizer=optimizer, shapes=shapes, with_optimizer=with_optimizer)
+    model = source.model
+    has_optimizer = source.optimizer is not None and to != "safetensors"
+    if to == "safetensors":
+        model, unheld = _tensors_alone(source)
+        source.left_out += unheld
+    state = {"model": model, "optimizer": source.optimizer} if has_optimizer else {"model": model}
+    total = sum(nbytes_of(lazy) for _, lazy in tensors_of(state))
+    with ByteReader() as reader, progress_bar("converting", total, progress) as advance, _new(target, force) as partial:
+        stream = Stream(reader, advance, dtype)
+        if to == "dcp":
+            write_dcp(partial, state, model, stream)
+        elif to == "torch":
+            write_torch(partial, state if has_optimizer else model, model, stream)
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+        else:
+            write_safetensors(partial, model, stream, max_nbytes)
+    return Converted(target, source.format, len(tensors_of(model)), reader.bytes_read, has_optimizer, tuple(source.left_out))
+
+
+def _tensors_alone(source: Source) -> tuple[dict[str, LazyTensor], list[str]]:
+    model = {name: value for name, value in source.model.items() if isinstance(value, LazyTensor)}
+    unheld = [f"model.{name}" for name in source.model if name not in model]
+    return model, [*unheld, *(["the optimizer"] if source.optimizer is not None else [])]
+
+
+def _check_target(src: Path, target: Path, to: str, force: bool) -> None:
+    exists = target.exists() and not (target.is_dir() and to != "torch" and not any(target.iterdir()))
+    source = Path(os.path.abspath(src))
+    if target == source or target in source.parents or source in target.parents:
+        raise failure(
+            f"{target} is, or has, or is in, what is to be converted",
+            expected="a place of its own",
+            fix="name another",
+            file=target,
+        )
+    if exists and not force:
+        raise failure(
+            f"{target} exists", expected="a place where nothing is", fix="name another; or force (--force) replaces it", file=target
+        )
+    if exists and target.is_dir() is not (to != "torch"):
+        kinds = ("a file", "a folder") if to == "torch" else ("a folder", "a file")
+        raise failure(f"{target} is {kinds[1]}", expected=f"{kinds[0]}, which {to} is", fix="name another", file=target)
+
+
+@contextlib.contextmanager
+def _new(target: Path, force: bool) -> Iterator[Path]:
+    """A place beside ``target``, renamed to it at the end; after an error it is gone, and ``target`` as it was."""
+    partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
+    aside = partial.with_suffix(".replaced")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        yield partial
+        if force and target.is_dir() and any(target.iterdir()):
+            target.rename(aside)
+            try:
+                partial.rename(target)
+            except OSError:
+                aside.rename(target)
+                raise
+        else:
+            partial.replace(target)
+    except CheckpointError:
+        raise
+    except Exception as error:  # DCP wraps what went wrong in its own
+        raise failure(
+            f"{target} cannot be written: {_reason(error)}",
+            expected="a folder that can be written to, and room",
+            fix="make room, or name another place; nothing was left behind",
+            file=target,
+        ) from error
+    finally:
+        for path in (partial, aside):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
+
+
+# --- the command ------------------------------------------------------------------------------------------------------------------
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``fsdp2 convert`` takes."""
+    parser.add_argument("src", help="folder or file; one file of FSDP1's or FSDP2's ranks stands for all")
+    parser.add_argument("dst", help="what to write: a folder (dcp, safetensors) or a file (torch)")
+    parser.add_argument("--to", required=True, choices=TARGETS)
+    parser.add_argument("--from", dest="format", choices=FORMATS, help="the format of SRC, where it is not what the files look like")
+    parser.add_argument("--optimizer", metavar="PATH", help="where the optimizer's state is, if it is not in SRC")
+    parser.add_argument("--no-optimizer", action="store_true", help="leave the optimizer's state out")
+    parser.add_argument("--shapes", metavar="FILE", help="JSON of the parameters' names and shapes, for FSDP1's local state dicts")
+    parser.add_argument("--dtype", choices=_DTYPES, help="convert the model's floating-point tensors")
+    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (default: 5GB)")
+    parser.add_argument("--force", action="store_true", help="replace DST if it exists")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar and no summary")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert, and say what was done."""
+    done = convert(
+        options.src,
+        options.dst,
+        to=options.to,
+        format=options.format,
+        optimizer=options.optimizer,
+        shapes=options.shapes,
+        with_optimizer=not options.no_optimizer,
+        dtype=_DTYPES.get(options.dtype),
+        max_shard_size=options.max_shard_size,
+        force=options.force,
+        progress=False if options.quiet else None,
+    )
+    if not options.quiet:
+        what = f"{done.num_tensors} tensors" + (" and the optimizer" if done.optimizer else "")
+        sys.stdout.write(f"{done.path}: {what} from {done.source}, {done.nbytes / 1e6:.1f} MB read\n")
+        for each in done.left_out:
+            sys.stdout.write(f"  left out: {each}\n")
+    return 0

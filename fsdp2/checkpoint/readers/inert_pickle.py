@@ -1,0 +1,182 @@
+"""Unpickle what ``torch.save`` wrote without running anything that is in it.
+
+A pickle names classes and functions, and calls them. Here containers and dtypes are themselves, tensors become whatever ``tensor_of``
+makes of their description, and every other name becomes a class without behaviour (``Inert``) that remembers what it was called
+with. So files with classes of DeepSpeed, FSDP1 or the user's own can be read where these are not installed, and by nobody's leave.
+It refuses to know files and formats.
+
+Worked example: ``ds.ZeroStageEnum(2)`` comes out as an Inert with ``path == "ds.ZeroStageEnum"`` and ``args == (2,)``.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+_STORAGE_DTYPES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+    "UntypedStorage": torch.uint8,
+}
+_BUILTINS = {"set": set, "frozenset": frozenset, "complex": complex, "list": list, "dict": dict, "tuple": tuple, "slice": slice}
+
+
+class Inert:
+    """An object of a class or the result of a function that was not run; ``path`` is its full name."""
+
+    path = ""
+    args: tuple[Any, ...]
+    state: Any
+    items: list[Any]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
+        self = super().__new__(cls)
+        self.args = args
+        self.state = None
+        self.items = []
+        return self
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Takes what the real class would."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def append(self, item: Any) -> None:
+        self.items.append(item)
+
+    def extend(self, items: Any) -> None:
+        self.items.extend(items)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.items.append((key, value))
+
+    def __repr__(self) -> str:
+        return f"{self.path}(...)"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Its attributes, from ``__dict__`` and ``__slots__``."""
+        found: dict[str, Any] = {}
+        for each in self.state if isinstance(self.state, tuple) else (self.state,):
+            if isinstance(each, dict):
+                found |= each
+        return found
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor's description: elements of ``dtype`` from ``offset`` (elements) on in the storage named ``key``."""
+
+    key: str
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+class _Storage:
+    def __init__(self, key: str, dtype: torch.dtype) -> None:
+        self.key = key
+        self.dtype = dtype
+
+
+class _DefaultDict(dict[Any, Any]):
+    """A defaultdict without its factory."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, tensor_of: Callable[[SavedTensor], Any]) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+        self._tensor_of = tensor_of
+        self._functions: dict[str, Callable[..., Any]] = {
+            "torch._utils._rebuild_tensor": self._tensor,
+            "torch._utils._rebuild_tensor_v2": self._tensor,
+            "torch._utils._rebuild_tensor_v3": self._tensor_v3,
+            "torch._utils._rebuild_parameter": _first,
+            "torch._utils._rebuild_parameter_with_state": _first,
+            "torch._tensor._rebuild_from_type_v2": self._from_type,
+            "_codecs.encode": _encode,
+            "builtins.getattr": _attribute,
+            "__builtin__.getattr": _attribute,
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        path = f"{module}.{name}"
+        if module in ("builtins", "__builtin__") and name in _BUILTINS:
+            return _BUILTINS[name]
+        if path == "collections.OrderedDict":
+            return collections.OrderedDict
+        if path == "collections.defaultdict":
+            return _DefaultDict
+        if path in ("torch.Size", "torch._C.Size"):
+            return tuple
+        if module in ("torch", "torch.storage", "torch.cuda") and name in _STORAGE_DTYPES:
+            return _STORAGE_DTYPES[name]
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        return self._functions.get(path) or type(name, (Inert,), {"path": path})
+
+    def persistent_load(self, pid: Any) -> Any:
+        match pid:
+            case ("storage", torch.dtype() as dtype, str(key), _, int()):
+                return _Storage(key, dtype)
+            case ("storage", _, str(key), _, int()):
+                return _Storage(key, torch.uint8)
+        raise pickle.UnpicklingError(f"it refers to {str(pid)[:100]}, which is no storage")
+
+    def _tensor(self, storage: _Storage, offset: int, shape: Any, stride: Any, *rest: Any) -> Any:
+        return self._tensor_of(SavedTensor(storage.key, storage.dtype, offset, tuple(shape), tuple(stride)))
+
+    def _tensor_v3(
+        self, storage: _Storage, offset: int, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: torch.dtype, *rest: Any
+    ) -> Any:
+        return self._tensor_of(SavedTensor(storage.key, dtype, offset, tuple(shape), tuple(stride)))
+
+    def _from_type(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
+        """A tensor of a Python class: of ours it is the tensor; a subclass that wraps others stays inert, with its state."""
+        value = function(*args)
+        if isinstance(value, Inert) and isinstance(kind, type) and issubclass(kind, Inert):
+            made = kind(*args)
+            made.state = state
+            return made
+        return value
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    """How pickles name a nested class."""
+    if isinstance(owner, type) and issubclass(owner, Inert):
+        return type(name, (Inert,), {"path": f"{owner.path}.{name}"})
+    raise pickle.UnpicklingError(f"it asks {type(owner).__name__} for {name}")
+
+
+def _first(value: Any, *rest: Any) -> Any:
+    return value
+
+
+def _encode(text: str, encoding: str = "latin1") -> bytes:
+    return text.encode("latin1" if encoding != "utf-8" else encoding)
+
+
+def unpickle(data: bytes, tensor_of: Callable[[SavedTensor], Any]) -> Any:
+    """What ``data`` describes. Raises: whatever a broken pickle raises"""
+    return _Unpickler(data, tensor_of).load()

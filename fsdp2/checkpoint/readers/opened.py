@@ -1,0 +1,195 @@
+"""``open_source``: whatever people have, as one ``Source``: names and lazy tensors of model and optimizer.
+
+It finds the format, lets its reader read the descriptions, and picks model and optimizer out of what it gets. It refuses to know
+targets.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ...errors import ArgumentError, message
+from ..failure import failure
+from ..hf_folder import open_checkpoint
+from ..lazy import LazyTensor
+from ..named_state import State, clean_name
+from .dcp import read_dcp
+from .deepspeed import find_deepspeed, read_deepspeed
+from .files import FORMATS, Family, check_complete, dcp_folders, detect, families, family_of
+from .flat_params import has_flat_params, shapes_of, unflattened, unflattened_optimizer
+from .optimizer_forms import by_name, is_flattened, looks_like_optimizer, nested
+from .shards import Ranks, is_sharded, merge, resolve
+from .source import Shapes, Source, checked_source, tensors_of
+from .torch_file import read_torch_file
+
+_MODEL_NAMES = ("model", "state_dict", "model_state_dict", "model_state", "module", "weights")
+_OPTIMIZER_NAMES = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizer_state", "optim_state")
+_AROUND = ("app", "state")
+
+
+def open_source(
+    path: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    optimizer: str | os.PathLike[str] | None = None,
+    shapes: nn.Module | Shapes | str | os.PathLike[str] | None = None,
+    with_optimizer: bool = True,
+) -> Source:
+    """Open a checkpoint of any of the formats; no tensor is read.
+
+    path:           a folder or file; one file of FSDP1's stands for those of all ranks
+    format:         None: by what the files are
+    optimizer:      where the optimizer's state is, if it is not in ``path`` and not beside its files
+    shapes:         the parameters' names and shapes, in order, for local state dicts of FSDP1: a model (not wrapped, also on the meta
+                    device), a dict, or a JSON file of ``write_shapes``
+    with_optimizer: False: leave the optimizer's state alone
+
+    Collective: no
+    Memory:     descriptions of the tensors: some hundred bytes for each shard
+    Raises:     CheckpointError naming file and key: cut short, a rank's file missing, files of different saves, nothing known
+    """
+    if format is not None and format not in FORMATS:
+        raise ArgumentError(message(f"format is {format!r}", expected=" or ".join(FORMATS), fix="leave it out to have it detected"))
+    known = shapes_of(shapes)
+    source = _read(Path(path), format or detect(Path(path)), known)
+    if optimizer is not None and with_optimizer:
+        other = _read(Path(optimizer), detect(Path(optimizer)), known)
+        source.optimizer = other.optimizer
+    if source.optimizer is not None and not with_optimizer:
+        source.optimizer = None
+        source.left_out.append("the optimizer")
+    return checked_source(_finished(source, known))
+
+
+def _finished(source: Source, shapes: Shapes | None) -> Source:
+    """Names without wrappers' prefixes, parameters for flat parameters, the optimizer by name."""
+    model: State = {clean_name(name): value for name, value in source.model.items()}
+    optimizer = source.optimizer
+    if source.format == "torch" and (has_flat_params(model) or any(isinstance(value, Ranks) for value in model.values())):
+        source.format = "fsdp1"
+    if _needs_shapes(model) and shapes is None:
+        example = next(name for name, value in model.items() if isinstance(value, LazyTensor | Ranks))
+        raise failure(
+            f"{source.path} is a local state dict of FSDP1: {example} and the like are flattened, without shapes",
+            expected="names and shapes of the model's parameters, in order",
+            fix="pass shapes (--shapes FILE): the model, or a JSON file that write_shapes wrote",
+            file=source.path,
+            key=example,
+        )
+    numbered = optimizer is not None and any(isinstance(key, int) for key in optimizer["state"])
+    if numbered and optimizer is not None and shapes is not None and _needs_shapes(model):
+        optimizer = unflattened_optimizer(optimizer, model, shapes)
+    if has_flat_params(model) and shapes is not None:
+        model = unflattened(model, shapes)
+    else:
+        model = {name: resolve(value, (shapes or {}).get(name), name) for name, value in model.items()}
+    if optimizer is not None:
+        optimizer = by_name(_resolved(optimizer, model), model)
+    return Source(source.path, source.format, model, optimizer, source.left_out)
+
+
+def _needs_shapes(model: State) -> bool:
+    if has_flat_params(model):
+        return True
+    ranks = [value for value in model.values() if isinstance(value, Ranks)]
+    if any(not value.are_alike for value in ranks):
+        return True
+    shapes = [value.values[0].shape for value in ranks] + [value.shape for _, value in tensors_of(model)]
+    return bool(ranks) and all(len(shape) <= 1 for shape in shapes)  # no matrix anywhere: parts of one each, of equal size
+
+
+def _resolved(optimizer: State, model: State) -> State:
+    """Tensors for ``Ranks``, which have the shape of their parameter."""
+    state: State = {}
+    for name, values in optimizer["state"].items():
+        param = model.get(clean_name(name)) if isinstance(name, str) else None
+        shape = param.shape if isinstance(param, LazyTensor) else None
+        state[name] = {key: resolve(value, shape, f"{name}.{key}") for key, value in values.items()}
+    return {"state": state, "param_groups": [{key: resolve(v, None, key) for key, v in g.items()} for g in optimizer["param_groups"]]}
+
+
+# --- formats ----------------------------------------------------------------------------------------------------------------------
+
+
+def _read(path: Path, kind: str, shapes: Shapes | None) -> Source:
+    if kind == "safetensors":
+        return Source(path, kind, dict(open_checkpoint(path).tensors))
+    if kind == "deepspeed":
+        return read_deepspeed(find_deepspeed(path) or path)
+    if kind == "dcp":
+        folders = [path] if not dcp_folders(path) else dcp_folders(path)
+        return _combined(path, kind, [_picked(folder, kind, read_dcp(folder)) for folder in folders])
+    together = families(path) if path.is_dir() else [_one_file(path)]
+    return _combined(path, kind, [_picked(each.paths[0], kind, _merged(each)) for each in together])
+
+
+def _one_file(path: Path) -> Family:
+    """The file alone, or with those of the other ranks if it is only a part."""
+    tensors = _all_values(read_torch_file(path))
+    is_part = any(is_sharded(each) for each in tensors) or all(len(each.shape) == 1 for each in tensors)
+    return family_of(path) if is_part else Family((path,))
+
+
+def _all_values(tree: Any) -> list[Any]:
+    if isinstance(tree, LazyTensor) or is_sharded(tree):
+        return [] if isinstance(tree, LazyTensor) and not tree.shape else [tree]
+    items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
+    return [found for each in items for found in _all_values(each)]
+
+
+def _merged(family: Family) -> Any:
+    check_complete(family)
+    return merge([(path, read_torch_file(path)) for path in family.paths])
+
+
+def _combined(path: Path, kind: str, found: list[Source]) -> Source:
+    """One source of the parts that were in several places. Raises: CheckpointError if two have a model"""
+    models = [each for each in found if each.model]
+    optimizers = [each for each in found if each.optimizer is not None]
+    if len(models) > 1 or len(optimizers) > 1:
+        twice = models if len(models) > 1 else optimizers
+        raise failure(
+            f"{path} has {len(twice)} {'models' if twice is models else 'optimizers'}",
+            items=[str(each.path) for each in twice],
+            expected="one model, and at most one optimizer",
+            fix="name the file (of one rank), or the folder, that is meant; and the optimizer's beside it",
+            file=path,
+        )
+    model = models[0] if models else Source(path, kind, {})
+    optimizer = optimizers[0].optimizer if optimizers else None
+    left_out = [each for source in found for each in source.left_out]
+    return Source(path, model.format, model.model, optimizer, left_out)
+
+
+def _picked(path: Path, kind: str, root: Any) -> Source:
+    """Model and optimizer out of what a file holds."""
+    while isinstance(root, dict) and len(root) == 1 and next(iter(root)) in _AROUND and isinstance(next(iter(root.values())), dict):
+        root = next(iter(root.values()))
+    if not isinstance(root, dict):
+        return Source(path, kind, {}, None, [f"{path.name}: {type(root).__name__}"])
+    if looks_like_optimizer(root):
+        return Source(path, kind, {}, root)
+    if is_flattened(root):
+        return Source(path, kind, {}, nested(root))
+    model_name = next((name for name in _MODEL_NAMES if isinstance(root.get(name), dict) and _all_values(root[name])), None)
+    optimizer_name = next((name for name in _OPTIMIZER_NAMES if name in root and _as_optimizer(root[name]) is not None), None)
+    if model_name is None and optimizer_name is None:
+        tensors = {name: value for name, value in root.items() if isinstance(name, str) and not isinstance(value, dict)}
+        is_state = any(isinstance(value, LazyTensor | Ranks) for value in tensors.values())
+        return Source(path, kind, dict(root) if is_state else {}, None, [] if is_state else [f"{path.name}: {name}" for name in root])
+    left_out = [f"{path.name}: {name}" for name in root if name not in (model_name, optimizer_name)]
+    model = dict(root[model_name]) if model_name is not None else {}
+    return Source(path, kind, model, _as_optimizer(root[optimizer_name]) if optimizer_name is not None else None, left_out)
+
+
+def _as_optimizer(value: Any) -> State | None:
+    """Also of a list of one."""
+    if isinstance(value, (list, tuple)) and len(value) == 1:
+        value = value[0]
+    if looks_like_optimizer(value):
+        return value  # type: ignore[no-any-return]
+    return nested(value) if is_flattened(value) else None

@@ -1,0 +1,146 @@
+"""Files of ``torch.save``: what is in them, as lazy tensors that are read by byte ranges, without loading and without ``torch.load``.
+
+Such a file is an uncompressed zip: ``data.pkl`` describes the objects, and each storage is an entry whose bytes are read when wanted.
+It may be a part of a larger file, as in DCP's. It refuses to know what the objects mean.
+
+Memory: the description; no tensor.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from ...errors import CheckpointError
+from ..failure import failure
+from ..lazy import LazyTensor, Stored
+from ..safetensors_format import NAMES, Entry
+from .inert_pickle import SavedTensor, unpickle
+from .lazy_pieces import Strided, is_contiguous
+
+_LOCAL_HEADER_NBYTES = 30
+
+
+def is_torch_file(path: Path) -> bool:
+    """Whether it begins like one of ``torch.save``: a zip, or the format before torch 1.6."""
+    with path.open("rb") as file:
+        start = file.read(64)
+    return start.startswith(b"PK\x03\x04") or b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19" in start
+
+
+def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> Any:
+    """The objects of the file, or of ``length`` bytes of it from ``offset`` on; every tensor in it a LazyTensor, unknown classes Inert.
+
+    Raises: CheckpointError naming the file: it is cut short, none of torch.save's, or has a dtype that no target can hold
+    """
+    try:
+        with path.open("rb") as file:
+            nbytes = file.seek(0, io.SEEK_END) - offset if length is None else length
+            zipped = zipfile.ZipFile(_Window(file, offset, nbytes))
+            return _read(path, zipped, file, offset)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a broken file raises
+        raise failure(
+            f"{path} cannot be read: {str(error) or type(error).__name__}",
+            expected="a whole file that torch.save of torch 1.6 or later wrote",
+            fix="copy it again; load and save an older one with torch.load(weights_only=True) and torch.save",
+            file=path,
+        ) from error
+
+
+class _Window(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, file: BinaryIO, offset: int, nbytes: int) -> None:
+        self._file = file
+        self._offset = offset
+        self._nbytes = nbytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._nbytes - self._at, 0)
+        self._file.seek(self._offset + self._at)
+        data = self._file.read(left if size < 0 else min(size, left))
+        self._at += len(data)
+        return data
+
+
+@dataclass(frozen=True)
+class _Record:
+    offset: int
+    nbytes: int
+
+
+def _read(path: Path, zipped: zipfile.ZipFile, file: BinaryIO, base: int) -> Any:
+    names = [name for name in zipped.namelist() if name == "data.pkl" or name.endswith("/data.pkl")]
+    if len(names) != 1:
+        raise ValueError("it is a zip without a data.pkl")
+    prefix = names[0].removesuffix("data.pkl")
+    byteorder = f"{prefix}byteorder"
+    if byteorder in zipped.namelist() and zipped.read(byteorder) != b"little":
+        raise ValueError("it was written on a big-endian machine")
+    return unpickle(zipped.read(names[0]), _lazily(path, _finder(zipped, prefix, file, base)))
+
+
+def _finder(zipped: zipfile.ZipFile, prefix: str, file: BinaryIO, base: int) -> Callable[[str], _Record]:
+    known: dict[str, _Record] = {}
+
+    def find(key: str) -> _Record:
+        if key not in known:
+            info = zipped.getinfo(f"{prefix}data/{key}")
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise ValueError("it is compressed")
+            file.seek(base + info.header_offset)
+            header = file.read(_LOCAL_HEADER_NBYTES)
+            extra = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+            known[key] = _Record(base + info.header_offset + _LOCAL_HEADER_NBYTES + extra, info.file_size)
+        return known[key]
+
+    return find
+
+
+def _lazily(path: Path, find: Callable[[str], _Record]) -> Callable[[SavedTensor], LazyTensor]:
+    def lazy(saved: SavedTensor) -> LazyTensor:
+        record = find(saved.key)
+        last = sum((size - 1) * stride for size, stride in zip(saved.shape, saved.stride, strict=True))
+        span = 0 if 0 in saved.shape else last + 1
+        itemsize = saved.dtype.itemsize
+        if (
+            min((*saved.stride, saved.offset, *saved.shape), default=0) < 0
+            or (saved.offset + span) * itemsize > record.nbytes
+            or saved.dtype not in NAMES
+        ):
+            raise ValueError(f"tensor data/{saved.key} {saved.dtype} {saved.shape} does not fit its storage of {record.nbytes} bytes")
+        where = record.offset + saved.offset * itemsize
+        name = f"data/{saved.key}"
+        if is_contiguous(saved.shape, saved.stride):
+            return stored(path, name, saved.dtype, saved.shape, where)
+        return Strided(stored(path, name, saved.dtype, (span,), where), saved.shape, saved.stride)
+
+    return lazy
+
+
+def stored(path: Path, key: str, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Stored:
+    return Stored(path, key, Entry(NAMES[dtype], shape, offset, math.prod(shape) * dtype.itemsize))

@@ -156,11 +156,11 @@ def main() -> None:
     arguments = common.parser(__doc__)
     arguments.add_argument("--worlds", type=int, nargs="+", default=[2, 4], help="numbers of processes")
     arguments.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    arguments.add_argument("--rounds", type=int, help="loads of each way")
+    arguments.add_argument("--rounds", type=int, help="loads of each way (2)")
     options = arguments.parse_args()
     common.start(options, __doc__)
     size = SMALL if options.quick else LARGE
-    rounds = options.rounds or 3
+    rounds = options.rounds or 2  # a round is six loads of 1 GB
     with tempfile.TemporaryDirectory() as checkpoint:
         nbytes = write_checkpoint(Path(checkpoint), size)
         for world_size in options.worlds:

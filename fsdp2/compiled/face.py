@@ -57,7 +57,7 @@ def _hand_out(reduced: Tensor, views: Sequence[GradView]) -> None:
     """Let the sharded parameters of ``views`` have their gradients, views of ``reduced``; run their hooks."""
     for view in views:
         sharded = view.param.sharded
-        grad = reduced.as_strided(view.shape, view.strides, view.offset)
+        grad = reduced.as_strided(view.shape, view.strides, reduced.storage_offset() + view.offset)
         before = sharded.grad
         if before is None:
             sharded.grad = compat.new_dtensor(grad, view.param.spec.sharded)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ..errors import CompileError, OrderError, message
 from . import torch_compat as compat
 from .forward_log import Visit
+from .loading import cut_whole_tensors
 from .model_axes import varying_axes
 from .nested import find_tensors, map_tensors
 from .schedule import adopt
@@ -58,7 +59,7 @@ class UnitHooks:
         for group, _ in unit.uses:
             for module in {id(owner.module): owner.module for param in group.params for owner in param.owners}.values():
                 self._handles.append(module.register_state_dict_pre_hook(_Resharding(unit)))  # type: ignore[no-untyped-call]
-                self._handles.append(module.register_load_state_dict_pre_hook(_Resharding(unit)))  # type: ignore[no-untyped-call]
+                self._handles.append(module.register_load_state_dict_pre_hook(_Loading(unit)))  # type: ignore[no-untyped-call]
 
     def _watch_axes(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """See Note: gradients on a full SPMD mesh."""
@@ -134,10 +135,10 @@ class UnitHooks:
                     fix="switch it on, or call fsdp2.uncompile(model)",
                 )
             )
-        return None if self._input_dtype is None else map_tensors(self._cast_input, (args, kwargs))
+        return None if self._input_dtype is None else compat.pytree.tree_map_only(Tensor, self._cast_input, (args, kwargs))
 
     def _traced_post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return None if self._output_dtype is None else map_tensors(self._cast_output, output)
+        return None if self._output_dtype is None else compat.pytree.tree_map_only(Tensor, self._cast_output, output)
 
     # --- forward ---
 
@@ -362,6 +363,14 @@ class _Resharding:
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> _Resharding:
         return self  # a copied unit registers its own
+
+
+class _Loading(_Resharding):
+    """The same before loading, from whole tensors as well."""
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        super().__call__()
+        cut_whole_tensors(self._unit, module, state_dict, prefix)
 
 
 # --- finding and swapping ---------------------------------------------------------------------------------------------------------

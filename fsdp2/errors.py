@@ -17,6 +17,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+MAX_ITEMS = 5
+"""A model has hundreds of parameters, and the first few offenders show what is wrong with all."""
+
 
 class FSDPError(Exception):
     """Base of every error that fsdp2 raises because of how it was used."""
@@ -85,7 +88,10 @@ def meta_error(items: Iterable[str], device: str) -> MaterializationError:
 
 
 def message(headline: str, *, expected: str, fix: str, items: Iterable[str] = ()) -> str:
-    """One error text: rank, headline, every offender, what was expected, how to fix it."""
+    """One error text: rank, headline, offenders (of many, the first ``MAX_ITEMS``), what was expected, how to fix it."""
     rank = f"[rank {dist.get_rank()}] " if dist.is_available() and dist.is_initialized() else ""
-    lines = [f"{rank}{headline}", *(f"  {item}" for item in items), f"  expected: {expected}", f"  fix:      {fix}"]
+    listed = list(items)
+    if len(listed) > MAX_ITEMS + 1:
+        listed[MAX_ITEMS:] = [f"and {len(listed) - MAX_ITEMS} more"]
+    lines = [f"{rank}{headline}", *(f"  {item}" for item in listed), f"  expected: {expected}", f"  fix:      {fix}"]
     return "\n".join(lines)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import ParameterError, message
+from .extensions import has_extension
 from .param import Owner, ShardedParam
 from .param_group import ParamGroup
 
@@ -87,6 +88,7 @@ class ModuleRegistry:
     def verify(self) -> bool:
         """Whether all is as we left it; parameters that the user put in their place are adopted, or refused by name."""
         intact = True
+        watches = not self._group.has_own_memory
         for parameters, name, param in self._owned:
             now = parameters.get(name)
             sharded = param.sharded
@@ -94,7 +96,9 @@ class ModuleRegistry:
                 self._refuse_untying(param)
                 _adopt_replacement(param, now)
                 intact = False
-            elif sharded._local_tensor is not param.local:  # type: ignore[attr-defined]
+            elif sharded._local_tensor is not param.local or (  # type: ignore[attr-defined]
+                watches and param.local.__dict__ and has_extension(param.local)  # methods were put on a plain tensor
+            ):
                 intact = False
             unsharded = param.unsharded
             if unsharded is not None and unsharded.requires_grad is not sharded.requires_grad:

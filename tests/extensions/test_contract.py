@@ -263,6 +263,24 @@ def test_methods_may_be_put_on_local_tensors_after_materialization(kind):
 
 
 @on_ranks(2)
+def test_methods_may_be_put_on_plain_local_tensors_after_the_first_step():
+    torch.manual_seed(0)
+    model = nn.Linear(7, 5)
+    reference = copy.deepcopy(model)
+    fully_shard(model, mesh=cpu_mesh())
+    x = torch.randn(3, 7)
+    assert torch.equal(model(x), reference(x))
+    model.reshard()
+    patch(model.weight._local_tensor)
+    reference.weight.data.copy_(reference.weight.to(torch.bfloat16).float())
+    for _ in range(2):
+        assert torch.equal(model(x), reference(x))
+        model.reshard()
+    run(model)
+    assert hasattr(model.weight._local_tensor, "fsdp_pre_all_gather")
+
+
+@on_ranks(2)
 def test_a_local_tensor_may_be_exchanged_for_one_of_another_kind():
     model = fully_shard(nn.Linear(7, 6), mesh=cpu_mesh())
     run(model)

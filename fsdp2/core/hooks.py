@@ -29,6 +29,7 @@ from .loading import cut_whole_tensors
 from .model_axes import varying_axes
 from .nested import find_tensors, map_tensors
 from .schedule import adopt
+from .stored import stored_tensors
 from .unit import Call, Unit
 
 # --- hooks ------------------------------------------------------------------------------------------------------------------------
@@ -183,6 +184,12 @@ class UnitHooks:
         call = unit.running.pop()
         if call is not None:
             output = self._watch_outputs(call, output)
+            if not unit.looked_for_stored:
+                unit.looked_for_stored = True
+                unit.stored = stored_tensors(unit.modules)
+            if unit.stored is not None:
+                for attributes, name, tensor in unit.stored.new():
+                    attributes[name] = self._watch_outputs(call, tensor)
         elif type(output) is not Tensor or output._base is not None:
             output = map_tensors(_outlive_parameters, output)
         assert unit.schedule is not None

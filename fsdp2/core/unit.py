@@ -22,6 +22,7 @@ from .gradients import Gradients
 from .param import Owner, ShardedParam
 from .param_group import ParamGroup
 from .shrinking import shrinking_weights
+from .stored import StoredTensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -116,6 +117,8 @@ class Unit(compat.ModuleStateBase):
         self.to_run: set[nn.Module] = set()  # modules of a list that still have to run in this pass
         self.shared_call: Call | None = None  # of all modules of a list that run in this pass
         self.calls: list[Any] = []  # weak references to Calls whose backward may still come
+        self.looked_for_stored = False  # in the first forward with autograd
+        self.stored: StoredTensors | None = None  # what its forward leaves on its modules
         self.order_indices: list[int] = []  # its places in this iteration's order of forward calls
         for _, gradients in self.uses[len(self.groups) :]:
             gradients.holders = gradients.holders or set()

@@ -441,3 +441,59 @@ def test_hooks_of_the_user_see_unsharded_parameters_and_may_change_what_passes()
     fully_shard(model, mesh=cpu_mesh())
     assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
     assert set(seen) == {nn.Parameter}
+
+
+class Routed(nn.Module):
+    """Leaves an auxiliary loss on a module inside, and its input on itself, instead of returning them."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(dim, 3)
+        self.inner = Block(dim)
+        self.seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x
+        self.router.aux_loss = (torch.tanh(self.router(x)) @ self.router.weight).square().mean()
+        return self.inner(x) * torch.sigmoid(self.router(x)[..., :1])
+
+
+class RoutedBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, 6)
+        self.blocks = nn.ModuleList(Routed(6) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def with_stored_losses(model: nn.Module, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    for block in model.blocks:
+        loss = loss + block.router.aux_loss + block.seen.square().mean()
+    loss.backward()
+    return loss
+
+
+def stored_losses_alone(model: nn.Module, x: Tensor) -> Tensor:
+    model(x)
+    loss = sum(block.router.aux_loss for block in model.blocks)
+    loss.backward()
+    return loss
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("after", [True, False, None])
+@pytest.mark.parametrize("iteration", [with_stored_losses, stored_losses_alone])
+def test_tensors_that_forward_leaves_on_modules(after, iteration):
+    """Symptom: backward failed on freed storage, because it did not begin at an output."""
+    torch.manual_seed(0)
+    model = RoutedBlocks()
+    reference = copy.deepcopy(model)
+    shard(model, after)
+    steps = fed_own_chunk(model, batches(3), iteration=iteration)
+    assert_equal_training(steps, fed_in_chunks(reference, batches(3), iteration=iteration))

@@ -163,7 +163,7 @@ def test_parameters_that_are_cut_on_another_dim():
 @on_ranks(2, timeout=300)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 def test_mixed_precision_is_that_of_eager_mode(reduce_dtype):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype, output_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
     eager, model = shard(mlp(), mp_policy=policy), graphed(mlp(), mp_policy=policy)
     steps = fed_own_chunk(model, batches(3), adamw)
     assert all(grad.dtype == torch.float32 for step in steps for grad in step.grads.values())

@@ -341,12 +341,14 @@ class _Wrapping(type):
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: Any = None,
+        *,
+        fsdp_auto_wrap_policy: Any = None,
     ) -> Any:
         options = Options(
             process_group=process_group,
             sharding_strategy=sharding_strategy,
             cpu_offload=cpu_offload,
-            auto_wrap_policy=auto_wrap_policy,
+            auto_wrap_policy=fsdp_auto_wrap_policy if auto_wrap_policy is None else auto_wrap_policy,
             backward_prefetch=backward_prefetch,
             mixed_precision=mixed_precision,
             ignored_modules=ignored_modules,
@@ -376,7 +378,8 @@ class FullyShardedDataParallel(FSDP1Module, nn.Module, metaclass=_Wrapping):
     process_group:      the ranks; for hybrid strategies a pair (shard, replicate); None: all ranks, for hybrid ones by node
     sharding_strategy:  None is FULL_SHARD
     cpu_offload:        where sharded parameters and gradients live
-    auto_wrap_policy:   which modules below are wrapped with the same arguments; see ``wrap``
+    auto_wrap_policy:   which modules below are wrapped with the same arguments; see ``wrap``. ``fsdp_auto_wrap_policy`` is its name
+                        in torch 1.11.
     backward_prefetch:  when backward gathers the next unit: before this one's gradients are computed (BACKWARD_PRE), after them
                         (BACKWARD_POST), or only when it is needed (None)
     mixed_precision:    dtypes, buffers included

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import DeviceError, MeshError, OrderError, ParameterError, message
+from ..errors import ArgumentError, DeviceError, MeshError, OrderError, ParameterError, message
 from . import torch_compat as compat
 from .arguments import check_placement_fn, checked_reshard_after_forward
 from .extensions import cut_out, needs_own_memory, refuse_unextendable
@@ -22,6 +22,7 @@ from .param import Owner, ShardedParam, new_sharded_param, sharded_from
 from .param_group import GroupOptions, ParamGroup
 from .placement import ShardSpec, is_lazy, refuse_unplaceable, shard_spec
 from .registry import ModuleRegistry
+from .strays import REGISTRATIONS
 from .unit import Lent, Unit
 
 private_options: dict[str, Any] = {}
@@ -46,6 +47,7 @@ def build_unit(
     check_placement_fn(shard_placement_fn)
     after = checked_reshard_after_forward(reshard_after_forward, mesh)
     managed = managed_modules(modules)
+    _refuse_sharded(ignored_params)
     owners = _owners(modules, managed, ignored_params)
     tied = _split_off_tied(owners)
     buffers = _buffers(modules, managed)
@@ -98,6 +100,7 @@ def build_unit(
     unit.hooks.install()
     for module in modules:
         compat.register_module_state(module, unit)
+    REGISTRATIONS.watch()
     for module in managed:  # what the compiler asks for
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         module._fsdp_use_orig_params = True  # type: ignore[assignment]
@@ -192,6 +195,20 @@ def _buffers(modules: Sequence[nn.Module], managed: Sequence[nn.Module]) -> dict
                 for name, buffer in module.named_buffers(module_name, recurse=False):
                     found.setdefault(id(buffer), (prefix + name, buffer))
     return dict(found.values())
+
+
+def _refuse_sharded(ignored: set[nn.Parameter]) -> None:
+    """Raise if an earlier call has sharded a parameter that is to be ignored. One of another part of the model may be in the set."""
+    sharded = [f"{param.fqn} {tuple(param.sharded.shape)}" for each in ignored if (param := sharded_from(each)) is not None]
+    if sharded:
+        raise ArgumentError(
+            message(
+                f"ignored_params has {len(sharded)} parameters that an earlier fully_shard call has sharded",
+                items=sorted(sharded),
+                expected="the same ignored_params for all calls on parts of a model",
+                fix="pass them to the call that sharded them as well",
+            )
+        )
 
 
 _Tied = list[tuple[ShardedParam, list[str], list[Owner]]]

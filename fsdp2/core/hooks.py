@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from .model_axes import varying_axes
 from .nested import find_tensors, map_tensors
 from .schedule import adopt
 from .stored import stored_tensors
+from .strays import REGISTRATIONS, warn_of_plain_parameters
 from .unit import Call, Unit
 
 # --- hooks ------------------------------------------------------------------------------------------------------------------------
@@ -153,7 +153,11 @@ class UnitHooks:
         schedule = unit.schedule
         if schedule is None or not schedule.settled:
             schedule = adopt(unit, units_below)
-            _warn_of_plain_parameters(unit.modules[0], schedule.units)
+            warn_of_plain_parameters(unit.modules[0], schedule.units)
+            schedule.num_registrations = REGISTRATIONS.count
+        elif schedule.num_registrations != REGISTRATIONS.count and unit is schedule.root:
+            warn_of_plain_parameters(unit.modules[0], [below for _, below in units_below(unit.modules[0])])
+            schedule.num_registrations = REGISTRATIONS.count
         if schedule.forward_root is None and unit.device.type != "cpu":
             args, kwargs = map_tensors(functools.partial(Tensor.to, device=unit.device, non_blocking=True), (args, kwargs))
         if self._input_dtype is not None:
@@ -400,36 +404,6 @@ def units_below(root: nn.Module) -> list[tuple[str, Unit]]:
                 shown = param.unsharded if group.is_unsharded else param.sharded
                 param.fqn = names.get(id(shown), param.fqn)
     return list(found.values())
-
-
-def _warn_of_plain_parameters(root: nn.Module, units: Sequence[Unit]) -> None:
-    """Parameters that were registered after ``fully_shard``, adapters for instance, are nobody's: each rank would train its own."""
-    places = [owner for unit in units for owner in unit.ignored]
-    places += [owner for unit in units for group, _ in unit.groups for param in group.params for owner in param.owners]
-    known = {(id(owner.module), owner.name) for owner in places}
-    foreign = {
-        below
-        for module in root.modules()
-        if {"fully_shard", "replicate"} & set(compat.applied_apis(module)) and not isinstance(compat.module_state(module), Unit)
-        for below in module.modules()
-    }
-    plain = [
-        f"{prefix}.{name} {tuple(param.shape)}" if prefix else f"{name} {tuple(param.shape)}"
-        for prefix, module in root.named_modules()
-        if module not in foreign
-        for name, param in module._parameters.items()
-        if param is not None and param.requires_grad and (id(module), name) not in known
-    ]
-    if plain:
-        warnings.warn(
-            message(
-                f"{len(plain)} trainable parameters were registered below {type(root).__name__} after fully_shard was called on it",
-                items=plain,
-                expected="every trainable parameter sharded or in ignored_params; no gradient of these is reduced, ranks drift apart",
-                fix="add them before fully_shard, call fully_shard on the modules that were added, or reduce their gradients yourself",
-            ),
-            stacklevel=2,
-        )
 
 
 _classes: dict[tuple[type, type], type] = {}

@@ -44,6 +44,7 @@ class Schedule:
 
     def __init__(self, root: Unit, units: list[Unit]) -> None:
         self.root = root
+        self.num_registrations = 0  # on managed modules, when parameters that are nobody's were last looked for
         self.settled = False  # True once the first forward has found all units below the root
         self.units = units  # in the order of named_modules(); the root first
         self._offloaded = [group for unit in units for group, _ in unit.groups if group.options.offload]
@@ -72,6 +73,7 @@ class Schedule:
         self._reading: Reading | None = None  # of the backward under way
         self._task = -1  # graph task at whose end ``end_backward`` runs
         self._reductions: deque[InFlight] = deque()
+        self._recomputed: list[tuple[Unit, int]] = []  # in this backward; and how many forwards of the unit were under way
         self._started: list[InFlight] = []  # since the last end of backward that finished them
 
     def choose_max_reductions(self) -> None:
@@ -94,6 +96,7 @@ class Schedule:
         if in_backward:
             # The first thing of ours that happens in this backward may be this recomputation, in the outermost graph task.
             self._expect_end_of_backward()
+            self._recomputed.append((unit, len(unit.running)))
             return
         recording = self._recording
         recording.append(unit)
@@ -125,6 +128,7 @@ class Schedule:
             self._logs.append(weakref.ref(self.log))
         if self._task != -1:  # an exception ended the last backward and nobody called reset()
             self._task = -1
+            self._end_recomputations()
         if self.post_optim_event is not None:
             self.streams.order(self.streams.gather, self.post_optim_event)
             self.post_optim_event = None
@@ -371,6 +375,7 @@ class Schedule:
             self._reading = None
         task, self._task = self._task, -1
         self._kept.clear()
+        self._end_recomputations()
         self.kept_by_forward.clear()
         for unit in reversed(self.units):
             for _, gradients in unit.groups:
@@ -393,6 +398,12 @@ class Schedule:
                 unit.order_indices.clear()
             self.finish_reductions()
         self._await_host_reads()
+
+    def _end_recomputations(self) -> None:
+        """Non-reentrant checkpointing leaves a forward as soon as it has what it needs, and its post-hooks never run."""
+        for unit, num_running in self._recomputed:
+            del unit.running[num_running:]
+        self._recomputed.clear()
 
     def finish_reductions(self) -> None:
         """After this, all sharded gradients are there, as compute sees them."""
@@ -433,6 +444,7 @@ class Schedule:
             unit.forget_calls()
         self._open.clear()
         self._kept.clear()
+        self._recomputed.clear()
         self.kept_by_forward.clear()
         self._partial.clear()
         self._order.clear()

@@ -14,6 +14,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_ac
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp2 import (
+    ArgumentError,
     CPUOffloadPolicy,
     DataParallelMeshDims,
     FSDPModule,
@@ -209,13 +210,29 @@ def test_adapters_added_after_sharding_train_once_they_are_sharded_too(steps_bef
 
 
 @on_ranks(2)
-def test_adapters_left_plain_are_warned_of_by_name_with_the_fix():
-    model = adapt(shard_blocks(mlp()))
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_adapters_left_plain_are_warned_of_by_name_with_the_fix(steps_before):
+    model = shard_blocks(mlp())
+    fed_own_chunk(model, batches(steps_before))
+    adapt(model)
     wanted = r"(?s)6 trainable parameters.*blocks.0.up.down.weight \(2, 10\).*drift apart.*fix:.*call fully_shard on"
     with pytest.warns(UserWarning, match=wanted):
         model(own_chunk(batches(1)[0])).sum().backward()
     assert not isinstance(model.blocks[0].up.down.weight.grad, DTensor)
     model(batches(1)[0])  # once is enough
+    model.extra = nn.Parameter(torch.zeros(2))
+    with pytest.warns(UserWarning, match=r"(?s)7 trainable parameters.*\n  and 2 more"):
+        model(batches(1)[0])
+
+
+@on_ranks(2)
+def test_a_parameter_that_is_sharded_already_cannot_be_ignored():
+    model = mlp()
+    weight, last = model.blocks[0].up.weight, model.last.weight
+    fully_shard(model.blocks[0], mesh=cpu_mesh(), ignored_params={last})  # of another part of the model: fine
+    with pytest.raises(ArgumentError, match=r"(?s)1 parameters that an earlier.*up.weight \(13, 10\).*fix:"):
+        fully_shard(model, mesh=cpu_mesh(), ignored_params={weight, last})
+    fully_shard(model, mesh=cpu_mesh(), ignored_params={last})
 
 
 @on_ranks(2)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -114,17 +115,41 @@ def load_safetensors(
                 MaterializationError if strict and something is left that nothing initialises
     """
     checked_model(model, "load_safetensors")
+
+    def opened() -> tuple[Path, Tensors, int]:
+        checkpoint = open_checkpoint(path_or_index)
+        return checkpoint.path, dict(checkpoint.tensors), checkpoint.header_bytes
+
+    return load_opened(model, path_or_index, opened, key_map, strict, ignore_mismatched, init_fn, device, in_place, progress)
+
+
+def load_opened(
+    model: nn.Module,
+    what: str | os.PathLike[str],
+    opened: Callable[[], tuple[Path, Tensors, int]],
+    key_map: KeyMap | None,
+    strict: bool,
+    ignore_mismatched: bool,
+    init_fn: Callable[[nn.Module], object] | None,
+    device: torch.device | str | None,
+    in_place: bool,
+    progress: bool | None,
+) -> LoadReport:
+    """Load lazy tensors of any origin; everything else is as in ``load_safetensors``.
+
+    opened: opens the checkpoint ``what``: its path, its tensors by key, and the number of bytes of headers that were read
+    """
     units = reshard(model)
     tensors = model_tensors(model)
     at = _device(units, device)
     on_meta = [each for each in tensors if each.is_meta]
 
     def read() -> tuple[LoadReport, list[tuple[ModelTensor, Tensor]]]:
-        checkpoint = open_checkpoint(path_or_index)
+        path, stored, header_bytes = opened()
         shapes = {name: tuple(each.tensor.shape) for each in tensors for name in each.names}
-        report = LoadReport(header_bytes=checkpoint.header_bytes)
-        matched = _match(tensors, apply_key_map(checkpoint.tensors, shapes, key_map), report)
-        _refuse(report, checkpoint.path, strict, ignore_mismatched)
+        report = LoadReport(header_bytes=header_bytes)
+        matched = _match(tensors, apply_key_map(stored, shapes, key_map), report)
+        _refuse(report, path, strict, ignore_mismatched)
         new = {id(each) for each in on_meta}
         give_storage([each for each, _ in matched], units, at)
         targets = [(each, lazy, _target(each, in_place or id(each) in new)) for each, lazy in matched]
@@ -132,7 +157,7 @@ def load_safetensors(
         return replace(report, bytes_read=bytes_read), [(each, to) for each, _, to in targets if not in_place and id(each) not in new]
 
     with torch.inference_mode(False), torch.no_grad():
-        result, problem = tried(f"cannot load {path_or_index}", read)
+        result, problem = tried(f"cannot load {what}", read)
         try:
             agree_on_meshes([each.mesh for each in tensors if each.mesh is not None], problem)
         except FSDPError:

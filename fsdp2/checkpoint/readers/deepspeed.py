@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from .torch_file import read_torch_file
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt$")
 _FIX = "complete the copy: every rank has files of its own"
-_Locate = Callable[[str, Sequence[Sequence[LazyTensor]]], LazyTensor]
 
 
 def find_deepspeed(path: Path) -> Path | None:
@@ -84,7 +83,8 @@ def read_deepspeed(folder: Path) -> Source:
     layout.check(flats, optim_paths)
     model = _model(models, layout, flats)
     left_out = [f"{key} of {model_paths[0].name}" for key in models[0] if key not in _USED]
-    return Source(folder, "deepspeed", model, _optimizer(zero, shapes, layout), left_out)
+    optimizer = _optimizer(zero, shapes, layout)
+    return Source(folder, "deepspeed", model, optimizer, left_out if optimizer is not None else [*left_out, "the optimizer"])
 
 
 _USED = {
@@ -231,11 +231,23 @@ def _optimizer(zero: list[dict[Any, Any]], shapes: list[dict[str, tuple[int, ...
         else:
             for name in state:
                 state[name][key] = example
-    groups = list(_groups(bases[0]["param_groups"], shapes))
-    return {"state": state if first else {}, "param_groups": groups}
+    return {"state": state if first else {}, "param_groups": _groups(bases[0]["param_groups"], shapes)}
 
 
-def _groups(groups: list[State], shapes: list[dict[str, tuple[int, ...]]]) -> Iterator[State]:
-    for index, names in enumerate(shapes):
-        options = groups[min(index, len(groups) - 1)]
-        yield {key: value for key, value in options.items() if key != "params"} | {"params": list(names)}
+def _groups(groups: list[State], shapes: list[dict[str, tuple[int, ...]]]) -> list[State]:
+    """The optimizer's groups with names. Its parameters are flat buffers, one for each entry of ``shapes``: in stage 3 several a group.
+
+    Raises: CheckpointError if they are not
+    """
+    if sum(len(group["params"]) for group in groups) != len(shapes):
+        raise failure(
+            f"the optimizer has {[len(group['params']) for group in groups]} flat parameters",
+            expected=f"{len(shapes)}, one for each list of shapes in the model states",
+            fix="convert without the optimizer",
+        )
+    rest = iter(shapes)
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [name for _ in group["params"] for name in next(rest)]}
+        for group in groups
+    ]

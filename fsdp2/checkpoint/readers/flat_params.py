@@ -6,7 +6,7 @@ whoever has the model, or its names and shapes in this order, can take it apart.
 safetensors file, which is sorted, cannot stand for it.) It refuses to know files.
 
 Worked example: parameters first.weight (10, 7), first.bias (10,), blocks.0.scale (1,), last.weight (5, 10), and flat parameters
-``_flat_param`` and ``blocks.0._flat_param``: elements [0, 70) of the former are first.weight, [70, 80) first.bias, the rest last.weight.
+``_flat_param`` and ``blocks.0._flat_param``: elements [0, 70) of the former are first.weight, [70, 80) first.bias, and so on.
 """
 
 from __future__ import annotations

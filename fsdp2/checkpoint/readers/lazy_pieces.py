@@ -103,7 +103,7 @@ class Flat(LazyTensor):
     def shape(self) -> tuple[int, ...]:
         return self.shape_
 
-    def _needed(self) -> Iterator[tuple[int, int, LazyTensor]]:
+    def needed(self) -> Iterator[tuple[int, int, LazyTensor]]:
         """The parts that have some of it, with the range of the concatenation that they are."""
         first, last = self.start, self.start + math.prod(self.shape_)
         for part, end in zip(self.parts, self.ends, strict=True):
@@ -111,7 +111,7 @@ class Flat(LazyTensor):
                 yield end - part.shape[0], end, part
 
     def stored(self) -> Iterator[Stored]:
-        for _, _, part in self._needed():
+        for _, _, part in self.needed():
             yield from part.stored()
         if not math.prod(self.shape_):
             yield from self.parts[0].stored()
@@ -137,7 +137,7 @@ class Flat(LazyTensor):
         strides = [math.prod(self.shape_[dim + 1 :]) for dim in range(len(self.shape_))]
         first = self.start + sum(start * stride for start, stride in zip(box.start, strides, strict=True))
         last = first + box.numel
-        for begin, end, part in self._needed():
+        for begin, end, part in self.needed():
             low, high = max(first, begin), min(last, end)
             if low < high:
                 part.read(Box((low - begin,), (high - begin,)), out[low - first : high - first], reader)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ..failure import failure
-from ..lazy import LazyTensor, Stored
+from ..lazy import LazyTensor, Narrowed, Stored
 from ..named_state import State
 from .inert_pickle import Inert
-from .lazy_pieces import Assembled, dtype_of
+from .lazy_pieces import Assembled, Flat, Strided, dtype_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -75,10 +75,22 @@ def nbytes_of(lazy: LazyTensor) -> int:
     return math.prod(lazy.shape) * dtype_of(lazy).itemsize
 
 
-def place_of(lazy: LazyTensor) -> tuple[Any, ...]:
-    """Equal for two lazy tensors that are the same bytes in the same files: for ties."""
-    parts = tuple((str(part.path), part.entry) for part in lazy.stored())
-    return (type(lazy), lazy.shape, getattr(lazy, "start", None), getattr(lazy, "stride", None), parts)
+def place_of(lazy: LazyTensor) -> Any:
+    """Equal for two lazy tensors that are the same bytes of the same files in the same shape: ties."""
+    match lazy:
+        case Stored():
+            return str(lazy.path), lazy.entry
+        case Strided():
+            return place_of(lazy.span), lazy.shape, lazy.stride
+        case Narrowed():
+            return place_of(lazy.whole), lazy.dim, lazy.start, lazy.length
+        case Assembled():
+            return lazy.shape, tuple((box, place_of(part)) for box, part in lazy.parts)
+        case Flat():
+            needed = list(lazy.needed())
+            return lazy.shape, lazy.start - needed[0][0] if needed else 0, tuple(place_of(part) for _, _, part in needed)
+    stored = list(lazy.stored())
+    return (place_of(stored[0]), lazy.shape) if len(stored) == 1 and lazy.shape == stored[0].shape else id(lazy)
 
 
 def checked_source(source: Source) -> Source:

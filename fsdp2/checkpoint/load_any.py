@@ -1,0 +1,51 @@
+"""``load_checkpoint``: whatever a reader opens, straight into a sharded model.
+
+It refuses to know formats.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .key_map import KeyMap, Tensors
+from .lazy import LazyTensor
+from .load import LoadReport, load_opened
+from .model_tensors import checked_model
+from .readers.opened import open_source
+from .readers.source import Shapes
+
+
+def load_checkpoint(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    shapes: nn.Module | Shapes | str | os.PathLike[str] | None = None,
+    key_map: KeyMap | None = None,
+    strict: bool = True,
+    ignore_mismatched: bool = False,
+    init_fn: Callable[[nn.Module], object] | None = None,
+    device: torch.device | str | None = None,
+    in_place: bool = False,
+    progress: bool | None = None,
+) -> LoadReport:
+    """Load the model's part of a checkpoint that ``open_source`` opens: FSDP1's, DCP's, DeepSpeed's, ``torch.save``'s, safetensors.
+
+    format, shapes: of the checkpoint, see ``open_source``. The other arguments, what is read, memory, errors and which calls are
+                    collective are those of ``load_safetensors``: each rank reads its own parts of whichever ranks' files have them.
+                    (Of a narrower part than whole rows of a flat parameter, whole rows are read.)
+
+    The optimizer's state: convert it to DCP, and load that.
+    """
+    checked_model(model, "load_checkpoint")
+
+    def opened() -> tuple[Path, Tensors, int]:
+        source = open_source(path, format=format, shapes=shapes, with_optimizer=False)
+        return source.path, {name: value for name, value in source.model.items() if isinstance(value, LazyTensor)}, 0
+
+    return load_opened(model, path, opened, key_map, strict, ignore_mismatched, init_fn, device, in_place, progress)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..core import torch_compat as compat
+from .dcp_chunks import tell_chunks
 from .named_state import map_values
 
 
@@ -26,7 +27,7 @@ def host_copy(state: Any) -> Any:
 
     def copied(value: Any) -> Any:
         if isinstance(value, DTensor):
-            return compat.new_dtensor(copied(compat.local_tensor(value)), compat.spec_of(value))
+            return tell_chunks(compat.new_dtensor(copied(compat.local_tensor(value)), compat.spec_of(value)))
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
         devices.add(value.device)
@@ -45,7 +46,7 @@ def host_space(like: Tensor, dtype: torch.dtype) -> Tensor:
         spec = compat.spec_of(like)
         assert spec.tensor_meta is not None
         local = host_space(compat.local_tensor(like), dtype)
-        return compat.new_dtensor(local, replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype)))
+        return tell_chunks(compat.new_dtensor(local, replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))))
     return torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
 
 

@@ -100,6 +100,11 @@ def cuts_of(tensor: DTensor, coordinate: Sequence[int]) -> list[Cut]:
     return in_order(cuts)
 
 
+def is_strided(placement: Placement) -> bool:
+    """Whether axes behind this one have cut its dim before."""
+    return hasattr(placement, "split_factor")
+
+
 def _split_factor(placement: Placement) -> int:
     return int(getattr(placement, "split_factor", 1))  # of a _StridedShard
 

@@ -27,8 +27,6 @@ from .named_state import State, clean_name, named_model_state, named_optimizer_s
 from .own_values import put_own_values
 from .safe_dcp import SafePlanner, SafeReader, read_metadata, unflatten, unpack
 
-MAX_SHOWN = 20
-
 
 @dataclass
 class Restored:
@@ -133,10 +131,9 @@ class _Reading:
             elif path[1] in state:
                 self.flat[key] = self._space(key, like if isinstance(like, Tensor) else None)
         if problems:
-            more = len(problems) - MAX_SHOWN
             raise failure(
                 f"{self.path} is of another model",
-                items=problems[:MAX_SHOWN] + ([f"... and {more} more"] if more > 0 else []),
+                items=problems,
                 expected="the model's names and shapes",
                 fix="build the model as it was when the checkpoint was saved; nothing was changed",
                 file=self.path,

@@ -1,0 +1,109 @@
+"""Rows cut twice, by tensor parallelism and by ``fully_shard``, that divide evenly over neither: nothing is lost or doubled.
+
+Of 7 rows over (dp 3, tp 2), torch 2.13 tells DCP rows that overlap; a checkpoint then restored other values, without an error.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fsdp2 import fully_shard
+from fsdp2.checkpoint import Checkpointer, full_state_dict, load_safetensors, save_safetensors
+from harness import cpu_mesh, on_ranks
+
+
+def unsharded(hidden: int) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, hidden), nn.Linear(hidden, 6))
+
+
+def cut_twice(hidden: int, world_size: int) -> nn.Sequential:
+    mesh = cpu_mesh(world_size // 2, 2, names=("dp", "tp"))
+    model = unsharded(hidden)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+def assert_same_values(model: nn.Module, hidden: int) -> None:
+    for (name, param), expected in zip(model.named_parameters(), unsharded(hidden).parameters(), strict=True):
+        assert torch.equal(param.full_tensor(), expected), name
+
+
+def spoil(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(7.0)
+
+
+SIX = pytest.mark.parametrize("hidden", [9, 5, 7, 13])
+
+
+@pytest.mark.slow
+@on_ranks(6)
+@SIX
+def test_whole_tensors_are_those_of_the_unsharded_model(hidden: int, world_size: int) -> None:
+    model = cut_twice(hidden, world_size)
+    assert_same_values(model, hidden)
+    full = full_state_dict(model)
+    if dist.get_rank() == 0:
+        for name, value in unsharded(hidden).state_dict().items():
+            assert torch.equal(full[name], value), name
+
+
+@pytest.mark.slow
+@on_ranks(6)
+@SIX
+def test_safetensors_there_and_back(hidden: int, world_size: int, tmp_path: Path) -> None:
+    model = cut_twice(hidden, world_size)
+    save_safetensors(model, tmp_path, num_writers=None)
+    spoil(model)
+    load_safetensors(model, tmp_path)
+    assert_same_values(model, hidden)
+    spoil(model)
+    model.load_state_dict(unsharded(hidden).state_dict())
+    assert_same_values(model, hidden)
+
+
+def checkpointed(hidden: int, world_size: int, folder: Path) -> None:
+    """Into the same cut, and by DCP into an unsharded model."""
+    model = cut_twice(hidden, world_size)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for param in model.parameters():
+        param.grad = param.detach().clone()  # torch's tensor parallelism cannot run such a model
+    optimizer.step()
+    expected = [param.full_tensor() for param in model.parameters()]
+    moments = [optimizer.state[param]["exp_avg"].full_tensor() for param in model.parameters()]
+    with Checkpointer(folder, model, optimizer) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.wait()
+        spoil(model)
+        for param in model.parameters():
+            optimizer.state[param]["exp_avg"].fill_(7.0)
+        path = checkpointer.load().path
+    for param, value, moment in zip(model.parameters(), expected, moments, strict=True):
+        assert torch.equal(param.full_tensor(), value)
+        assert torch.equal(optimizer.state[param]["exp_avg"].full_tensor(), moment)
+    state = {"model": unsharded(hidden).state_dict()}
+    dcp.load(state, checkpoint_id=path)
+    for found, value in zip(state["model"].values(), expected, strict=True):
+        assert torch.equal(found, value)
+
+
+@on_ranks(4)
+def test_checkpointer_on_four_ranks(world_size: int, tmp_path: Path) -> None:
+    checkpointed(5, world_size, tmp_path)
+
+
+@pytest.mark.slow
+@on_ranks(6)
+@SIX
+def test_checkpointer(hidden: int, world_size: int, tmp_path: Path) -> None:
+    checkpointed(hidden, world_size, tmp_path)

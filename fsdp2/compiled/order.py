@@ -1,14 +1,14 @@
 """Where the collectives stand in a graph: gathers start early, reductions are waited for late; and what backward computes again.
 
 Traced as written, each gather is waited for right where it starts, so that nothing overlaps. Here the start of each gather is
-moved behind the wait for the gather before it: while the compute of one bucket runs, the next bucket is on its way, and never more
-than one. A reduction is waited for when the next one is about to start, or at the end. It is the order of eager mode, as a pass over
-an FX graph. It refuses to know buckets.
+moved behind the wait for the gather before it: while the compute of one bucket runs, the next bucket is on its way, and never
+more than one (the first two start together, when nothing computes yet). A reduction is waited for when the next one is about to
+start, or at the end. It is the order of eager mode, as a pass over an FX graph. It refuses to know buckets.
 
 Worked example, backward of two blocks (G gather, R reduce-scatter, each a start and a wait):
 
     as traced   G2 wait, block 2, R2 wait, G1 wait, block 1, R1 wait
-    reordered   G2 wait, start G1, block 2, start R2, wait G1, block 1, wait R2, R1 wait
+    reordered   start G2, start G1, wait G2, block 2, start R2, wait G1, block 1, wait R2, R1 wait
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _advance_gathers(graph: fx.Graph) -> None:
             for node in [*preparation, start]:
                 at.append(node)
                 at = node
-        previous = wait
+        previous = start if previous is None or previous.op == "placeholder" else wait
 
 
 def _from_placeholders(start: fx.Node) -> list[fx.Node] | None:

@@ -76,6 +76,7 @@ def test_training_is_one_graph_and_equals_the_unsharded_model():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch's own, of importing inductor
 @on_ranks(2, timeout=600)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_adamw_equals_eager_and_the_unsharded_model_compiled_and_not(backend):

@@ -47,7 +47,7 @@ class Gradients:
         self._collected: ReducePlan | None = None  # of the last ``collect``
         self._accumulated: Tensor | None = None
         self._used: list[bool] = []
-        self._partial: Tensor | None = None
+        self.partial: Tensor | None = None  # reduce-scattered, and not all-reduced or handed out yet
         self._reduction: tuple[object, collectives.GradientReduction] | None = None
 
     def adopt_settings(self, other: Gradients) -> None:
@@ -108,11 +108,11 @@ class Gradients:
     @property
     def kept(self) -> list[Tensor]:
         """What was added up and has not reached the sharded parameters, in reduce dtype: whole, or reduce-scattered."""
-        return [each for each in (self._accumulated, self._partial) if each is not None]
+        return [each for each in (self._accumulated, self.partial) if each is not None]
 
     def is_waiting(self) -> bool:
         """At the end of backward: whether a gradient was not collected yet, or what accumulated without sync is to be reduced now."""
-        if self.reached or (self.sync and (self._accumulated is not None or (self.all_reduce and self._partial is not None))):
+        if self.reached or (self.sync and (self._accumulated is not None or (self.all_reduce and self.partial is not None))):
             return True
         for param in self.group.params:  # noqa: SIM110 (a generator would cost every unit of every backward a call more)
             if param.unsharded is not None and param.unsharded.grad is not None:
@@ -122,7 +122,7 @@ class Gradients:
     @property
     def holds_unreduced(self) -> bool:
         """Whether something that accumulated has not reached the sharded parameters yet."""
-        return self._accumulated is not None or self._partial is not None
+        return self._accumulated is not None or self.partial is not None
 
     def take(self) -> list[Tensor | None]:
         """Take the gradients off the unsharded parameters, in the plan's order; empty if none is trainable."""
@@ -157,7 +157,7 @@ class Gradients:
                 dtype = plan.grad_dtype  # added as they are, so that the sum alone is rounded
             buffer = torch.empty(plan.layout.unsharded_numel, dtype=dtype, device=self.group.device)
         else:
-            adds_up = not self.sync or not self.hands_out or self._accumulated is not None or self._partial is not None
+            adds_up = not self.sync or not self.hands_out or self._accumulated is not None or self.partial is not None
             whole = adds_up or self.reduce_unused
             if not whole and not any(used):
                 return None
@@ -184,7 +184,7 @@ class Gradients:
     def discard(self) -> None:
         """Forget every gradient that has not reached the sharded parameters."""
         self._accumulated = None
-        self._partial = None
+        self.partial = None
         self.reached = False
         if self.holders:
             self.holders.clear()
@@ -196,7 +196,7 @@ class Gradients:
     def zero(self, set_to_none: bool) -> None:
         """As ``zero_grad``: for the sharded parameters, shown or not, and for what was not reduced yet."""
         self._accumulated = None
-        self._partial = None
+        self.partial = None
         for param in self.group.params:
             if set_to_none:
                 param.sharded.grad = None
@@ -228,8 +228,4 @@ class Gradients:
 
     def add_partial(self, output: Tensor) -> None:
         """Keep a reduce-scattered gradient, in reduce dtype, that is not to be all-reduced or handed out yet."""
-        self._partial = output if self._partial is None else self._partial.add_(output)
-
-    def take_partial(self) -> Tensor | None:
-        partial, self._partial = self._partial, None
-        return partial
+        self.partial = output if self.partial is None else self.partial.add_(output)

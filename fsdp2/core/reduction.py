@@ -56,7 +56,7 @@ class InFlight:
         self._held: Tensor | None = None
         self._pending: collectives.Pending | None = None
         self._all_reduce: collectives.Pending | None = None
-        self._hands_out = gradients.hands_out  # on the host, the rest may come after the user has changed it
+        self._hands_out = gradients.all_reduce or gradients.hands_out  # on the host, the rest may come after the user has changed it
         self._scattered: Any = None  # event behind the reduce-scatter
         self._reduced: Any = None  # event behind everything
         self._late: list[int] = []
@@ -117,9 +117,9 @@ class InFlight:
             self._output = None
             self._reduced = self._scattered
             return
-        partial = gradients.take_partial()
-        if partial is not None:
-            output.add_(partial)
+        if gradients.partial is not None:
+            output.add_(gradients.partial)
+            gradients.partial = None
         if process_group is not None:
             stream = streams.all_reduce
             streams.order(stream, streams.mark(streams.reduce))
@@ -257,13 +257,15 @@ class InFlight:
 
     def _give(self, reduced: Tensor, views: list[GradView]) -> None:
         """Let the sharded parameters of ``views`` have their gradients, views of ``reduced``."""
+        is_usual = reduced.dtype is self._gradients.group.dtype
         for view in views:
             param = view.param
             sharded = param.sharded
             grad = reduced.as_strided(view.shape, view.strides, view.offset)
             before = sharded.grad
             if before is None:
-                sharded.grad = compat.new_dtensor(grad, in_dtype(param.spec.sharded, grad.dtype))
+                spec = param.spec.sharded
+                sharded.grad = compat.new_dtensor(grad, spec if is_usual else in_dtype(spec, grad.dtype))
             else:
                 compat.local_tensor(before).add_(grad)  # type: ignore[arg-type]
             if sharded._post_accumulate_grad_hooks:

@@ -1,10 +1,11 @@
 """``wrap="auto"``: the repeated blocks of a model, found by themselves.
 
-Blocks are the children of a ModuleList, Sequential or ModuleDict that are built alike: at least two of one class, none with more than
-twice the elements of another (so that a T5 block with a relative bias goes with those without, and a stage of a Swin is none). The
-outermost such children count, so that the experts inside a block stay with it. Other modules of the same classes are blocks too.
-Of what is outside of the blocks, an embedding or a linear layer at least half as large as a block becomes a group, unless another
-module shares its parameters: then the root, which is unsharded as long as any of them runs, keeps them.
+Blocks are the children of a ModuleList, Sequential or ModuleDict of which some are built alike: two of one class with parameters of
+the same names and shapes, or all of one class about as large (a T5 block with a relative bias beside one without; but no stages of a
+Swin, of which each is larger than the one before: their layers are blocks). The outermost such children count, so that the experts
+inside a block stay with it. Other modules of the same classes are blocks too. Of what is outside of the blocks, an embedding or a
+linear layer at least half as large as the median block becomes a group, unless another module shares its parameters: then the root,
+which is unsharded as long as any of them runs, keeps them.
 
 It refuses to know names of models. Worked example, GPT-2 (12 blocks; the head is tied to the embedding):
 
@@ -13,6 +14,7 @@ It refuses to know names of models. Worked example, GPT-2 (12 blocks; the head i
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 
 from torch import nn
@@ -31,8 +33,8 @@ def auto_groups(tree: ModuleTree) -> list[list[nn.Module]]:
     if any(map(_has_parts, blocks.values())):
         _add_of_classes(tree, tree.root, tuple(classes), blocks)
     groups = [[block] for block in blocks.values()]
-    smallest = min(tree.numel(block) for block in blocks.values())
-    return groups + [[module] for module in _large_and_apart(tree, blocks, smallest / 2)]
+    typical = statistics.median(tree.numel(block) for block in blocks.values())
+    return groups + [[module] for module in _large_and_apart(tree, blocks, typical / 2)]
 
 
 def _has_parts(module: nn.Module) -> bool:
@@ -57,11 +59,16 @@ def _outermost(tree: ModuleTree, module: nn.Module, may_be_block: Callable[[nn.M
 
 
 def _some_alike(tree: ModuleTree, modules: list[nn.Module]) -> bool:
-    """Whether there is a class of which there are several, all about as large. (A mix of two kinds of layers is fine.)"""
-    by_class: dict[type[nn.Module], list[int]] = {}
+    """Whether there is a class of which several are the same, or all about as large. (A mix of two kinds of layers is fine.)"""
+    by_class: dict[type[nn.Module], list[nn.Module]] = {}
     for module in modules:
-        by_class.setdefault(type(module), []).append(tree.numel(module))
-    return any(len(sizes) > 1 and max(sizes) <= 2 * min(sizes) for sizes in by_class.values())
+        by_class.setdefault(type(module), []).append(module)
+    for several in by_class.values():
+        sizes = [tree.numel(module) for module in several]
+        shapes = {tuple((name, param.shape) for name, param in module.named_parameters()) for module in several}
+        if len(several) > 1 and (len(shapes) < len(several) or max(sizes) <= 2 * min(sizes)):
+            return True
+    return False
 
 
 def _add_of_classes(

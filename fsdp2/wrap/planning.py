@@ -146,7 +146,8 @@ def _joined(names: tuple[str, ...]) -> str:
 
 
 def _sizes(params: int, numel: int, nbytes: int) -> str:
-    return f"{_count(params, 'parameter')}, {numel:,} elements, {nbytes / 1e6:,.1f} MB"
+    unit, size = next((unit, size) for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if nbytes >= size or size == 1e3)
+    return f"{_count(params, 'parameter')}, {numel:,} elements, {nbytes / size:,.1f} {unit}"
 
 
 def _count(number: int, what: str) -> str:

@@ -78,11 +78,9 @@ class _BySize(WrapPolicy):
     def _visit(self, tree: ModuleTree, module: nn.Module, groups: list[Group]) -> int:
         """Choose among ``module`` and what is below; how many elements the chosen groups take."""
         total = tree.numel(module)
-        if total < self.min_params:
+        if total < self.min_params or isinstance(module, self.leaves):
             return 0
-        taken = 0
-        if not isinstance(module, self.leaves):
-            taken = sum(self._visit(tree, child, groups) for child in tree.children(module))
+        taken = sum(self._visit(tree, child, groups) for child in tree.children(module))
         if module is tree.root or total - taken < self.min_params or isinstance(module, self.excluded):
             return taken
         groups.append([module])
@@ -158,8 +156,8 @@ def by_size(
 ) -> WrapPolicy:
     """From the bottom up, every module whose parameters not in a group yet have at least ``min_params`` elements.
 
-    leaves:   classes whose children are not looked at
-    excluded: classes that are no groups themselves
+    leaves:   classes of which neither they nor what is inside becomes a group
+    excluded: classes of which only what is inside does
     Raises:   ArgumentError if ``min_params`` is no positive int.
     Source:   FSDP1's size_based_auto_wrap_policy, whose groups it makes.
     """

@@ -375,8 +375,8 @@ def test_keys_and_shapes_of_another_model_are_all_named_and_nothing_is_changed(t
     report = caught.value.report
     assert report.missing == ["last.bias"]
     assert report.unexpected == ["extra.bias", "extra.weight"]
-    assert "last.weight" in [each.name for each in report.mismatched]
-    assert "last.weight: float32 (5, 10) in the model, F32 (5, 11) in the checkpoint" in str(caught.value)
+    assert "last.weight: float32 (5, 10) in the model, F32 (5, 11) in the checkpoint" in map(str, report.mismatched)
+    assert str(report.mismatched[0]) in str(caught.value)  # which shows the first few
     with pytest.raises(CheckpointError):
         load_safetensors(model, folder, strict=False)  # as load_state_dict
     assert all(torch.equal(param.to_local(), before[name]) for name, param in model.named_parameters())

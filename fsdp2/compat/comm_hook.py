@@ -54,7 +54,7 @@ def register(root: nn.Module, state: object, hook: Callable[..., Any]) -> None:
             message(
                 "register_comm_hook was called on a model with a hybrid sharding strategy",
                 expected="FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
-                fix="FSDPModule.set_custom_reduce_scatter takes the reduce-scatter of a hybrid strategy, set_all_reduce_hook what follows",
+                fix="call set_custom_reduce_scatter or set_all_reduce_hook of the FSDP modules",
             )
         )
     if any(settings.has_comm_hook for _, settings in found):

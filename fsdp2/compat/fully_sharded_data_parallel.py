@@ -212,7 +212,7 @@ class FSDP1Module(FSDPModule):
 
         is_named_optimizer: ``optim`` takes names of parameters instead of numbers
         load_directly:      load it as well
-        Collective:         with ``rank0_only`` in the config yes, over ``group`` (None: all ranks): only its first rank passes the state
+        Collective:         with ``rank0_only`` in the config, over ``group`` (None: all ranks): its first rank alone passes the state
         Raises:             CheckpointError naming what is missing, unexpected, or of another shape
         """
         config = model_state.get_type(model).optim_state_dict_config

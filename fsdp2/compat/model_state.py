@@ -9,8 +9,7 @@ Each FSDP module converts what lies under its own prefix, so that it works below
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import fields
 from typing import Any
@@ -134,49 +133,48 @@ class _Asked:
 _asked: ContextVar[_Asked | None] = ContextVar("fsdp2_compat_state_dict", default=None)
 
 
-@contextmanager
-def _outermost() -> Iterator[_Asked]:
-    asked = _asked.get()
-    if asked is not None:
-        yield asked
-        return
-    asked = _Asked(as_is=compat.asked_by_checkpoint())
-    token = _asked.set(asked)
-    try:
-        yield asked
-    finally:
-        _asked.reset(token)
-
-
 def state_dict_of(module: nn.Module, make: Callable[[], State], prefix: str) -> State:
     """What ``module.state_dict()`` returns; ``make()`` is what its class makes, under ``prefix``.
 
     Collective: yes for FULL_STATE_DICT, over the meshes of the parameters
     Memory:     beside the result, one whole tensor
     """
-    settings = settings_of(module)
-    with _outermost() as asked:
+    asked = _asked.get()
+    token = None
+    if asked is None:
+        asked = _Asked(as_is=compat.asked_by_checkpoint())
+        token = _asked.set(asked)
+    try:
         state = make()
-        if settings is None or asked.as_is:
-            return state
-        kind, config = settings.state_dict.state_dict_type, settings.state_dict.state_dict_config
-        full = kind is StateDictType.FULL_STATE_DICT
-        drop = full and getattr(config, "rank0_only", False) and not is_first_rank(settings.mesh)
-        for key in [key for key in state if key.startswith(prefix)]:
-            value = state[key]
-            if isinstance(value, Tensor):
-                dtype = settings.buffer_dtypes.get(clean_name(key[len(prefix) :]))
-                if dtype is not None and value.dtype is not dtype:
-                    value = value.detach().to(dtype)
-                state[key] = _converted(value, asked, full, drop, config.offload_to_cpu)
-            if drop:
-                del state[key]
+        if not asked.as_is:
+            _convert(module, state, prefix, asked)
         return state
+    finally:
+        if token is not None:
+            _asked.reset(token)
+
+
+def _convert(module: nn.Module, state: State, prefix: str, asked: _Asked) -> None:
+    """Make what ``state`` has under ``prefix`` what the state dict type of ``module`` says, in place."""
+    settings = settings_of(module)
+    assert settings is not None
+    config = settings.state_dict.state_dict_config
+    full = settings.state_dict.state_dict_type is StateDictType.FULL_STATE_DICT
+    drop = full and getattr(config, "rank0_only", False) and not is_first_rank(settings.mesh)
+    for key in [key for key in state if key.startswith(prefix)]:
+        value = state[key]
+        if isinstance(value, Tensor):
+            dtype = settings.buffer_dtypes.get(clean_name(key[len(prefix) :]))
+            if dtype is not None and value.dtype is not dtype:
+                value = value.detach().to(dtype)
+            state[key] = _converted(value, asked, full, drop, config.offload_to_cpu)
+        if drop:
+            del state[key]
 
 
 def _converted(value: Tensor, asked: _Asked, full: bool, drop: bool, to_cpu: bool) -> Any:
     if not isinstance(value, DTensor):
-        return value.detach().cpu() if to_cpu else value
+        return value.detach().cpu() if to_cpu and value.device.type != "cpu" else value
     local = compat.local_tensor(value)
     if not full:
         if not to_cpu:

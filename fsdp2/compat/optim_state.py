@@ -227,9 +227,7 @@ def _is_other(value: Any, shape: tuple[int, ...]) -> bool:
     return len(value.shape) == len(shape) and tuple(value.shape) != shape
 
 
-def _from_first(
-    state: State, group: dist.ProcessGroup | None, device: torch.device
-) -> tuple[State, Callable[[Any], Any]]:
+def _from_first(state: State, group: dist.ProcessGroup | None, device: torch.device) -> tuple[State, Callable[[Any], Any]]:
     """The state with ``_Sent`` for tensors, equal on all ranks, and how to get them, in order. Collective: yes, as is the function."""
     is_first = dist.get_rank(group) == 0
     tensors: list[Tensor] = []

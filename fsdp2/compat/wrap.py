@@ -66,9 +66,7 @@ def transformer_auto_wrap_policy(
     return recurse or isinstance(module, tuple(transformer_layer_cls))
 
 
-def lambda_auto_wrap_policy(
-    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
-) -> bool:
+def lambda_auto_wrap_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]) -> bool:
     """Wrap every module for which ``lambda_fn(module)`` is true."""
     return recurse or lambda_fn(module)
 

@@ -12,10 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torchs
-from harness import device_type, on_ranks
-from harness.memory import PeakBytes
-from harness.models import MLP, Block, batches, mlp
-from harness.training import assert_equal_training, fed_own_chunk, fed_whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -33,6 +29,10 @@ from fsdp2.compat import (
 from fsdp2.compat import FullyShardedDataParallel as FSDP
 from fsdp2.core.unit import unit_of
 from fsdp2.errors import ArgumentError, FSDPError, MaterializationError, MeshError, ModuleError
+from harness import device_type, on_ranks
+from harness.memory import PeakBytes
+from harness.models import MLP, Block, batches, mlp
+from harness.training import assert_equal_training, fed_own_chunk, fed_whole
 
 BLOCKS = ModuleWrapPolicy({Block})
 
@@ -157,13 +157,13 @@ def test_wrong_groups_meshes_and_strategies_are_refused() -> None:
         FSDP(nn.Linear(2, 2), process_group=dist.group.WORLD, device_mesh=mesh)
     with pytest.raises(MeshError, match="1-D device_mesh for HYBRID_SHARD"):
         FSDP(nn.Linear(2, 2), device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-    with pytest.raises(ArgumentError, match="for HYBRID_SHARD[\\s\\S]*pair of process groups"):
+    with pytest.raises(ArgumentError, match=r"for HYBRID_SHARD[\s\S]*pair of process groups"):
         FSDP(nn.Linear(2, 2), process_group=dist.group.WORLD, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
     with pytest.raises(ArgumentError, match="process_group='nccl'"):
         FSDP(nn.Linear(2, 2), process_group="nccl")
     with pytest.raises(ArgumentError, match="sharding_strategy='FULL_SHARD'"):
         FSDP(nn.Linear(2, 2), sharding_strategy="FULL_SHARD")
-    with pytest.raises(ArgumentError, match="device_id=1.5"):
+    with pytest.raises(ArgumentError, match=r"device_id=1\.5"):
         FSDP(nn.Linear(2, 2), device_id=1.5)
     with patch.dict("os.environ", {"LOCAL_WORLD_SIZE": "3"}), pytest.raises(MeshError, match="2 ranks, and nodes of 3"):
         FSDP(nn.Linear(2, 2), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
@@ -513,9 +513,9 @@ def test_batch_norm_runs_in_fp32_and_gives_back_what_it_got_like_fsdp1s() -> Non
 
 @on_ranks(2)
 def test_wrong_mixed_precision_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="mixed_precision=torch.bfloat16"):
+    with pytest.raises(ArgumentError, match=r"mixed_precision=torch\.bfloat16"):
         FSDP(nn.Linear(2, 2), mixed_precision=torch.bfloat16)
-    with pytest.raises(ArgumentError, match="buffer_dtype=torch.int8"):
+    with pytest.raises(ArgumentError, match=r"buffer_dtype=torch\.int8"):
         FSDP(nn.Linear(2, 2), mixed_precision=MixedPrecision(buffer_dtype=torch.int8))
     with pytest.raises(FSDPError, match="param_dtype='bf16'"):
         FSDP(nn.Linear(2, 2), mixed_precision=MixedPrecision(param_dtype="bf16"))

@@ -10,9 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torchs
-from harness import device_type, on_ranks
-from harness.models import Block, batches, mlp
-from harness.training import assert_equal_training, fed_own_chunk, fed_whole, forward_backward, own_chunk
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,6 +19,9 @@ from fsdp2.compat import CPUOffload, CustomPolicy, MixedPrecision, ModuleWrapPol
 from fsdp2.compat import FullyShardedDataParallel as FSDP
 from fsdp2.core.unit import unit_of
 from fsdp2.errors import ArgumentError, OrderError
+from harness import device_type, on_ranks
+from harness.models import Block, batches, mlp
+from harness.training import assert_equal_training, fed_own_chunk, fed_whole, forward_backward, own_chunk
 
 BLOCKS = ModuleWrapPolicy({Block})
 
@@ -125,7 +125,8 @@ def test_no_sync_accumulates_as_the_unsharded_model_does(strategy: str, offload:
             (loss / len(chunks)).backward()
         return torch.stack([unsharded(chunk.chunk(2)[1]).square().mean() / 2 for chunk in chunks]).mean()
 
-    assert_equal_training(fed_own_chunk(model, batches(), iteration=accumulating), fed_whole(reference, batches(), iteration=on_all_chunks))
+    steps = fed_own_chunk(model, batches(), iteration=accumulating)
+    assert_equal_training(steps, fed_whole(reference, batches(), iteration=on_all_chunks))
 
 
 @on_ranks(2)
@@ -145,9 +146,8 @@ def test_no_sync_communicates_nothing_and_keeps_what_the_strategy_keeps() -> Non
 @on_ranks(2)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
 def test_clip_grad_norm_is_that_of_the_unsharded_model(norm_type: float) -> None:
-    mixed = CustomPolicy(
-        lambda module: {"sharding_strategy": ShardingStrategy.NO_SHARD} if isinstance(module, nn.LayerNorm) else isinstance(module, Block)
-    )
+    replicated = {"sharding_strategy": ShardingStrategy.NO_SHARD}
+    mixed = CustomPolicy(lambda module: replicated if isinstance(module, nn.LayerNorm) else isinstance(module, Block))
     for policy in (BLOCKS, mixed):
         reference, model = mlp(), FSDP(mlp(), auto_wrap_policy=policy)
         x = batches(1)[0] * 5
@@ -308,9 +308,9 @@ def test_wrong_uses_of_summon_are_refused() -> None:
     model = FSDP(mlp(), auto_wrap_policy=BLOCKS)
     with pytest.raises(ArgumentError, match="writeback=True and rank0_only=True"), FSDP.summon_full_params(model, rank0_only=True):
         pass
+    again = FSDP.summon_full_params(model)
     with FSDP.summon_full_params(model), pytest.raises(OrderError, match="inside of summon_full_params"):
-        with FSDP.summon_full_params(model):
-            pass
+        again.__enter__()
     model.first.register_forward_hook(lambda *_: FSDP.summon_full_params(model).__enter__())
     with pytest.raises(OrderError, match="inside of forward"):
         model(batches(1)[0])
@@ -321,10 +321,15 @@ def test_summon_ends_with_an_exception_and_shows_ties_once() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
     FSDP(model)
-    with pytest.raises(KeyError), FSDP.summon_full_params(model):
-        assert model[1].weight is model[0].weight
-        model[0].weight.data.zero_()
-        raise KeyError
+
+    def fail_inside() -> None:
+        with FSDP.summon_full_params(model):
+            assert model[1].weight is model[0].weight
+            model[0].weight.data.zero_()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_inside()
     assert isinstance(model[0].weight, DTensor)
     assert model[1].weight is model[0].weight
     assert model[0].weight.full_tensor().any(), "what was written before an exception is dropped"

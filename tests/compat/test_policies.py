@@ -34,8 +34,6 @@ class Model(nn.Module):
         self.shared = self.blocks[0].up
 
 
-
-
 def torchs_choice(model: nn.Module, policy: Callable[..., bool], ignored: set[nn.Module]) -> list[nn.Module]:
     """In order: children before parents."""
     order: list[nn.Module] = []
@@ -78,8 +76,9 @@ def test_size_based_policy_has_its_sets_as_arguments_and_as_attributes() -> None
     arguments = {"min_num_params": 50, "force_leaf_modules": {Block}, "exclude_wrap_modules": {nn.Linear}}
     mine = functools.partial(ours.size_based_auto_wrap_policy, **arguments)
     # A ModuleList that is chosen is no unit here: its forward never runs.
-    assert [name for name in names(model, torchs_choice(model, functools.partial(theirs.size_based_auto_wrap_policy, **arguments), set()))
-            if name != "blocks"] == names(model, our_choice(model, mine, set()))
+    torchs = functools.partial(theirs.size_based_auto_wrap_policy, **arguments)
+    expected = [name for name in names(model, torchs_choice(model, torchs, set())) if name != "blocks"]
+    assert names(model, our_choice(model, mine, set())) == expected
 
 
 def kinds() -> dict[str, tuple[Any, Any]]:
@@ -111,9 +110,7 @@ def test_other_policies_choose_what_torchs_choose(kind: str) -> None:
     model = Model()
     mine, torchs = kinds()[kind]
     inside_attention = {name for name in dict(model.named_modules()) if ".attention." in name}
-    expected = [
-        name for name in names(model, list(dict.fromkeys(torchs_choice(model, torchs, set())))) if name not in inside_attention
-    ]
+    expected = [name for name in names(model, list(dict.fromkeys(torchs_choice(model, torchs, set())))) if name not in inside_attention]
     assert names(model, our_choice(model, mine, set())) == expected
 
 
@@ -170,8 +167,10 @@ def test_wrap_calls_the_wrapper_inside_of_enable_wrap_and_returns_the_module_els
 
 
 def test_enable_wrap_does_not_nest_and_ends_with_an_exception() -> None:
-    with pytest.raises(OrderError, match="inside of enable_wrap"), ours.enable_wrap(wrapper_cls=nn.Sequential), ours.enable_wrap(
-        wrapper_cls=nn.Sequential
+    with (
+        pytest.raises(OrderError, match="inside of enable_wrap"),
+        ours.enable_wrap(wrapper_cls=nn.Sequential),
+        ours.enable_wrap(wrapper_cls=nn.Sequential),
     ):
         pass
     module = nn.Linear(2, 2)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from harness import device_type, on_ranks
 
 SCRIPTS = Path(__file__).parent / "scripts"

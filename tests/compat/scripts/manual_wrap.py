@@ -20,7 +20,7 @@ class Model(nn.Module):
 
 def main(device):
     torch.manual_seed(0)
-    wrapper_kwargs = dict(cpu_offload=CPUOffload(offload_params=False), device_id=device)
+    wrapper_kwargs = {"cpu_offload": CPUOffload(offload_params=False), "device_id": device}
     with enable_wrap(wrapper_cls=FullyShardedDataParallel, **wrapper_kwargs):
         fsdp_model = wrap(Model())
     optim = torch.optim.Adam(fsdp_model.parameters(), lr=0.01)

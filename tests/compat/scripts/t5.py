@@ -32,9 +32,8 @@ t5_auto_wrap_policy = functools.partial(transformer_auto_wrap_policy, transforme
 
 def setup_model():
     torch.manual_seed(0)
-    config = T5Config(
-        vocab_size=40, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False
-    )
+    sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
+    config = T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0, use_cache=False)
     return T5ForConditionalGeneration(config)
 
 
@@ -80,9 +79,7 @@ def build(device, mixed_precision=bf16, checkpointing=True):
     )
     if checkpointing:
         wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
-        apply_activation_checkpointing(
-            model, checkpoint_wrapper_fn=wrapper, check_fn=lambda submodule: isinstance(submodule, T5Block)
-        )
+        apply_activation_checkpointing(model, checkpoint_wrapper_fn=wrapper, check_fn=lambda submodule: isinstance(submodule, T5Block))
     return model
 
 

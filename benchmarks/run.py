@@ -17,7 +17,17 @@ from pathlib import Path
 
 import common
 
-SCRIPTS = ("host_time", "python_calls", "optimizer", "memory_passes", "transient_memory", "gloo_step", "import_time", "load_safetensors")
+SCRIPTS = (
+    "host_time",
+    "python_calls",
+    "optimizer",
+    "memory_passes",
+    "transient_memory",
+    "gloo_step",
+    "strategies",
+    "import_time",
+    "load_safetensors",
+)
 
 
 def run_script(name: str, arguments: list[str]) -> int:

@@ -352,3 +352,15 @@ def test_process_groups_that_tests_leave_behind_do_not_use_up_the_files(monkeypa
     _make_meshes(world_size=4)
     assert 4 not in pool._pools
     _make_meshes(world_size=4)
+
+
+@on_ranks(2)
+def _make_a_group_on_one_rank():
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+
+
+def test_a_body_that_made_a_process_group_on_some_ranks_only_is_the_last_of_its_ranks():
+    """A later test hung: torch makes a group's name of how many there are, so that the ranks waited under different names."""
+    _make_a_group_on_one_rank(world_size=2)
+    assert 2 not in pool._pools

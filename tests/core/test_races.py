@@ -447,7 +447,11 @@ SCENARIOS_OF_FOUR = {
     "hsdp_accumulate": Scenario(mesh=(2, 2), iteration=partial(in_two_micro_batches, all_reduce_first=False)),
     "hsdp_unused": Scenario(mesh=(2, 2), model=branching, exact=False),
     "hsdp_failed_backward": Scenario(mesh=(2, 2), iteration=after_a_failed_backward),
+    "replicated": Scenario(mesh=(4, 1)),
     "replicated_bf16": Scenario(mesh=(4, 1), options={"mp_policy": BF16}, exact=False),
+    "replicated_unshard_over_the_step": Scenario(
+        mesh=(4, 1), options={"mp_policy": BF16}, iteration=unsharded_over_the_step, exact=False
+    ),
 }
 
 
@@ -609,6 +613,12 @@ def test_without_this_order_there_is_a_race(place):
     races = replay_on_fake_ranks(replace(FAKE_SCENARIOS[NEEDED_BY[place]], num_steps=3), streams)
     assert streams.times_left_out > 0
     assert races != []
+
+
+@pytest.mark.parametrize("place", ["gather.start", "gather.finish"])
+def test_without_this_order_of_a_gather_over_one_rank_there_is_a_race(place):
+    streams = Without(place)
+    assert replay_on_fake_ranks(replace(FAKE_SCENARIOS["replicated_bf16"], num_steps=3), streams) != []
 
 
 @pytest.mark.parametrize("name", [*SCENARIOS_OF_FOUR, "plain", "direct", "mixed", "bf16_direct", "optimizer_on_its_own_stream"])

@@ -81,7 +81,7 @@ def convert(
     force:          replace ``dst``, at the end; False: an error if it exists
     progress:       a bar; None: where there is a terminal and rich is installed
 
-    Memory:     beside descriptions of the tensors, one band of 64 MiB (DCP: two) and three buffers of 16 MiB; a tensor that was saved
+    Memory:     beside descriptions of the tensors, bands of 64 MiB together and three buffers of 16 MiB; a tensor that was saved
                 with other strides than contiguous ones is read whole
     Collective: no
     Raises:     CheckpointError naming file and key; ArgumentError. ``dst`` is then as it was, and nothing is left beside it

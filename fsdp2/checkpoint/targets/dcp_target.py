@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -23,6 +24,9 @@ from ..lazy import LazyTensor
 from ..named_state import State, map_values
 from ..readers.lazy_pieces import dtype_of
 from .streaming import Stream, bands_of, converted
+
+_COPIES = 4
+"""So many bands are in memory at a time: the one before, the one being written, and copies that torch.save makes."""
 
 
 class _Planner(DefaultSavePlanner):
@@ -41,7 +45,7 @@ class _Planner(DefaultSavePlanner):
         data = item.tensor_data
         if data is None or not data.size.numel():
             return [item]
-        bands = list(bands_of(tuple(data.size), data.properties.dtype))
+        bands = list(bands_of(tuple(data.size), data.properties.dtype, _COPIES))
         return [item] if len(bands) == 1 else [_band(item.index.fqn, data, box) for box in bands]
 
     def resolve_data(self, write_item: WriteItem) -> Any:
@@ -64,7 +68,7 @@ def write_dcp(folder: Path, state: State, model: State, stream: Stream) -> None:
     """Write ``state`` into a new ``folder``, in one file and ``.metadata``.
 
     model:  whose tensors are converted to ``stream.dtype``
-    Memory: one band, twice while DCP writes it
+    Memory: BAND_NBYTES, four bands of a quarter of it
     """
     lazy_of: dict[int, LazyTensor] = {}
     kept: list[torch.Tensor] = []  # ids stay theirs while they live
@@ -82,4 +86,7 @@ def write_dcp(folder: Path, state: State, model: State, stream: Stream) -> None:
     writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # which is how it is meant
-        dcp_save(map_values(describe, state), storage_writer=writer, planner=_Planner(lazy_of, stream), no_dist=True)
+        try:
+            dcp_save(map_values(describe, state), storage_writer=writer, planner=_Planner(lazy_of, stream), no_dist=True)
+        except CheckpointException as wrapped:  # no Exception; what is in it says which file and key
+            raise next(iter(wrapped.failures.values()))[0] from wrapped

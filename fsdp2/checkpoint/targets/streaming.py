@@ -42,8 +42,9 @@ class Stream:
         return values
 
 
-def bands_of(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Box]:
-    return split(Box.whole(shape), BAND_NBYTES // dtype.itemsize)
+def bands_of(shape: tuple[int, ...], dtype: torch.dtype, fraction: int = 1) -> Iterator[Box]:
+    """Boxes of at most BAND_NBYTES / ``fraction``."""
+    return split(Box.whole(shape), BAND_NBYTES // fraction // dtype.itemsize)
 
 
 def converted(lazy: LazyTensor, dtype: torch.dtype | None) -> torch.dtype:

@@ -57,6 +57,10 @@ class OrderError(FSDPError, RuntimeError, TypeError, AssertionError):
     """Calls came in an order that cannot work, for instance a child sharded after its parent."""
 
 
+class LosingOrderWarning(UserWarning):
+    """Compiler, checkpointing and sharding were put around one another in an order that works, and costs what another would not."""
+
+
 class CheckpointError(FSDPError, RuntimeError):
     """A checkpoint cannot be read or written, or is not one of this model.
 

@@ -27,6 +27,7 @@ from .forward_log import Visit
 from .loading import cut_whole_tensors
 from .model_axes import varying_axes
 from .nested import find_tensors, map_tensors
+from .order import look_around
 from .schedule import adopt
 from .stored import stored_tensors
 from .strays import REGISTRATIONS, warn_of_plain_parameters
@@ -158,6 +159,8 @@ class UnitHooks:
         elif schedule.num_registrations != REGISTRATIONS.count and unit is schedule.root:
             warn_of_plain_parameters(unit.modules[0], [below for _, below in units_below(unit.modules[0])])
             schedule.num_registrations = REGISTRATIONS.count
+        if not unit.looked_around:
+            look_around(unit, schedule)
         if schedule.forward_root is None and unit.device.type != "cpu":
             args, kwargs = map_tensors(functools.partial(Tensor.to, device=unit.device, non_blocking=True), (args, kwargs))
         if self._input_dtype is not None:

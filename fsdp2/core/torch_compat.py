@@ -14,7 +14,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -601,6 +601,37 @@ def inductor(
     if last_pass is not None:
         patches["post_grad_custom_post_pass"] = Last()
     return compile_fx(module, inputs, inner_compile=inner_compile, config_patches=patches)  # type: ignore[return-value]
+
+
+class CompiledAround(NamedTuple):
+    """What is on the call stack below the innermost ``torch.compile``.
+
+    modules:         whose ``__call__`` is running, the innermost first
+    is_checkpointed: ``torch.utils.checkpoint`` is running, too
+    """
+
+    modules: list[nn.Module]
+    is_checkpointed: bool
+
+
+def compiled_around() -> CompiledAround | None:
+    """The compiled code that is running, seen from inside; None if there is none."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler is None:
+        return None
+    modules: list[nn.Module] = []
+    is_checkpointed = False
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        code = frame.f_code
+        if code is nn.Module._call_impl.__code__:
+            modules.append(frame.f_locals["self"])
+        elif code.co_name == "checkpoint" and code.co_filename == torch.utils.checkpoint.__file__:
+            is_checkpointed = True
+        elif code.co_name == "compile_wrapper" and code.co_filename == compiler.__file__:
+            return CompiledAround(modules, is_checkpointed)
+    return None
 
 
 # --- how other libraries recognise a sharded module ---------------------------------------------------------------------------

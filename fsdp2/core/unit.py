@@ -116,6 +116,7 @@ class Unit(compat.ModuleStateBase):
         self.running: list[Call | None] = []  # forward calls under way; None where no backward can follow
         self.to_run: set[nn.Module] = set()  # modules of a list that still have to run in this pass
         self.shared_call: Call | None = None  # of all modules of a list that run in this pass
+        self.looked_around = False  # at what else is around its forward, at the first
         self.calls: list[Any] = []  # weak references to Calls whose backward may still come
         self.looked_for_stored = False  # in the first forward with autograd
         self.stored: StoredTensors | None = None  # what its forward leaves on its modules

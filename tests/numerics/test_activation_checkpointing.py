@@ -202,3 +202,22 @@ def test_checkpointing_while_parameters_are_kept_over_fewer_ranks(reentrant):
         fully_shard(block, mesh=cpu_mesh(), reshard_after_forward=2)
     fully_shard(model, mesh=cpu_mesh())
     assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputation_that_stops_early_does_not_keep_blocks_unsharded(reentrant):
+    """Symptom: from the second step on, checkpointed blocks stayed unsharded from forward to backward.
+
+    Cause: non-reentrant checkpointing leaves a recomputed forward as soon as it has all it needs, so our post-hook did not run and the
+    block counted as running for good.
+    """
+    torch.manual_seed(0)
+    model = Checkpointed(reentrant)
+    shard(model)
+    x = batches(1)[0]
+    for _ in range(3):
+        loss = model(x).square().mean()
+        assert not any(group.is_unsharded for block in model.blocks for group, _ in block._get_fsdp_state().groups)
+        loss.backward()
+        assert not any(block._get_fsdp_state().running for block in model.blocks)

@@ -30,11 +30,12 @@ def cut_whole_tensors(unit: Unit, module: nn.Module, state_dict: dict[str, Any],
             for owner in param.owners:
                 value = state_dict.get(prefix + owner.name) if owner.module is module else None
                 if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == param.sharded.shape:
-                    state_dict[prefix + owner.name] = _cut(param, value)
+                    state_dict[prefix + owner.name] = cut_whole(param, value)
 
 
 @torch.no_grad()
-def _cut(param: ShardedParam, whole: Tensor) -> Tensor:
+def cut_whole(param: ShardedParam, whole: Tensor) -> Tensor:
+    """A copy of this rank's piece of ``whole``, placed like the sharded parameter, in the dtype of ``whole``."""
     spec = param.spec
     whole = whole.detach()
     piece = whole if spec.unsharded is None else own_piece(whole, spec.unsharded)

@@ -348,7 +348,7 @@ def _make_meshes():
 
 def test_process_groups_that_tests_leave_behind_do_not_use_up_the_files(monkeypatch):
     """200 tests that each made a 2-D mesh ran into the limit of open files: a group lives as long as its process."""
-    monkeypatch.setattr(pool, "MAX_OPEN_FILES", 40)
+    monkeypatch.setattr(pool, "MAX_OPEN_FILES", 15)
     _make_meshes(world_size=4)
     assert 4 not in pool._pools
     _make_meshes(world_size=4)

@@ -144,7 +144,7 @@ class FSDP1Module(FSDPModule):
         return model_state.state_dict_of(cast(nn.Module, self), lambda: make(*args, **kwargs), prefix)
 
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
-        model_state.cut_for_loading(cast(nn.Module, self), state_dict, prefix)
+        model_state.place_for_loading(cast(nn.Module, self), state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     @staticmethod

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..checkpoint.named_state import clean_name
 from ..core import torch_compat as compat
 from ..core.build import managed_modules
 from ..core.mesh import DataParallelMesh
@@ -158,11 +159,13 @@ def broadcast_own(own: Own, mesh: DataParallelMesh, device: torch.device) -> Non
 
 
 def cast_own_buffers(own: Own, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Cast floating-point buffers to ``dtype``, in place; the dtypes that they had, by name."""
+    """Cast floating-point buffers to ``dtype``, in place; the dtypes that they had, under each of their names."""
     if dtype is None:
         return {}
-    before = {name: buffer.dtype for name, buffer in own.buffers().items() if buffer.is_floating_point()}
-    for name, buffer in own.buffers().items():
-        if name in before:
+    before = {id(buffer): buffer.dtype for buffer in own.buffers().values() if buffer.is_floating_point()}
+    names = own.root.named_buffers(remove_duplicate=False)
+    dtypes = {clean_name(name): before[id(buffer)] for name, buffer in names if id(buffer) in before}
+    for buffer in own.buffers().values():
+        if id(buffer) in before:
             buffer.data = buffer.to(dtype)
-    return before
+    return dtypes

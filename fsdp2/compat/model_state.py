@@ -192,10 +192,11 @@ def _converted(value: Tensor, asked: _Asked, full: bool, drop: bool, to_cpu: boo
 
 
 @torch.no_grad()
-def cut_for_loading(module: nn.Module, state: State, prefix: str) -> None:
-    """Replace whole tensors under ``prefix`` by this rank's pieces, as the parameters of ``module`` and below are cut. In place.
+def place_for_loading(module: nn.Module, state: State, prefix: str) -> None:
+    """Place DTensors under ``prefix`` as the parameters of ``module`` and below are, and take FSDP1's ShardedTensors. In place.
 
-    Values of another shape are left as they are: ``nn.Module`` reports them. Collective: only for DTensors placed otherwise.
+    Whole tensors are cut where they are loaded (``core/loading.py``). Values that fit nothing are left: ``nn.Module`` reports them.
+    Collective: only for DTensors placed otherwise
     """
     for below in module.modules():
         unit = unit_of(below)
@@ -205,14 +206,13 @@ def cut_for_loading(module: nn.Module, state: State, prefix: str) -> None:
     params: dict[str, Any] = {clean_name(name): param for name, param in module.named_parameters(remove_duplicate=False)}
     for key in [key for key in state if key.startswith(prefix)]:
         param = params.get(clean_name(key[len(prefix) :]))
+        value: Any = local_part(state[key])
         if not isinstance(param, DTensor):
             continue
-        value: Any = local_part(state[key])
         if isinstance(value, list):
             value = _from_shards(value, param)
-            if value is not None:
-                state[key] = value
-        elif isinstance(value, Tensor) and value.shape == param.shape:
+            state[key] = state[key] if value is None else value
+        elif isinstance(value, DTensor) and value.shape == param.shape:
             state[key] = cut_like(value, param, cuts.get(id(param)))
 
 

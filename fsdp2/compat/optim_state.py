@@ -151,7 +151,7 @@ def _loaded(what: str, value: Any, param: Tensor, cuts: dict[int, ShardedParam])
         return value.detach().clone()
     cut = cut_like(value, param, cuts.get(id(param)))
     assert isinstance(cut, DTensor)
-    own = compat.local_tensor(cut).to(compat.local_tensor(param).device, copy=True)
+    own = compat.local_tensor(cut).to(compat.local_tensor(param).device, copy=isinstance(value, DTensor))
     return compat.new_dtensor(own, compat.spec_of(cut))
 
 

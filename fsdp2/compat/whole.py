@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..core import torch_compat as compat
+from ..core.loading import cut_whole
 from ..core.mesh import DataParallelMesh
-from ..core.param import ShardedParam, own_shard
-from ..core.placement import in_dtype
+from ..core.param import ShardedParam
 from ..core.unit import unit_of
 
 
@@ -46,7 +46,7 @@ def sharded_params(module: nn.Module) -> dict[int, ShardedParam]:
 def cut_like(value: Tensor, param: Tensor, cut: ShardedParam | None) -> Tensor:
     """``value``, whole and equal on all ranks, or a DTensor, as a DTensor that is placed like the DTensor ``param``.
 
-    cut:        how ``param`` is cut, if fully_shard did it: then the result is a view of ``value``
+    cut:        how ``param`` is cut, if fully_shard did it
     Collective: only for DTensors that are placed otherwise
     """
     assert isinstance(param, DTensor)
@@ -54,11 +54,9 @@ def cut_like(value: Tensor, param: Tensor, cut: ShardedParam | None) -> Tensor:
         if value.device_mesh == param.device_mesh:
             return value if value.placements == param.placements else value.redistribute(placements=param.placements)
         value = whole(value)
-    if cut is None or cut.spec.unsharded is not None:  # cut by somebody else as well
-        local = value.to(param.device_mesh.device_type)
-        return distribute_tensor(local, param.device_mesh, param.placements, src_data_rank=None)
-    local = cut.spec.to_logical(own_shard(value, cut.spec, cut.rank))
-    return compat.new_dtensor(local, in_dtype(cut.spec.sharded, value.dtype))
+    if cut is not None:
+        return cut_whole(cut, value)
+    return distribute_tensor(value.to(param.device_mesh.device_type), param.device_mesh, param.placements, src_data_rank=None)
 
 
 def local_part(value: Any) -> Any:

@@ -53,7 +53,8 @@ def wrap_module(module: nn.Module, options: Options, mixin: type) -> None:
     ignored_modules, ignored_params = read_ignored(module, options)
     check_policies(mp_policy, offload_policy, ignored_params)
     device = read_device(options.device_id, options.device_mesh, (param for param in module.parameters() if unit_of(module) is None))
-    mesh = read_groups(strategy, options.process_group, options.device_mesh, device.type)
+    with current(device):
+        mesh = read_groups(strategy, options.process_group, options.device_mesh, device.type)
     settings = Settings(options, strategy, mesh, device)
     if options.auto_wrap_policy is not None:
         below = dataclasses.replace(options, auto_wrap_policy=None, ignored_modules=None, ignored_states=ignored_params)

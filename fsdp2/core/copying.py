@@ -128,6 +128,7 @@ def _copy_unit(unit: Unit, memo: dict[Any, Any], copies: dict[Unit, Unit]) -> Un
     new.reshard_after_backward = unit.reshard_after_backward
     new.unshard_in_backward = unit.unshard_in_backward
     new.max_reductions = unit.max_reductions
+    new.keeps_smaller, new.accumulates_whole = unit.keeps_smaller, unit.accumulates_whole
     new.backward_prefetch = unit.backward_prefetch
     new.ignored = [Owner(memo[id(owner.module)], owner.name) for owner in unit.ignored if id(owner.module) in memo]
     for (_, gradients), (_, made) in zip(unit.groups, new.groups, strict=True):

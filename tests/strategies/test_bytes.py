@@ -97,7 +97,7 @@ def assert_nothing_hides(live: PeakBytes, measured: StateBytes) -> None:
 
 
 @on_ranks(2, 4)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [pytest.param(name, marks=[pytest.mark.slow] if "," in name else []) for name in POLICIES])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_rank_keeps_what_the_formula_says(strategy, policy, world_size):
     mp_policy = POLICIES[policy]

@@ -39,7 +39,7 @@ def trained(strategy: str, options: dict[str, Any]) -> list[Any]:
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", [pytest.param(name, marks=[] if name == "bf16" else [pytest.mark.slow]) for name in OPTIONS])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_race_in(strategy, options):
     expected = trained(strategy, OPTIONS[options])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+import fsdp2
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, accumulate, fully_shard, parallelize
 from fsdp2.checkpoint import Checkpointer
+from fsdp2.core.unit import unit_of
 from fsdp2.strategy import STRATEGIES
 from harness import cpu_mesh, device_type, on_ranks
 from harness.models import batches, mlp, token_batches, transformer
@@ -51,14 +54,25 @@ def three_micro_batches(model: nn.Module, x: Tensor) -> Tensor:
     return torch.stack(losses).sum()
 
 
-@on_ranks(2, 3, 4)
+@pytest.mark.slow
+@on_ranks(2, 3)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_training_on_other_numbers_of_ranks_equals_the_unsharded_model(strategy):
+    trains_as_the_unsharded_model(strategy)
+
+
+@on_ranks(4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_training_equals_the_unsharded_model(strategy):
+    trains_as_the_unsharded_model(strategy)
+
+
+def trains_as_the_unsharded_model(strategy: str) -> None:
     steps = fed_own_chunk(sharded(transformer(tied=True), strategy), token_batches())
     assert_equal_training(steps, fed_in_chunks(transformer(tied=True), token_batches()))
 
 
-@on_ranks(2, 4)
+@on_ranks(4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_micro_batches_equal_the_unsharded_model(strategy):
     steps = fed_own_chunk(sharded(transformer(), strategy), token_batches(), iteration=three_micro_batches)
@@ -204,6 +218,36 @@ def test_global_hsdp_gathers_over_all_ranks_once_a_step():
             assert seen[:groups] == [4] * groups
     finally:
         collectives.all_gather = stock
+
+
+@on_ranks(2, timeout=40)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_clipping_sees_the_norm_of_the_unsharded_model(strategy):
+    x = batches(1)[0]
+    reference = mlp()
+    reference(x).square().mean().backward()
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    for clip in (torch.nn.utils.clip_grad_norm_, fsdp2.clip_grad_norm_):
+        model = sharded(mlp(), strategy)
+        model(own_chunk(x)).square().mean().backward()
+        norm = clip(model.parameters(), 0.1)
+        torch.testing.assert_close(norm.full_tensor() if isinstance(norm, DTensor) else norm, expected)
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(param.grad.full_tensor(), reference.get_parameter(name).grad)
+
+
+@on_ranks(2, timeout=40)
+@pytest.mark.parametrize("strategy", ["ddp", "hsdp_global"])
+def test_a_copy_trains_by_the_same_strategy(strategy):
+    options = {"shard_size": 1} if strategy == "hsdp_global" else {}
+    model = sharded(mlp(), strategy, **options)
+    fed_own_chunk(model, batches(1))
+    copied = copy.deepcopy(model)
+    one, other = (fed_own_chunk(each, batches(2), iteration=three_micro_batches) for each in (model, copied))
+    for ours, theirs in zip(one, other, strict=True):
+        for name, param in ours.params.items():
+            assert torch.equal(param.full_tensor(), theirs.params[name].full_tensor())
+    assert unit_of(copied).accumulates_whole is (strategy == "ddp")
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------------------

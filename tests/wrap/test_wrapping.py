@@ -71,7 +71,7 @@ def tiny(name: str) -> tuple[nn.Module, dict[str, Any]]:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("zero1", marks=pytest.mark.slow), "zero3"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "t5", "vit", "mixtral"])
 def test_models_of_transformers_train_with_auto(name, strategy):
     reference, batch = tiny(name)

@@ -1,0 +1,150 @@
+"""``fsdp2 migrate PATH...``: which files, what is shown, what is written, the exit status. It refuses to know how files are rewritten.
+
+    $ fsdp2 migrate train.py
+    --- train.py
+    +++ train.py (fsdp2)
+    ...
+    train.py:31: changed: device_id=rank dropped: parallelize moves the model to the device of its mesh.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..errors import ArgumentError, message
+from .report import Kind, Migrated
+
+_CONFIGS = (".yaml", ".yml")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``fsdp2 migrate``."""
+    parser.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="Python files, accelerate YAML files, or folders of them")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--diff", action="store_true", help="show what would change (the default)")
+    what.add_argument("--write", action="store_true", help="change the files")
+    what.add_argument("--parity", type=Path, metavar="SCRIPT", help="run SCRIPT and its rewritten copy side by side, on CPU processes")
+    parser.add_argument("--steps", type=int, default=5, help="with --parity: optimizer steps to compare (default: 5)")
+    parser.add_argument("--ranks", type=int, default=2, help="with --parity: processes of each run (default: 2)")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="with --parity: relative difference that is none (default: 1e-4)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """0: everything is rewritten, or the runs are the same. 1: something is left to do, or they differ. Both are listed."""
+    _require_extra()
+    if options.parity is not None:
+        from .parity import compare
+
+        return compare(options.parity, [str(each) for each in options.paths], options.steps, options.ranks, options.tolerance)
+    if not options.paths:
+        raise ArgumentError(
+            message("fsdp2 migrate got no PATH", expected="files or folders", fix="for instance: fsdp2 migrate train.py")
+        )
+    files = list(_files(options.paths))
+    if not files:
+        raise ArgumentError(
+            message(
+                f"there is nothing to migrate in {', '.join(map(str, options.paths))}",
+                expected=f"a file that exists, or a folder with files that end in .py, {', '.join(_CONFIGS)}",
+                fix="check the path",
+            )
+        )
+    complete = True
+    for path, result in migrate_files(files).items():
+        complete &= result.is_complete
+        if options.write:
+            if result.new != result.old:
+                path.write_text(result.new)
+        else:
+            sys.stdout.writelines(_diff(path, result))
+        for finding in result.findings:
+            sys.stdout.write(finding.shown(path) + "\n")
+    return 0 if complete else 1
+
+
+def migrate_files(files: Iterable[Path]) -> dict[Path, Migrated]:
+    """The results for files that are read, by path; those with a syntax error have a finding that says so. Nothing is written.
+
+    Files that import each other stay on FSDP1's names together, because values that one makes are arguments in the other.
+    """
+    from .accelerate_config import migrate_config
+    from .source import migrate_source
+
+    texts = {path: path.read_text() for path in files}
+    results = {}
+    for path, text in texts.items():
+        results[path] = migrate_config(text) if path.suffix in _CONFIGS else _checked(text, path)
+    on_compat = {path for path, result in results.items() if _stays_on_compat(result)}
+    todo = list(on_compat)
+    while todo:
+        path = todo.pop()
+        for other in _neighbours(path, texts):
+            if other not in on_compat:
+                on_compat.add(other)
+                todo.append(other)
+                results[other] = migrate_source(texts[other], other, off={"fsdp1"})
+    return results
+
+
+def _checked(text: str, path: Path) -> Migrated:
+    from libcst import ParserSyntaxError
+
+    from .report import Finding
+    from .source import migrate_source
+
+    try:
+        return migrate_source(text, path)
+    except ParserSyntaxError as error:
+        return Migrated(text, text, (Finding(error.raw_line, Kind.LEFT, f"not migrated: it is no Python: {error.message}"),))
+
+
+def _stays_on_compat(result: Migrated) -> bool:
+    return any(finding.kind is Kind.COMPAT and "summon_full_params stays" not in finding.text for finding in result.findings)
+
+
+def _neighbours(path: Path, texts: dict[Path, str]) -> list[Path]:
+    """Python files of ``texts`` that use FSDP1 and import ``path``, or are imported by it, judged by their names."""
+    from .imported import imported_names
+
+    found = []
+    own = imported_names(texts[path])
+    for other, text in texts.items():
+        if other == path or other.suffix != ".py" or "fsdp" not in text.lower():
+            continue
+        if other.stem in own or path.stem in imported_names(text):
+            found.append(other)
+    return found
+
+
+def _files(paths: Iterable[Path]) -> Iterable[Path]:
+    for path in paths:
+        if path.is_dir():
+            for each in sorted(path.rglob("*")):
+                hidden = any(part.startswith(".") for part in each.relative_to(path).parts)
+                if each.is_file() and each.suffix in (".py", *_CONFIGS) and not hidden:
+                    yield each
+        elif path.is_file():
+            yield path
+
+
+def _diff(path: Path, result: Migrated) -> Iterable[str]:
+    old, new = result.old.splitlines(keepends=True), result.new.splitlines(keepends=True)
+    for line in difflib.unified_diff(old, new, str(path), f"{path} (fsdp2)"):
+        yield line if line.endswith("\n") else f"{line}\n"
+
+
+def _require_extra() -> None:
+    missing = []
+    for name in ("libcst", "ruamel.yaml"):
+        try:
+            __import__(name)
+        except ImportError:
+            missing.append(name)
+    if missing:
+        raise ArgumentError(
+            message(f"fsdp2 migrate needs {' and '.join(missing)}", expected="the extra cli", fix='pip install "fsdp2[cli]"')
+        )

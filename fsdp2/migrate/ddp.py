@@ -1,0 +1,170 @@
+"""``DistributedDataParallel(model, ...)`` becomes ``fsdp2.parallelize(model, "ddp")``; with ZeroRedundancyOptimizer, "zero1".
+
+It refuses to know how the model is used afterwards (``model_use.py``, ``state_dicts.py``).
+"""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from .editor import Editor, Rules, enclosing_call
+from .fsdp1_wrap import in_isinstance
+from .trees import arguments, code, is_none, keyword, literal, with_args
+
+_SIGNATURE = (
+    "module",
+    "device_ids",
+    "output_device",
+    "dim",
+    "broadcast_buffers",
+    "init_sync",
+    "process_group",
+    "bucket_cap_mb",
+    "find_unused_parameters",
+    "check_reduction",
+    "gradient_as_bucket_view",
+    "static_graph",
+    "delay_all_reduce_named_params",
+    "param_to_hook_all_reduce",
+    "mixed_precision",
+)
+
+_DROPPED = {
+    "device_ids": "parallelize moves the model to the device of its mesh.",
+    "output_device": "outputs are where forward put them.",
+    "dim": "inputs are not scattered.",
+    "bucket_cap_mb": "a group of parameters is reduced together; wrap= says which.",
+    "find_unused_parameters": "parameters that are not used, on some ranks or all, are always handled.",
+    "gradient_as_bucket_view": "gradients always are views of the reduced buffer.",
+    "static_graph": "nothing has to be known about the graph.",
+    "check_reduction": "nothing to check.",
+}
+_HOOKS = {
+    "bf16_compress_hook": "torch.bfloat16",
+    "fp16_compress_hook": "torch.float16",
+    "allreduce_hook": "",
+}
+
+
+def ddp_call(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression:
+    before, given = arguments(old.args, _SIGNATURE), arguments(new.args, _SIGNATURE)
+    if given.stars or given.extra:
+        editor.refuse("ddp", old, "arguments of DistributedDataParallel that are not written here")
+    result = [given.by_name["module"]] if "module" in given.by_name else []
+    if result and result[0].keyword is not None:
+        result[0] = keyword("model", result[0].value, result[0])
+    for name, arg in given.by_name.items():
+        if name == "module":
+            continue
+        mapped = _mapped(editor, old, name, before.by_name[name].value, arg)
+        if mapped is not None:
+            result.append(mapped)
+    strategy = "zero1" if editor.state.get("zero_optimizer") else "ddp"
+    like = keyword("strategy", cst.SimpleString(f'"{strategy}"')) if not result or result[0].keyword is not None else None
+    result.insert(1, like or cst.Arg(cst.SimpleString(f'"{strategy}"')))
+    hook = editor.state["comm_hooks"]
+    if hook:
+        policy = editor.make(f"fsdp2.MixedPrecisionPolicy(reduce_dtype={hook})", "import torch")
+        result.append(keyword("mp_policy", policy))
+    return with_args(new, result).with_changes(func=editor.make("fsdp2.parallelize", "import fsdp2"))
+
+
+def _mapped(editor: Editor, old: cst.Call, name: str, value: cst.BaseExpression, arg: cst.Arg) -> cst.Arg | None:
+    if name in _DROPPED:
+        editor.note(old, f"{name}={code(value)} dropped: {_DROPPED[name]}")
+        return None
+    if is_none(value):
+        return None
+    if name == "init_sync":
+        return keyword("sync_module_states", arg.value, arg)
+    if name == "broadcast_buffers":
+        editor.note(
+            old,
+            f"broadcast_buffers={code(value)} dropped: buffers are broadcast once, at the start, and then are each rank's own; "
+            "torch.nn.SyncBatchNorm keeps the statistics of batch norms equal.",
+        )
+        return None
+    if name == "process_group":
+        editor.needs("from torch.distributed.device_mesh import DeviceMesh")
+        editor.note(old, "process_group is a mesh over the ranks of that group.")
+        kind = "cpu" if editor.state.get("on_cpu") else "cuda"
+        return keyword("mesh", editor.make(f'DeviceMesh.from_group({code(arg.value)}, "{kind}")'), arg)
+    editor.refuse("ddp", old, f"{name}: not an argument that has an equivalent")
+    return None
+
+
+def find_hooks(editor: Editor) -> None:
+    """Before anything is rewritten: whether gradients are compressed, which is ``reduce_dtype``, and whether DDP is joined."""
+    editor.state["comm_hooks"] = ""
+    for call in editor.names.facts.calls:
+        made_by = editor.names.origin_of(call.func)
+        name = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
+        on_model = isinstance(call.func, cst.Attribute) and editor.names.tag_of(call.func.value) == "ddp"
+        if name == "register_comm_hook" and on_model:
+            hook = code(arguments(call.args, ("state", "hook")).value("hook") or cst.Name("None")).rpartition(".")[2]
+            if hook in _HOOKS:
+                editor.state["comm_hooks"] = _HOOKS[hook]
+            else:
+                editor.refuse("ddp", call, f"register_comm_hook({hook}): fsdp2 reduces gradients itself; see set_all_reduce_hook")
+        elif made_by == "join:Join" or (name == "join" and on_model):
+            editor.refuse("ddp", call, "join: ranks with fewer inputs; give every rank as many (DistributedSampler, drop_last=True)")
+        elif made_by == "zero:ZeroRedundancyOptimizer":
+            editor.state["zero_optimizer"] = True
+
+
+def comm_hook(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
+    if not isinstance(old.func, cst.Attribute) or editor.names.tag_of(old.func.value) != "ddp":
+        return None
+    if isinstance(editor.names.parent_of(old), cst.Expr):
+        kind = editor.state["comm_hooks"]
+        what = f"parallelize reduces gradients in {kind}, mp_policy's reduce_dtype." if kind else "this is what parallelize does."
+        editor.note(old, f"register_comm_hook dropped: {what}")
+        editor.instead()
+    return None
+
+
+def zero_optimizer(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression:
+    """``ZeroRedundancyOptimizer(params, optimizer_class=AdamW, ...)`` is ``AdamW(params, ...)`` under "zero1"."""
+    given = arguments(new.args, ("params", "optimizer_class", "process_group", "parameters_as_bucket_view", "overlap_with_ddp"))
+    own = ("params", "optimizer_class", "process_group", "parameters_as_bucket_view", "overlap_with_ddp")
+    if "optimizer_class" not in given.by_name or literal(given.value("process_group")) not in ("", "None"):
+        editor.refuse("ddp", old, "ZeroRedundancyOptimizer over a process group of its own")
+        return new
+    kept = [given.by_name["params"]] if "params" in given.by_name else []
+    kept += [arg for name, arg in given.by_name.items() if name not in own]
+    for name in own[2:]:
+        if name in given.by_name:
+            editor.note(old, f"{name}={given.text(name)} dropped: the optimizer sees sharded parameters; nothing to choose.")
+    editor.note(old, 'ZeroRedundancyOptimizer is the strategy "zero1" with the plain optimizer.')
+    return with_args(new, [*kept, *given.stars]).with_changes(func=given.by_name["optimizer_class"].value)
+
+
+def consolidate(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
+    """``optimizer.consolidate_state_dict()``."""
+    if not isinstance(old.func, cst.Attribute) or editor.names.tag_of(old.func.value) != "optimizer":
+        return None
+    if isinstance(editor.names.parent_of(old), cst.Expr):
+        editor.note(old, "consolidate_state_dict dropped: full_optimizer_state_dict gathers, on every rank.")
+        editor.instead()
+    return None
+
+
+def class_reference(editor: Editor, old: cst.Name | cst.Attribute, new: cst.BaseExpression) -> cst.BaseExpression:
+    """``DDP`` in ``isinstance``."""
+    if editor.names.origin_of(old) != "ddp:DistributedDataParallel":
+        return new
+    if in_isinstance(editor, old):
+        return editor.make("fsdp2.FSDPModule", "import fsdp2")
+    parent = editor.names.parent_of(old)
+    call = enclosing_call(editor.names, old)
+    if not isinstance(parent, (cst.Call, cst.Annotation)):
+        what = "a subclass of DDP" if call is None else "DDP as a value"
+        editor.refuse("ddp", old, f"{what}: parallelize changes a module in place, there is no class of wrappers")
+    return new
+
+
+RULES = Rules(
+    calls={"ddp:DistributedDataParallel": ddp_call, "zero:ZeroRedundancyOptimizer": zero_optimizer},
+    methods={"register_comm_hook": comm_hook, "consolidate_state_dict": consolidate},
+    nodes={cst.Name: [class_reference], cst.Attribute: [class_reference]},
+)

@@ -1,0 +1,123 @@
+"""How a wrapped model is used, in FSDP1 and DDP alike: ``.module``, ``no_sync``, clipping; and FSDP1's static methods.
+
+It refuses to know state dicts (``state_dicts.py``) and how models are wrapped.
+"""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from .editor import Editor, Rules, receiver
+from .names import SHARDED
+from .trees import arguments, code, dotted, with_args
+
+_STATIC = "fsdp:FullyShardedDataParallel."
+_CLIP = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_")
+
+
+def inner_module(editor: Editor, old: cst.Attribute, new: cst.BaseExpression) -> cst.BaseExpression:
+    """``model.module`` is ``model``: nothing is wrapped."""
+    if old.attr.value not in ("module", "_fsdp_wrapped_module") or not isinstance(new, cst.Attribute):
+        return new
+    if editor.names.tag_of(old.value) not in SHARDED or _is_target(editor, old):
+        return new
+    return new.value
+
+
+def _is_target(editor: Editor, node: cst.CSTNode) -> bool:
+    return isinstance(editor.names.parent_of(node), (cst.AssignTarget, cst.AnnAssign))
+
+
+def no_sync(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
+    if editor.names.tag_of(_receiver_node(old)) not in SHARDED or not isinstance(new.func, cst.Attribute):
+        return None
+    return editor.make(f"fsdp2.accumulate({code(new.func.value)})", "import fsdp2")
+
+
+def clip_method(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
+    """FSDP1's ``model.clip_grad_norm_(max_norm, norm_type)``."""
+    if editor.names.tag_of(_receiver_node(old)) not in ("fsdp1", "deepspeed") or not isinstance(new.func, cst.Attribute):
+        return None
+    params = editor.make(f"{code(new.func.value)}.parameters()")
+    first = cst.Arg(params, comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
+    return new.with_changes(func=editor.make("fsdp2.clip_grad_norm_", "import fsdp2"), args=[first, *new.args])
+
+
+def clip_function(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
+    """``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)``, whose result would be a DTensor."""
+    value = old.args[0].value if old.args else None
+    while isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute) and value.func.attr.value == "parameters":
+        value = value.func.value
+    if value is None or editor.names.tag_of(value) not in SHARDED:
+        return None
+    return new.with_changes(func=editor.make("fsdp2.clip_grad_norm_", "import fsdp2"))
+
+
+def _receiver_node(call: cst.Call) -> cst.BaseExpression | None:
+    return call.func.value if isinstance(call.func, cst.Attribute) else None
+
+
+def fsdp_modules(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression:
+    given = arguments(new.args, ("module", "root_only"))
+    model = given.text("module")
+    if given.text("root_only", "False") != "False":
+        return editor.make(f"[{model}]")
+    return editor.make(f"[module for module in {model}.modules() if isinstance(module, fsdp2.FSDPModule)]", "import fsdp2")
+
+
+def summon(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression:
+    editor.compat(
+        old,
+        "summon_full_params stays on fsdp2.compat. What is done to every parameter alike (a copy, an average) needs no whole "
+        "parameters: do it on model.parameters(), the shards.",
+    )
+    return with_args(
+        new.with_changes(func=editor.make("fsdp2.compat.FullyShardedDataParallel.summon_full_params", "import fsdp2.compat")), new.args
+    )
+
+
+def static_rest(editor: Editor, old: cst.Attribute, new: cst.BaseExpression) -> cst.BaseExpression:
+    """A static method of FSDP1 that no rule knows."""
+    found = editor.names.origin_of(old)
+    if found.startswith(_STATIC) and found.removeprefix(_STATIC) not in _KNOWN:
+        editor.refuse("fsdp1", old, f"FSDP.{found.removeprefix(_STATIC)}: there is nothing of that name on a sharded model")
+    return new
+
+
+_KNOWN = (
+    "state_dict_type",
+    "set_state_dict_type",
+    "summon_full_params",
+    "fsdp_modules",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
+    "full_optim_state_dict",
+    "sharded_optim_state_dict",
+    "scatter_full_optim_state_dict",
+    "shard_full_optim_state_dict",
+)
+
+SHARED = Rules(
+    calls=dict.fromkeys(_CLIP, clip_function),
+    methods={"no_sync": no_sync, "clip_grad_norm_": clip_method},
+    nodes={cst.Attribute: [inner_module]},
+)
+"""For every framework."""
+
+FSDP1 = Rules(
+    calls={f"{_STATIC}fsdp_modules": fsdp_modules, f"{_STATIC}summon_full_params": summon},
+    nodes={cst.Attribute: [static_rest]},
+)
+
+
+def is_use_before_wrap(editor: Editor, call: cst.Call) -> bool:
+    """Whether ``model`` in ``model.state_dict()`` is not sharded yet: it is so further down in the same function."""
+    text = receiver(call)
+    sites = [
+        (function, editor.names.line_of(value))
+        for target, value, function in editor.names.facts.assigned
+        if dotted(target) == text and isinstance(value, cst.Call) and editor.names.tag_of(value) in SHARDED
+    ]
+    here, line = editor.names.function_of(call), editor.names.line_of(call)
+    same = [site for function, site in sites if function is here]
+    return bool(same) and all(line < site for site in same)

@@ -1,0 +1,312 @@
+"""What the names of one file stand for: where they were imported from, and which of them hold a sharded model, an optimizer, a policy.
+
+Values are followed by the text of their names, through assignments, the arguments and results of functions of the same file, and
+attributes; so that in ``def save(net): ...`` and ``save(self.model)`` the name ``net`` is known. Two things of the same name in one
+file are taken for one. It refuses to know what is rewritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import libcst as cst
+from libcst.metadata import (
+    MetadataWrapper,
+    ParentNodeProvider,
+    PositionProvider,
+    QualifiedNameProvider,
+    QualifiedNameSource,
+)
+
+from .origins import origin, star_names
+from .trees import code, dotted
+
+SHARDED = ("fsdp1", "ddp", "deepspeed")
+"""Tags of models."""
+
+_VALUES = ("strategy", "precision", "policy", "offload")
+"""Tags of arguments: of values, and of dicts of them."""
+
+_MAKES = {
+    "fsdp:FullyShardedDataParallel": "fsdp1",
+    "fsdp:wrap": "fsdp1",
+    "ddp:DistributedDataParallel": "ddp",
+    "zero:ZeroRedundancyOptimizer": "optimizer",
+    "fsdp:MixedPrecision": "precision",
+    "fsdp:CPUOffload": "offload",
+    "fsdp:ModuleWrapPolicy": "policy",
+    "fsdp:CustomPolicy": "policy",
+    "fsdp:size_based_auto_wrap_policy": "policy",
+    "fsdp:transformer_auto_wrap_policy": "policy",
+    "fsdp:lambda_auto_wrap_policy": "policy",
+    "fsdp:always_wrap_policy": "policy",
+}
+_SAME_MODEL = frozenset({"to", "cuda", "cpu", "train", "eval", "compile"})
+
+Function = cst.FunctionDef | cst.Lambda | None
+
+
+@dataclass
+class Facts:
+    """What a file says, before anything is concluded from it."""
+
+    assigned: list[tuple[cst.BaseExpression, cst.BaseExpression, Function]] = field(default_factory=list)
+    functions: dict[str, list[cst.FunctionDef]] = field(default_factory=dict)
+    classes: dict[str, cst.ClassDef] = field(default_factory=dict)
+    calls: list[cst.Call] = field(default_factory=list)
+    returns: dict[str, list[cst.BaseExpression]] = field(default_factory=dict)
+
+
+class Names(cst.CSTVisitor):
+    """``Names(wrapper)`` reads the file; then ``origin_of``, ``tag_of``, ``line_of``, ``parent_of`` answer for its nodes."""
+
+    METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider, ParentNodeProvider)
+
+    def __init__(self, wrapper: MetadataWrapper) -> None:
+        super().__init__()
+        self.facts = Facts()
+        self.tags: dict[str, str] = {}
+        self.off: set[str] = set()  # frameworks that stay as they are: nothing has their tags
+        self._uses: dict[str, list[cst.Name]] = {}
+        self._origins: dict[int, str] = {}
+        self._stars: list[str] = []
+        self.star_lines: dict[str, int] = {}
+        self._functions: list[cst.FunctionDef] = []
+        self._positions: Mapping[cst.CSTNode, Any] = wrapper.resolve(PositionProvider)
+        self._parents: Mapping[cst.CSTNode, cst.CSTNode] = wrapper.resolve(ParentNodeProvider)
+        wrapper.visit(self)
+        self._conclude()
+
+    # --- answers ---
+
+    def origin_of(self, node: cst.CSTNode | None) -> str:
+        return self._origins.get(id(node), "")
+
+    def line_of(self, node: cst.CSTNode) -> int:
+        position = self._positions.get(node)
+        return int(position.start.line) if position is not None else 1
+
+    def parent_of(self, node: cst.CSTNode) -> cst.CSTNode | None:
+        return self._parents.get(node)
+
+    def function_of(self, node: cst.CSTNode) -> Function:
+        """The innermost function around ``node``."""
+        above = self.parent_of(node)
+        while above is not None and not isinstance(above, (cst.FunctionDef, cst.Lambda)):
+            above = self.parent_of(above)
+        return above
+
+    def uses_frameworks(self) -> bool:
+        return bool(self._stars) or any(":" in each for each in self._origins.values())
+
+    def tag_of(self, node: cst.CSTNode | None) -> str:
+        """What kind of value an expression has: one of SHARDED, "optimizer", "strategy", "precision", ...; "" if unknown."""
+        found = self._tag(node)
+        return "" if found in self.off else found
+
+    def _tag(self, node: cst.CSTNode | None) -> str:
+        if isinstance(node, (cst.Name, cst.Attribute, cst.Subscript)):
+            return self._tag_of_name(node)
+        if isinstance(node, cst.Call):
+            return self._tag_of_call(node)
+        if isinstance(node, cst.IfExp):
+            return self.tag_of(node.body) or self.tag_of(node.orelse)
+        if isinstance(node, cst.BooleanOperation):
+            return self.tag_of(node.left) or self.tag_of(node.right)
+        if isinstance(node, cst.Dict):
+            return next((tag for each in node.elements if (tag := self.tag_of(each.value)) in _VALUES), "")
+        if isinstance(node, cst.NamedExpr):
+            return self.tag_of(node.value)
+        return ""
+
+    def model(self, tags: Sequence[str] = SHARDED) -> list[str]:
+        """Names of sharded models, as they stand in the text."""
+        return [text for text, tag in self.tags.items() if tag in tags and tag not in self.off and not text.startswith("*.")]
+
+    def values_of(self, name: str) -> list[cst.BaseExpression]:
+        """Every expression that is assigned to this name."""
+        return [value for target, value, _ in self.facts.assigned if dotted(target) == name]
+
+    def is_only_read_by(self, name: str, callees: Sequence[str]) -> bool:
+        """Whether every use of ``name``, but assignments to it, is as an argument of one of these."""
+        for node in self._uses.get(name, ()):
+            parent = self.parent_of(node)
+            call = self.parent_of(parent) if isinstance(parent, cst.Arg) else None
+            if isinstance(parent, (cst.AssignTarget, cst.AnnAssign)) and getattr(parent, "value", None) is not node:
+                continue
+            if not isinstance(call, cst.Call) or self.origin_of(call.func) not in callees:
+                return False
+        return True
+
+    # --- reading ---
+
+    def visit_Name(self, node: cst.Name) -> None:  # noqa: N802 (libcst's names)
+        self._remember(node)
+        self._uses.setdefault(node.value, []).append(node)
+
+    def visit_Attribute(self, node: cst.Attribute) -> None:  # noqa: N802
+        self._remember(node)
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> None:  # noqa: N802
+        if isinstance(node.names, cst.ImportStar) and node.module is not None:
+            self._stars.append(dotted(node.module))
+            self.star_lines[dotted(node.module)] = self.line_of(node)
+
+    def visit_Assign(self, node: cst.Assign) -> None:  # noqa: N802
+        for target in node.targets:
+            self._assign(target.target, node.value)
+
+    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:  # noqa: N802
+        if node.value is not None:
+            self._assign(node.target, node.value)
+
+    def visit_NamedExpr(self, node: cst.NamedExpr) -> None:  # noqa: N802
+        self._assign(node.target, node.value)
+
+    def visit_Param(self, node: cst.Param) -> None:  # noqa: N802
+        if node.default is not None:
+            self._assign(node.name, node.default)
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:  # noqa: N802
+        self._functions.append(node)
+        self.facts.functions.setdefault(node.name.value, []).append(node)
+
+    def leave_FunctionDef(self, original_node: cst.FunctionDef) -> None:  # noqa: N802
+        self._functions.pop()
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:  # noqa: N802
+        self.facts.classes[node.name.value] = node
+
+    def visit_Return(self, node: cst.Return) -> None:  # noqa: N802
+        if self._functions and node.value is not None:
+            self.facts.returns.setdefault(self._functions[-1].name.value, []).append(node.value)
+
+    def visit_Call(self, node: cst.Call) -> None:  # noqa: N802
+        self.facts.calls.append(node)
+
+    def _assign(self, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
+        if isinstance(target, (cst.Tuple, cst.List)) and isinstance(value, cst.Tuple):
+            for left, right in zip(target.elements, value.elements, strict=False):
+                self._assign(left.value, right.value)
+            return
+        self.facts.assigned.append((target, value, self._functions[-1] if self._functions else None))
+
+    def _remember(self, node: cst.Name | cst.Attribute) -> None:
+        found = self.get_metadata(QualifiedNameProvider, node, set())
+        imported = sorted(each.name for each in found if each.source is QualifiedNameSource.IMPORT)
+        if imported:
+            self._origins[id(node)] = origin(imported[0])
+        elif not found:
+            self._origins[id(node)] = self._from_star(node)
+
+    def _from_star(self, node: cst.Name | cst.Attribute) -> str:
+        text = dotted(node)
+        for module in self._stars:
+            if text.split(".")[0] in star_names(module):
+                return origin(f"{module}.{text}")
+        return ""
+
+    # --- concluding ---
+
+    def _tag_of_name(self, node: cst.Name | cst.Attribute | cst.Subscript) -> str:
+        found = self.origin_of(node)
+        if found.startswith("fsdp:ShardingStrategy."):
+            return "strategy"
+        if isinstance(node, cst.Subscript) and self.origin_of(node.value) == "fsdp:ShardingStrategy":
+            return "strategy"
+        if isinstance(node, cst.Subscript) and (tag := self.tag_of(node.value)) in _VALUES:
+            return tag
+        if found in _MAKES and _MAKES[found] == "policy":
+            return "policy"  # a policy function, passed as it is
+        text = dotted(node)
+        if text in self.tags:
+            return self.tags[text]
+        if isinstance(node, cst.Attribute):
+            if node.attr.value in ("module", "_fsdp_wrapped_module"):
+                return self.tag_of(node.value)
+            return self.tags.get(f"*.{node.attr.value}", "")
+        return ""
+
+    def _tag_of_call(self, node: cst.Call) -> str:
+        made_by = self.origin_of(node.func)
+        if made_by in _MAKES:
+            return _MAKES[made_by]
+        if made_by == "functools.partial" and node.args:
+            return self.tag_of(node.args[0].value) or _MAKES.get(self.origin_of(node.args[0].value), "")
+        if made_by == "getattr" or code(node.func) == "getattr":
+            return "strategy" if node.args and self.origin_of(node.args[0].value) == "fsdp:ShardingStrategy" else ""
+        if made_by.startswith(("torch.optim.", "deepspeed:ops.")) and "lr_scheduler" not in made_by:
+            return "optimizer"
+        if made_by == "torch.compile" and node.args:
+            return self.tag_of(node.args[0].value)
+        if isinstance(node.func, cst.Attribute):
+            on = self.tag_of(node.func.value)
+            if on in SHARDED and node.func.attr.value in _SAME_MODEL:
+                return on
+            if on in _VALUES and node.func.attr.value == "get":
+                return on
+        name = node.func.attr.value if isinstance(node.func, cst.Attribute) else dotted(node.func)
+        if name in self.facts.functions:
+            return next((tag for value in self.facts.returns.get(name, ()) if (tag := self.tag_of(value))), "")
+        return self.tags.get(f"{name}()", "")
+
+    def _conclude(self) -> None:
+        """Follow values until nothing new is known."""
+        for _ in range(20):
+            before = len(self.tags)
+            for target, value, _function in self.facts.assigned:
+                self._give(target, self.tag_of(value))
+                self._unpack(target, value)
+            for call in self.facts.calls:
+                self._follow(call)
+            if len(self.tags) == before:
+                return
+
+    def _give(self, target: cst.BaseExpression, tag: str) -> None:
+        text = dotted(target)
+        if text and tag:
+            self.tags.setdefault(text, tag)
+            if isinstance(target, cst.Attribute) and target.attr.value != "module":
+                self.tags.setdefault(f"*.{target.attr.value}", tag)
+
+    def _unpack(self, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
+        """``model, optimizer = make()`` and ``engine, optimizer, loader, scheduler = deepspeed.initialize(...)``."""
+        if not isinstance(value, cst.Call) or not isinstance(target, cst.Tuple):
+            return
+        if self.origin_of(value.func) == "deepspeed:initialize":
+            for element, tag in zip(target.elements, ("deepspeed", "optimizer"), strict=False):
+                self._give(element.value, tag)
+        name = value.func.attr.value if isinstance(value.func, cst.Attribute) else dotted(value.func)
+        for returned in self.facts.returns.get(name, ()):
+            if isinstance(returned, cst.Tuple):
+                for element, result in zip(target.elements, returned.elements, strict=False):
+                    self._give(element.value, self.tag_of(result.value))
+
+    def _follow(self, call: cst.Call) -> None:
+        """Give the parameters of a function of this file the tags of what they are called with, or are bound to by ``partial``."""
+        name = call.func.attr.value if isinstance(call.func, cst.Attribute) else dotted(call.func)
+        targets = list(self.facts.functions.get(name, ()))
+        if name in self.facts.classes:
+            body = self.facts.classes[name].body.body
+            targets = [each for each in body if isinstance(each, cst.FunctionDef) and each.name.value == "__init__"]
+        for function in targets:
+            params = [*function.params.posonly_params, *function.params.params]
+            if params and params[0].name.value in ("self", "cls"):
+                params = params[1:]
+            names = {param.name.value: param.name for param in [*params, *function.params.kwonly_params]}
+            for index, arg in enumerate(call.args):
+                if arg.star:
+                    continue
+                if arg.keyword is None:
+                    target = params[index].name if index < len(params) else None
+                else:
+                    target = names.get(arg.keyword.value)
+                if target is not None:
+                    self._give(target, self.tag_of(arg.value))
+        # Fields of a dataclass: Config(strategy=...) is read as config.strategy.
+        if name in self.facts.classes and not targets:
+            for arg in call.args:
+                if arg.keyword is not None and (tag := self.tag_of(arg.value)):
+                    self.tags.setdefault(f"*.{arg.keyword.value}", tag)

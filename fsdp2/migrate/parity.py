@@ -1,0 +1,157 @@
+"""``fsdp2 migrate --parity``: the old script and the rewritten one run for a few steps; the first difference is shown with its place.
+
+Both run on CPU processes (gloo), so a script that asks for a GPU or for NCCL by name has to have a switch for it. Compared are, at each
+optimizer step and in this order: the loss of every rank, the norm of the gradients, each whole parameter. It refuses to know torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentError, message
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the processes of one side wrote: by rank, then by step."""
+
+    folder: Path
+    status: int
+    said: str
+    ranks: list[list[dict[str, Any]]]
+
+    @property
+    def num_steps(self) -> int:
+        return min((len(steps) for steps in self.ranks), default=0)
+
+
+def compare(script: Path, arguments: list[str], num_steps: int, num_ranks: int, tolerance: float) -> int:
+    """0: the same within ``tolerance``; 1: different, or a side failed, or nothing was recorded. Says which, and where."""
+    if not script.is_file():
+        raise ArgumentError(message(f"--parity: there is no file {script}", expected="a Python script", fix="check the path"))
+    with tempfile.TemporaryDirectory(prefix="fsdp2_parity_") as name:
+        folder = Path(name)
+        overlay = folder / "overlay"
+        overlay.mkdir()
+        new_source, listing = _rewrite(script, overlay)
+        sys.stdout.writelines(listing)
+        if new_source is None:
+            sys.stdout.write(f"{script}: nothing to migrate\n")
+            return 0
+        old = _run(folder / "old", script, script, folder, arguments, num_steps, num_ranks)
+        new = _run(folder / "new", new_source, script, overlay, arguments, num_steps, num_ranks)
+        found = _failure("old", old) or _failure("new", new) or first_difference(old, new, tolerance)
+    if found:
+        sys.stdout.write(f"{script}: different: {found}\n")
+        return 1
+    sys.stdout.write(f"{script}: the same for {old.num_steps} steps on {num_ranks} ranks: losses, gradient norms, parameters\n")
+    return 0
+
+
+def _rewrite(script: Path, overlay: Path) -> tuple[Path | None, list[str]]:
+    """Rewritten copies of the script and of the modules beside it, and what the migration says."""
+    from .command import migrate_files
+
+    results = migrate_files(each for each in sorted(script.resolve().parent.glob("*.py")) if _may_matter(each, script))
+    listing = []
+    changed = False
+    for path, result in results.items():
+        if result.new != result.old:
+            changed = True
+            (overlay / path.name).write_text(result.new)
+        listing += [f"{finding.shown(path.name)}\n" for finding in result.findings]
+    own = overlay / script.name
+    if changed and not own.exists():
+        own.write_text(script.read_text())
+    return (own if changed else None), listing
+
+
+def _may_matter(path: Path, script: Path) -> bool:
+    from .imported import imported_names
+
+    return path.name == script.name or path.stem in imported_names(script.read_text())
+
+
+def _run(folder: Path, source: Path, claimed: Path, overlay: Path, arguments: list[str], num_steps: int, num_ranks: int) -> Run:
+    folder.mkdir()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    probe = ["-m", "fsdp2.migrate.probe", str(folder), str(num_steps), str(source), str(claimed), str(overlay)]
+    package = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    env = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    done = subprocess.run([*torchrun, *probe, *arguments], env=env, capture_output=True, text=True, check=False)
+    ranks = []
+    for rank in range(num_ranks):
+        file = folder / f"rank{rank}.jsonl"
+        ranks.append([json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [])
+    return Run(folder, done.returncode, done.stderr, ranks)
+
+
+def _failure(which: str, run: Run) -> str:
+    """Why a side has nothing to compare. A script that fails after some steps is compared up to there by ``first_difference``."""
+    if run.num_steps:
+        return ""
+    if run.status == 0:
+        return f"the {which} script took no optimizer step"
+    errors = [line for line in run.said.splitlines() if "Error" in line and "torch.distributed.elastic" not in line]
+    return f"the {which} script failed before its first step: {errors[0].strip() if errors else run.said.strip()[-500:]}"
+
+
+def first_difference(old: Run, new: Run, tolerance: float) -> str:
+    """The first place where two runs differ by more than ``tolerance``, relative; "" if there is none."""
+    import torch
+
+    for step in range(min(old.num_steps, new.num_steps)):
+        place = f"step {step + 1}"
+        for rank, (before, after) in enumerate(zip(old.ranks, new.ranks, strict=True)):
+            losses, others = before[step]["losses"], after[step]["losses"]
+            if len(losses) != len(others):
+                return f"{place}, rank {rank}: {len(losses)} backward passes, and {len(others)} in the new script"
+            for index, (mine, other) in enumerate(zip(losses, others, strict=True)):
+                if not _close(mine, other, tolerance):
+                    return f"{place}, rank {rank}: loss {index + 1} is {mine:.8g}, and {other:.8g} in the new script"
+        norm, other_norm = old.ranks[0][step]["norm"], new.ranks[0][step]["norm"]
+        if not _close(norm, other_norm, tolerance):
+            return f"{place}: the gradient norm is {norm:.8g}, and {other_norm:.8g} in the new script"
+        params = torch.load(old.folder / f"step{step + 1}.pt", weights_only=True)
+        others = torch.load(new.folder / f"step{step + 1}.pt", weights_only=True)
+        for name in [*params, *(each for each in others if each not in params)]:
+            found = _parameter_difference(params.get(name), others.get(name), tolerance)
+            if found:
+                return f"after {place}: parameter {name}: {found}"
+    if old.num_steps != new.num_steps:
+        return f"the old script took {old.num_steps} steps, the new one {new.num_steps}: {_last_error(old) or _last_error(new)}"
+    return ""
+
+
+def _last_error(run: Run) -> str:
+    return next((line.strip() for line in run.said.splitlines() if "Error:" in line), "")
+
+
+def _close(mine: float, other: float, tolerance: float) -> bool:
+    if math.isnan(mine) or math.isnan(other):
+        return math.isnan(mine) and math.isnan(other)
+    return mine == other or abs(mine - other) <= tolerance * max(abs(mine), abs(other), 1e-6)
+
+
+def _parameter_difference(mine: Any, other: Any, tolerance: float) -> str:
+    if mine is None or other is None:
+        return f"is only in the {'new' if mine is None else 'old'} model"
+    if mine.shape != other.shape:
+        return f"has shape {tuple(mine.shape)}, and {tuple(other.shape)} in the new script"
+    if not mine.numel():
+        return ""
+    difference = (mine.double() - other.double()).abs()
+    bound = tolerance * max(float(mine.double().abs().max()), 1e-2)
+    worst = int(difference.argmax())
+    if float(difference.max()) <= bound:
+        return ""
+    return f"differs by up to {float(difference.max()):.3g}, at element {worst} ({float(mine.flatten()[worst]):.8g})"

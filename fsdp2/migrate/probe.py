@@ -1,0 +1,143 @@
+"""One process of one side of ``--parity``: runs a script and writes down losses, gradient norm and whole parameters at each step.
+
+    torchrun ... -m fsdp2.migrate.probe RECORDS STEPS SOURCE CLAIMED OVERLAY ARGUMENTS...
+
+The text of SOURCE runs as if it were the file CLAIMED; modules are first looked for in OVERLAY, then beside CLAIMED. It watches through
+hooks of torch on every optimizer and every module, and by wrapping ``Tensor.backward``. It refuses to know the other side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..clip import get_total_norm
+
+_WRAPPERS = ("module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+class Probe:
+    """What one rank sees. ``install`` starts it; after ``num_steps`` steps of the outermost optimizer the process ends."""
+
+    def __init__(self, folder: Path, num_steps: int) -> None:
+        self._folder, self._num_steps = folder, num_steps
+        self._losses: list[float] = []
+        self._models: list[nn.Module] = []
+        self._modules_deep = self._optimizers_deep = self._step = 0
+        self._norm: float | None = None
+
+    def install(self) -> None:
+        backward: Callable[..., Any] = torch.Tensor.backward
+
+        def recorded(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if loss.numel() == 1:
+                self._losses.append(float(loss.detach()))
+            return backward(loss, *args, **kwargs)
+
+        torch.Tensor.backward = recorded  # type: ignore[method-assign, assignment]  # losses go through no hook of torch's
+        register_module_forward_pre_hook(self._before_forward)
+        register_module_forward_hook(self._after_forward, always_call=True)
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+
+    def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
+        is_new = not any(each is module for each in self._models)
+        if self._modules_deep == 0 and is_new and next(module.parameters(), None) is not None:
+            self._models.append(module)
+        self._modules_deep += 1
+
+    def _after_forward(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        self._modules_deep -= 1
+
+    def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._optimizers_deep == 0:
+            self._norm = _gradient_norm(self._models)
+        self._optimizers_deep += 1
+
+    def _after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._optimizers_deep -= 1
+        if self._optimizers_deep:  # the optimizer inside of another one
+            return
+        self._step += 1
+        params = dict(_whole_parameters(self._models))
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        with (self._folder / f"rank{rank}.jsonl").open("a") as file:
+            file.write(json.dumps({"step": self._step, "losses": self._losses, "norm": self._norm}) + "\n")
+        if rank == 0:
+            torch.save(params, self._folder / f"step{self._step}.pt")
+        self._losses = []
+        if self._step == self._num_steps:
+            if dist.is_initialized():
+                dist.barrier()
+            sys.stdout.flush()
+            os._exit(0)
+
+
+def _is_fsdp1(module: nn.Module) -> bool:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return isinstance(module, FullyShardedDataParallel)
+
+
+@torch.no_grad()
+def _gradient_norm(models: list[nn.Module]) -> float:
+    """Over the trainable parameters of all models. Collective."""
+    total = 0.0
+    for model in models:
+        if _is_fsdp1(model):
+            norm = model.clip_grad_norm_(float("inf"))  # type: ignore[operator]  # it clips nothing, and knows which shards count
+        else:
+            grads = [param.grad for param in model.parameters() if param.grad is not None]
+            norm = get_total_norm(grads)
+        total += float(norm) ** 2
+    return float(total**0.5)
+
+
+@torch.no_grad()
+def _whole_parameters(models: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """Names without wrappers, and values in host memory. Collective."""
+    for index, model in enumerate(models):
+        prefix = f"model {index}: " if index else ""
+        if _is_fsdp1(model):
+            from torch.distributed.fsdp import FullyShardedDataParallel
+
+            with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+                found = [(name, param.detach().cpu().clone()) for name, param in model.named_parameters()]
+        else:
+            found = [(name, _whole(param)) for name, param in model.named_parameters()]
+        for name, value in found:
+            yield prefix + ".".join(part for part in name.split(".") if part not in _WRAPPERS), value
+
+
+def _whole(param: Tensor) -> Tensor:
+    whole = param.full_tensor() if isinstance(param, DTensor) else param
+    return whole.detach().cpu().clone()
+
+
+def main(arguments: list[str]) -> None:
+    folder, num_steps, source, claimed, overlay, *rest = arguments
+    Probe(Path(folder), int(num_steps)).install()
+    sys.argv = [claimed, *rest]
+    sys.path[:0] = [overlay, str(Path(claimed).resolve().parent)]
+    script = types.ModuleType("__main__")
+    script.__file__ = claimed
+    sys.modules["__main__"] = script  # dataclasses and pickle look it up
+    exec(compile(Path(source).read_text(), claimed, "exec"), vars(script))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(0)

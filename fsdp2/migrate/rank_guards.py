@@ -1,0 +1,68 @@
+"""``if rank == 0: torch.save(model.state_dict())``: what DDP lets one rank do alone, all ranks have to do together.
+
+The state is taken before the ``if``, on every rank, and used inside of it. It refuses to know state dicts.
+"""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from .editor import Editor
+from .trees import code
+
+_A_RANK = r"(\w+\.)*\w*rank\w*(\(\))?"
+_RANK = re.compile(rf"not {_A_RANK}|{_A_RANK} == 0|0 == {_A_RANK}|(\w+\.)*is_(main|master|rank\w*0|first)\w*(\(\))?")
+
+
+def on_every_rank(editor: Editor, old: cst.Call, everywhere: str, on_rank_0: str, name: str) -> cst.BaseExpression:
+    """The expression for the state: ``everywhere``, or a variable that ``on_rank_0`` is assigned to before the guard around ``old``."""
+    guard = _guard(editor, old)
+    if guard is None:
+        return editor.make(everywhere)
+    rest = _other_conditions(guard.test)
+    if rest is None:
+        editor.left(old, f"a state dict under `if {code(guard.test)}`: call {on_rank_0} on every rank")
+        return editor.make(on_rank_0)
+    variable = _unused(editor, name)
+    value = f"{on_rank_0} if {rest} else None" if rest else on_rank_0
+    editor.before(f"{variable} = {value}", guard)
+    return editor.make(variable)
+
+
+def is_rank_test(test: cst.BaseExpression) -> bool:
+    return _RANK.fullmatch(code(test)) is not None
+
+
+def _guard(editor: Editor, node: cst.CSTNode) -> cst.If | None:
+    """The outermost ``if`` around ``node``, in the same function, that asks for a rank; the first one of its elif chain."""
+    found: cst.If | None = None
+    below, above = node, editor.names.parent_of(node)
+    while above is not None and not isinstance(above, (cst.FunctionDef, cst.Lambda)):
+        if isinstance(above, cst.If) and below is above.body and any(map(is_rank_test, _conjuncts(above.test))):
+            found = above
+        below, above = above, editor.names.parent_of(above)
+    return found
+
+
+def _conjuncts(test: cst.BaseExpression) -> list[cst.BaseExpression]:
+    if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
+        return [*_conjuncts(test.left), *_conjuncts(test.right)]
+    return [test]
+
+
+def _other_conditions(test: cst.BaseExpression) -> str | None:
+    """The test without the rank; None if it depends on the rank otherwise too."""
+    rest = [code(each) for each in _conjuncts(test) if not is_rank_test(each)]
+    return None if any("rank" in text for text in rest) else " and ".join(rest)
+
+
+def _unused(editor: Editor, name: str) -> str:
+    taken = editor.state.setdefault("taken", set())
+    text = "\n".join(code(value) for _, value, _ in editor.names.facts.assigned)
+    variable = name
+    while variable in taken or re.search(rf"\b{variable}\b", text) or variable in editor.names.tags:
+        variable += "_"
+    taken.add(variable)
+    return variable

@@ -1,0 +1,87 @@
+"""One Python file: find the frameworks that it uses, apply their rules, and apply them again without those that cannot be rewritten.
+
+    migrate_source("from torch.distributed.fsdp import fully_shard\\nfully_shard(net)\\n").new
+    "from fsdp2 import fully_shard\\nfully_shard(net)\\n"
+
+It refuses to know files, and what any rule does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import libcst as cst
+from libcst.metadata import MetadataWrapper
+
+from . import ddp, deepspeed, fsdp1_values, fsdp1_wrap, model_use, state_dicts, upstream
+from .editor import Editor, Rules
+from .imports import fix_imports
+from .names import Names
+from .report import Finding, Kind, Migrated
+
+FRAMEWORKS = ("fsdp1", "ddp", "deepspeed")
+
+
+def migrate_source(text: str, path: Path | None = None, *, off: Collection[str] = ()) -> Migrated:
+    """Rewrite one file.
+
+    path:    where it is: a DeepSpeed configuration is looked for beside it, and an ``__init__.py`` keeps imports it does not use
+    off:     frameworks that are not rewritten, whatever this file says; "fsdp1" then goes to fsdp2.compat
+    Raises:  libcst.ParserSyntaxError if it is no Python
+    """
+    wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=False)
+    names = Names(wrapper)
+    if not names.uses_frameworks():
+        return Migrated(text, text)
+    refused: list[tuple[str, int, Finding]] = []
+    names.off = set(off)
+    while True:
+        editor = _editor(names, text, path)
+        for framework, statement, finding in refused:
+            editor.say_refused(framework, statement, finding)
+        _prepare(editor)
+        new = wrapper.module.visit(editor)
+        fresh = [each for each in editor.refused if each[0] not in names.off]
+        if not fresh:
+            break
+        refused += fresh
+        names.off |= {framework for framework, _, _ in fresh}
+    assert isinstance(new, cst.Module)
+    keep_unused = path is not None and path.name == "__init__.py"
+    new, of_imports = fix_imports(new, wrapper.module, editor.imports, keep_unused, names.star_lines)
+    findings = {*editor.findings, *of_imports, *(finding for _, _, finding in refused)}
+    if new.code == text:
+        findings = {each for each in findings if each.kind is Kind.LEFT}
+    return Migrated(text, new.code, tuple(sorted(findings)))
+
+
+def _editor(names: Names, text: str, path: Path | None) -> Editor:
+    rules = Rules()
+    active = [framework for framework in FRAMEWORKS if framework not in names.off]
+    if active:
+        rules.add(model_use.SHARED)
+        rules.add(state_dicts.SHARED)
+    if "fsdp1" in active:
+        for each in (fsdp1_values.RULES, fsdp1_wrap.RULES, model_use.FSDP1, state_dicts.FSDP1):
+            rules.add(each)
+    if "ddp" in active:
+        rules.add(ddp.RULES)
+    if "deepspeed" in active:
+        rules.add(deepspeed.RULES)
+    rules.add(upstream.RULES)
+    editor = Editor(names, rules)
+    editor.state["path"] = path
+    editor.state["on_cpu"] = '"gloo"' in text and "nccl" not in text
+    return editor
+
+
+def _prepare(editor: Editor) -> None:
+    off = editor.names.off
+    if "fsdp1" not in off:
+        editor.state["kwargs"] = fsdp1_wrap.find_kwargs(editor)
+        state_dicts.file_wide(editor)
+    if "ddp" not in off:
+        ddp.find_hooks(editor)
+    if "deepspeed" not in off:
+        deepspeed.find_engine(editor)

@@ -22,7 +22,7 @@ from .api import BackwardPrefetch, MixedPrecision, ShardingStrategy, member
 from .auto_wrap import chosen_modules
 from .ignored import read_ignored
 from .initialise import Own, broadcast_own, cast_own_buffers, materialize_own
-from .meshes import HYBRID, current, read_device, read_groups
+from .meshes import current, read_device, read_groups
 from .settings import Options, Settings, give_settings, settings_of
 
 KEEP_PARAMS = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2, ShardingStrategy.NO_SHARD)
@@ -175,6 +175,3 @@ def _keep_low_precision(unit: Unit) -> None:
         gradients.keeps_reduce_dtype = True
         for param in group.params:
             compat.allow_any_grad_dtype(param.sharded)
-
-
-__all__ = ["HYBRID", "KEEP_PARAMS", "wrap_module"]

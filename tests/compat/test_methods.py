@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2.compat import CPUOffload, CustomPolicy, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from fsdp2.compat import FullyShardedDataParallel as FSDP
@@ -373,3 +374,39 @@ def test_summon_keeps_memory_order_and_lstms_working() -> None:
         torch.testing.assert_close(model.lstm(torch.ones(1, 2, 4))[0], reference.lstm(torch.ones(1, 2, 4))[0])
     reference.conv.weight.data.mul_(2.0)
     torch.testing.assert_close(model(x), reference(x))
+
+
+@on_ranks(4)
+def test_with_tensor_parallelism_parameters_are_dtensors_of_the_model_axis() -> None:
+    mesh = init_device_mesh(device_type(), (2, 2), mesh_dim_names=("dp", "tp"))
+    reference, model = mlp(dim=9), mlp(dim=9)  # of 9 + 3 features each model rank has 6
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    FSDP(model, device_mesh=mesh["dp"], auto_wrap_policy=BLOCKS)
+    state = model.state_dict()
+    for name, value in reference.state_dict().items():
+        assert torch.equal(state[name], value), name
+    with FSDP.summon_full_params(model):
+        weight = model.blocks[0].up.weight
+        assert isinstance(weight, DTensor)
+        assert weight.device_mesh == mesh["tp"]
+        assert torch.equal(weight.full_tensor(), reference.blocks[0].up.weight)
+        weight.to_local().data.mul_(2.0)
+    reference.blocks[0].up.weight.data.mul_(2.0)
+    assert torch.equal(model.state_dict()["blocks.0.up.weight"], reference.blocks[0].up.weight)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (model, reference)]
+    for x in batches(2):
+        model(x.chunk(2)[mesh.get_local_rank("dp")]).square().mean().backward()
+        forward_backward(reference, x)
+        expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+        torch.testing.assert_close(model.clip_grad_norm_(0.1), expected)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    saved = FSDP.optim_state_dict(model, optimizers[0])
+    for name, param in reference.named_parameters():
+        torch.testing.assert_close(saved["state"][name]["exp_avg"], optimizers[1].state[param]["exp_avg"])
+    loaded = FSDP.optim_state_dict_to_load(model, optimizers[0], saved)
+    optimizers[0].load_state_dict(loaded)
+    again = FSDP.optim_state_dict(model, optimizers[0])
+    assert all(torch.equal(again["state"][name]["exp_avg"], values["exp_avg"]) for name, values in saved["state"].items())

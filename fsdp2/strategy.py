@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .api import fully_shard
 from .core.arguments import check_policies, checked_modules
 from .core.mesh import mesh_device, read_mesh
+from .core.optimizer_steps import STEPS
 from .core.unit import unit_of
 from .errors import ArgumentError, ModuleError, message
 from .policy import MixedPrecisionPolicy, OffloadPolicy
@@ -183,7 +184,8 @@ def accumulate(model: nn.Module, last: bool = False) -> Iterator[None]:
     ddp and zero1 add up whole gradients without communication; the others reduce-scatter each micro-batch and add up shards (hsdp
     and hsdp_zero2 all-reduce between nodes only in the last). Parameters that the strategy keeps are kept from one to the next.
 
-    last:       True: this is the micro-batch after which the optimizer steps. What was added up is reduced with it.
+    last:       True: this is the micro-batch after which the optimizer steps. What was added up is reduced with it. An optimizer
+                that steps before raises OrderError.
     Collective: no by itself; all ranks must pass the same.
     Raises:     ModuleError if ``model`` is not sharded.
     """
@@ -215,3 +217,4 @@ def accumulate(model: nn.Module, last: bool = False) -> Iterator[None]:
             unit.reshard_after_backward, unit.keeps_smaller = reshards, keeps_smaller
         for each, (sync, all_reduce, keeps_shards) in zip(gradients, of_gradients, strict=True):
             each.sync, each.all_reduce, each.keeps_shards = sync, all_reduce, keeps_shards
+        STEPS.waiting.update(each for each in gradients if each.kept)

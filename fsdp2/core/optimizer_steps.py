@@ -9,7 +9,7 @@ do not tell: fused and foreach optimizers leave those of DTensors alone). It ref
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -18,6 +18,9 @@ from ..errors import OrderError, message
 from . import torch_compat as compat
 from .param import sharded_from
 
+if TYPE_CHECKING:
+    from .gradients import Gradients
+
 
 class _Steps:
     """What is known of the process's optimizers.
@@ -25,12 +28,14 @@ class _Steps:
     count:    steps of any optimizer that began so far
     sharded:  groups of parameters that were sharded so far
     checked:  the number of param groups, and of what was sharded, with which each optimizer was looked at
+    waiting:  gradients that the last micro-batch was to hand out, when they were left alone
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.sharded = 0
         self.checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self.waiting: weakref.WeakSet[Gradients] = weakref.WeakSet()
 
 
 STEPS = _Steps()
@@ -45,10 +50,30 @@ def watch_optimizers() -> None:
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     STEPS.count += 1
+    if STEPS.waiting:
+        _refuse_incomplete(optimizer)
     now = len(optimizer.param_groups), STEPS.sharded
     if STEPS.checked.get(optimizer) != now:
         _give_sharded(optimizer)
         STEPS.checked[optimizer] = now
+
+
+def _refuse_incomplete(optimizer: Optimizer) -> None:
+    """Raise OrderError if gradients of its parameters still wait for their last micro-batch: it would step without them."""
+    for gradients in list(STEPS.waiting):
+        if not gradients.kept:
+            STEPS.waiting.discard(gradients)
+    waiting = {id(param.sharded): param.fqn for gradients in STEPS.waiting for param in gradients.group.params}
+    incomplete = [waiting[id(param)] for group in optimizer.param_groups for param in group["params"] if id(param) in waiting]
+    if incomplete:
+        raise OrderError(
+            message(
+                f"{type(optimizer).__name__} steps while gradients of {len(incomplete)} parameters wait for their last micro-batch",
+                items=incomplete,
+                expected="a backward inside accumulate(model, last=True) before the step, which hands them to the parameters",
+                fix="pass last=True for the last micro-batch, or drop them with model.zero_grad()",
+            )
+        )
 
 
 def _give_sharded(optimizer: Optimizer) -> None:

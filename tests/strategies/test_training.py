@@ -21,6 +21,7 @@ import fsdp2
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, accumulate, fully_shard, parallelize
 from fsdp2.checkpoint import Checkpointer
 from fsdp2.core.unit import unit_of
+from fsdp2.errors import OrderError
 from fsdp2.strategy import STRATEGIES
 from harness import cpu_mesh, device_type, on_ranks
 from harness.models import batches, mlp, token_batches, transformer
@@ -183,6 +184,27 @@ def test_evaluation_and_a_step_between_micro_batches_see_the_parameters_of_now(s
     with torch.no_grad():
         torch.testing.assert_close(model(y), reference(y))
     assert_equal_training(fed_own_chunk(model, [x]), fed_in_chunks(reference, [x]))
+
+
+@on_ranks(2, timeout=40)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_before_the_last_micro_batch_is_refused(strategy):
+    """The gradients are not there yet: the optimizer would do nothing, in silence."""
+    model, other = sharded(mlp(), strategy), nn.Linear(7, 7)
+    optimizer, others = sgd(model.parameters()), sgd(other.parameters())
+    x = own_chunk(batches()[0])
+    with accumulate(model):
+        model(x).square().mean().backward()
+    others.step()
+    with pytest.raises(OrderError, match=r"SGD steps while gradients of 22 parameters wait for their last micro-batch\n  first.weight"):
+        optimizer.step()
+    with accumulate(model, last=True):
+        model(x).square().mean().backward()
+    optimizer.step()
+    with accumulate(model):
+        model(x).square().mean().backward()
+    model.zero_grad()
+    optimizer.step()
 
 
 @on_ranks(4)

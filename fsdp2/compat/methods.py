@@ -5,8 +5,10 @@ The class is mixed into the module's own, in front of it (``core/hooks.py``, ``c
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from opcode import opname
 from typing import Any, cast
 
 import torch
@@ -52,11 +54,29 @@ class _Lent:
         return self._get(module, settings)
 
 
+class _Itself(_Lent):
+    """What FSDP1's wrapper has inside: here it is the module itself, which ``hasattr`` is not told.
+
+    Whoever asks wants to unwrap, ``while hasattr(m, "module"): m = m.module``, and would never be done; whoever just takes it gets it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(lambda module, _: module)
+
+    def __get__(self, module: Any, owner: type | None = None) -> Any:
+        found = super().__get__(module, owner)
+        frame = sys._getframe(1)
+        code = frame.f_code
+        if found is module and "hasattr" in code.co_names and "CALL" in opname[code.co_code[frame.f_lasti]]:
+            raise AttributeError(self._name)
+        return found
+
+
 class FSDP1Module(FSDPModule):
     """What an FSDP module can do, beside everything that an FSDPModule can."""
 
-    module = _Lent(lambda module, _: module)
-    _fsdp_wrapped_module = _Lent(lambda module, _: module)
+    module = _Itself()
+    _fsdp_wrapped_module = _Itself()
     process_group = _Lent(lambda _, settings: settings.mesh.shard_group or settings.mesh.replicate_group)
     rank = _Lent(lambda _, settings: dist.get_rank(settings.mesh.shard_group or settings.mesh.replicate_group))
     world_size = _Lent(lambda _, settings: dist.get_world_size(settings.mesh.shard_group or settings.mesh.replicate_group))

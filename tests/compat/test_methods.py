@@ -75,6 +75,28 @@ def test_attributes_of_the_wrapper_do_not_hide_the_modules_own() -> None:
     assert not hasattr(plain, "nothing_of_this_name")
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    return unwrapped(model.module) if hasattr(model, "module") else model
+
+
+@on_ranks(1)
+def test_code_that_unwraps_finds_the_module_and_ends() -> None:
+    model = FSDP(nn.Sequential(nn.Linear(2, 2)))
+    found: nn.Module = model
+    while hasattr(found, "module"):
+        found = found.module
+    assert found is model
+    while hasattr(found, "_fsdp_wrapped_module"):
+        found = found._fsdp_wrapped_module
+    assert found is unwrapped(model) is model
+    assert (model.module if hasattr(model, "module") else model) is model
+    assert getattr(model, "module", None) in (model, None)
+    assert model.module.module[0] is model[0]
+    assert model.module(torch.ones(1, 2)).shape == (1, 2)
+    busy = FSDP(Busy())
+    assert hasattr(busy, "module"), "one of its own"
+
+
 @on_ranks(2)
 def test_deepcopy_is_an_independent_fsdp_module_with_the_same_settings() -> None:
     policy = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True, cast_root_forward_inputs=False)

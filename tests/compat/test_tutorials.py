@@ -68,7 +68,7 @@ def test_hybrid_script_gives_the_same_losses(strategy: str) -> None:
 @pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-5), ("bf16", 2**-6)])
-def test_t5_script_gives_the_same_losses_and_streams_the_same_state(precision: str, tolerance: float) -> None:
+def test_t5_script_gives_the_same_losses_and_streams_the_same_state(precision: str, tolerance: float, tmp_path: Path) -> None:
     """In bf16 within two roundings: what the decoder's blocks add up for the encoder is added block by block, as in FSDP2.
 
     FSDP1 frees on the CPU what ``offload_to_cpu`` hands out (a crash), so its state is taken without.
@@ -92,5 +92,9 @@ def test_t5_script_gives_the_same_losses_and_streams_the_same_state(precision: s
             assert value.device.type == "cpu"
             torch.testing.assert_close(value, theirs[name].cpu(), rtol=tolerance, atol=tolerance)
         module.setup_model().load_state_dict(ours)
+        model.module.save_pretrained(tmp_path, state_dict=dict(ours))
+        again = module.T5ForConditionalGeneration.from_pretrained(tmp_path)
+        assert type(again) is module.T5ForConditionalGeneration
+        assert torch.equal(again.shared.weight, ours["shared.weight"])
     else:
         assert ours == {}

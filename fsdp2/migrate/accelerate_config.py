@@ -59,7 +59,8 @@ def migrate_config(text: str) -> Migrated:
         return Migrated(text, text, (left,))
     converter = _Converter(config, fsdp, text.splitlines())
     converter.convert()
-    new = "".join(f"{line}\n" for line in converter.lines())
+    end = "\r\n" if "\r\n" in text else "\n"
+    new = "".join(f"{line}{end}" for line in converter.lines())
     return Migrated(text, new, tuple(sorted(converter.findings, key=lambda each: each.line)))
 
 

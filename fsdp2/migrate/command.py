@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import ArgumentError, message
-from .report import Kind, Migrated
+from .report import Finding, Kind, Migrated
 
 _CONFIGS = (".yaml", ".yml")
 
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         complete &= result.is_complete
         if options.write:
             if result.new != result.old:
-                path.write_text(result.new)
+                path.write_bytes(result.new.encode())  # as they are: text mode would change line ends
         else:
             sys.stdout.writelines(_diff(path, result))
         for finding in result.findings:
@@ -74,8 +74,13 @@ def migrate_files(files: Iterable[Path]) -> dict[Path, Migrated]:
     from .accelerate_config import migrate_config
     from .source import migrate_source
 
-    texts = {path: path.read_text() for path in files}
-    results = {}
+    texts: dict[Path, str] = {}
+    results: dict[Path, Migrated] = {}
+    for path in files:
+        try:
+            texts[path] = path.read_bytes().decode()
+        except UnicodeDecodeError:
+            results[path] = Migrated("", "", (Finding(1, Kind.LEFT, "not migrated: it is not UTF-8"),))
     for path, text in texts.items():
         results[path] = migrate_config(text) if path.suffix in _CONFIGS else _checked(text, path)
     on_compat = {path for path, result in results.items() if _stays_on_compat(result)}
@@ -93,7 +98,6 @@ def migrate_files(files: Iterable[Path]) -> dict[Path, Migrated]:
 def _checked(text: str, path: Path) -> Migrated:
     from libcst import ParserSyntaxError
 
-    from .report import Finding
     from .source import migrate_source
 
     try:

@@ -15,7 +15,7 @@ import libcst as cst
 
 from .names import Names
 from .report import Finding, Kind
-from .trees import dotted, expression, statement
+from .trees import code, comments_in, dotted, expression, statement
 
 CallRule = Callable[["Editor", cst.Call, cst.Call], cst.BaseExpression | None]
 """(editor, the call as it was, as it has become) -> what to put there; None: not mine."""
@@ -205,13 +205,14 @@ class Editor(cst.CSTTransformer):
         if around.instead is not None:
             leading = cast(cst.SimpleStatementLine, old).leading_lines
             body = [statement(text) for text in around.instead]
-            if isinstance(old, cst.SimpleStatementLine) and old.trailing_whitespace.comment is not None:
-                around.kept.append(old.trailing_whitespace.comment.value)
             blank = leading
         if not body:  # comments of what is gone wait for the next statement of the block
             body = [cst.SimpleStatementLine([cst.Pass()])]
             gone = True
         body = [*(statement(text) for text in around.before), *body, *(statement(text) for text in around.after)]
+        if isinstance(old, cst.SimpleStatementLine):  # comments out of what is dropped
+            written = "".join(code(each) for each in body)
+            around.kept += [comment for comment in comments_in(old) if comment not in written and comment not in around.kept]
         present = {line.comment.value for line in blank if line.comment is not None}
         lines = [line for text in around.comments for line in _comment_lines(text)]
         fresh = [cst.EmptyLine(comment=cst.Comment(line)) for line in [*around.kept, *lines] if line not in present]

@@ -13,7 +13,7 @@ import libcst as cst
 
 from .editor import Editor, Rules, enclosing_call
 from .fsdp1_values import partial_policy, strategy_by_getattr
-from .trees import arguments, code, comments_in, dotted, expression, is_none, keyword, string_of, with_args, without_comment
+from .trees import arguments, code, dotted, expression, is_none, keyword, string_of, with_args, without_comment
 
 SIGNATURE = (
     "module",
@@ -211,7 +211,6 @@ def _mapped(
             continue
         mapped = map_argument(editor, at, name, before.by_name[name].value, arg.value)
         if mapped is None:
-            editor.keep_comments(comments_in(arg))
             continue
         has_wrap |= mapped[0] == "wrap"
         result.append(keyword(mapped[0], expression(mapped[1]), arg))
@@ -290,14 +289,12 @@ def kwargs_dict(editor: Editor, old: cst.Dict, new: cst.Dict) -> cst.Dict:
             continue
         mapped = map_argument(editor, before, string_of(before.key) or "", before.value, after.value)
         if mapped is None:
-            editor.keep_comments(comments_in(after))
             continue
         quote = code(before.key)[0]
         elements.append(after.with_changes(key=cst.SimpleString(f"{quote}{mapped[0]}{quote}"), value=expression(mapped[1])))
     closing = new.rbrace
     if elements and new.elements and elements[-1].comma is not new.elements[-1].comma:
         elements[-1] = elements[-1].with_changes(comma=new.elements[-1].comma)
-        editor.keep_comments(comments_in(closing.whitespace_before))
         closing = closing.with_changes(whitespace_before=without_comment(closing.whitespace_before))
     return new.with_changes(elements=elements, rbrace=closing)
 
@@ -315,9 +312,7 @@ def kwargs_call(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpress
             args.append(after)
             continue
         mapped = map_argument(editor, old, before.keyword.value, before.value, after.value)
-        if mapped is None:
-            editor.keep_comments(comments_in(after))
-        else:
+        if mapped is not None:
             args.append(keyword(mapped[0], expression(mapped[1]), after))
     return with_args(new, args)
 

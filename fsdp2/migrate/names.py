@@ -20,7 +20,7 @@ from libcst.metadata import (
     QualifiedNameSource,
 )
 
-from .origins import origin, star_names
+from .origins import is_framework_module, origin, star_names
 from .trees import code, dotted
 
 SHARDED = ("fsdp1", "ddp", "deepspeed")
@@ -71,6 +71,7 @@ class Names(cst.CSTVisitor):
         self.off: set[str] = set()  # frameworks that stay as they are: nothing has their tags
         self._uses: dict[str, list[cst.Name]] = {}
         self._origins: dict[int, str] = {}
+        self._imports_framework = False
         self._stars: list[str] = []
         self.star_lines: dict[str, int] = {}
         self._functions: list[cst.FunctionDef] = []
@@ -99,7 +100,7 @@ class Names(cst.CSTVisitor):
         return above
 
     def uses_frameworks(self) -> bool:
-        return bool(self._stars) or any(":" in each for each in self._origins.values())
+        return self._imports_framework or any(":" in each for each in self._origins.values())
 
     def tag_of(self, node: cst.CSTNode | None) -> str:
         """What kind of value an expression has: one of SHARDED, "optimizer", "strategy", "precision", ...; "" if unknown."""
@@ -150,6 +151,7 @@ class Names(cst.CSTVisitor):
         self._remember(node)
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:  # noqa: N802
+        self._imports_framework |= is_framework_module(dotted(node.module))
         if isinstance(node.names, cst.ImportStar) and node.module is not None:
             self._stars.append(dotted(node.module))
             self.star_lines[dotted(node.module)] = self.line_of(node)

@@ -11,6 +11,7 @@ import fsdp2.checkpoint
 
 bf16_ready = True
 
+# Buffer precision.
 # fsdp2: buffer_dtype=torch.bfloat16 dropped: buffers keep their dtype. To cast them, once, before
 #   parallelize: for buffer in model.buffers(): buffer.data = buffer.data.to(torch.bfloat16)
 bfSixteen = fsdp2.MixedPrecisionPolicy(

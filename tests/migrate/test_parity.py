@@ -1,0 +1,85 @@
+"""``fsdp2 migrate --parity`` finds the first difference, and says where it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp2.cli import main
+from fsdp2.migrate.parity import Run, first_difference
+
+SCRIPT = """
+import os
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+model = DDP(net)
+is_new = model is net
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    loss = model(torch.full((2, 4), 0.5 + dist.get_rank())).square().mean()
+    {change}
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("pass", "the same for 3 steps on 2 ranks"),
+        ("loss = loss * (1.5 if is_new and dist.get_rank() == 1 and step == 1 else 1)", "different: step 2, rank 1: loss 1 is"),
+        ("is_new and step == 2 and sys.exit(3)", "the old script took 3 steps, the new one 2"),
+        ("optimizer.param_groups[0]['lr'] = 0.2 if is_new else 0.1", "different: after step 1: parameter 0.weight: differs by up to"),
+        ("raise SystemExit(3) if is_new else None or ValueError('here')", "the old script failed before its first step: "),
+    ],
+)
+def test_first_difference_is_shown_with_its_place(
+    change: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("{change}", change))
+    status = main(["migrate", "--parity", str(script)])
+    printed = capsys.readouterr().out
+    assert said in printed
+    assert status == (0 if "the same" in said else 1)
+
+
+def test_script_that_needs_no_migration_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('it ran')\n")
+    assert main(["migrate", "--parity", str(script)]) == 0
+    assert "nothing to migrate" in capsys.readouterr().out
+
+
+def test_missing_script_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["migrate", "--parity", "absent.py"]) == 1
+    assert "no file absent.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("norm", "losses", "said"),
+    [
+        (1.0, [0.5], ""),
+        (1.00001, [0.5], ""),
+        (1.1, [0.5], "step 1: the gradient norm is 1, and 1.1 in the new script"),
+        (1.0, [0.5, 0.5], "step 1, rank 0: 1 backward passes, and 2 in the new script"),
+        (float("nan"), [0.5], "step 1: the gradient norm is 1, and nan in the new script"),
+    ],
+)
+def test_what_counts_as_a_difference(norm: float, losses: list[float], said: str, tmp_path: Path) -> None:
+    import torch
+
+    torch.save({}, tmp_path / "step1.pt")
+    old = Run(tmp_path, 0, "", [[{"losses": [0.5], "norm": 1.0}]])
+    new = Run(tmp_path, 0, "", [[{"losses": losses, "norm": norm}]])
+    assert first_difference(old, new, 1e-4) == said

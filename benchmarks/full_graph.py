@@ -48,6 +48,8 @@ COLLECTIVES = {
     "all_gather": ("all_gather_single", "all_gather_into_tensor"),
     "reduce_scatter": ("reduce_scatter_single", "reduce_scatter_tensor"),
     "all_reduce": ("all_reduce",),
+    "broadcast": ("broadcast",),  # what our own algorithms are made of
+    "send": ("isend",),
 }
 
 
@@ -95,7 +97,7 @@ def counted(counts: collections.Counter[str]) -> Iterator[None]:
     def counting(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             counts[kind] += 1
-            counts[f"{kind}_nbytes"] += max(value.nbytes for value in args if isinstance(value, torch.Tensor))
+            counts[f"{kind}_nbytes"] += max(value.nbytes for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
             return original(*args, **kwargs)
 
         return call

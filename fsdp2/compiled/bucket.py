@@ -158,7 +158,8 @@ class _Unshard(torch.autograd.Function):
 def _assembled(columns: Tensor, cut: Cut) -> Tensor:
     """The physical tensor of ``cut.shape`` out of the slots of all ranks, (num_shards, slot_numel)."""
     if cut.is_row_major:
-        return columns.reshape(-1)[: cut.numel].view(cut.shape)
+        # A copy even of a single column, which could be a view: one saved for backward would keep the whole bucket.
+        return columns.contiguous().view(-1)[: cut.numel].view(cut.shape)
     assert cut.dim is not None
     pieces = []
     for rank in range(cut.num_shards):

@@ -34,12 +34,19 @@ class Collective:
 
 @dataclass(frozen=True)
 class GraphSummary:
-    """kind: forward, backward or inference; peak_nbytes: most bytes of values that the graph itself makes, alive at a time."""
+    """kind: forward, backward or inference
+
+    collectives:   in the order in which they are waited for
+    num_heavy:     matrix multiplications, convolutions and attentions
+    peak_nbytes:   most bytes of values that the graph itself makes, alive at a time
+    output_nbytes: of those, what it returns; a forward graph returns what it saves for backward as well
+    """
 
     kind: str
     collectives: tuple[Collective, ...]
     num_heavy: int
     peak_nbytes: int
+    output_nbytes: int
 
     def count(self, kind: str) -> int:
         return sum(each.kind == kind for each in self.collectives)
@@ -63,7 +70,7 @@ def summary_of(graph: fx.Graph, kind: str) -> GraphSummary:
             collectives.append(Collective(started_as, _nbytes(side), heavy - before))
         elif is_heavy(node):
             heavy += 1
-    return GraphSummary(kind, tuple(collectives), heavy, peak_nbytes(graph))
+    return GraphSummary(kind, tuple(collectives), heavy, peak_nbytes(graph), output_nbytes(graph))
 
 
 def is_heavy(node: fx.Node) -> bool:
@@ -73,11 +80,10 @@ def is_heavy(node: fx.Node) -> bool:
 
 def peak_nbytes(graph: fx.Graph) -> int:
     """The most bytes alive at a time among what the nodes make, each freed after its last use; inputs do not count, outputs do."""
-    owner: dict[fx.Node, fx.Node] = {}  # a view shares what its base made
+    owner = _owners(graph)
     last_use: dict[fx.Node, int] = {}
     nodes = list(graph.nodes)
     for index, node in enumerate(nodes):
-        owner[node] = owner[node.all_input_nodes[0]] if _is_view(node) and node.all_input_nodes else node
         for used in (*node.all_input_nodes, node):
             last_use[owner[used]] = index
     ends: dict[int, list[fx.Node]] = {}
@@ -90,6 +96,22 @@ def peak_nbytes(graph: fx.Graph) -> int:
             peak = max(peak, alive)
         alive -= sum(_nbytes(ended) for ended in ends.get(index, ()) if ended.op == "call_function")
     return peak
+
+
+def output_nbytes(graph: fx.Graph) -> int:
+    """Bytes of what nodes made and the graph returns, each once, views as what they are views of."""
+    owner = _owners(graph)
+    output = next(node for node in graph.nodes if node.op == "output")
+    returned = {owner[node] for node in output.all_input_nodes}
+    return sum(_nbytes(node) for node in returned if node.op == "call_function")
+
+
+def _owners(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For each node the one whose memory its value lies in: itself, or what it is a view of."""
+    owner: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        owner[node] = owner[node.all_input_nodes[0]] if _is_view(node) and node.all_input_nodes else node
+    return owner
 
 
 def _is_view(node: fx.Node) -> bool:

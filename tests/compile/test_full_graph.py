@@ -104,6 +104,20 @@ def test_backward_gathers_again_what_forward_resharded(after, gathered_again):
 
 @pytest.mark.slow
 @on_ranks(2, timeout=300)
+def test_where_backward_gathers_again_forward_saves_no_parameter():
+    saved = {}
+    for after in (True, False):
+        model = graphed(mlp(dim=64), reshard_after_forward=after)
+        fed_own_chunk(model, batches(1))
+        saved[after] = last(model, "forward").output_nbytes
+    weights = sum(param.numel() * 4 for param in model.parameters() if param.ndim > 1)
+    biases = sum(param.numel() * 4 for param in model.parameters() if param.ndim == 1)
+    first = model.first.weight.numel() * 4  # its input needs no gradient, so that backward never needs it
+    assert weights - first <= saved[False] - saved[True] <= weights - first + biases
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=300)
 @pytest.mark.parametrize(("in_a_bucket", "num_buckets"), [(1, 4), (2, 2), (3, 2), (4, 1)])
 def test_units_are_merged_up_to_the_bucket_size(in_a_bucket, num_buckets):
     model = shard(four_blocks())

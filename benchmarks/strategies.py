@@ -164,6 +164,9 @@ def run_rank(rank: int, options: argparse.Namespace, directory: str) -> None:
             losses[name] = []
             model = counterpart(strategy, options.node, flat, hybrid)
             functions[name] = stepper(model, tokens, losses[name], redundancy=strategy == "zero1")
+    if not functions:
+        dist.destroy_process_group()
+        return
     samples = common.interleave(functions, options.rounds or (5 if options.quick else 20), warmup=2)
     if rank == 0:
         for strategy in STRATEGIES:

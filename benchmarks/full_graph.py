@@ -193,9 +193,9 @@ def run_rank(rank: int, options: argparse.Namespace, directory: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=options.world)
     mesh = init_device_mesh("cpu", (options.world,))
     tokens = torch.randint(VOCAB_SIZE, (options.batch, LENGTH + 1), generator=torch.Generator().manual_seed(rank))
-    names = [*options.implementations, REGIONAL, EAGER, FAST, GRAPH_PER_UNIT, GRAPH_UNORDERED]
-    if options.backend == "inductor":
-        names.append(INDUCTOR_OVERLAP)
+    names = [*options.implementations, REGIONAL, EAGER]
+    if not options.few:
+        names += [FAST, GRAPH_PER_UNIT, GRAPH_UNORDERED, *([INDUCTOR_OVERLAP] if options.backend == "inductor" else [])]
     rows: dict[str, Row] = {}
     for name in names:
         rows[name] = Row(name, options, mesh, tokens)
@@ -238,6 +238,7 @@ def main() -> None:
     arguments.add_argument("--dim", type=int, default=512)
     arguments.add_argument("--blocks", type=int, default=6)
     arguments.add_argument("--backend", choices=["inductor", "aot_eager"], default="inductor", help="of all that is compiled")
+    arguments.add_argument("--few", action="store_true", help="without the variants of one graph")
     arguments.add_argument("--batch", type=int, default=4, help="sequences a rank")
     options = arguments.parse_args()
     common.start(options, __doc__)

@@ -12,5 +12,6 @@ See ``on_ranks`` for what a body may use and what happens when it fails.
 
 from harness.decorator import on_ranks
 from harness.mesh import cpu_mesh, device_type
+from harness.versions import needs_torch
 
-__all__ = ["cpu_mesh", "device_type", "on_ranks"]
+__all__ = ["cpu_mesh", "device_type", "needs_torch", "on_ranks"]

@@ -7,12 +7,10 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchResult
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp2 import ArgumentError, MixedPrecisionPolicy, ParameterError, ShardPlacementResult, fully_shard
-from harness import cpu_mesh, on_ranks
+from harness import cpu_mesh, needs_torch, on_ranks
 from harness.models import batches, mlp
 from harness.training import assert_equal_training, assert_same_bits, fed_in_chunks, fed_own_chunk, fed_whole, forced
 
@@ -146,13 +144,19 @@ def results(mesh: object, kind: str) -> object:
     return {
         "ours": lambda: ShardPlacementResult(Shard(1), mesh),
         "ours_dim0": lambda: ShardPlacementResult(mesh_info=mesh),
-        "torch": lambda: TorchResult(Shard(1), HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)),
+        "torch": lambda: torch_result(mesh),
     }[kind]()
+
+
+def torch_result(mesh: object) -> object:
+    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, ShardPlacementResult
+
+    return ShardPlacementResult(Shard(1), HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0))
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("after", [None, 2, *(pytest.param(after, marks=pytest.mark.slow) for after in (True, False))])
-@pytest.mark.parametrize("kind", ["ours", "ours_dim0", "torch"])
+@pytest.mark.parametrize("kind", ["ours", "ours_dim0", pytest.param("torch", marks=needs_torch("2.12", "ShardPlacementResult"))])
 def test_experts_over_other_ranks_than_the_rest_train_like_the_unsharded_model(kind, after):
     model = moe()
     reference = copy.deepcopy(model)
@@ -176,10 +180,13 @@ def test_experts_over_other_ranks_than_the_rest_train_like_the_unsharded_model(k
         assert model[0].out.weight.device_mesh.size(-1) == 2
 
 
+@needs_torch("2.12", "ShardPlacementResult")
 @on_ranks(4)
 def test_experts_that_are_cut_over_ep_and_sharded_over_the_ranks_that_share_them():
     """Expert parallelism: a DTensor on ep beside its own data-parallel mesh, plain parameters over all ranks; as in torch."""
     from torch.distributed.fsdp import fully_shard as torch_fully_shard
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult as TorchResult
 
     world = cpu_mesh(2, 2, names=("edp", "ep"))
     everyone = world._flatten("edp_ep")

@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import DataParallelMeshDims as TorchDims
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
 from fsdp2 import ArgumentError, DataParallelMeshDims, MeshError, ParameterError, fully_shard
-from harness import cpu_mesh, on_ranks
+from harness import cpu_mesh, needs_torch, on_ranks
 
 
 class Model(nn.Module):
@@ -124,6 +122,7 @@ def test_training_equals_the_unsharded_model(name):
         torch.testing.assert_close(ours.full_tensor(), theirs)
 
 
+@needs_torch("2.12", "DataParallelMeshDims")
 @on_ranks(4)
 def test_placements_and_meshes_are_those_of_torch_fsdp2():
     for name in CASES:
@@ -132,6 +131,9 @@ def test_placements_and_meshes_are_those_of_torch_fsdp2():
 
 
 def check_placements(name: str) -> None:
+    from torch.distributed.fsdp import DataParallelMeshDims as TorchDims
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
     mesh, dims, _ = case(name)
     ours, theirs = model_of(), model_of()
     distribute(ours, mesh)

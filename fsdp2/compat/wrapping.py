@@ -11,11 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..core import torch_compat as compat
 from ..core.arguments import check_policies, checked_modules
 from ..core.build import build_unit
 from ..core.hooks import class_with, swap_class
-from ..core.unit import Unit, unit_of
+from ..core.unit import unit_of
 from ..errors import ArgumentError, message
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .api import BackwardPrefetch, MixedPrecision, ShardingStrategy, member
@@ -87,7 +86,8 @@ def wrap_module(module: nn.Module, options: Options, mixin: type) -> None:
     _choose_casts(module)
     unit.backward_prefetch = _PREFETCH[options.backward_prefetch]
     if mixed_precision is not None and mixed_precision.keep_low_precision_grads:
-        _keep_low_precision(unit)
+        for _, gradients in unit.groups:
+            gradients.keeps_reduce_dtype = True
 
 
 def _overridden(options: Options, overrides: dict[str, Any]) -> Options:
@@ -168,10 +168,3 @@ def _run_in_fp32(module: nn.Module) -> None:
     unit = unit_of(module)
     if unit is not None:
         unit.hooks.cast_inputs_to(torch.float32, and_back=True)
-
-
-def _keep_low_precision(unit: Unit) -> None:
-    for group, gradients in unit.groups:
-        gradients.keeps_reduce_dtype = True
-        for param in group.params:
-            compat.allow_any_grad_dtype(param.sharded)

@@ -265,6 +265,8 @@ class InFlight:
             before = sharded.grad
             if before is None:
                 spec = param.spec.sharded
+                if not is_usual:
+                    compat.allow_any_grad_dtype(sharded)
                 sharded.grad = compat.new_dtensor(grad, spec if is_usual else in_dtype(spec, grad.dtype))
             else:
                 compat.local_tensor(before).add_(grad)  # type: ignore[arg-type]

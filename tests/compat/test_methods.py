@@ -111,6 +111,9 @@ def test_deepcopy_is_an_independent_fsdp_module_with_the_same_settings() -> None
         assert torch.equal(other.state_dict()[name], value)
     with pytest.raises(RuntimeError, match="dtype"):
         other(batches(1)[0])  # inputs are not cast, as in the original
+    other.reset_iter_state()
+    other(batches(1)[0].bfloat16()).sum().backward()
+    assert other.first.weight.grad.dtype is torch.bfloat16
 
 
 # --- training -----------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ REGIONAL, EAGER, FAST, GRAPH_UNORDERED, GRAPH_PER_UNIT = (
     "one graph, as traced",
     "one graph, a bucket a unit",
 )
-INDUCTOR_OVERLAP = "one graph, inductor's overlap passes"
+INDUCTOR_OVERLAP = "one graph, inductor's overlap passes"  # they need Triton
 
 COLLECTIVES = {
     "all_gather": ("all_gather_single", "all_gather_into_tensor"),
@@ -195,7 +196,9 @@ def run_rank(rank: int, options: argparse.Namespace, directory: str) -> None:
     tokens = torch.randint(VOCAB_SIZE, (options.batch, LENGTH + 1), generator=torch.Generator().manual_seed(rank))
     names = [*options.implementations, REGIONAL, EAGER]
     if not options.few:
-        names += [FAST, GRAPH_PER_UNIT, GRAPH_UNORDERED, *([INDUCTOR_OVERLAP] if options.backend == "inductor" else [])]
+        names += [FAST, GRAPH_PER_UNIT, GRAPH_UNORDERED]
+        if options.backend == "inductor" and find_spec("triton"):
+            names.append(INDUCTOR_OVERLAP)
     rows: dict[str, Row] = {}
     for name in names:
         rows[name] = Row(name, options, mesh, tokens)

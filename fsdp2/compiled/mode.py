@@ -189,7 +189,8 @@ def _not_captured(model: nn.Module, error: BaseException) -> CompileError:
             f"forward of {type(model).__name__} cannot be captured in one graph: {first}",
             items=[f"at {place}"] if place is not None else (),
             expected="a forward that torch.compile(fullgraph=True) can trace",
-            fix="change that line, or compile block by block: block.compile(); this model runs eagerly from now on",
+            fix=f"{'mend its cause' if place is None else 'change that line'}, or compile block by block: block.compile(); "
+            "this model runs eagerly from now on",
         )
     )
 

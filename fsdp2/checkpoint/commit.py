@@ -7,6 +7,9 @@ checkpoint still needs, so that until the decisive rename a reader finds the ear
     new is several files  rename these (names that nobody looks for yet), then the index; then the old files go
     ... over a single     as before, but what decides is that the old model.safetensors goes
 
+A ``config.json`` that changes is away meanwhile, so that nobody reads weights beside the config of others: after a crash between
+these renames ``from_pretrained`` finds none, and says so. One that stays the same is left alone.
+
 What a crash leaves behind, the next save removes; so one save at a time may write to a folder. It refuses to know what is in the
 files, and models and ranks.
 """
@@ -17,7 +20,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +55,24 @@ def rename(path: Path, to: Path) -> None:
     """In place of what may be there, at once. Raises: CheckpointError"""
     with _reported(to):
         os.replace(path, to)
+
+
+@contextlib.contextmanager
+def taken_away(paths: Iterable[Path], token: str) -> Iterator[None]:
+    """Those of ``paths`` that exist are not there inside; after an error they are again, else they are gone. Raises: CheckpointError"""
+    aside = {path: temporary_path(path.parent, f"{path.name}.earlier", token) for path in paths if path.exists()}
+    try:
+        for path, to in aside.items():
+            rename(path, to)
+        yield
+    except CheckpointError:
+        for path, to in aside.items():
+            with contextlib.suppress(OSError):
+                to.replace(path)
+        raise
+    for to in aside.values():
+        with contextlib.suppress(OSError):  # the next save tries again
+            to.unlink()
 
 
 def choose_names(folder: Path, num_files: int, token: str) -> Names:

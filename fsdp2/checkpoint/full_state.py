@@ -1,13 +1,12 @@
 """Whole tensors on rank 0's CPU: the state of a sharded model and its optimizer as if nothing had been sharded.
 
-One tensor after another is gathered and copied to rank 0's host memory; on the other ranks it is dropped. What comes out is what
-the unsharded model's ``state_dict()`` and its optimizer's would be, ties included. It refuses to know how tensors are sharded.
+One tensor after another is sent to rank 0 in bands; no other rank, and no device, ever has one whole. What comes out is what the
+unsharded model's ``state_dict()`` and its optimizer's would be, ties included. It refuses to know how tensors are sharded.
 
-Worked example, a model of 100 equal layers of 1 GB on 8 ranks: rank 0 ends with 100 GB in host memory; on every rank's device
-there is 1 GB at a time beside its shards.
+Worked example, a model of 100 equal layers of 1 GB on 8 ranks: rank 0 ends with 100 GB in host memory; beside that and its shards a
+rank holds 128 MiB at a time.
 
-Note: memory of full state. Beside rank 0's result (in host memory) and its shards, a rank holds one whole tensor, twice if it is
-not cut evenly on dim 0 (the gathered pieces, and these put together). A thread of gloo may hold the one before a moment longer.
+Note: memory of full state. Beside rank 0's result (in host memory) and its shards, a rank holds two bands of 64 MiB.
 """
 
 from __future__ import annotations
@@ -23,10 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..core import torch_compat as compat
 from .agreement import default_group
+from .bands import BandStream
 from .every_rank import from_rank_0
-from .model_tensors import checked_model, reshard
+from .kept import Kept
+from .model_tensors import ModelTensor, checked_model, reshard
 from .named_state import (
     State,
     clean_name,
@@ -36,6 +36,9 @@ from .named_state import (
     names_in,
     numbered_optimizer_state,
 )
+from .save_plan import Band, PlannedTensor
+
+BAND_NBYTES = 64 << 20
 
 
 def full_state_dict(model: nn.Module) -> State:
@@ -102,25 +105,35 @@ def _write(state: State, path: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
+@torch.no_grad()
 def _on_rank_0(value: Any) -> Any:
-    """A leaf of a state dict, whole, in host memory, sharing nothing; on the other ranks something small."""
+    """A leaf of a state dict, whole, in host memory, sharing nothing; on the other ranks None."""
     if isinstance(value, DTensor):
-        value = _whole(value)
+        return _brought(value)
     if not _is_rank_0():
         return None
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
-    whole = value.detach()
-    return whole.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-@torch.no_grad()
-def _whole(value: DTensor) -> Tensor:
-    local = compat.local_tensor(value)
-    kind = value.device_mesh.device_type
-    if local.device.type != kind:  # offloaded: the mesh cannot gather what lies in host memory
-        value = compat.new_dtensor(local.to(kind), compat.spec_of(value))
-    return value.full_tensor()
+def _brought(value: DTensor) -> Tensor | None:
+    """``value`` on rank 0, in bands; None on the others, and where rank 0 is not on its mesh. Collective: yes, over its mesh."""
+    mesh = value.device_mesh
+    if mesh.get_coordinate() is None or not (mesh.mesh == 0).any():
+        return None
+    source = ModelTensor(["value"], [({"value": value}, "value")])
+    if source.problem() is not None:  # a reduction that is pending, a tensor subclass, ...: torch knows
+        whole = value.full_tensor()
+        return whole.to("cpu", copy=True) if _is_rank_0() else None
+    planned = PlannedTensor(Kept(source), "value", tuple(value.shape), value.dtype)
+    whole = torch.empty(value.shape, dtype=value.dtype, device="cpu" if _is_rank_0() else "meta")
+
+    def receive(band: Band, values: Tensor) -> None:
+        whole[band.box.slices] = values
+
+    BandStream(default_group()).run({0: planned.bands(BAND_NBYTES)}, receive)
+    return whole if _is_rank_0() else None
 
 
 def _is_rank_0() -> bool:

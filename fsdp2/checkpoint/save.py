@@ -23,7 +23,7 @@ from ..errors import ArgumentError, CheckpointError, FSDPError, MaterializationE
 from .agreement import agree, default_group
 from .bands import BandStream
 from .byte_ranges import bytes_of
-from .commit import Names, NewFile, choose_names, commit, make_folder, rename, temporary_path
+from .commit import Names, NewFile, choose_names, commit, make_folder, rename, taken_away, temporary_path
 from .failure import failure
 from .hf_config import config_files, has_config
 from .key_map import KeyMap
@@ -153,12 +153,22 @@ def _agreed_plan(
 
 def _commit(folder: Path, names: Names, files: list[PlannedFile], configs: dict[str, bytes], new_files: list[NewFile]) -> None:
     """Make what is written the folder's checkpoint; on one rank."""
-    for name, content in configs.items():  # before anything is renamed: the disk may be full
-        new_files.append(NewFile(temporary_path(folder, name, names.token), content))
+    different = [name for name, content in configs.items() if _content(folder / name) != content]
+    changed = {name: temporary_path(folder, name, names.token) for name in different}
+    for name, path in changed.items():  # before anything is renamed: the disk may be full
+        new_files.append(NewFile(path, configs[name]))
         new_files[-1].finish()
-    commit(folder, names, [file.nbytes for file in files], _weight_map(files, names), _metadata(files))
-    for name in configs:
-        rename(temporary_path(folder, name, names.token), folder / name)
+    with taken_away([folder / name for name in changed], names.token):
+        commit(folder, names, [file.nbytes for file in files], _weight_map(files, names), _metadata(files))
+    for name, path in changed.items():
+        rename(path, folder / name)
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
 
 
 def _refuse_meta(tensors: list[ModelTensor]) -> None:

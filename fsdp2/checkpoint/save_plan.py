@@ -43,6 +43,11 @@ class PlannedTensor:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def bands(self, max_nbytes: int) -> Iterator[Band]:
+        """All of it, in order."""
+        for box in split(Box.whole(self.shape), max_nbytes // self.dtype.itemsize):
+            yield Band(self, box)
+
 
 @dataclass(frozen=True)
 class Band:
@@ -67,8 +72,7 @@ class PlannedFile:
     def bands(self, max_nbytes: int) -> Iterator[Band]:
         """All bytes behind the header, in order."""
         for tensor in self.tensors:
-            for box in split(Box.whole(tensor.shape), max_nbytes // tensor.dtype.itemsize):
-                yield Band(tensor, box)
+            yield from tensor.bands(max_nbytes)
 
 
 def written_tensors(tensors: Iterable[ModelTensor], key_map: KeyMap | None) -> Tensors:

@@ -9,6 +9,7 @@ import json
 import os
 import resource
 import struct
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -405,3 +406,66 @@ def test_a_crash_at_any_moment_leaves_the_earlier_or_the_new_checkpoint_whole(tm
         assert {path.name for path in folder.iterdir()} == {*files, *([INDEX] if new != "single" else [])}
     assert crashes > 3
     assert read(folder) == 2.0
+
+
+class Config:
+    """Like one of transformers: it writes itself."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def save_pretrained(self, folder):
+        (Path(folder) / "config.json").write_text(str(self.value))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("same", [True, False])
+def test_a_crash_leaves_no_weights_beside_the_config_of_others(tmp_path, monkeypatch, kind, same):
+    """A config that changes is away until both fit; one that does not is there all the time."""
+    models = {1: net(), 2: net()}
+    for value, model in models.items():
+        model.config = Config(1 if same else value)
+        for param in model.parameters():
+            nn.init.constant_(param, value)
+    away = 0
+    for crash_at in itertools.count():
+        folder = tmp_path / str(crash_at)
+        saved(models[1], folder, kind)
+        counted = crash_after(crash_at)
+        with monkeypatch.context() as patched:
+            patched.setattr(commit.os, "replace", counted(os.replace))
+            patched.setattr("pathlib.Path.unlink", counted(type(folder).unlink))
+            try:
+                saved(models[2], folder, kind)
+                break
+            except Killed:
+                pass
+        found = net()
+        load_safetensors(found, folder)
+        value = next(found.parameters()).flatten()[0].item()
+        config = folder / "config.json"
+        assert not config.exists() or same or float(config.read_text()) == value
+        away += not config.exists()
+        saved(models[2], folder, kind)
+        assert float(config.read_text()) == (1 if same else 2)
+        assert not list(folder.glob(".*"))
+    assert (away > 0) is not same
+
+
+def test_an_error_leaves_the_earlier_weights_and_their_config(tmp_path, monkeypatch):
+    model = net()
+    model.config = Config(1)
+    saved(model, tmp_path, "several")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    model.config = Config(2)
+    real = os.replace
+
+    def replace(path, to):
+        if Path(to).name == INDEX:
+            raise OSError(5, "Input/output error")
+        real(path, to)
+
+    monkeypatch.setattr(commit.os, "replace", replace)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        saved(model, tmp_path, "several")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

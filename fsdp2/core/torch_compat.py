@@ -572,35 +572,25 @@ def inductor(
                       each graph before the compiler's own passes, and its kind
     key:              of the two passes, for the compiler's caches
     """
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-    from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
-    class Partition(CustomPartitionerFn):
-        def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-            before_partition(gm.graph)
-            return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
-
-        def uuid(self) -> str:
-            return key
-
-    class Last(CustomGraphPass):
-        def __call__(self, graph: torch.fx.Graph) -> None:
-            assert last_pass is not None
-            last_pass(graph)
-
-        def uuid(self) -> str:
-            return key
+    from .inductor_passes import LastPass, Partition
 
     def inner_compile(graph_module: Any, example_inputs: Any, **kwargs: Any) -> Any:
         kind = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         on_graph(copy.deepcopy(graph_module.graph), kind)
         return compile_fx_inner(graph_module, example_inputs, **kwargs)
 
-    patches = options | {"custom_partitioner_fn": Partition()}
+    patches = options | {"custom_partitioner_fn": Partition(before_partition, key)}
     if last_pass is not None:
-        patches["post_grad_custom_post_pass"] = Last()
+        patches["post_grad_custom_post_pass"] = LastPass(last_pass, key)
     return compile_fx(module, inputs, inner_compile=inner_compile, config_patches=patches)  # type: ignore[return-value]
+
+
+def compiled_autograd_is_on() -> bool:
+    """Whether a compiler traces and replaces what the autograd engine does, hooks included."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and bool(module.compiled_autograd_enabled or module.in_compiled_autograd_region)
 
 
 class CompiledAround(NamedTuple):

@@ -87,6 +87,7 @@ def test_adamw_equals_eager_and_the_unsharded_model_compiled_and_not(backend):
     inputs = token_batches(5)
     steps = fed_own_chunk(model, inputs, adamw)
     assert_one_capture()
+    assert not counters["inductor"]["fxgraph_cache_bypass"]
     for expected in (fed_own_chunk(eager, inputs, adamw), fed_whole(plain, inputs, adamw), fed_whole(compiled, inputs, adamw)):
         assert_equal_training(steps, expected, but=ZERO_GRADIENT, bound=2e-5, ulps=64)
 

@@ -1,0 +1,47 @@
+"""Our passes in the form in which inductor takes them: the part of ``torch_compat`` that imports inductor, which takes seconds.
+
+``torch_compat`` imports this file when it compiles. The classes stand at the top of a module, for inductor pickles them into the
+keys of its caches. It refuses to know what the passes do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+
+GraphPass = Callable[[torch.fx.Graph], None]
+
+
+class Partition(CustomPartitionerFn):
+    """``before`` on the joint graph, then inductor's own partitioner. before: a function at the top of a module."""
+
+    def __init__(self, before: GraphPass, key: str) -> None:
+        self._before = before
+        self._key = key
+
+    def __call__(
+        self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+        self._before(gm.graph)
+        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        return self._key
+
+
+class LastPass(CustomGraphPass):
+    """``change`` on each graph just before it is lowered."""
+
+    def __init__(self, change: GraphPass, key: str) -> None:
+        self._change = change
+        self._key = key
+
+    def __call__(self, graph: torch.fx.graph.Graph) -> None:
+        self._change(graph)
+
+    def uuid(self) -> str:
+        return self._key

@@ -5,12 +5,10 @@ One unit at a time, so that a whole model never has to fit on one device. It ref
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..checkpoint.named_state import clean_name
 from ..core import torch_compat as compat
@@ -18,6 +16,7 @@ from ..core.build import managed_modules
 from ..core.mesh import DataParallelMesh
 from ..core.param import sharded_from
 from ..errors import ArgumentError, MaterializationError, message
+from ..same_start import broadcast
 
 
 class Own:
@@ -138,21 +137,9 @@ def _keep_identity(module: nn.Module, before: dict[str, nn.Parameter | None]) ->
 # --- the same values on all ranks ---------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def broadcast_own(own: Own, mesh: DataParallelMesh, device: torch.device) -> None:
-    """Give parameters and buffers the values of the mesh's first rank, moving them to ``device``. Collective: yes, over ``mesh``."""
-    tensors: Iterable[Tensor] = [*own.params(), *own.buffers().values()]
-    for tensor in tensors:
-        if isinstance(tensor, DTensor):
-            tensor = compat.local_tensor(tensor)
-        elif tensor.device.type != device.type:
-            tensor.data = tensor.to(device)
-        sent = tensor.detach().contiguous()
-        for group in (mesh.replicate_group, mesh.shard_group):
-            if group is not None and group.size() > 1:
-                dist.broadcast(sent, dist.get_global_rank(group, 0), group=group)
-        if sent.data_ptr() != tensor.data_ptr():
-            tensor.copy_(sent)
+    """Give parameters and buffers the values of the mesh's first rank. Collective: yes, over ``mesh``."""
+    broadcast(mesh.mesh, device, [*((f"parameter {at}", param) for at, param in enumerate(own.params())), *own.buffers().items()])
 
 
 # --- buffers ------------------------------------------------------------------------------------------------------------------

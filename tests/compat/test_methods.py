@@ -435,3 +435,13 @@ def test_with_tensor_parallelism_parameters_are_dtensors_of_the_model_axis() -> 
     optimizers[0].load_state_dict(loaded)
     again = FSDP.optim_state_dict(model, optimizers[0])
     assert all(torch.equal(again["state"][name]["exp_avg"], values["exp_avg"]) for name, values in saved["state"].items())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # the compiler looks
+@on_ranks(2)
+def test_compiled_blocks_train_as_the_unsharded_model() -> None:
+    reference, model = mlp(), FSDP(mlp(), auto_wrap_policy=BLOCKS)
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    assert_equal_training(fed_own_chunk(model, batches()), fed_whole(reference, batches()))

@@ -18,11 +18,11 @@ from .core import torch_compat as compat
 from .errors import ModuleError, message
 
 
-def require_same(mesh: DeviceMesh, device: torch.device, facts: Iterable[str], what: str) -> None:
+def require_same(mesh: DeviceMesh, facts: Iterable[str], what: str) -> None:
     """Raise ModuleError on every rank if ``facts`` are not the same on all ranks of ``mesh``. Collective: yes, over the mesh."""
     digest = hashlib.sha256("\n".join(facts).encode()).digest()
     number = int.from_bytes(digest[:7], "big")
-    lowest_and_negated_highest = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    lowest_and_negated_highest = torch.tensor([number, -number], dtype=torch.int64, device=device_of(mesh))
     for process_group in _process_groups(mesh):
         dist.all_reduce(lowest_and_negated_highest, op=dist.ReduceOp.MIN, group=process_group)
     lowest, negated_highest = lowest_and_negated_highest.tolist()
@@ -30,7 +30,7 @@ def require_same(mesh: DeviceMesh, device: torch.device, facts: Iterable[str], w
         raise ModuleError(
             message(
                 f"{what} differ between ranks",
-                expected="on all ranks the same names, shapes, dtypes, requires_grad, meta device or not, and the same groups",
+                expected="on all ranks the same arguments, and of all tensors names, shapes, dtypes, requires_grad, on meta or not",
                 fix="build the same model with the same arguments on every rank",
             )
         )
@@ -70,7 +70,9 @@ def broadcast(mesh: DeviceMesh, device: torch.device, tensors: Sequence[tuple[st
     """Give each of ``tensors`` the values of the first rank of ``mesh``, in place; of a DTensor, its local tensor.
 
     What is on the meta device, has no shape yet, or is a tensor subclass with memory of its own keeps what it has.
-    Collective: yes, over the mesh; one broadcast a tensor and axis. Memory: one tensor more, where it is not on ``device``.
+    device:     this rank's of the mesh
+    Collective: yes, over the mesh; one broadcast a tensor and axis
+    Memory:     one tensor more, where it is not on ``device``
     """
     process_groups = _process_groups(mesh)
     for _, tensor in tensors:
@@ -85,6 +87,13 @@ def broadcast(mesh: DeviceMesh, device: torch.device, tensors: Sequence[tuple[st
             dist.broadcast(flat, group=process_group, group_src=0)
         if moved.data_ptr() != local.data_ptr() or moved.device != local.device:
             local.copy_(moved)
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's device: the current one of the mesh's type."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, compat.device_module(mesh.device_type).current_device())
 
 
 def _process_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:

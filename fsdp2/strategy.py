@@ -32,13 +32,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .api import fully_shard
 from .core.arguments import check_policies, checked_modules
-from .core.mesh import mesh_device, read_mesh
 from .core.optimizer_steps import STEPS
 from .core.unit import unit_of
 from .errors import ArgumentError, ModuleError, message
 from .policy import MixedPrecisionPolicy, OffloadPolicy
-from .same_start import broadcast, described, free_tensors, require_same
-from .strategy_mesh import flat_mesh, flat_mesh_of_nodes, node_mesh, replicated_mesh
+from .same_start import broadcast, described, device_of, free_tensors, require_same
+from .strategy_mesh import checked_mesh, flat_mesh, flat_mesh_of_nodes, node_mesh, replicated_mesh
 from .wrap import plan
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -113,13 +112,14 @@ def parallelize(
     check_policies(mp_policy, offload_policy, ignored_params)
     ignored = ignored_params or set()
     planned = plan(model, wrap, ignored_params=ignored)
-    mesh, reshard_after_forward = _placed(chosen, mesh, shard_size)
-    device = mesh_device(read_mesh(mesh))
+    ranks = checked_mesh(mesh) if mesh is not None else flat_mesh(chosen.name, None)
     tensors = free_tensors(model, ignored)
-    groups = [f"group {group.names} {type(group.modules[0]).__name__}" for group in planned.groups]
-    require_same(mesh, device, [chosen.name, *groups, *described(tensors)], f"the models that parallelize({chosen.name!r}) got")
+    facts = [f"{chosen.name} {shard_size} {sync_module_states}", *described(tensors)]
+    facts += [f"group {group.names} {type(group.modules[0]).__name__}" for group in planned.groups]
+    require_same(ranks, facts, f"models, or arguments of parallelize({chosen.name!r}),")
+    mesh, reshard_after_forward = _placed(chosen, mesh, shard_size)
     if sync_module_states:
-        broadcast(mesh, device, tensors)
+        broadcast(ranks, device_of(ranks), tensors)
     for group in planned.groups:
         fully_shard(
             list(group.modules),

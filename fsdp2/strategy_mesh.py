@@ -36,7 +36,7 @@ def flat_mesh(name: str, mesh: DeviceMesh | None) -> DeviceMesh:
         _require_processes()
         world = dist.get_world_size()
         return _once(("world", world), lambda: init_device_mesh(compat.default_device_type(), (world,)))
-    if _checked(mesh).ndim != 1:
+    if checked_mesh(mesh).ndim != 1:
         raise MeshError(
             message(
                 f"strategy {name!r} got a {mesh.ndim}-D mesh: {mesh}",
@@ -49,7 +49,7 @@ def flat_mesh(name: str, mesh: DeviceMesh | None) -> DeviceMesh:
 
 def replicated_mesh(name: str, mesh: DeviceMesh | None) -> DeviceMesh:
     """(W, 1): every rank keeps everything. Collective and raises: as ``flat_mesh``; a 2-D mesh may be passed if it is one."""
-    if mesh is not None and _checked(mesh).ndim == 2 and mesh.size(1) == 1:
+    if mesh is not None and checked_mesh(mesh).ndim == 2 and mesh.size(1) == 1:
         return mesh
     flat = flat_mesh(name, mesh)
     return _cut(flat, (flat.size(), 1))
@@ -60,7 +60,7 @@ def node_mesh(name: str, mesh: DeviceMesh | None, shard_size: int | None) -> Dev
 
     Raises: MeshError for a mesh with more axes, or if ``shard_size`` is not its last; ArgumentError if it does not divide the ranks.
     """
-    if mesh is None or _checked(mesh).ndim != 2:
+    if mesh is None or checked_mesh(mesh).ndim != 2:
         flat = flat_mesh(name, mesh)
         size = node_size(name, flat.size(), shard_size)
         return _cut(flat, (flat.size() // size, size))
@@ -70,7 +70,7 @@ def node_mesh(name: str, mesh: DeviceMesh | None, shard_size: int | None) -> Dev
 
 def flat_mesh_of_nodes(name: str, mesh: DeviceMesh | None, shard_size: int | None) -> tuple[DeviceMesh, int]:
     """The 1-D mesh over all ranks, and how many consecutive ones are a node. Collective and raises: as ``node_mesh``."""
-    if mesh is None or _checked(mesh).ndim != 2:
+    if mesh is None or checked_mesh(mesh).ndim != 2:
         flat = flat_mesh(name, mesh)
         return flat, node_size(name, flat.size(), shard_size)
     _check_last_axis(name, mesh, shard_size)
@@ -123,7 +123,8 @@ def _require_processes() -> None:
     )
 
 
-def _checked(mesh: Any) -> DeviceMesh:
+def checked_mesh(mesh: Any) -> DeviceMesh:
+    """``mesh`` itself. Raises: ArgumentError if it is none."""
     if isinstance(mesh, DeviceMesh):
         return mesh
     raise ArgumentError(

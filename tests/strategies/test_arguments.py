@@ -95,6 +95,10 @@ def test_models_that_differ_between_ranks_are_refused_on_every_rank():
     with pytest.raises(ModuleError, match="differ between ranks"):
         parallelize(mlp(), ["zero1", "zero2"][dist.get_rank()])
     with pytest.raises(ModuleError, match="differ between ranks"):
+        parallelize(mlp(), ["ddp", "zero1"][dist.get_rank()])
+    with pytest.raises(ModuleError, match="differ between ranks"):
+        parallelize(mlp(), "hsdp", shard_size=1 + dist.get_rank())
+    with pytest.raises(ModuleError, match="differ between ranks"):
         parallelize(mlp(), wrap=["auto", None][dist.get_rank()])
 
 

@@ -1,4 +1,5 @@
 # Every target works on a fresh checkout with nothing but Python 3.10+: the first one builds .venv.
+# test-slow and bench also compile models, for which torch's inductor needs a C++ compiler (g++ or clang++).
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed

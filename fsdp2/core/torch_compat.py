@@ -581,9 +581,11 @@ def inductor(
         on_graph(copy.deepcopy(graph_module.graph), kind)
         return compile_fx_inner(graph_module, example_inputs, **kwargs)
 
-    patches = options | {"custom_partitioner_fn": Partition(before_partition, key)}
+    patches: dict[str, Any] = {"custom_partitioner_fn": Partition(before_partition, key)}
     if last_pass is not None:
         patches["post_grad_custom_post_pass"] = LastPass(last_pass, key)
+        patches["reorder_for_peak_memory"] = False  # it would undo the order: what is on its way ahead of its use costs memory
+    patches |= options
     return compile_fx(module, inputs, inner_compile=inner_compile, config_patches=patches)  # type: ignore[return-value]
 
 

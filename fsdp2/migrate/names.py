@@ -72,6 +72,7 @@ class Names(cst.CSTVisitor):
         self._uses: dict[str, list[cst.Name]] = {}
         self._origins: dict[int, str] = {}
         self._imports_framework = False
+        self._returned: dict[str, str] = {}  # tags of what functions return, as far as is known
         self._stars: list[str] = []
         self.star_lines: dict[str, int] = {}
         self._functions: list[cst.FunctionDef] = []
@@ -251,13 +252,17 @@ class Names(cst.CSTVisitor):
                 return on
         name = node.func.attr.value if isinstance(node.func, cst.Attribute) else dotted(node.func)
         if name in self.facts.functions:
-            return next((tag for value in self.facts.returns.get(name, ()) if (tag := self.tag_of(value))), "")
+            if name not in self._returned:
+                self._returned[name] = ""  # for a function that returns what it returns
+                self._returned[name] = next((tag for value in self.facts.returns.get(name, ()) if (tag := self._tag(value))), "")
+            return self._returned[name]
         return self.tags.get(f"{name}()", "")
 
     def _conclude(self) -> None:
         """Follow values until nothing new is known."""
         for _ in range(20):
             before = len(self.tags)
+            self._returned.clear()
             for target, value, _function in self.facts.assigned:
                 self._give(target, self.tag_of(value))
                 self._unpack(target, value)

@@ -53,10 +53,13 @@ class Probe:
         register_optimizer_step_post_hook(self._after_step)
 
     def _before_forward(self, module: nn.Module, _inputs: Any) -> None:
-        is_new = not any(each is module for each in self._models)
-        if self._modules_deep == 0 and is_new and next(module.parameters(), None) is not None:
+        if self._modules_deep == 0 and next(module.parameters(), None) is not None and not self._knows(module):
             self._models.append(module)
         self._modules_deep += 1
+
+    def _knows(self, module: nn.Module) -> bool:
+        """Whether it is part of a model that was called before: activation checkpointing calls parts again, in backward."""
+        return any(each is module for model in self._models for each in model.modules())
 
     def _after_forward(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
         self._modules_deep -= 1

@@ -36,6 +36,12 @@ def test_every_comment_of_the_user_is_kept(name: str) -> None:
             assert comment.strip() in new
 
 
+def test_function_that_returns_what_it_returns_is_no_endless_walk() -> None:
+    imports = "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+    script = f"{imports}\ndef f(n):\n    return f(n - 1) if n else DDP(net)\n\nf(2).module.save()\n"
+    assert "\n    return f(n - 1) if n else fsdp2.parallelize(net, \"ddp\")\n\nf(2).save()\n" in migrate_source(script).new
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_accelerate_configuration_becomes_the_expected_text_and_stays_so(name: str) -> None:
     result = migrate_config((CORPUS / "yaml_old" / name).read_text())

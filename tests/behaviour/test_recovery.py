@@ -100,6 +100,7 @@ def fail(model: Fails, x: Tensor, where: str, error: Exception | None = None) ->
     handle = model.blocks[1].up.register_forward_hook(in_recomputation)
     with pytest.raises(type(model.error), match="trap"):
         forward_backward(model, x)
+    model.error.__traceback__ = None  # torch before 2.13: a checkpoint that failed watches what is saved until its frame is gone
     handle.remove()
     model.where = ""
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
-from harness import cpu_mesh, device_type, on_ranks
+from harness import cpu_mesh, device_type, needs_torch, on_ranks
 from harness.compiled import Counts, counted_compilations, no_recompilation
 from harness.models import Block, Transformer, batches, token_batches
 from harness.training import assert_equal_training, assert_same_bits, fed_in_chunks, fed_own_chunk, forward_backward, sgd
@@ -310,6 +310,7 @@ def test_single_linears_compiled_inside_of_a_unit() -> None:
     assert_same_training(steps, fed_in_chunks(reference, batches(4)))
 
 
+@needs_torch("2.12", "compilation of its own containers where they have hooks")
 @on_ranks(2, timeout=300)
 def test_a_sequential_that_is_a_unit_is_compiled() -> None:
     """``compile()`` on a plain Sequential does nothing; our class is not on the compiler's list of what it skips."""

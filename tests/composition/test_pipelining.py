@@ -3,7 +3,9 @@
 4 ranks are 2 stages times 2 data-parallel ranks; each data-parallel rank splits its rows into micro-batches.
 """
 
+import contextlib
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch.distributed.pipelining as pp
 from torch import nn
 
 from fsdp2 import fully_shard
-from harness import cpu_mesh, on_ranks
+from harness import cpu_mesh, device_type, on_ranks
 from harness.models import Block
 from harness.training import assert_equal_grads, sgd
 
@@ -45,6 +47,13 @@ def stages_of(model, mesh, per_rank, v_shaped, **options):
     return stages, length
 
 
+def first_messages() -> contextlib.AbstractContextManager[object]:
+    """In torch 2.11 every stage first sends something to both neighbours, also to one on its own rank, which gloo cannot."""
+    if torch.__version__ >= "2.12" or device_type() != "cpu":
+        return contextlib.nullcontext()
+    return mock.patch.object(pp.PipelineStage, "_get_init_p2p_neighbors_ops", return_value=[])
+
+
 SCHEDULES = {
     "gpipe": (pp.ScheduleGPipe, 1),
     "1f1b": (pp.Schedule1F1B, 1),
@@ -75,9 +84,10 @@ def test_gradients_equal_those_of_the_unsharded_model(name, after):
         x, target = torch.randn(2, 16, DIM).unbind()
         own = slice(8 * mesh["dp"].get_local_rank(), 8 * mesh["dp"].get_local_rank() + 8)
         losses = []
-        schedule.step(
-            *([x[own]] if is_first else []), target=target[own] if is_last else None, losses=losses if is_last else None
-        )
+        with first_messages():
+            schedule.step(
+                *([x[own]] if is_first else []), target=target[own] if is_last else None, losses=losses if is_last else None
+            )
         loss = loss_of(reference(x), target)
         loss.backward()
         if is_last:

@@ -74,7 +74,7 @@ class CheckpointError(FSDPError, RuntimeError):
 
 
 class CompileError(FSDPError, RuntimeError):
-    """A model cannot be captured in one graph; the message names the place. The model goes on working eagerly."""
+    """A model cannot be compiled as it was asked for; the message names the place. The model goes on working eagerly."""
 
 
 def meta_error(items: Iterable[str], device: str) -> MaterializationError:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..errors import OrderError, message, meta_error
+from ..errors import CompileError, OrderError, message, meta_error
 from . import torch_compat as compat
 from .forward_log import ForwardLog, Reading, Visit
 from .param_group import GroupState, ParamGroup
@@ -116,7 +116,7 @@ class Schedule:
 
     def _begin_iteration(self, unit: Unit) -> None:
         for group, version in self._kept:
-            if group.is_out_of_date(version):
+            if group.state is GroupState.HIDDEN or group.is_out_of_date(version):
                 group.reshard()
         self._kept.clear()
         self.kept_by_forward.clear()
@@ -214,7 +214,7 @@ class Schedule:
         elif self.kept_by_forward:
             for unit in self.kept_by_forward:
                 if unit.has_gradients():
-                    unit.reshard_for_all()
+                    unit.hide()
             self.kept_by_forward.clear()
 
     def _await_host_reads(self) -> None:
@@ -362,6 +362,8 @@ class Schedule:
     def _expect_end_of_backward(self) -> None:
         """Have ``end_of_backward`` run when the outermost graph task ends: the first to call this is in it."""
         if self._task == -1:
+            if compat.compiled_autograd_is_on():
+                raise _compiled_autograd_error()
             self._task = compat.current_graph_task()
             compat.queue_end_of_backward(self.end_of_backward)
             if self._logs:
@@ -491,6 +493,17 @@ def adopt(root: Unit, units_below: Callable[[nn.Module], list[tuple[str, Unit]]]
         unit.schedule = schedule
     schedule.settled = True
     return schedule
+
+
+def _compiled_autograd_error() -> CompileError:
+    """There a parameter's gradient is put into place behind the end of backward: it would not be reduced, and nobody would notice."""
+    return CompileError(
+        message(
+            "backward runs under compiled autograd",
+            expected="torch.compile on modules, whose backward is compiled with them; the rest of backward by the usual engine",
+            fix="leave torch._dynamo.config.compiled_autograd off; fsdp2.compile(model) has all of backward in one graph",
+        )
+    )
 
 
 def _refuse_strange_ties(units: list[Unit]) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from fsdp2 import LosingOrderWarning, fully_shard
+from fsdp2 import CompileError, LosingOrderWarning, fully_shard
 from harness import cpu_mesh, on_ranks
 from harness.compiled import Counts, counted_compilations
 from harness.models import Transformer, token_batches
@@ -127,3 +127,20 @@ def test_a_checkpoint_between_the_compiler_and_a_unit_is_told(where: str) -> Non
     assert len(said) == 1
     assert "does not compile blocks.0._checkpoint_wrapped_module (FSDPTransformerBlock)" in said[0]
     assert "fully_shard(checkpoint_wrapper(block))" in said[0]
+
+
+@on_ranks(2, timeout=300)
+def test_compiled_autograd_is_refused() -> None:
+    """Measured elsewhere: gradients of the root's parameters are local ones, never reduced, without a word."""
+    with counted_compilations() as counts:
+        model = build("cs", counts)
+        forward_backward(model, X)
+        model.zero_grad()
+        with (
+            torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")),
+            pytest.raises(CompileError, match="backward runs under compiled autograd"),
+        ):
+            forward_backward(model, X)
+        model.reset_iter_state()
+        forward_backward(model, X)
+        assert all(param.grad is not None for param in model.parameters())

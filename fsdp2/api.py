@@ -188,8 +188,8 @@ class FSDPModule:
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """``nn.Module.named_parameters``, and ``parameters()``, that show what gradients belong to.
 
-        What a forward has left unsharded for a backward is resharded first if it has gradients: whoever clips or steps in between
-        must not miss them. And before a backward that is neither the last nor reshards nor reduces, which is how a pipeline stage
+        Of what a forward has left unsharded for a backward, the sharded parameters are shown if they have gradients: whoever clips or
+        steps in between must not miss them. And before a backward that is neither the last nor reshards nor reduces, which is how a pipeline stage
         begins one (``set_is_last_backward``, ...), all are unsharded: zero-bubble schedules ask here for what they differentiate.
         Collective: in that last case, over the shard axis, after a forward that has resharded.
         """

@@ -60,7 +60,7 @@ class UnitHooks:
                 self._handles.append(module.register_forward_hook(compat.dynamo_disabled(self._watch_axes), with_kwargs=True))
         for group, _ in unit.uses:
             for module in {id(owner.module): owner.module for param in group.params for owner in param.owners}.values():
-                self._handles.append(module.register_state_dict_pre_hook(_Resharding(unit)))  # type: ignore[no-untyped-call]
+                self._handles.append(module.register_state_dict_pre_hook(_Saving(unit)))  # type: ignore[no-untyped-call]
                 self._handles.append(module.register_load_state_dict_pre_hook(_Loading(unit)))  # type: ignore[no-untyped-call]
 
     def _watch_axes(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -366,24 +366,24 @@ def _watch_gradients(call: Call, grads: tuple[Tensor | None, ...]) -> None:
                 each.grad_fn.register_prehook(functools.partial(_begin_backward, call))
 
 
-class _Resharding:
-    """A state dict hook: sharded parameters are what is saved, and what is loaded into."""
+class _Saving:
+    """A state dict hook: sharded parameters are what is saved, maybe by one rank alone."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._unit.reshard_for_all()
+        self._unit.hide()
 
-    def __deepcopy__(self, memo: dict[Any, Any]) -> _Resharding:
+    def __deepcopy__(self, memo: dict[Any, Any]) -> _Saving:
         return self  # a copied unit registers its own
 
 
-class _Loading(_Resharding):
-    """The same before loading, from whole tensors as well."""
+class _Loading(_Saving):
+    """Sharded parameters are what is loaded into, from whole tensors as well."""
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        super().__call__()
+        self._unit.reshard_for_all()
         cut_whole_tensors(self._unit, module, state_dict, prefix)
 
 

@@ -83,20 +83,17 @@ class Registry(Protocol):
 
 
 class GroupState(Enum):
-    """What a group's parameters are. RESHARDED: sharded over the smaller mesh of ``reshard_after_forward=<int>``."""
+    """What a group's parameters are.
+
+    HIDDEN:     unsharded, while the modules show the sharded ones
+    RESHARDED:  sharded over the smaller mesh of ``reshard_after_forward=<int>``
+    """
 
     SHARDED = auto()
     UNSHARDING = auto()
     UNSHARDED = auto()
+    HIDDEN = auto()
     RESHARDED = auto()
-
-
-MOVES = {
-    GroupState.SHARDED: {GroupState.UNSHARDING},
-    GroupState.UNSHARDING: {GroupState.UNSHARDED, GroupState.SHARDED, GroupState.RESHARDED},
-    GroupState.UNSHARDED: {GroupState.SHARDED, GroupState.RESHARDED},
-    GroupState.RESHARDED: {GroupState.UNSHARDING, GroupState.SHARDED},
-}
 
 
 class ParamGroup:
@@ -293,6 +290,12 @@ class ParamGroup:
 
         copy: send a copy of the flat shard, for where the user may write to it before ``wait``.
         """
+        if self.state is GroupState.HIDDEN:
+            if self.registry.verify():
+                self.state = GroupState.UNSHARDED
+                self.registry.show_unsharded()
+            else:  # the user put other parameters in the places of those that were shown
+                self.reshard()
         if self.state is GroupState.SHARDED:
             if not self.registry.verify():
                 self.rebuild()
@@ -349,10 +352,24 @@ class ParamGroup:
 
     # --- reshard ---
 
+    def hide(self) -> None:
+        """Show the sharded parameters, and keep what was gathered for a backward that comes before the next forward.
+
+        One rank may do that alone: freed, it would gather in that backward what the others still have.
+        """
+        if self.state in (GroupState.UNSHARDED, GroupState.RESHARDED):
+            self.registry.show_sharded()
+            if self.state is GroupState.UNSHARDED:
+                self.state = GroupState.HIDDEN
+        self.await_host_read()
+
     def reshard(self) -> None:
         """Show the sharded parameters and free the unsharded storage; a pending unshard is waited for first."""
         if self.state is GroupState.UNSHARDED:
             self.registry.show_sharded()
+            self.state = GroupState.SHARDED
+            self._free()
+        elif self.state is GroupState.HIDDEN:
             self.state = GroupState.SHARDED
             self._free()
         elif self.state is GroupState.UNSHARDING:
@@ -367,6 +384,8 @@ class ParamGroup:
     @torch.no_grad()
     def reshard_to(self, smaller: DataParallelMesh) -> None:
         """From unsharded to shards over ``smaller``, so that the next unshard gathers among fewer ranks; no-op otherwise."""
+        if self.state is GroupState.HIDDEN:
+            self.reshard()
         if self.state is not GroupState.UNSHARDED:
             return
         if self.has_own_memory:  # what an extension has made cannot be cut

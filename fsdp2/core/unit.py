@@ -176,6 +176,11 @@ class Unit(compat.ModuleStateBase):
             group.reshard()
             group.await_host_read()
 
+    def hide(self) -> None:
+        """The user's modules show sharded parameters; what is unsharded stays so, if a backward comes next."""
+        for group, _ in self.uses:
+            group.hide()
+
     def end_pass(self) -> None:
         """The next module of the list that runs begins a new pass."""
         self.to_run.clear()

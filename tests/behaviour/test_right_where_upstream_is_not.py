@@ -9,6 +9,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -115,6 +116,47 @@ def test_gradients_are_found_between_a_forward_and_its_backward(after):
 
 
 @on_ranks(2)
+def test_parameters_are_unsharded_while_a_backward_may_follow():
+    model, reference = shard(mlp(), False), mlp()
+    x = batches()[0]
+    for _ in range(2):
+        found = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+        expected = torch.autograd.grad(reference(x).square().mean(), list(reference.parameters()))
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+LOOKS = {
+    "parameters": lambda model: list(model.parameters()),
+    "state_dict": lambda model: model.state_dict(),
+}
+
+
+@on_ranks(2, timeout=30)
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("after", [False, None, 1])
+def test_one_rank_may_look_at_the_model_in_the_middle_of_a_step(after, look):
+    """Symptom: a hang, for the rank that looked gathered again what the others still had."""
+    model, reference = shard(mlp(), after), mlp()
+    reference_steps = fed_in_chunks(reference, batches(), iteration=forward_and_backward_twice)
+
+    def iteration(model: nn.Module, x: Tensor) -> Tensor:
+        return forward_and_backward_twice(model, x, between=LOOKS[look] if dist.get_rank() == 0 else None)
+
+    assert_equal_training(fed_own_chunk(model, batches(), iteration=iteration), reference_steps)
+
+
+def forward_and_backward_twice(model: nn.Module, x: Tensor, between=None) -> Tensor:
+    """So that there are gradients at the second forward."""
+    forward_backward(model, x)
+    loss = model(x).square().mean()
+    if between is not None:
+        between(model)
+    loss.backward()
+    return loss
+
+
+@on_ranks(2)
 def test_clipping_parameters_that_were_listed_unsharded_scales_the_sharded_gradients():
     model = shard(mlp())
     forward_backward(model, own_chunk(batches()[0]))
@@ -210,7 +252,7 @@ def forward_backward_in_chunks(model: nn.Module, x: Tensor) -> Tensor:
         loss = model(chunk).square().mean()
         (loss / torch.distributed.get_world_size()).backward()
         losses.append(loss.detach())
-    return losses[torch.distributed.get_rank()]
+    return losses[dist.get_rank()]
 
 
 @on_ranks(2)

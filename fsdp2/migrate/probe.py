@@ -65,13 +65,14 @@ class Probe:
         self._modules_deep -= 1
 
     def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if self._optimizers_deep == 0:
+        if self._optimizers_deep == 0 and self._losses:
             self._norm = _gradient_norm(self._models)
         self._optimizers_deep += 1
 
     def _after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._optimizers_deep -= 1
-        if self._optimizers_deep:  # the optimizer inside of another one
+        # Not the optimizer inside of another one, nor a step that only makes the state which is then loaded.
+        if self._optimizers_deep or not self._losses:
             return
         self._step += 1
         params = dict(_whole_parameters(self._models))

@@ -119,10 +119,15 @@ class Checkpointer:
     def save(self, step: int) -> None:
         """Begin to save the state as it is now; when this returns, training may go on. One that is under way is waited for first.
 
+        step:   counts from 0
         Raises: CheckpointError, also of the save before
         """
+        if type(step) is not int or step < 0:
+            headline = f"Checkpointer.save got step {step!r}"[:300]
+            raise ArgumentError(message(headline, expected="a number of steps, an int that is not negative", fix="pass int(step)"))
         self.wait()
-        state = on_every_rank(self._group, f"cannot take the state of step {step}", lambda: self._state(step))
+        with torch.inference_mode(False), torch.no_grad():
+            state = on_every_rank(self._group, f"cannot take the state of step {step}", lambda: self._state(step))
         self._pending = self._thread.submit(self._write, state, step)
         del state  # the thread drops it when it is written
         if not self._asynchronous:
@@ -195,10 +200,11 @@ class Checkpointer:
         """
         self.wait()
         path = from_rank_0(self._group, f"cannot read {self._folder.path}", lambda: self._find(checkpoint))
-        restored = read_state(path, self._group, self._model, self._optimizer, self._given())
-        # What is not ours may refuse its state, and comes before what is changed for good.
-        on_every_rank(self._group, f"cannot go on from {path}", lambda: self._restore_others(restored))
-        on_every_rank(self._group, f"cannot go on from {path}", lambda: self._restore(restored))
+        with torch.inference_mode(False), torch.no_grad():
+            restored = read_state(path, self._group, self._model, self._optimizer, self._given())
+            # What is not ours may refuse its state, and comes before what is changed for good.
+            on_every_rank(self._group, f"cannot go on from {path}", lambda: self._restore_others(restored))
+            on_every_rank(self._group, f"cannot go on from {path}", lambda: self._restore(restored))
         return Resumed(restored.step, path, restored.world_size, restored.random is not None)
 
     def _find(self, checkpoint: str | os.PathLike[str] | None) -> Path:

@@ -88,8 +88,8 @@ def convert(
     """
     if to not in TARGETS:
         raise ArgumentError(message(f"to is {to!r}", expected=" or ".join(TARGETS), fix='to="dcp"'))
-    if dtype is not None and not dtype.is_floating_point:
-        raise ArgumentError(message(f"dtype is {dtype}", expected="a floating-point dtype", fix="for instance torch.bfloat16"))
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        raise ArgumentError(message(f"dtype is {dtype!r}", expected="a floating-point dtype", fix="for instance torch.bfloat16"))
     max_nbytes = size_of(max_shard_size)
     target = Path(os.path.abspath(dst))
     _check_target(Path(src), target, to, force)

@@ -49,7 +49,8 @@ def full_state_dict(model: nn.Module) -> State:
     Collective: yes, over the meshes of the parameters
     Memory:     see Note: memory of full state
     """
-    state = named_model_state(checked_model(model, "full_state_dict"))
+    with torch.inference_mode(False), torch.no_grad():
+        state = named_model_state(checked_model(model, "full_state_dict"))
     owned = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     first_name: dict[int, str] = {}
     tied_to = {clean_name(name): first_name.setdefault(id(tensor), clean_name(name)) for name, tensor in owned}
@@ -81,14 +82,16 @@ def save_full_state(path: str | os.PathLike[str], model: nn.Module, optimizer: O
 
     path:       written by rank 0, which makes its folders; what was there before is replaced at the end, at once
     optimizer:  None: the file is the model's state dict alone; else ``{"model": ..., "optimizer": ...}``, the latter with
-                parameters as numbers
+                parameters as numbers; beside its "state" and "param_groups" are "param_names", by which ``fsdp2 convert`` knows them
     Collective: yes, over all ranks and over the meshes of the parameters
     Memory:     see Note: memory of full state
     Raises:     CheckpointError on every rank if the file cannot be written; what was there before is still there
     """
     state = full_state_dict(model)
     if optimizer is not None:
-        state = {"model": state, "optimizer": full_optimizer_state_dict(model, optimizer)}
+        names = [name for group in names_in(model, optimizer) for name in group]
+        whole = full_optimizer_state_dict(model, optimizer) | {"param_names": names}  # load_state_dict does not look at these
+        state = {"model": state, "optimizer": whole}
     from_rank_0(default_group(), f"cannot write the full state to {path}", lambda: _write(state, Path(path)))
 
 
@@ -105,6 +108,7 @@ def _write(state: State, path: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def _on_rank_0(value: Any) -> Any:
     """A leaf of a state dict, whole, in host memory, sharing nothing; on the other ranks None."""

@@ -34,6 +34,8 @@ def named_model_state(model: nn.Module) -> State:
 
     Raises: MaterializationError if some of it is still on the meta device
     """
+    if not model.state_dict():
+        return {}  # torch's refuses
     state: State = get_model_state_dict(model)
     on_meta = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.is_meta}
     if on_meta:

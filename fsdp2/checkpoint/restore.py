@@ -41,7 +41,8 @@ class Restored:
     random: bytes | None
 
     def into_model(self, model: nn.Module) -> None:
-        set_model_state_dict(model, self.model)
+        if self.model:  # torch's refuses an empty one
+            set_model_state_dict(model, self.model)
 
 
 def read_state(
@@ -80,7 +81,7 @@ class _Reading:
         self._world_size = world_size
         self._paths: dict[str, tuple[Any, ...]] = metadata.planner_data or {}
         known = {path[0] for path in self._paths.values()}
-        if not known >= {"step", "world_size", "model", "random"}:
+        if not known >= {"step", "world_size", "random"}:
             raise failure(
                 f"{path} was not saved by a Checkpointer: it has {', '.join(sorted(map(str, known))) or 'nothing with a name'}",
                 expected="step, model, random states and so on",
@@ -174,7 +175,7 @@ class _Reading:
         return Restored(
             step=nested["step"],
             world_size=nested["world_size"],
-            model=nested["model"],
+            model=nested.get("model", {}),
             optimizer=state,
             scheduler=nested.get("scheduler", b""),
             data=self._position(nested.get("data", {})),

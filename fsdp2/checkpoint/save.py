@@ -113,8 +113,8 @@ def save_safetensors(
 def _check(num_writers: int | None, dtype: torch.dtype | None) -> None:
     if num_writers is not None and (type(num_writers) is not int or num_writers < 1):
         raise ArgumentError(message(f"num_writers is {num_writers!r}", expected="1 or more, or None for all ranks", fix="pass 1"))
-    if dtype is not None and not dtype.is_floating_point:
-        raise ArgumentError(message(f"dtype is {dtype}", expected="a floating-point dtype", fix="for instance torch.bfloat16"))
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        raise ArgumentError(message(f"dtype is {dtype!r}", expected="a floating-point dtype", fix="for instance torch.bfloat16"))
 
 
 def _agreed_plan(

@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from fsdp2 import FSDPModule, fully_shard
+from fsdp2 import ArgumentError, FSDPModule, fully_shard
 from fsdp2.checkpoint import Checkpointer, CheckpointError
 from fsdp2.checkpoint.checkpoint_folder import CheckpointFolder
 from fsdp2.checkpoint.every_rank import on_every_rank
@@ -826,3 +826,31 @@ if __name__ == "__crash__":
         traceback.print_exc()
         status = 1
     os._exit(status)  # a thread of gloo may abort a process that ends by itself
+
+
+# --- odd but legal, and not ---------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1, 2)
+def test_a_model_without_state_and_inference_mode(tmp_path: Path) -> None:
+    empty = fully_shard(nn.Sequential(nn.ReLU()), mesh=cpu_mesh())
+    with Checkpointer(tmp_path / "empty", empty) as checkpointer:
+        checkpointer.save(0)
+        assert checkpointer.load().step == 0
+    model = fully_shard(mlp(), mesh=cpu_mesh())
+    optimizer = torch.optim.AdamW(model.parameters())
+    fed_own_chunk(model, batches(1), optimizer=optimizer)
+    with torch.inference_mode(), Checkpointer(tmp_path / "model", model, optimizer) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.load()
+    fed_own_chunk(model, batches(1), optimizer=optimizer)
+    with Checkpointer(tmp_path / "empty", model) as checkpointer, pytest.raises(CheckpointError, match="of another model"):
+        checkpointer.load()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("step", ["one", 1.5, -1, True, None])
+def test_a_step_that_is_no_number_of_steps_is_refused(step: Any, tmp_path: Path) -> None:
+    model = fully_shard(mlp(), mesh=cpu_mesh())
+    with Checkpointer(tmp_path, model) as checkpointer, pytest.raises(ArgumentError, match="save got step"):
+        checkpointer.save(step)

@@ -134,7 +134,7 @@ def test_an_optimizer_with_numbers_gets_names_where_the_order_tells_them(tmp_pat
     for new, old in zip(again.param_groups[0]["params"], model.parameters(), strict=True):
         assert_same(again.state[new], optimizer.state[old])
     model.register_buffer("more", torch.ones(1))
-    save_full_state(tmp_path / "a.pt", model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match="numbers its 22 parameters, and the model's state has 23"):
         open_source(tmp_path / "a.pt")
     assert open_source(tmp_path / "a.pt", with_optimizer=False).left_out == ["the optimizer"]
@@ -301,6 +301,32 @@ def test_two_models_in_a_folder_and_parts_that_are_missing_are_errors(tmp_path: 
     torch.save(mlp().state_dict(), tmp_path / "parts" / "pytorch_model-00001-of-00002.bin")
     with pytest.raises(CheckpointError, match=r"parts \[2\]"):
         open_source(tmp_path / "parts")
+
+
+def test_ours_says_which_parameters_the_numbers_are(tmp_path: Path) -> None:
+    """Groups in another order than the model, frozen parameters and buffers hide it; torch loads the file none the less."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    model[1].requires_grad_(False)
+    groups = [{"params": model[2].parameters(), "lr": 0.5}, {"params": model[0].parameters()}]
+    optimizer = torch.optim.AdamW(groups)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    save_full_state(tmp_path / "a.pt", model, optimizer)
+    convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch")
+    found = torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"]["state"]
+    assert found.keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert_same(found["2.bias"], optimizer.state[model[2].bias])
+    torch.optim.AdamW(groups).load_state_dict(torch.load(tmp_path / "a.pt", weights_only=True)["optimizer"])
+
+
+@pytest.mark.parametrize(("name", "next_name"), [("epoch_3.pt", "epoch_4.pt"), ("step_0100.pt", "step_200.pt"), ("v1.bin", "v2.bin")])
+def test_a_number_in_the_name_of_a_whole_state_makes_it_no_part(tmp_path: Path, name: str, next_name: str) -> None:
+    torch.save(mlp().state_dict(), tmp_path / name)
+    for path in (tmp_path / name, tmp_path):
+        assert open_source(path).model.keys() == mlp().state_dict().keys()
+    torch.save(mlp(seed=1).state_dict(), tmp_path / next_name)
+    convert(tmp_path / name, tmp_path / "out", to="safetensors")
+    assert_same(load_file(tmp_path / "out" / "model.safetensors"), mlp().state_dict())
 
 
 def test_targets_that_would_harm_the_source_are_refused(tmp_path: Path) -> None:

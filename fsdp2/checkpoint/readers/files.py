@@ -79,6 +79,11 @@ def family_of(path: Path) -> Family:
     return next((each for each in families(path.parent) if path in each.paths), Family((path,)))
 
 
+def is_named_part(path: Path) -> bool:
+    """Whether its name says that there are others: ``pytorch_model-00001-of-00002.bin``."""
+    return _PART.search(path.stem) is not None
+
+
 def check_complete(family: Family) -> None:
     """Raises: CheckpointError if numbers are missing, or there are not as many files as their names say"""
     first = family.paths[0]

@@ -19,7 +19,7 @@ from ..lazy import LazyTensor
 from ..named_state import State, clean_name
 from .dcp import read_dcp
 from .deepspeed import find_deepspeed, read_deepspeed
-from .files import FORMATS, Family, check_complete, dcp_folders, detect, families, family_of
+from .files import FORMATS, Family, check_complete, dcp_folders, detect, families, family_of, is_named_part
 from .flat_params import has_flat_params, shapes_of, unflattened, unflattened_optimizer
 from .optimizer_forms import by_name, is_flattened, looks_like_optimizer, nested
 from .shards import Ranks, is_sharded, merge, resolve
@@ -109,7 +109,8 @@ def _resolved(optimizer: State, model: State) -> State:
         param = model.get(clean_name(name)) if isinstance(name, str) else None
         shape = param.shape if isinstance(param, LazyTensor) else None
         state[name] = {key: resolve(value, shape, f"{name}.{key}") for key, value in values.items()}
-    return {"state": state, "param_groups": [{key: resolve(v, None, key) for key, v in g.items()} for g in optimizer["param_groups"]]}
+    groups = [{key: resolve(value, None, key) for key, value in group.items()} for group in optimizer["param_groups"]]
+    return {**optimizer, "state": state, "param_groups": groups}
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------------------
@@ -129,9 +130,13 @@ def _read(path: Path, kind: str, shapes: Shapes | None) -> Source:
 
 def _one_file(path: Path) -> Family:
     """The file alone, or with those of the other ranks if it is only a part."""
-    tensors = _all_values(read_torch_file(path))
-    is_part = any(is_sharded(each) for each in tensors) or all(len(each.shape) == 1 for each in tensors)
-    return family_of(path) if is_part else Family((path,))
+    return family_of(path) if _is_part(path, read_torch_file(path)) else Family((path,))
+
+
+def _is_part(path: Path, root: Any) -> bool:
+    """Whether what ``path`` holds is not all of a state: a number in its name alone may be that of an epoch."""
+    tensors = _all_values(root)
+    return is_named_part(path) or any(is_sharded(each) for each in tensors) or all(len(each.shape) == 1 for each in tensors)
 
 
 def _all_values(tree: Any) -> list[Any]:
@@ -142,8 +147,10 @@ def _all_values(tree: Any) -> list[Any]:
 
 
 def _merged(family: Family) -> Any:
-    check_complete(family)
-    return merge([(path, read_torch_file(path)) for path in family.paths])
+    roots = [(path, read_torch_file(path)) for path in family.paths]
+    if len(roots) > 1 or _is_part(*roots[0]):
+        check_complete(family)
+    return merge(roots)
 
 
 def _combined(path: Path, kind: str, found: list[Source]) -> Source:

@@ -1,7 +1,7 @@
 """An optimizer's state by parameter name, whichever way it was saved.
 
-Names come from the state itself (DCP, FSDP1's ``optim_state_dict`` and its older forms), from ``param_names`` of its groups, or, where
-parameters are numbers, from the model's order. It refuses to know files.
+Names come from the state itself (DCP, FSDP1's ``optim_state_dict`` and its older forms), from ``param_names`` of its groups
+(of ``save_full_state``, beside these), or, where parameters are numbers, from the model's order. It refuses to know files.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def by_name(optimizer: State, model: State) -> State:
 
 def _names_of_numbers(optimizer: State, model: State) -> dict[Any, str]:
     numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
-    named = [name for group in optimizer["param_groups"] for name in group.get("param_names", ())]
+    named = optimizer.get("param_names") or [name for group in optimizer["param_groups"] for name in group.get("param_names", ())]
     if len(named) == len(numbers):
         return {number: clean_name(name) for number, name in zip(numbers, named, strict=True)}
     first_at: dict[Any, str] = {}

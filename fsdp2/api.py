@@ -40,6 +40,7 @@ from .core.custom_comm import (
 )
 from .core.hooks import class_with, original_class, swap_class
 from .core.mesh import read_mesh
+from .core.process_groups import another_over
 from .core.schedule import refuse_meta, schedule_of
 from .core.unit import Unit, unit_of
 from .errors import ArgumentError, ModuleError, message
@@ -189,8 +190,9 @@ class FSDPModule:
         """``nn.Module.named_parameters``, and ``parameters()``, that show what gradients belong to.
 
         Of what a forward has left unsharded for a backward, the sharded parameters are shown if they have gradients: whoever clips or
-        steps in between must not miss them. And before a backward that is neither the last nor reshards nor reduces, which is how a pipeline stage
-        begins one (``set_is_last_backward``, ...), all are unsharded: zero-bubble schedules ask here for what they differentiate.
+        steps in between must not miss them. And before a backward that is neither the last nor reshards nor reduces, which is how
+        a pipeline stage begins one (``set_is_last_backward``, ...), all are unsharded: zero-bubble schedules ask here for what
+        they differentiate.
         Collective: in that last case, over the shard axis, after a forward that has resharded.
         """
         schedule = _unit(self).schedule
@@ -338,6 +340,7 @@ class FSDPModule:
         """Let reduce-scatters have a process group of their own, so that they run beside all-gathers. Recursive.
 
         Collective: yes, over the shard axis, when it makes a group (one for each set of ranks).
+        Raises: OrderError if its ranks have made different numbers of process groups before
         """
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for unit in _units(self, recurse):
@@ -347,8 +350,8 @@ class FSDPModule:
                     continue
                 ranks = tuple(dist.get_process_group_ranks(group.mesh.shard_group))
                 if ranks not in made:
-                    made[ranks] = gradients.process_group or dist.new_group(
-                        list(ranks), use_local_synchronization=True, group_desc="fsdp2_reduce_scatter"
+                    made[ranks] = gradients.process_group or another_over(
+                        group.mesh.shard_group, group.device, "reduce_scatter"
                     )
                 gradients.process_group = made[ranks]
 

@@ -161,6 +161,11 @@ def process_group_empty(group: dist.ProcessGroup, numel: int, dtype: torch.dtype
     return backend.allocate_tensor(numel, dtype=dtype, device=device)  # type: ignore[no-any-return]
 
 
+def num_process_groups() -> int:
+    """How many process groups this process has, of which torch makes the name of the next one."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
 def process_group_allocates(group: dist.ProcessGroup, device: torch.device) -> bool:
     try:
         return bool(group._get_backend(device).supports_tensor_alloc(device))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp2.core import custom_comm
+from fsdp2.errors import OrderError
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp, token_batches, transformer
 from harness.training import (
@@ -146,6 +147,17 @@ def test_the_separate_group_carries_the_reductions():
     assert cpu_mesh().get_group() not in groups
     model.set_separate_reduce_scatter_group()
     assert {gradients.process_group for module in every(model) for _, gradients in module._get_fsdp_state().groups} == groups
+
+
+@on_ranks(2, timeout=30)
+def test_ranks_that_have_made_different_numbers_of_process_groups_are_told():
+    """Symptom: a hang, in torch too: each rank waited for the others under another name."""
+    model, reference = shard(mlp()), mlp()
+    if dist.get_rank() == 0:
+        dist.new_group([0], use_local_synchronization=True)
+    with pytest.raises(OrderError, match=r"rank 0: \d+ process groups"):
+        model.set_separate_reduce_scatter_group()
+    assert_same_bits(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
 
 
 @on_ranks(1, 2, 3)

@@ -48,6 +48,7 @@ class Case:
     """One wrong call: ``fully_shard(argument(module), mesh=..., **options(module))``.
 
     torch_takes_it: what torch's FSDP2 makes of it, where it raises nothing
+    checked_since:  the version of torch that first has a check for it; earlier ones stumble over it in one way or another
     """
 
     name: str
@@ -56,6 +57,7 @@ class Case:
     options: Callable[[Any], dict[str, Any]] = field(default=lambda module: {})
     make: Callable[[], nn.Module] = net
     torch_takes_it: str = ""
+    checked_since: str = "2.11"
 
 
 def options(**given: Any) -> Callable[[Any], dict[str, Any]]:
@@ -121,10 +123,10 @@ CASES = [
     Case("Shard(2) of a 2-D parameter", ParameterError, options=placement(Shard(2))),
     Case("Shard(1) of a 1-D parameter", ParameterError, options=placement(Shard(1))),
     Case("Shard(-3) of a 2-D parameter", ParameterError, options=placement(Shard(-3))),
-    Case("a placement that is a string", ParameterError, options=placement("rows")),
-    Case("a placement that is a number", ParameterError, options=placement(0)),
+    Case("a placement that is a string", ParameterError, options=placement("rows"), checked_since="2.12"),
+    Case("a placement that is a number", ParameterError, options=placement(0), checked_since="2.12"),
     Case("a placement that is a class", ParameterError, options=placement(Shard)),
-    Case("a placement that replicates", ParameterError, options=placement(Replicate())),
+    Case("a placement that replicates", ParameterError, options=placement(Replicate()), checked_since="2.12"),
     Case(  # an int makes process groups, for which ranks wait for each other: only when all else is right
         "a wrong placement with an int for reshard_after_forward",
         ParameterError,
@@ -266,7 +268,7 @@ def test_is_refused_with_the_class_that_torch_raises_and_changes_nothing(name, m
     ours = raised(fsdp2, case, module, mesh)
     assert type(ours) is case.error
     assert (theirs is None) == bool(case.torch_takes_it), f"torch: {theirs!r}"
-    if theirs is not None:
+    if theirs is not None and torch.__version__ >= case.checked_since:
         builtin = next(base for base in type(theirs).__mro__ if base.__module__ == "builtins")
         builtin = RuntimeError if builtin is NotImplementedError else builtin
         assert isinstance(ours, builtin), f"torch raises {theirs!r}"
@@ -473,9 +475,10 @@ def test_wrong_arguments_of_methods_are_refused_as_torch_does(mesh):
         return errors
 
     ours, theirs = run(fsdp2), run(torch_fsdp)
-    for name, error in theirs.items():
-        assert issubclass(ours[name], error), name
-        assert issubclass(ours[name], FSDPError), name
+    for name, error in ours.items():
+        assert issubclass(error, FSDPError), name
+        if name != "reset of a child" or torch.__version__ >= "2.13":  # which brought reset_iter_state
+            assert issubclass(error, theirs[name]), name
 
 
 def test_a_divide_factor_must_be_a_positive_number(mesh):

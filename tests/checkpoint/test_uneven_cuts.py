@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict, set_state_dict
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import fully_shard
@@ -107,3 +109,36 @@ def test_checkpointer_on_four_ranks(world_size: int, tmp_path: Path) -> None:
 @SIX
 def test_checkpointer(hidden: int, world_size: int, tmp_path: Path) -> None:
     checkpointed(hidden, world_size, tmp_path)
+
+
+@pytest.mark.slow
+@on_ranks(6)
+@pytest.mark.parametrize("rows", [7, 13])
+def test_torchs_own_tools_are_right_where_the_cuts_are_on_different_dims(rows: int, world_size: int, tmp_path: Path) -> None:
+    """What docs/checkpoint.md recommends where rows do not divide: save and load, the optimizer too; and from a full state."""
+
+    def whole(seed: int) -> nn.Sequential:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Embedding(rows, 6), nn.Linear(6, 6, bias=False))
+
+    def cut(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        mesh = cpu_mesh(world_size // 2, 2, names=("dp", "tp"))
+        model = whole(seed)
+        parallelize_module(model, mesh["tp"], {"0": RowwiseParallel(input_layouts=Replicate())})
+        fully_shard(model, mesh=mesh["dp"], shard_placement_fn=lambda param: Shard(1))
+        return model, torch.optim.AdamW(model.parameters(), foreach=False)
+
+    model, optimizer = cut(0)
+    model(torch.arange(5)).square().sum().backward()
+    optimizer.step()
+    dcp.save(dict(zip("mo", get_state_dict(model, optimizer), strict=True)), checkpoint_id=tmp_path)
+    other, loaded = cut(1)
+    state = dict(zip("mo", get_state_dict(other, loaded), strict=True))
+    dcp.load(state, checkpoint_id=tmp_path)
+    set_state_dict(other, loaded, model_state_dict=state["m"], optim_state_dict=state["o"])
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), two.full_tensor())
+        assert torch.equal(optimizer.state[one]["exp_avg"].full_tensor(), loaded.state[two]["exp_avg"].full_tensor())
+    set_model_state_dict(other, whole(2).state_dict(), options=StateDictOptions(full_state_dict=True))
+    for one, two in zip(whole(2).parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two.full_tensor())

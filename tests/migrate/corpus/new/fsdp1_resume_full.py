@@ -22,7 +22,6 @@ class Run:
         net = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6))
         # fsdp2: device_id=torch.device("cpu") dropped: parallelize moves the model to the device of its
         #   mesh.
-        # fsdp2: use_orig_params=True dropped: parameters always are the original ones, sharded.
         self.net = fsdp2.parallelize(net, wrap=None)
         # fsdp2: set_state_dict_type dropped: the calls below say what they give.
         self.opt = torch.optim.Adam(self.net.parameters(), lr=0.05)

@@ -18,7 +18,7 @@ class Run:
         self.path = path
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 6))
-        self.net = FSDP(net, device_id=torch.device("cpu"), use_orig_params=True)
+        self.net = FSDP(net, device_id=torch.device("cpu"))
         FSDP.set_state_dict_type(
             self.net,
             StateDictType.FULL_STATE_DICT,

@@ -24,7 +24,7 @@ from torch import Tensor
 from . import collectives
 from .layout import Cut, GroupLayout, rows_of
 from .param import storage_view
-from .streams import Streams
+from .streams import Stream, Streams
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,7 @@ class Gather:
         "_process_group",
         "_rearranged",
         "_split_sizes",
+        "_started_on",
         "_streams",
     )
 
@@ -113,6 +114,7 @@ class Gather:
         self._packed: Tensor | None = None
         self._held: Tensor | None = None
         self._event: object = None
+        self._started_on: Stream = None
 
     def _add_copy_out(self, like: Tensor, offset: int, numel: int) -> None:
         self._split_sizes.append(numel)
@@ -137,6 +139,7 @@ class Gather:
                 source = flat.to(place.device).to(place.dtype)
             self._issue(source, self._inputs(source, source is flat), copy)
             return
+        self._started_on = streams.compute
         streams.order(streams.gather, streams.mark(streams.compute))
         with streams.on(streams.gather):
             if not copy:
@@ -177,6 +180,8 @@ class Gather:
             self._copy_out()
         else:
             streams.order(streams.compute, self._event)
+            if self._held is not None and self._started_on != streams.compute:  # to which its memory goes back
+                streams.order(self._started_on, self._event)
             self._event = None
         self._held = None
 

@@ -36,7 +36,7 @@ from .optimizer_steps import STEPS, watch_optimizers
 from .param import Owner, ShardedParam, new_unsharded_param, shard_view, storage_view
 from .placement import in_dtype
 from .post_forward import PostForward
-from .streams import Event, streams_of
+from .streams import Event, Stream, streams_of
 
 ALIGN_NBYTES = 128
 """Every view of a flat buffer starts at a multiple of this: kernels and collectives leave their fast paths otherwise."""
@@ -114,6 +114,7 @@ class ParamGroup:
         self.flat: Tensor | None = None  # None on the meta device, and where parameters have memory of their own
         self._host_read: Event = None  # behind the last copy of an offloaded flat shard to the device
         self._free: Callable[[], None]  # frees the unsharded memory; set with ``gather``
+        self._allocated_on: Stream = None  # the stream that was compute at the last ``issue``
         self.smaller: DataParallelMesh | None = None  # for ``reshard_after_forward=<int>``
         self.post_forward: PostForward | None = None
         self._steps = 0  # optimizer steps before the last unshard
@@ -224,9 +225,18 @@ class ParamGroup:
         else:
             self.gather = self._new_gather(self.layout, self.num_direct, self.mesh.shard_group)
         if not self._shares_memory():
-            self._free = functools.partial(self.streams.resize, self.storage, 0)
+            self._allocated_on = self.streams.compute
+            free = functools.partial(self.streams.resize, self.storage, 0)  # a method would cost each reshard a call
+            self._free = free if self.streams.host_waits else self._free_behind_uses
             self._free()
         return self.gather
+
+    def _free_behind_uses(self) -> None:
+        """The memory goes back to the stream that it was allocated on: a side stream of the user's, if ``unshard`` was called there."""
+        streams = self.streams
+        if self._allocated_on != streams.compute:
+            streams.order(self._allocated_on, streams.mark(streams.compute))
+        streams.resize(self.storage, 0)
 
     def _shares_memory(self) -> bool:
         """Whether the flat shard is the unsharded parameters: one rank keeps all of them, as they are computed with."""
@@ -311,6 +321,8 @@ class ParamGroup:
             self.post_forward.issue()
         else:
             return
+        if not self.streams.host_waits:
+            self._allocated_on = self.streams.compute
         self.state = GroupState.UNSHARDING
 
     def wait(self) -> None:

@@ -578,10 +578,31 @@ def train_with_an_optimizer_on_its_own_stream(scenario: Scenario, mesh: DeviceMe
     return []
 
 
+def train_with_unshards_on_a_side_stream(scenario: Scenario, mesh: DeviceMesh) -> list[Any]:
+    """And with other work there, whose memory is what the side stream is given back."""
+    model: Any = scenario.model()
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    streams = streams_of(torch.device("cpu"))
+    for x in batches(scenario.num_steps, ROWS):
+        streams.order("side", streams.mark(streams.compute))
+        with streams.on("side"):
+            model.unshard(async_op=True)
+        loss = model(x).square().mean()
+        with streams.on("side"):
+            torch.zeros(1000)
+        loss.backward()
+        with streams.on("side"):
+            torch.zeros(1000)
+        optimizer.step()
+    return []
+
+
 FAKE_SCENARIOS = {
     **{name: scenario for name, scenario in SCENARIOS.items() if "reduce_scatter" not in scenario.private},
     **SCENARIOS_OF_FOUR,
     "optimizer_on_its_own_stream": Scenario(train=train_with_an_optimizer_on_its_own_stream),
+    "unshard_on_a_side_stream": Scenario(train=train_with_unshards_on_a_side_stream),
 }
 
 # Each order of the runtime, and a scenario in which it alone prevents a race.
@@ -590,6 +611,8 @@ NEEDED_BY = {
     "extensions.finish": "extensions",
     "gather.start": "plain",
     "gather.finish": "plain",
+    "gather.finish 2": "unshard_on_a_side_stream",
+    "param_group._free_behind_uses": "unshard_on_a_side_stream",
     "reduction.__init__": "plain",
     "reduction._after_scatter": "hsdp",
     "reduction._hand_out": "all_reduce_hook",
@@ -621,7 +644,10 @@ def test_without_this_order_of_a_gather_over_one_rank_there_is_a_race(place):
     assert replay_on_fake_ranks(replace(FAKE_SCENARIOS["replicated_bf16"], num_steps=3), streams) != []
 
 
-@pytest.mark.parametrize("name", [*SCENARIOS_OF_FOUR, "plain", "direct", "mixed", "bf16_direct", "optimizer_on_its_own_stream"])
+@pytest.mark.parametrize(
+    "name",
+    [*SCENARIOS_OF_FOUR, "plain", "direct", "mixed", "bf16_direct", "optimizer_on_its_own_stream", "unshard_on_a_side_stream"],
+)
 @pytest.mark.parametrize("passes_at_once", [False, True])
 def test_no_race_on_the_path_of_nccl_in(name, passes_at_once):
     streams = RecordingStreams()

@@ -94,15 +94,15 @@ def read_metadata(folder: Path) -> Metadata:
         shapes = {type(each) for each in metadata.state_dict_metadata.values()}
         if not isinstance(metadata, Metadata) or not shapes <= {BytesStorageMetadata, TensorStorageMetadata}:
             raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
-        wanted: dict[str, int] = {}
-        for info in (metadata.storage_data or {}).values():
-            wanted[info.relative_path] = max(wanted.get(info.relative_path, 0), info.offset + info.length)
+        wanted: dict[str, tuple[int, str]] = {}  # of each file, where its last tensor ends, and that tensor's key
+        for index, info in (metadata.storage_data or {}).items():
+            wanted[info.relative_path] = max(wanted.get(info.relative_path, (0, "")), (info.offset + info.length, str(index.fqn)))
     except Exception as error:  # whatever a broken pickle raises
         raise failure(f"{path} cannot be read: {error}", expected="metadata as dcp.save writes them", file=path) from error
     sizes = {name: (folder / name).stat().st_size if (folder / name).is_file() else None for name in wanted}
     broken = [
-        f"{name}: " + ("is missing" if (size := sizes[name]) is None else f"has {size} bytes of {nbytes}")
-        for name, nbytes in sorted(wanted.items())
+        f"{name}: " + ("is missing" if (size := sizes[name]) is None else f"has {size} bytes of {nbytes}") + f", with {key}"
+        for name, (nbytes, key) in sorted(wanted.items())
         if (sizes[name] or 0) < nbytes
     ]
     if broken:
@@ -111,6 +111,7 @@ def read_metadata(folder: Path) -> Metadata:
             items=broken,
             expected="all files that the save has written",
             file=folder / broken[0].split(":")[0],
+            key=broken[0].rpartition("with ")[2],
         )
     return metadata
 

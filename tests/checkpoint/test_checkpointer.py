@@ -545,8 +545,8 @@ def put_code_into(metadata: Path) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a file is missing": (lambda path: (path / "__1_0.distcp").unlink(), r"__1_0\.distcp: is missing"),
-    "a file is cut short": (lambda path: truncate(path / "__1_0.distcp"), r"__1_0\.distcp: has \d+ bytes of \d+"),
+    "a file is missing": (lambda path: (path / "__1_0.distcp").unlink(), r"__1_0\.distcp: is missing, with \w+\."),
+    "a file is cut short": (lambda path: truncate(path / "__1_0.distcp"), r"__1_0\.distcp: has \d+ bytes of \d+, with \w+\."),
     "a file is corrupt": (lambda path: corrupt(path / "__1_0.distcp"), "rank 1"),
     "no metadata": (lambda path: (path / ".metadata").unlink(), "is no checkpoint: it has no .metadata"),
     "metadata are cut short": (lambda path: truncate(path / ".metadata"), r"\.metadata cannot be read"),

@@ -54,10 +54,30 @@ def mark_what_follows_gathers(graph: fx.Graph) -> None:
 
 def reorder(graph: fx.Graph) -> None:
     """Move the starts of gathers ahead and the waits for reductions back, in place. Gathers that depend on compute stay."""
+    _delay_copies(graph)
     _advance_gathers(graph)
     for kind in (compat.REDUCE_SCATTER, compat.ALL_REDUCE):
         _delay_waits(graph, kind)
     graph.lint()
+
+
+def _delay_copies(graph: fx.Graph) -> None:
+    """Put each wait for a gather, and each view or copy of its result, right before its first use.
+
+    The compiler's passes may have moved them: with one copy early, its whole bucket is waited for and alive early.
+    """
+    gathered: set[fx.Node] = set()
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if compat.is_wait(node):
+            if compat.collective_of(inputs[0]) == compat.ALL_GATHER and _from_placeholders(inputs[0]) is not None:
+                gathered.add(node)
+        elif inputs and operator_name(node) in _VIEWS_AND_CASTS and gathered.issuperset(inputs):
+            gathered.add(node)
+    for node in reversed(list(graph.nodes)):
+        users = [user for user in node.users if user.op != "output"]
+        if node in gathered and users:
+            min(users).prepend(node)
 
 
 def _advance_gathers(graph: fx.Graph) -> None:

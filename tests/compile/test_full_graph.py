@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -145,6 +146,23 @@ def test_gathers_start_one_bucket_ahead_and_reductions_end_one_bucket_later():
     unordered = fsdp2.compile(shard(four_blocks()), backend="aot_eager", bucket_bytes=0, reorder=False)
     fed_own_chunk(unordered, token_batches(1))
     assert all(each.overlapped == 0 for summary in graph_summaries(unordered) for each in summary.collectives)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch's own, of importing inductor
+@on_ranks(2, timeout=600)
+def test_the_generated_code_keeps_the_order():
+    from torch._inductor.utils import fresh_cache, run_and_get_code
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    for layer in model:
+        fully_shard(layer, mesh=cpu_mesh())
+    fsdp2.compile(fully_shard(model, mesh=cpu_mesh()), bucket_bytes=0)
+    with torch.no_grad(), fresh_cache():
+        _, (code,) = run_and_get_code(model, torch.randn(2, 8))
+    events = re.findall(r"(all_gather|wait_tensor|addmm)[a-z_]*(?:\.default)?\(", code)
+    first, second = ("all_gather", "all_gather", "wait_tensor", "addmm"), ("wait_tensor", "all_gather", "addmm")
+    assert events == [*first, *second, "wait_tensor", "addmm"]
 
 
 @pytest.mark.slow

@@ -362,10 +362,9 @@ class Schedule:
     def _expect_end_of_backward(self) -> None:
         """Have ``end_of_backward`` run when the outermost graph task ends: the first to call this is in it."""
         if self._task == -1:
-            if compat.compiled_autograd_is_on():
+            if not compat.queue_end_of_backward(self.end_of_backward):
                 raise _compiled_autograd_error()
             self._task = compat.current_graph_task()
-            compat.queue_end_of_backward(self.end_of_backward)
             if self._logs:
                 alive = [log for reference in self._logs if (log := reference()) is not None]
                 self._reading = Reading(self._task, alive)

@@ -328,8 +328,14 @@ def preserved_versions(tensors: tuple[Tensor, ...]) -> AbstractContextManager[An
     return context(tensors)  # type: ignore[no-any-return]
 
 
-def queue_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback``, outside of transforms, when the current graph task (the innermost running backward) has finished."""
+def queue_end_of_backward(callback: Callable[[], None]) -> bool:
+    """Run ``callback``, outside of transforms, when the current graph task (the innermost running backward) has finished.
+
+    Returns: False if a compiler traces and replaces what the autograd engine does, hooks included: then nothing is queued
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region):
+        return False
     run = callback
     if functorch_is_active():
 
@@ -338,6 +344,7 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
                 callback()
 
     torch.autograd.Variable._execution_engine.queue_callback(run)
+    return True
 
 
 def functorch_disabled() -> AbstractContextManager[Any]:
@@ -592,12 +599,6 @@ def inductor(
         patches["reorder_for_peak_memory"] = False  # it would undo the order: what is on its way ahead of its use costs memory
     patches |= options
     return compile_fx(module, inputs, inner_compile=inner_compile, config_patches=patches)  # type: ignore[return-value]
-
-
-def compiled_autograd_is_on() -> bool:
-    """Whether a compiler traces and replaces what the autograd engine does, hooks included."""
-    module = sys.modules.get("torch._dynamo.compiled_autograd")
-    return module is not None and bool(module.compiled_autograd_enabled or module.in_compiled_autograd_region)
 
 
 class CompiledAround(NamedTuple):

@@ -48,8 +48,10 @@ def migrate_config(text: str) -> Migrated:
 
     try:
         config: Any = YAML().load(text)
-    except YAMLError:
-        return Migrated(text, text)
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        left = Finding(mark.line + 1 if mark is not None else 1, Kind.LEFT, "not migrated: it is no YAML")
+        return Migrated(text, text, (left,) if "fsdp_config" in text else ())
     fsdp: Any = config.get("fsdp_config") if isinstance(config, dict) else None
     is_mapping = isinstance(fsdp, dict) and bool(fsdp)
     if not is_mapping or config.get("distributed_type") != "FSDP" or fsdp.get("fsdp_version", 1) == 2:

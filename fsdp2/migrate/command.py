@@ -131,8 +131,17 @@ def _files(paths: Iterable[Path]) -> Iterable[Path]:
                 hidden = any(part.startswith(".") for part in each.relative_to(path).parts)
                 if each.is_file() and each.suffix in (".py", *_CONFIGS) and not hidden:
                     yield each
-        elif path.is_file():
+        elif path.is_file() and path.suffix != ".ipynb":
             yield path
+        else:
+            notebook = path.suffix == ".ipynb"
+            raise ArgumentError(
+                message(
+                    f"{path} is a notebook" if notebook else f"there is no file or folder {path}",
+                    expected=f"a file or a folder that exists; notebooks are not read, .py and {', '.join(_CONFIGS)} are",
+                    fix="save its code as a .py file first" if notebook else "check the path",
+                )
+            )
 
 
 def _diff(path: Path, result: Migrated) -> Iterable[str]:

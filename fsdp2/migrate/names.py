@@ -43,6 +43,15 @@ _MAKES = {
     "fsdp:lambda_auto_wrap_policy": "policy",
     "fsdp:always_wrap_policy": "policy",
 }
+_TAKES_MODEL = frozenset(
+    f"fsdp:FullyShardedDataParallel.{name}"
+    for name in (
+        "state_dict_type", "set_state_dict_type", "summon_full_params",
+        "optim_state_dict", "full_optim_state_dict", "sharded_optim_state_dict",
+    )
+)
+"""Functions of FSDP1 whose first argument is a model, wherever it was wrapped."""
+
 _SAME_MODEL = frozenset({"to", "cuda", "cpu", "train", "eval", "compile"})
 
 Function = cst.FunctionDef | cst.Lambda | None
@@ -256,6 +265,8 @@ class Names(cst.CSTVisitor):
                 self._returned[name] = ""  # for a function that returns what it returns
                 self._returned[name] = next((tag for value in self.facts.returns.get(name, ()) if (tag := self._tag(value))), "")
             return self._returned[name]
+        if any(isinstance(each, cst.Call) and self.origin_of(each.func) == "functools.partial" for each in self.values_of(name)):
+            return self.tag_of(node.func)  # of what the partial makes
         return self.tags.get(f"{name}()", "")
 
     def _conclude(self) -> None:
@@ -293,6 +304,8 @@ class Names(cst.CSTVisitor):
 
     def _follow(self, call: cst.Call) -> None:
         """Give the parameters of a function of this file the tags of what they are called with, or are bound to by ``partial``."""
+        if self.origin_of(call.func) in _TAKES_MODEL and call.args and dotted(call.args[0].value) != "self":
+            self._give(call.args[0].value, "fsdp1")
         name = call.func.attr.value if isinstance(call.func, cst.Attribute) else dotted(call.func)
         targets = list(self.facts.functions.get(name, ()))
         if name in self.facts.classes:

@@ -12,7 +12,9 @@ import pytest
 from fsdp2.cli import main
 
 IMPORT_ONLY = "from torch.distributed.fsdp import fully_shard\n\nfully_shard(model)\n"
-CUSTOM = "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n\n\nclass Mine(FSDP):\n    pass\n"
+IMPORT_FSDP1 = "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
+CUSTOM = f"{IMPORT_FSDP1}\n\ndef mine(module, recurse, nonwrapped_numel):\n    return True\n\n\nFSDP(net, auto_wrap_policy=mine)\n"
+SUBCLASS = f"{IMPORT_FSDP1}\n\nclass Mine(FSDP):\n    pass\n"
 
 
 @pytest.fixture
@@ -52,8 +54,20 @@ def test_line_ends_of_the_file_are_kept(file: Any) -> None:
 def test_what_is_left_is_listed_with_its_line_and_status_1(file: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = file("train.py", CUSTOM)
     assert main(["migrate", "--write", str(path)]) == 1
-    assert f"{path}:4: compat: a subclass of FSDP" in capsys.readouterr().out
+    assert f"{path}:8: compat: auto_wrap_policy=mine: a policy function" in capsys.readouterr().out
     assert "from fsdp2.compat import FullyShardedDataParallel as FSDP" in path.read_text()
+
+
+def test_what_compat_refuses_too_stays_on_torch_with_a_comment(file: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = file("train.py", SUBCLASS)
+    assert main(["migrate", "--write", str(path)]) == 1
+    assert f"{path}:4: left: a subclass of FSDP" in capsys.readouterr().out
+    lines = path.read_text().splitlines()
+    comments = [line for line in lines if line.startswith("#")]
+    assert comments[0].startswith("# fsdp2: not migrated: a subclass of FSDP")
+    assert [line for line in lines if line not in comments] == SUBCLASS.splitlines()
+    assert main(["migrate", str(path)]) == 1
+    assert "+++" not in capsys.readouterr().out, "a second time changes nothing"
 
 
 def test_files_that_share_values_stay_on_compat_together(file: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,7 +99,7 @@ def test_what_is_no_python_is_listed_and_left(file: Any, capsys: pytest.CaptureF
     assert f"{binary}:1: left: not migrated: it is not UTF-8" in listed
 
 
-@pytest.mark.parametrize(("arguments", "said"), [([], "got no PATH"), (["absent"], "nothing to migrate in absent")])
+@pytest.mark.parametrize(("arguments", "said"), [([], "got no PATH"), (["absent"], "there is no file or folder absent")])
 def test_no_file_is_an_error(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["migrate", *arguments]) == 1
     assert said in capsys.readouterr().err
@@ -102,3 +116,37 @@ def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     monkeypatch.setattr(builtins, "__import__", without_libcst)
     assert main(["migrate", "train.py"]) == 1
     assert 'pip install "fsdp2[cli]"' in capsys.readouterr().err
+
+
+def test_a_path_that_cannot_be_read_is_an_error_beside_others_too(file: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path, notebook = file("train.py", IMPORT_ONLY), file("train.ipynb", "{}")
+    assert main(["migrate", "--write", str(path), "absent.py"]) == 1
+    assert main(["migrate", "--write", str(path), str(notebook)]) == 1
+    assert "there is no file or folder absent.py" in (said := capsys.readouterr().err)
+    assert "is a notebook" in said
+    assert path.read_text() == IMPORT_ONLY
+
+
+def test_a_configuration_that_is_no_yaml_is_listed(file: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = file("fsdp.yaml", "fsdp_config:\n  names: [a\n")
+    assert main(["migrate", str(path), str(file("other.yaml", "a: [1\n"))]) == 1
+    assert (listed := capsys.readouterr().out).startswith(f"{path}:")
+    assert listed.endswith("left: not migrated: it is no YAML\n")
+
+
+@pytest.mark.parametrize("made", ["partial(FSDP)(net)", "shard(net)"])
+def test_a_partial_makes_the_model_that_no_context_is_needed_for(file: Any, made: str) -> None:
+    imports = "from functools import partial\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP, StateDictType\n"
+    text = f"{imports}shard = partial(FSDP)\nmodel = {made}\nwith FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):\n"
+    path = file("train.py", text + "    state = model.state_dict()\nmodel.clip_grad_norm_(1.0)\n")
+    assert main(["migrate", "--write", str(path)]) == 0
+    assert "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))" in path.read_text()
+    assert "fsdp2.clip_grad_norm_(model.parameters(), 1.0)" in path.read_text()
+
+
+def test_a_model_that_comes_from_elsewhere_is_known_by_its_context(file: Any) -> None:
+    imports = "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, StateDictType\n"
+    body = "def save(net):\n    with FSDP.state_dict_type(net, StateDictType.FULL_STATE_DICT):\n        return net.state_dict()\n"
+    path = file("saving.py", imports + body)
+    assert main(["migrate", "--write", str(path)]) == 0
+    assert "return get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))" in path.read_text()

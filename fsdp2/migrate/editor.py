@@ -94,18 +94,18 @@ class Editor(cst.CSTTransformer):
         """This is not rewritten; the rest of the file is."""
         self._say(node, Kind.LEFT, f"not migrated: {text}")
 
-    def refuse(self, framework: str, node: cst.CSTNode, text: str) -> None:
-        """Nothing of ``framework`` can be rewritten in this file."""
-        finding = Finding(self.names.line_of(node), Kind.COMPAT if framework == "fsdp1" else Kind.LEFT, text)
+    def refuse(self, framework: str, node: cst.CSTNode, text: str, *, on_compat: bool = True) -> None:
+        """Nothing of ``framework`` can be rewritten in this file. FSDP1 then goes to fsdp2.compat, if that can do it."""
+        finding = Finding(self.names.line_of(node), Kind.COMPAT if framework == "fsdp1" and on_compat else Kind.LEFT, text)
         above: cst.CSTNode | None = node
         while above is not None and not isinstance(above, (cst.SimpleStatementLine, *_COMPOUND)):
             above = self.names.parent_of(above)
         if (framework, id(above), finding) not in self.refused:
             self.refused.append((framework, id(above), finding))
 
-    def say_refused(self, framework: str, statement_id: int, finding: Finding) -> None:
+    def say_refused(self, statement_id: int, finding: Finding) -> None:
         """A comment that says why, above the statement; before the walk."""
-        why = "on fsdp2.compat" if framework == "fsdp1" else "not migrated"
+        why = "on fsdp2.compat" if finding.kind is Kind.COMPAT else "not migrated"
         self._around.setdefault(statement_id, _Around()).comments.append(f"{why}: {finding.text}")
 
     def needs(self, import_line: str) -> None:

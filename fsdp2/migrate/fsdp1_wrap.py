@@ -350,8 +350,10 @@ def class_reference(editor: Editor, old: cst.Name | cst.Attribute, new: cst.Base
         return new
     if not _in_annotation(editor, old):
         above = editor.names.parent_of(parent) if parent is not None else None
-        what = "a subclass of FSDP" if isinstance(above, cst.ClassDef) else "FSDP as a value"
-        editor.refuse("fsdp1", old, f"{what}: fully_shard changes a module in place, there is no class of wrappers")
+        if isinstance(above, cst.ClassDef):
+            editor.refuse("fsdp1", old, "a subclass of FSDP: there is no wrapper; subclass the module's class", on_compat=False)
+        else:
+            editor.refuse("fsdp1", old, "FSDP as a value: fully_shard changes a module in place, there is no class of wrappers")
     return new
 
 

@@ -53,6 +53,13 @@ def clip_function(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpre
     return new.with_changes(func=editor.make("fsdp2.clip_grad_norm_", "import fsdp2"))
 
 
+def comm_hook(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
+    """FSDP1's ``model.register_comm_hook``."""
+    if editor.names.tag_of(_receiver_node(old)) == "fsdp1":
+        editor.refuse("fsdp1", old, "register_comm_hook: fsdp2 reduces gradients itself; see set_custom_reduce_scatter")
+    return None
+
+
 def _receiver_node(call: cst.Call) -> cst.BaseExpression | None:
     return call.func.value if isinstance(call.func, cst.Attribute) else None
 
@@ -106,6 +113,7 @@ SHARED = Rules(
 
 FSDP1 = Rules(
     calls={f"{_STATIC}fsdp_modules": fsdp_modules, f"{_STATIC}summon_full_params": summon},
+    methods={"register_comm_hook": comm_hook},
     nodes={cst.Attribute: [static_rest]},
 )
 

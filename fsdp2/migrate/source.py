@@ -37,26 +37,33 @@ def migrate_source(text: str, path: Path | None = None, *, off: Collection[str] 
     refused: list[tuple[str, int, Finding]] = []
     names.off = set(off)
     while True:
-        editor = _editor(names, text, path)
-        for framework, statement, finding in refused:
-            editor.say_refused(framework, statement, finding)
+        editor = _editor(names, text, path, upstream_too=not _stays_on_torch(refused))
+        for _, statement, finding in refused:
+            editor.say_refused(statement, finding)
         _prepare(editor)
         new = wrapper.module.visit(editor)
         fresh = [each for each in editor.refused if each[0] not in names.off]
         if not fresh:
             break
         refused += fresh
-        names.off |= {framework for framework, _, _ in fresh}
+        names.off |= set(FRAMEWORKS) if _stays_on_torch(fresh) else {framework for framework, _, _ in fresh}
     assert isinstance(new, cst.Module)
-    keep_unused = path is not None and path.name == "__init__.py"
-    new, of_imports = fix_imports(new, wrapper.module, editor.imports, keep_unused, names.star_lines)
+    of_imports: list[Finding] = []
+    if not _stays_on_torch(refused):
+        keep_unused = path is not None and path.name == "__init__.py"
+        new, of_imports = fix_imports(new, wrapper.module, editor.imports, keep_unused, names.star_lines)
     findings = {*editor.findings, *of_imports, *(finding for _, _, finding in refused)}
     if new.code == text:
         findings = {each for each in findings if each.kind is Kind.LEFT}
     return Migrated(text, new.code, tuple(sorted(findings)))
 
 
-def _editor(names: Names, text: str, path: Path | None) -> Editor:
+def _stays_on_torch(refused: list[tuple[str, int, Finding]]) -> bool:
+    """Whether FSDP1 is used in a way that fsdp2.compat refuses too: then only comments are added."""
+    return any(framework == "fsdp1" and finding.kind is Kind.LEFT for framework, _, finding in refused)
+
+
+def _editor(names: Names, text: str, path: Path | None, upstream_too: bool) -> Editor:
     rules = Rules()
     active = [framework for framework in FRAMEWORKS if framework not in names.off]
     if active:
@@ -69,7 +76,8 @@ def _editor(names: Names, text: str, path: Path | None) -> Editor:
         rules.add(ddp.RULES)
     if "deepspeed" in active:
         rules.add(deepspeed.RULES)
-    rules.add(upstream.RULES)
+    if upstream_too:
+        rules.add(upstream.RULES)
     editor = Editor(names, rules)
     editor.state["path"] = path
     editor.state["on_cpu"] = '"gloo"' in text and "nccl" not in text

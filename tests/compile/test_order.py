@@ -16,7 +16,7 @@ from harness.compiled import Counts, counted_compilations
 from harness.models import Transformer, token_batches
 from harness.training import forward_backward
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")]
 
 
 def compile_blocks(counts: Counts) -> Callable[[nn.Module], nn.Module]:

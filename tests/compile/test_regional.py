@@ -134,6 +134,7 @@ def test_a_checkpoint_inside_of_a_compiled_block() -> None:
 # --- every way to shard -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @on_ranks(3, timeout=300)
 @pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_uneven_shards_that_are_kept_and_freed(after: bool) -> None:
@@ -161,6 +162,7 @@ def test_hsdp_and_a_smaller_mesh_after_forward(after: bool | int) -> None:
     assert_equal_training(steps, fed_in_chunks(reference, token_batches(4)))
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout=300)
 def test_mixed_precision_has_one_graph_and_the_numbers_of_eager() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -174,6 +176,7 @@ def test_mixed_precision_has_one_graph_and_the_numbers_of_eager() -> None:
     assert_same_bits(steps, fed_own_chunk(eager, token_batches(4)))
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout=300)
 def test_frozen_parameters_and_a_frozen_block() -> None:
     """As in the plain model: a graph for blocks that have the same things to train."""
@@ -199,6 +202,7 @@ def test_frozen_parameters_and_a_frozen_block() -> None:
     assert_equal_training(steps, fed_in_chunks(reference, token_batches(4)))
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout=300)
 def test_gradient_accumulation_and_prefetch_lists() -> None:
     model = model_of_four()
@@ -239,6 +243,7 @@ def lives(model: nn.Module, rows: list[int]) -> None:
             model(tokens)
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout=300)
 @pytest.mark.parametrize("dynamic", [None, *(pytest.param(each, marks=pytest.mark.slow) for each in (True, False))])
 def test_batch_sizes_and_evaluation_compile_no_more_than_in_the_plain_model(dynamic: bool | None) -> None:
@@ -285,6 +290,7 @@ class Chain(nn.Module):
         return self.last(x)
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout=300)
 def test_blocks_that_differ_do_not_use_one_anothers_graph() -> None:
     """The compiler drops guards on modules that fully_shard manages; it must not drop these. (torch 2.5: pytorch#139222)"""
@@ -297,6 +303,7 @@ def test_blocks_that_differ_do_not_use_one_anothers_graph() -> None:
     assert_equal_training(steps, fed_in_chunks(reference, batches(4)))
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout=300)
 def test_single_linears_compiled_inside_of_a_unit() -> None:
     model = Chain([Scaled(1.0, 8), Scaled(1.0, 12)])
@@ -310,6 +317,7 @@ def test_single_linears_compiled_inside_of_a_unit() -> None:
     assert_same_training(steps, fed_in_chunks(reference, batches(4)))
 
 
+@pytest.mark.slow
 @needs_torch("2.12", "compilation of its own containers where they have hooks")
 @on_ranks(2, timeout=300)
 def test_a_sequential_that_is_a_unit_is_compiled() -> None:

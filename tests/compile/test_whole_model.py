@@ -17,6 +17,7 @@ from harness.models import Block, batches
 from harness.training import assert_same_bits, fed_in_chunks, fed_own_chunk, forward_backward, sgd
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore::fsdp2.LosingOrderWarning"),
 ]

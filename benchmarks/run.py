@@ -24,6 +24,7 @@ SCRIPTS = (
     "memory_passes",
     "transient_memory",
     "gloo_step",
+    "compile",
     "strategies",
     "import_time",
     "load_safetensors",

@@ -66,7 +66,7 @@ class DataParallelMeshDims:
     replicate: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.shard is None and self.replicate is None:
+        if not (self.shard_names or self.replicate_names):
             from .errors import ArgumentError, message
 
             raise ArgumentError(

@@ -80,9 +80,13 @@ def serve(pipe: Connection, rank: int, world_size: int, store_path: str, log_pat
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which kills us
     threading.Thread(target=_exit_with_parent, name=WATCHER, daemon=True).start()
     _join_process_group(rank, world_size, store_path)
-    gc.freeze()  # what exists by now lives as long as the process: keep it out of the collection after each test
     _send(pipe, Reply("passed"))
+    frozen_modules = 0
     while True:
+        if len(sys.modules) > frozen_modules:
+            # What modules made as they were imported lives as long as the process: keep it out of the collection after each test.
+            gc.freeze()
+            frozen_modules = len(sys.modules)
         try:
             job = pipe.recv()
         except EOFError:

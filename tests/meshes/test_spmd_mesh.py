@@ -230,6 +230,8 @@ def test_what_does_not_fit_is_refused_with_every_offender():
         fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp", replicate="dp"))
     with pytest.raises(ArgumentError, match="at least one"):
         DataParallelMeshDims()
+    with pytest.raises(ArgumentError, match="at least one"):
+        DataParallelMeshDims(shard=(), replicate=())
     with pytest.raises(MeshError, match="mesh_dim_names"):
         fully_shard(model, mesh=DeviceMesh("cpu", [0, 1]), dp_mesh_dims=DataParallelMeshDims(shard="dp"))
     model.up.weight = nn.Parameter(distribute_tensor(torch.randn(8, 6), mesh, [Shard(0), Replicate()]))

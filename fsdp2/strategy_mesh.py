@@ -81,29 +81,34 @@ def flat_mesh_of_nodes(name: str, mesh: DeviceMesh | None, shard_size: int | Non
     return compat.flatten_mesh(mesh, names), mesh.size(1)
 
 
-def node_size(name: str, num_ranks: int, shard_size: int | None) -> int:
-    """Ranks of a node: what the user said, else what the launcher says. Raises: ArgumentError if that is no factor of ``num_ranks``."""
+def node_size(name: str, num_ranks: int, shard_size: int | None, by_default: int | None = None) -> int:
+    """Ranks of a node: what the user said, else what the launcher says, else ``by_default``.
+
+    Raises: ArgumentError if nobody says it, or if it is no factor of ``num_ranks``.
+    """
     given: Any = shard_size
     source = "shard_size"
-    if given is None:
-        source = "the environment variable LOCAL_WORLD_SIZE, which is the default of shard_size,"
-        text = os.environ.get("LOCAL_WORLD_SIZE")
-        if text is None:
-            raise ArgumentError(
-                message(
-                    f"strategy {name!r} got neither shard_size nor a 2-D mesh",
-                    expected="how many ranks share one copy of the parameters; torchrun says it in LOCAL_WORLD_SIZE, which is not set",
-                    fix="pass shard_size, the number of ranks on a node",
-                )
-            )
+    if given is None and (text := os.environ.get("LOCAL_WORLD_SIZE")) is not None:
+        source = "the environment variable LOCAL_WORLD_SIZE, the default size of a node,"
         given = int(text) if text.isdigit() else text
+    elif given is None:
+        source = "the number of devices of this host"
+        given = by_default
+    if given is None:
+        raise ArgumentError(
+            message(
+                f"strategy {name!r} got neither shard_size nor a 2-D mesh",
+                expected="how many ranks share one copy of the parameters; torchrun says it in LOCAL_WORLD_SIZE, which is not set",
+                fix="pass shard_size, the number of ranks on a node",
+            )
+        )
     if isinstance(given, bool) or not isinstance(given, int) or given < 1 or num_ranks % given:
         factors = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
         raise ArgumentError(
             message(
                 f"strategy {name!r}: {source} is {given!r}, and there are {num_ranks} ranks",
                 expected=f"a factor of the number of ranks: {factors}",
-                fix="pass another shard_size, or start as many ranks on each node",
+                fix="start as many ranks on each node, or say which ranks are one: shard_size, a 2-D mesh",
             )
         )
     return given

@@ -10,7 +10,6 @@ replicates over 1 and 5.
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -23,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..core import torch_compat as compat
 from ..core.mesh import DataParallelMesh, data_parallel_mesh
 from ..errors import ArgumentError, MeshError, message
+from ..strategy_mesh import node_size
 from .api import ShardingStrategy
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -35,7 +35,8 @@ def read_groups(strategy: ShardingStrategy, process_group: Any, device_mesh: Any
     """The ranks that ``strategy`` shards and replicates over.
 
     Collective: for a hybrid strategy, yes, over all ranks, the first time for a pair of groups, or for neither.
-    Raises:     ArgumentError if both are given or one is of a wrong type; MeshError if it does not go with the strategy.
+    Raises:     ArgumentError if both are given, one is of a wrong type, or nodes do not divide the ranks; MeshError if it does not go
+                with the strategy.
     """
     hybrid = strategy in HYBRID
     if process_group is not None and device_mesh is not None:
@@ -114,7 +115,8 @@ def _hybrid_mesh(strategy: ShardingStrategy, process_group: Any, device_type: st
     if process_group is None:
         world = _checked_group(strategy, None)
         known = _meshes.setdefault(world, {})
-        size = ranks_of_a_node(device_type)
+        devices = world.size() if device_type == "cpu" else compat.device_module(device_type).device_count()
+        size = node_size(strategy.name, world.size(), None, by_default=devices)
         if (size, device_type) not in known:
             shape = (world.size() // size, size)
             known[size, device_type] = init_device_mesh(device_type, shape, mesh_dim_names=_NAMES)
@@ -135,25 +137,6 @@ def _hybrid_mesh(strategy: ShardingStrategy, process_group: Any, device_type: st
         dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
         known[key] = DeviceMesh.from_group([replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=_NAMES)
     return known[key]
-
-
-def ranks_of_a_node(device_type: str) -> int:
-    """LOCAL_WORLD_SIZE if it is set, else this host's number of accelerators, or all ranks on the CPU.
-
-    Raises: MeshError if the number of ranks is no multiple of it.
-    """
-    world_size = dist.get_world_size()
-    by_default = world_size if device_type == "cpu" else compat.device_module(device_type).device_count()
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", by_default))
-    if world_size % size:
-        raise MeshError(
-            message(
-                f"a hybrid strategy got {world_size} ranks, and nodes of {size}",
-                expected="the same number of ranks on every node",
-                fix="pass process_group=(shard, replicate), or a 2-D device_mesh",
-            )
-        )
-    return size
 
 
 # --- the device ---------------------------------------------------------------------------------------------------------------

@@ -165,8 +165,10 @@ def test_wrong_groups_meshes_and_strategies_are_refused() -> None:
         FSDP(nn.Linear(2, 2), sharding_strategy="FULL_SHARD")
     with pytest.raises(ArgumentError, match=r"device_id=1\.5"):
         FSDP(nn.Linear(2, 2), device_id=1.5)
-    with patch.dict("os.environ", {"LOCAL_WORLD_SIZE": "3"}), pytest.raises(MeshError, match="2 ranks, and nodes of 3"):
-        FSDP(nn.Linear(2, 2), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    for size in ("3", "three"):
+        said = f"LOCAL_WORLD_SIZE.*{size}.*2 ranks"
+        with patch.dict("os.environ", {"LOCAL_WORLD_SIZE": size}), pytest.raises(ArgumentError, match=said):
+            FSDP(nn.Linear(2, 2), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 
 @on_ranks(2)

@@ -97,16 +97,21 @@ class Editor(cst.CSTTransformer):
     def refuse(self, framework: str, node: cst.CSTNode, text: str, *, on_compat: bool = True) -> None:
         """Nothing of ``framework`` can be rewritten in this file. FSDP1 then goes to fsdp2.compat, if that can do it."""
         finding = Finding(self.names.line_of(node), Kind.COMPAT if framework == "fsdp1" and on_compat else Kind.LEFT, text)
-        above: cst.CSTNode | None = node
-        while above is not None and not isinstance(above, (cst.SimpleStatementLine, *_COMPOUND)):
-            above = self.names.parent_of(above)
-        if (framework, id(above), finding) not in self.refused:
-            self.refused.append((framework, id(above), finding))
+        above = self._statement_around(node)
+        if (framework, above, finding) not in self.refused:
+            self.refused.append((framework, above, finding))
 
     def say_refused(self, statement_id: int, finding: Finding) -> None:
         """A comment that says why, above the statement; before the walk."""
         why = "on fsdp2.compat" if finding.kind is Kind.COMPAT else "not migrated"
         self._around.setdefault(statement_id, _Around()).comments.append(f"{why}: {finding.text}")
+
+    def _statement_around(self, node: cst.CSTNode) -> int:
+        """The id of the innermost statement around ``node``."""
+        above: cst.CSTNode | None = node
+        while above is not None and not isinstance(above, (cst.SimpleStatementLine, *_COMPOUND)):
+            above = self.names.parent_of(above)
+        return id(above)
 
     def needs(self, import_line: str) -> None:
         """The new text uses what this line imports."""
@@ -148,7 +153,7 @@ class Editor(cst.CSTTransformer):
         finding = Finding(self.names.line_of(node), kind, text)
         if finding not in self.findings:
             self.findings.append(finding)
-            comments = self._of(None).comments
+            comments = self._around.setdefault(self._statement_around(node), _Around()).comments
             if text not in comments:
                 comments.append(text)
 

@@ -5,10 +5,12 @@ It refuses to know state dicts (``state_dicts.py``) and how models are wrapped.
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
 from .editor import Editor, Rules, receiver
-from .names import SHARDED
+from .names import SHARDED, Names
 from .trees import arguments, code, dotted, with_args
 
 _STATIC = "fsdp:FullyShardedDataParallel."
@@ -19,9 +21,20 @@ def inner_module(editor: Editor, old: cst.Attribute, new: cst.BaseExpression) ->
     """``model.module`` is ``model``: nothing is wrapped."""
     if old.attr.value not in ("module", "_fsdp_wrapped_module") or not isinstance(new, cst.Attribute):
         return new
-    if editor.names.tag_of(old.value) not in SHARDED or _is_target(editor, old):
+    if editor.names.tag_of(old.value) not in SHARDED or _is_target(editor, old) or is_asked_for(editor.names, old):
         return new
     return new.value
+
+
+def is_asked_for(names: Names, node: cst.Attribute) -> bool:
+    """Whether a ``hasattr`` around it asks for it: a sharded model has none, and what else comes there has it still."""
+    question = re.compile(rf"hasattr\({re.escape(code(node.value))}, ['\"]{node.attr.value}['\"]\)")
+    above = names.parent_of(node)
+    while above is not None:
+        if isinstance(above, (cst.If, cst.IfExp, cst.While)) and question.search(code(above.test)):
+            return True
+        above = names.parent_of(above)
+    return False
 
 
 def _is_target(editor: Editor, node: cst.CSTNode) -> bool:
@@ -44,11 +57,8 @@ def clip_method(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpress
 
 
 def clip_function(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
-    """``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)``, whose result would be a DTensor."""
-    value = old.args[0].value if old.args else None
-    while isinstance(value, cst.Call) and isinstance(value.func, cst.Attribute) and value.func.attr.value == "parameters":
-        value = value.func.value
-    if value is None or editor.names.tag_of(value) not in SHARDED:
+    """``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)``, whose result would be a DTensor; ours takes plain parameters too."""
+    if not editor.names.frameworks() - editor.names.off:
         return None
     return new.with_changes(func=editor.make("fsdp2.clip_grad_norm_", "import fsdp2"))
 

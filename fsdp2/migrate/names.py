@@ -20,8 +20,8 @@ from libcst.metadata import (
     QualifiedNameSource,
 )
 
-from .origins import is_framework_module, origin, star_names
-from .trees import code, dotted
+from .origins import FSDP1_NAMES, is_framework_module, origin, star_names
+from .trees import arguments, code, dotted, parameters
 
 SHARDED = ("fsdp1", "ddp", "deepspeed")
 """Tags of models."""
@@ -65,6 +65,7 @@ class Facts:
     functions: dict[str, list[cst.FunctionDef]] = field(default_factory=dict)
     classes: dict[str, cst.ClassDef] = field(default_factory=dict)
     calls: list[cst.Call] = field(default_factory=list)
+    attributes: list[cst.Attribute] = field(default_factory=list)
     returns: dict[str, list[cst.BaseExpression]] = field(default_factory=dict)
 
 
@@ -82,6 +83,7 @@ class Names(cst.CSTVisitor):
         self._origins: dict[int, str] = {}
         self._imports_framework = False
         self._returned: dict[str, str] = {}  # tags of what functions return, as far as is known
+        self._wraps: dict[str, list[cst.Call]] = {}  # by the text of what they wrap
         self._stars: list[str] = []
         self.star_lines: dict[str, int] = {}
         self._functions: list[cst.FunctionDef] = []
@@ -111,6 +113,13 @@ class Names(cst.CSTVisitor):
 
     def uses_frameworks(self) -> bool:
         return self._imports_framework or any(":" in each for each in self._origins.values())
+
+    def frameworks(self) -> set[str]:
+        """Those of fsdp1, ddp, deepspeed whose names this file uses."""
+        found = {each.partition(":")[::2] for each in self._origins.values()}
+        known = {"ddp": "ddp", "zero": "ddp", "join": "ddp", "deepspeed": "deepspeed"}
+        used = {known[kind] for kind, name in found if kind in known and name}
+        return used | {"fsdp1" for kind, name in found if kind == "fsdp" and name.partition(".")[0] in FSDP1_NAMES}
 
     def tag_of(self, node: cst.CSTNode | None) -> str:
         """What kind of value an expression has: one of SHARDED, "optimizer", "strategy", "precision", ...; "" if unknown."""
@@ -159,6 +168,7 @@ class Names(cst.CSTVisitor):
 
     def visit_Attribute(self, node: cst.Attribute) -> None:  # noqa: N802
         self._remember(node)
+        self.facts.attributes.append(node)
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:  # noqa: N802
         self._imports_framework |= is_framework_module(dotted(node.module))
@@ -238,8 +248,29 @@ class Names(cst.CSTVisitor):
         if isinstance(node, cst.Attribute):
             if node.attr.value in ("module", "_fsdp_wrapped_module"):
                 return self.tag_of(node.value)
-            return self.tags.get(f"*.{node.attr.value}", "")
+            if f"*.{node.attr.value}" in self.tags:
+                return self.tags[f"*.{node.attr.value}"]
+        return self.wrapped_in_place(node)
+
+    def wrapped_in_place(self, node: cst.CSTNode | None) -> str:
+        """The tag of ``net`` behind ``model = DDP(net)``: sharding changes a module in place, so from there on it is the model."""
+        text = dotted(node)
+        if node is None or not text or text in self.tags:
+            return ""
+        inside = self.function_of(node)
+        local = inside is not None and text in {each.name.value for each in parameters(inside)}
+        for call in self._wraps.get(text, ()):
+            function = self.function_of(call)
+            before = function is inside and self.line_of(call) < self.line_of(node)
+            elsewhere = function is not inside and (isinstance(node, cst.Attribute) or not (function or local))
+            if before or elsewhere:
+                return _MAKES[self.origin_of(call.func)]
         return ""
+
+    def is_wrapped_later(self, node: cst.CSTNode) -> bool:
+        """Whether ``node`` becomes a model further down in the same function."""
+        wraps = self._wraps.get(dotted(node), ())
+        return any(self.function_of(each) is self.function_of(node) and self.line_of(each) >= self.line_of(node) for each in wraps)
 
     def _tag_of_call(self, node: cst.Call) -> str:
         made_by = self.origin_of(node.func)
@@ -271,6 +302,9 @@ class Names(cst.CSTVisitor):
 
     def _conclude(self) -> None:
         """Follow values until nothing new is known."""
+        for call in self.facts.calls:
+            if _MAKES.get(self.origin_of(call.func)) in SHARDED:
+                self._wraps.setdefault(dotted(arguments(call.args, ("module",)).value("module")), []).append(call)
         for _ in range(20):
             before = len(self.tags)
             self._returned.clear()
@@ -306,6 +340,11 @@ class Names(cst.CSTVisitor):
         """Give the parameters of a function of this file the tags of what they are called with, or are bound to by ``partial``."""
         if self.origin_of(call.func) in _TAKES_MODEL and call.args and dotted(call.args[0].value) != "self":
             self._give(call.args[0].value, "fsdp1")
+        if dotted(call.func) == "isinstance" and len(call.args) > 1:
+            kinds = call.args[1].value
+            each_kind = [each.value for each in kinds.elements] if isinstance(kinds, cst.Tuple) else [kinds]
+            tags = [tag for kind in each_kind if (tag := _MAKES.get(self.origin_of(kind), "")) in SHARDED]
+            self._give(call.args[0].value, tags[0] if tags else "")
         name = call.func.attr.value if isinstance(call.func, cst.Attribute) else dotted(call.func)
         targets = list(self.facts.functions.get(name, ()))
         if name in self.facts.classes:
@@ -315,7 +354,7 @@ class Names(cst.CSTVisitor):
             params = [*function.params.posonly_params, *function.params.params]
             if params and params[0].name.value in ("self", "cls"):
                 params = params[1:]
-            names = {param.name.value: param.name for param in [*params, *function.params.kwonly_params]}
+            names = {param.name.value: param.name for param in parameters(function)}
             for index, arg in enumerate(call.args):
                 if arg.star:
                     continue

@@ -14,7 +14,7 @@ from pathlib import Path
 import libcst as cst
 from libcst.metadata import MetadataWrapper
 
-from . import ddp, deepspeed, fsdp1_values, fsdp1_wrap, model_use, state_dicts, upstream
+from . import ddp, deepspeed, fsdp1_values, fsdp1_wrap, model_use, state_dicts, unresolved, upstream
 from .editor import Editor, Rules
 from .imports import fix_imports
 from .names import Names
@@ -35,11 +35,15 @@ def migrate_source(text: str, path: Path | None = None, *, off: Collection[str] 
     if not names.uses_frameworks():
         return Migrated(text, text)
     refused: list[tuple[str, int, Finding]] = []
+    strangers = list(unresolved.find(names))
     names.off = set(off)
     while True:
         editor = _editor(names, text, path, upstream_too=not _stays_on_torch(refused))
         for _, statement, finding in refused:
             editor.say_refused(statement, finding)
+        if names.frameworks() - names.off:
+            for node, what in strangers:
+                editor.left(node, what)
         _prepare(editor)
         new = wrapper.module.visit(editor)
         fresh = [each for each in editor.refused if each[0] not in names.off]

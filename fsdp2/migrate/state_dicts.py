@@ -9,6 +9,7 @@ FSDP1 keeps the kind of state dict on the model. Here it is read from the text: 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import libcst as cst
@@ -184,7 +185,7 @@ def model_state(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpress
     if tag not in SHARDED or is_use_before_wrap(editor, old):
         return None
     if tag != "fsdp1":
-        if not code(old.func.value).endswith(".module"):
+        if not code(old.func.value).endswith(".module") and not editor.names.wrapped_in_place(old.func.value):
             editor.note(old, "keys no longer begin with module.")
         return on_every_rank(editor, old, _full_state(editor, model, False), _full_state(editor, model, True), "model_state")
     wanted = _in_force(editor)
@@ -215,7 +216,7 @@ def load_state(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpressi
     wanted = Wanted() if tag != "fsdp1" else _in_force(editor)
     if wanted is None or wanted.kind != "FULL_STATE_DICT":
         return None
-    if tag == "ddp" and not code(old.func.value).endswith(".module"):
+    if tag == "ddp" and not code(old.func.value).endswith(".module") and not editor.names.wrapped_in_place(old.func.value):
         editor.note(old, "keys must not begin with module. any more.")
     given = arguments(new.args, ("state_dict", "strict", "assign"))
     strict = f", strict={given.text('strict')}" if given.text("strict", "True") != "True" else ""
@@ -232,6 +233,8 @@ def _optimizer_state(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseEx
         return None
     model, optimizer = _model_of(editor, old), code(new.func.value)
     if not model:
+        if editor.names.frameworks() - editor.names.off:
+            editor.left(old, _UNKNOWN.format(f"fsdp2.checkpoint.full_optimizer_state_dict(model, {optimizer}, by_name=True)"))
         return None
     _explain_names(editor, old)
     return on_every_rank(
@@ -270,6 +273,8 @@ def _load_optimizer(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExp
     else:
         model, options = _model_of(editor, old), FULL
         if not model:
+            if editor.names.frameworks() - editor.names.off:
+                editor.left(old, _UNKNOWN.format(f"set_optimizer_state_dict(model, {optimizer}, {state}, options={FULL})"))
             return None
         _explain_names(editor, old)
     _needs_dcp(editor, *(["StateDictOptions"] if options else []), "set_optimizer_state_dict")
@@ -277,14 +282,16 @@ def _load_optimizer(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExp
 
 
 def _model_of(editor: Editor, old: cst.Call) -> str:
-    """The sharded model that the function around ``old`` names, or the only one of the file."""
-    models = editor.names.model()
-    if len(models) > 1:
-        function = editor.names.function_of(old)
-        inside = code(function) if function is not None else ""
-        models = [each for each in models if f"{each}" in inside] or models
-    return models[0] if models else ""
+    """The sharded model that the function around ``old`` names, or the first one of the file, if it can be seen from there."""
+    models, function = editor.names.model(), editor.names.function_of(old)
+    if function is None:
+        return models[0] if models else ""
+    named = [each for each in models if re.search(rf"\b{re.escape(each)}(?!\w)", code(function))]
+    everywhere = [dotted(target) for target, _, inside in editor.names.facts.assigned if inside is None]
+    return next(iter(named or [each for each in models if each in everywhere or each.startswith("self.")]), "")
 
+
+_UNKNOWN = "which model this optimizer belongs to is not seen from here; if it is sharded: {0}"
 
 _LOADS = {
     "optim_state_dict_to_load": ("model", "optim", "optim_state_dict", "is_named_optimizer", "load_directly", "group"),

@@ -82,6 +82,12 @@ def arguments(args: Sequence[cst.Arg], signature: Sequence[str]) -> Arguments:
     return found
 
 
+def parameters(function: cst.FunctionDef | cst.Lambda) -> list[cst.Param]:
+    """Those with a name, positional or not."""
+    given = function.params
+    return [*given.posonly_params, *given.params, *given.kwonly_params]
+
+
 def keyword(name: str, value: cst.BaseExpression, like: cst.Arg | None = None) -> cst.Arg:
     """``name=value``, laid out as the argument ``like``."""
     equal = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))

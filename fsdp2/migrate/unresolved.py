@@ -1,0 +1,128 @@
+"""What only a wrapped model has, asked of something that nobody knows: ``state.model.no_sync()``, ``things["net"].state_dict()``.
+
+Values are followed by the text of their names (``names.py``), so a model that comes out of a container, an object or another file is
+not seen. Each such use is listed: it may need to be rewritten. What plainly is something else, an optimizer, a sampler, a module that
+is never wrapped, is not. It refuses to know what is rewritten.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+
+import libcst as cst
+from libcst import matchers
+
+from .model_use import is_asked_for
+from .names import Names
+from .trees import code, dotted, string_of
+
+_INSTEAD = {
+    "no_sync": "fsdp2.accumulate({0})",
+    "clip_grad_norm_": "fsdp2.clip_grad_norm_({0}.parameters(), ...)",
+    "state_dict": "fsdp2.checkpoint.full_state_dict({0}), on every rank, for whole tensors",
+    "load_state_dict": "set_model_state_dict({0}, ..., options=StateDictOptions(full_state_dict=True)) for whole tensors",
+    "module": "{0} itself",
+    "_fsdp_wrapped_module": "{0} itself",
+}
+_ATTRIBUTES = ("module", "_fsdp_wrapped_module")
+_OTHER_THINGS = re.compile(
+    r"optim|^opts?$|sched|scaler|sampler|loader|dataset|generator|metric|tokenizer|criterion|loss|warmup|counter|meter"
+    r"|^(args|cfg|config|hparams|options|spec|record|frame)$",
+    re.IGNORECASE,
+)
+"""Names of what has a state dict, or an attribute ``module``, and is no model."""
+
+
+def find(names: Names) -> Iterator[tuple[cst.CSTNode, str]]:
+    """Each use of something unknown as a wrapped model is used, and what it becomes if it is one; in the order of the text."""
+    for node in names.facts.attributes:
+        name = node.attr.value
+        if name in _INSTEAD and _is_such_a_use(names, node) and not _is_known(names, node):
+            value = node.value
+            if isinstance(value, cst.Attribute) and value.attr.value in _ATTRIBUTES:
+                value = value.value
+            receiver = code(value)
+            use = f"{code(node.value)}.{name}" + ("" if name in _ATTRIBUTES else "()")
+            yield node, f"{use}: check whether {receiver} is sharded; if so: {_INSTEAD[name].format(receiver)}"
+
+
+def _is_such_a_use(names: Names, node: cst.Attribute) -> bool:
+    above = names.parent_of(node)
+    if node.attr.value in _ATTRIBUTES:
+        said = isinstance(above, cst.Attribute) and above.attr.value in _INSTEAD  # of ``net.module.state_dict()``
+        return not said and not isinstance(above, (cst.ImportFrom, cst.ImportAlias))
+    if not isinstance(above, cst.Call) or above.func is not node:
+        return False
+    if node.attr.value == "no_sync":
+        return not above.args  # accelerate's takes the model
+    return node.attr.value != "clip_grad_norm_" or not above.args or "param" not in code(above.args[0])  # a function of some module
+
+
+def _is_known(names: Names, node: cst.Attribute) -> bool:
+    value = node.value
+    if names.tag_of(value) or names.is_wrapped_later(value) or _is_of_a_library(names.origin_of(value)):
+        return True
+    if isinstance(value, cst.Call) and _makes_no_wrapped(names, value, node.attr.value):
+        return True
+    if isinstance(value, cst.Name) and value.value in ("self", "cls"):
+        return node.attr.value in _ATTRIBUTES or not _may_be_a_model(names, node)
+    if isinstance(value, cst.Call) and dotted(value.func) == "super":
+        return True
+    if node.attr.value in _ATTRIBUTES and (_is_target(names, node) or is_asked_for(names, node)):
+        return True
+    return _OTHER_THINGS.search(_last_word(value)) is not None or _is_never_wrapped(names, value, node.attr.value)
+
+
+def _is_of_a_library(origin: str) -> bool:
+    top = origin.partition(".")[0].partition(":")[0]
+    return top in ("torch", "fsdp", "ddp", "zero", "deepspeed") or top in sys.stdlib_module_names
+
+
+def _last_word(node: cst.BaseExpression) -> str:
+    """``optimizer`` of ``self.optimizer``, ``optimizers[0]``, ``state["optimizer"]``."""
+    while isinstance(node, cst.Subscript):
+        index = node.slice[0].slice
+        text = string_of(index.value) if isinstance(index, cst.Index) else None
+        if text is not None:
+            return text
+        node = node.value
+    if isinstance(node, cst.Call):
+        return _last_word(node.func)
+    return node.attr.value if isinstance(node, cst.Attribute) else dotted(node)
+
+
+def _may_be_a_model(names: Names, node: cst.Attribute) -> bool:
+    """Of ``self``: whether its class inherits what is asked for."""
+    above = names.parent_of(node)
+    while above is not None and not isinstance(above, cst.ClassDef):
+        above = names.parent_of(above)
+    if above is None or not above.bases:
+        return False
+    return not _defines(above, node.attr.value)
+
+
+def _is_target(names: Names, node: cst.CSTNode) -> bool:
+    return isinstance(names.parent_of(node), (cst.AssignTarget, cst.AnnAssign, cst.Del))
+
+
+def _is_never_wrapped(names: Names, node: cst.BaseExpression, method: str) -> bool:
+    """Whether every value of a name is made here, by a library or a class of this file that wraps nothing or has its own ``method``."""
+    name = dotted(node)
+    values = names.values_of(name)
+    if not values or any(text.startswith(f"{name}.") for text in names.tags):
+        return False
+    return all(isinstance(value, cst.Call) and _makes_no_wrapped(names, value, method) for value in values)
+
+
+def _makes_no_wrapped(names: Names, call: cst.Call, method: str) -> bool:
+    made = names.facts.classes.get(dotted(call.func))
+    if made is None:
+        return _is_of_a_library(names.origin_of(call.func))
+    inside = matchers.findall(made, matchers.Name() | matchers.Attribute())
+    return _defines(made, method) or not any(":" in names.origin_of(each) for each in inside)
+
+
+def _defines(made: cst.ClassDef, method: str) -> bool:
+    return any(isinstance(each, cst.FunctionDef) and each.name.value == method for each in made.body.body)

@@ -30,8 +30,11 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .api import fully_shard
+from .api import FSDPModule, fully_shard
 from .core.arguments import check_policies, checked_modules
+from .core.build import read_modules
+from .core.hooks import class_with
+from .core.mesh import read_mesh
 from .core.optimizer_steps import STEPS
 from .core.unit import unit_of
 from .errors import ArgumentError, ModuleError, message
@@ -108,16 +111,21 @@ def parallelize(
     Source:         ZeRO (Rajbhandari et al. 2020); hsdp_global: ZeRO++'s hpZ (Wang et al. 2023)
     """
     chosen = _strategy(strategy)
-    checked_modules(model)
+    _check_model(model)
     check_policies(mp_policy, offload_policy, ignored_params)
     ignored = ignored_params or set()
     planned = plan(model, wrap, ignored_params=ignored)
     ranks = checked_mesh(mesh) if mesh is not None else flat_mesh(chosen.name, None)
     tensors = free_tensors(model, ignored)
-    facts = [f"{chosen.name} {shard_size} {sync_module_states}", *described(tensors)]
+    dtypes = mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype
+    facts = [f"{chosen.name} {shard_size} {sync_module_states} {dtypes} {type(offload_policy).__name__}", *described(tensors)]
     facts += [f"group {group.names} {type(group.modules[0]).__name__}" for group in planned.groups]
     require_same(ranks, facts, f"models, or arguments of parallelize({chosen.name!r}),")
     mesh, reshard_after_forward = _placed(chosen, mesh, shard_size)
+    # What a call below would refuse for its group, it would refuse after the groups before it have been sharded.
+    read_modules([model], read_mesh(mesh), shard_placement_fn, ignored)
+    for module in (module for group in planned.groups for module in group.modules):
+        class_with(FSDPModule, type(module))
     if sync_module_states:
         broadcast(ranks, device_of(ranks), tensors)
     for group in planned.groups:
@@ -136,8 +144,20 @@ def parallelize(
     return model
 
 
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ModuleError(
+            message(
+                f"parallelize got an object of type {type(model).__name__}",
+                expected="one nn.Module; wrap= says which modules inside of it become groups",
+                fix="pass the model itself",
+            )
+        )
+    checked_modules(model)
+
+
 def _strategy(name: Any) -> Strategy:
-    if name in STRATEGIES:
+    if isinstance(name, str) and name in STRATEGIES:
         return STRATEGIES[name]
     close = difflib.get_close_matches(str(name).lower(), STRATEGIES, n=1)
     raise ArgumentError(
@@ -189,7 +209,9 @@ def accumulate(model: nn.Module, last: bool = False) -> Iterator[None]:
     Collective: no by itself; all ranks must pass the same.
     Raises:     ModuleError if ``model`` is not sharded.
     """
-    units = list({id(unit): unit for module in model.modules() if (unit := unit_of(module)) is not None}.values())
+    given: Any = model
+    modules = given.modules() if isinstance(given, nn.Module) else ()
+    units = list({id(unit): unit for module in modules if (unit := unit_of(module)) is not None}.values())
     if not units:
         raise ModuleError(
             message(

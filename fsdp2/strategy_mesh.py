@@ -129,8 +129,16 @@ def _require_processes() -> None:
 
 
 def checked_mesh(mesh: Any) -> DeviceMesh:
-    """``mesh`` itself. Raises: ArgumentError if it is none."""
+    """``mesh`` itself. Raises: ArgumentError if it is none; MeshError if this rank is not in it."""
     if isinstance(mesh, DeviceMesh):
+        if mesh.get_coordinate() is None:
+            raise MeshError(
+                message(
+                    f"parallelize got a mesh that this rank is not part of: {mesh}",
+                    expected="a mesh whose ranks include the one that makes the call",
+                    fix="call parallelize on the ranks of the mesh only, or pass each rank the mesh that it is in",
+                )
+            )
         return mesh
     raise ArgumentError(
         message(

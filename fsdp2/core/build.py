@@ -6,6 +6,7 @@ Everything that can be refused is refused before the first change. It refuses to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,18 +45,9 @@ def build_unit(
     mesh: of parameters for which ``shard_placement_fn`` names no other
     """
     device = mesh_device(mesh)
-    check_placement_fn(shard_placement_fn)
     after = checked_reshard_after_forward(reshard_after_forward, mesh)
-    managed = managed_modules(modules)
-    _refuse_sharded(ignored_params)
-    owners = _owners(modules, managed, ignored_params)
-    tied = _split_off_tied(owners)
-    buffers = _buffers(modules, managed)
-    place = Placer(shard_placement_fn, mesh)
-    placed = {param: place(names[0], param) for param, (names, _) in owners.items()}
-    refuse_unplaceable((names[0], param, *placed[param]) for param, (names, _) in owners.items())
-    refuse_unextendable((names[0], param) for param, (names, _) in owners.items())
-    _check_devices(owners, buffers, device)
+    read = read_modules(modules, mesh, shard_placement_fn, ignored_params)
+    managed, owners, placed = read.managed, read.owners, read.placed
     specs = {param: shard_spec(owners[param][0][0], param, *placed[param]) for param in owners}
     afters = {id(own): checked_reshard_after_forward(reshard_after_forward, own) for own, _ in placed.values()}
     options = GroupOptions(
@@ -66,7 +58,7 @@ def build_unit(
         mp_policy=mp_policy,
         **private_options,
     )
-    borrowed = _borrow(tied, place, options)
+    borrowed = _borrow(read.tied, read.place, options)
     cut = _cut_own_memory(owners, specs, {param: own.shard_rank for param, (own, _) in placed.items()})
     groups = []
     for params in _partition(owners, key=lambda param: (param.dtype, needs_own_memory(param), *placed[param][0].groups)):
@@ -76,10 +68,10 @@ def build_unit(
         if isinstance(own_after, int) and not isinstance(own_after, bool):
             group.smaller = post_forward_mesh(own_mesh, own_after)
         groups.append(group)
-    for buffer in buffers.values():
+    for buffer in read.buffers.values():
         if not buffer.is_meta:
             buffer.data = buffer.to(device)
-    for sharded, _, places in tied:
+    for sharded, _, places in read.tied:
         for owner in places:
             sharded.unit.group_of(sharded)[0].registry.add_owner(sharded, owner)
     if any(group.smaller is not None for group in groups):
@@ -105,6 +97,47 @@ def build_unit(
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         module._fsdp_use_orig_params = True  # type: ignore[assignment]
     return unit
+
+
+@dataclass(frozen=True)
+class ModulesRead:
+    """What one unit of some modules would be made of.
+
+    managed:  the modules in their trees that belong to it
+    owners:   every parameter to shard, with its names and places
+    tied:     those that an earlier unit sharded
+    buffers:  every buffer to move, by name
+    place:    what was asked for ``placed``
+    placed:   of each parameter the mesh, and the placement on it
+    """
+
+    managed: list[nn.Module]
+    owners: _Owned
+    tied: _Tied
+    buffers: dict[str, Tensor]
+    place: Placer
+    placed: dict[nn.Parameter, tuple[DataParallelMesh, Any]]
+
+
+def read_modules(
+    modules: Sequence[nn.Module],
+    mesh: DataParallelMesh,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    ignored_params: set[nn.Parameter],
+) -> ModulesRead:
+    """Read ``modules`` without a change, and refuse what can't be sharded as asked: an FSDPError. Collective: no."""
+    check_placement_fn(shard_placement_fn)
+    managed = managed_modules(modules)
+    _refuse_sharded(ignored_params)
+    owners = _owners(modules, managed, ignored_params)
+    tied = _split_off_tied(owners)
+    buffers = _buffers(modules, managed)
+    place = Placer(shard_placement_fn, mesh)
+    placed = {param: place(names[0], param) for param, (names, _) in owners.items()}
+    refuse_unplaceable((names[0], param, *placed[param]) for param, (names, _) in owners.items())
+    refuse_unextendable((names[0], param) for param, (names, _) in owners.items())
+    _check_devices(owners, buffers, mesh_device(mesh))
+    return ModulesRead(managed, owners, tied, buffers, place, placed)
 
 
 def managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:

@@ -3,9 +3,10 @@
 Blocks are the children of a ModuleList, Sequential or ModuleDict of which some are built alike: two of one class with parameters of
 the same names and shapes, or all of one class about as large (a T5 block with a relative bias beside one without; but no stages of a
 Swin, of which each is larger than the one before: their layers are blocks). The outermost such children count, so that the experts
-inside a block stay with it. Other modules of the same classes are blocks too. Of what is outside of the blocks, an embedding or a
-linear layer at least half as large as the median block becomes a group, unless another module shares its parameters: then the root,
-which is unsharded as long as any of them runs, keeps them.
+inside a block stay with it; but a list of nothing but equal modules with parts is a stage, and what is in it are blocks. Other
+modules of the same classes are blocks too. Of what is outside of the blocks, an embedding or a linear layer at least half as large
+as the median block becomes a group, unless another module shares its parameters: then the root, which is unsharded as long as any
+of them runs, keeps them.
 
 It refuses to know names of models. Worked example, GPT-2 (12 blocks; the head is tied to the embedding):
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 
+import torch
 from torch import nn
 
 from .tree import ModuleTree
@@ -50,7 +52,7 @@ def _outermost(tree: ModuleTree, module: nn.Module, may_be_block: Callable[[nn.M
     children = tree.children(module)
     if isinstance(module, _LISTS):
         inside = [child for child in children if may_be_block(child)]
-        if _some_alike(tree, inside):
+        if _some_alike(tree, inside) and not any(_is_stage(tree, child) for child in inside):
             return {id(child): child for child in inside}
     found: dict[int, nn.Module] = {}
     for child in children:
@@ -65,10 +67,20 @@ def _some_alike(tree: ModuleTree, modules: list[nn.Module]) -> bool:
         by_class.setdefault(type(module), []).append(module)
     for several in by_class.values():
         sizes = [tree.numel(module) for module in several]
-        shapes = {tuple((name, param.shape) for name, param in module.named_parameters()) for module in several}
+        shapes = set(map(_shapes, several))
         if len(several) > 1 and (len(shapes) < len(several) or max(sizes) <= 2 * min(sizes)):
             return True
     return False
+
+
+def _is_stage(tree: ModuleTree, module: nn.Module) -> bool:
+    """Whether it is a list of several modules with parts, all the same."""
+    children = tree.children(module) if isinstance(module, _LISTS) else []
+    return len(children) > 1 and all(map(_has_parts, children)) and len({(type(each), _shapes(each)) for each in children}) == 1
+
+
+def _shapes(module: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
+    return tuple((name, param.shape) for name, param in module.named_parameters())
 
 
 def _add_of_classes(

@@ -17,9 +17,9 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ModuleError, message
+from ..errors import ModuleError, ParameterError, message
 from .policies import as_policy
-from .tree import CONTAINERS, ModuleTree
+from .tree import CONTAINERS, ModuleTree, is_sharded
 
 
 @dataclass(frozen=True)
@@ -95,13 +95,32 @@ def plan(model: nn.Module, policy: Any = "auto", *, ignored_params: Iterable[nn.
     policy:     a wrap policy or one of its shorthands, see ``fsdp2.wrap``
     ignored_params: parameters that stay outside of all groups
     Collective: no. All ranks must get the same plan, and do where model and policy are the same.
-    Raises:     ModuleError if ``model`` is no module; ArgumentError for a policy that is none, or that matches nothing.
+    Raises:     ModuleError if ``model`` is no module, or sharded; ParameterError for lazy ones; ArgumentError for a policy that is
+                none, and for classes or names that match nothing.
     """
     if not isinstance(model, nn.Module):
         raise ModuleError(
             message(f"plan got an object of type {type(model).__name__}", expected="an nn.Module", fix="pass the model itself")
         )
+    if is_sharded(model):
+        raise ModuleError(
+            message(
+                f"plan got a {type(model).__name__} that is sharded already",
+                expected="a model as it is before parallelize or fully_shard, or one of which parts are sharded",
+                fix="plan first",
+            )
+        )
     tree = ModuleTree(model, ignored_params or ())
+    lazy = [name for name, param in model.named_parameters() if isinstance(param, nn.UninitializedParameter)]
+    if lazy:
+        raise ParameterError(
+            message(
+                f"{len(lazy)} parameters have no shape yet",
+                items=lazy,
+                expected="a model whose lazy modules have run once",
+                fix="run a forward pass with an input of the right shape before",
+            )
+        )
     order = {id(module): index for index, module in enumerate(tree.candidates.values())}
     chosen: list[list[nn.Module]] = []
     for modules in as_policy(policy).choose(tree):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,14 +151,14 @@ def by_class(*module_classes: type[nn.Module] | str) -> WrapPolicy:
 def by_size(
     min_params: int = 100_000_000,
     *,
-    leaves: Iterable[type[nn.Module]] = (nn.MultiheadAttention,),
-    excluded: Iterable[type[nn.Module]] = CONTAINERS,
+    leaves: Collection[type[nn.Module]] = (nn.MultiheadAttention,),
+    excluded: Collection[type[nn.Module]] = CONTAINERS,
 ) -> WrapPolicy:
     """From the bottom up, every module whose parameters not in a group yet have at least ``min_params`` elements.
 
     leaves:   classes of which neither they nor what is inside becomes a group
     excluded: classes of which only what is inside does
-    Raises:   ArgumentError if ``min_params`` is no positive int.
+    Raises:   ArgumentError if ``min_params`` is no positive int, or the others are no classes.
     Source:   FSDP1's size_based_auto_wrap_policy, whose groups it makes.
     """
     given: Any = min_params
@@ -166,6 +166,12 @@ def by_size(
         raise ArgumentError(
             message(f"by_size got min_params={min_params!r}", expected="a number of elements, 1 or more", fix="by_size(100_000_000)")
         )
+    named: Any = (("leaves", leaves), ("excluded", excluded))
+    for name, classes in named:
+        if not isinstance(classes, Collection) or not all(isinstance(each, type) for each in classes):
+            raise ArgumentError(
+                message(f"by_size got {name}={classes!r}", expected="classes of modules", fix=f"for instance {name}=(nn.ModuleList,)")
+            )
     return _BySize(min_params, tuple(leaves), tuple(excluded))
 
 
@@ -191,13 +197,14 @@ def by_name(*names_or_regexes: str | re.Pattern[str]) -> WrapPolicy:
     by_name("embedding", r"layers\\.\\d+") is the embedding and each layer, not what is inside of them.
     Raises: ArgumentError for anything else, and when planning for a name that matches nothing.
     """
-    for each in names_or_regexes:
+    given: Any = names_or_regexes or [None]
+    for each in given:
         try:
             re.compile(each)
         except (re.error, TypeError) as error:
             raise ArgumentError(
                 message(
-                    f"by_name got {each!r}: {error}",
+                    f"by_name got {each!r}: {error}" if names_or_regexes else "by_name got no name",
                     expected="names or regular expressions",
                     fix=r'for instance by_name("embedding", r"layers\.\d+")',
                 )

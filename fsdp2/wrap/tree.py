@@ -32,7 +32,7 @@ class ModuleTree:
         self._visit(root, "")
 
     def _visit(self, module: nn.Module, name: str) -> None:
-        if id(module) in self._names or {"fully_shard", "replicate"} & set(compat.applied_apis(module)):
+        if id(module) in self._names or is_sharded(module):
             return
         self._names[id(module)] = name
         if not isinstance(module, OPAQUE):
@@ -53,7 +53,7 @@ class ModuleTree:
         return found
 
     def _walk(self, module: nn.Module, seen: set[int]) -> Iterator[nn.Parameter]:
-        if id(module) in seen or {"fully_shard", "replicate"} & set(compat.applied_apis(module)):
+        if id(module) in seen or is_sharded(module):
             return
         seen.add(id(module))
         for param in module.parameters(recurse=False):
@@ -78,3 +78,8 @@ class ModuleTree:
                 if param is not None:
                     count[id(param)] = count.get(id(param), 0) + 1
         return count
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a data-parallel API took ``module`` before."""
+    return bool({"fully_shard", "replicate"} & set(compat.applied_apis(module)))

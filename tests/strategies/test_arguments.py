@@ -12,11 +12,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdp2 import FSDPModule, accumulate, parallelize
-from fsdp2.errors import ArgumentError, MeshError, ModuleError, OrderError
+from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, accumulate, parallelize
+from fsdp2.errors import ArgumentError, MeshError, ModuleError, OrderError, ParameterError
 from fsdp2.state_bytes import expected_state_bytes
+from fsdp2.wrap import plan
 from harness import cpu_mesh, on_ranks
 from harness.models import mlp
+
+
+def last_bias(param: nn.Parameter) -> Shard | None:
+    """Asks the impossible for the last parameter of ``mlp()`` alone: it belongs to the root, the last group."""
+    return Shard(1) if tuple(param.shape) == (5,) else None
 
 
 @on_ranks(2)
@@ -25,6 +31,7 @@ from harness.models import mlp
     [
         ({"strategy": "zero4"}, ArgumentError, ["'zero4'", "'zero1', 'zero2', 'zero3', 'hsdp'", "fix:      strategy='zero"]),
         ({"strategy": None}, ArgumentError, ["None", "docs/strategies.md"]),
+        ({"strategy": ["zero3"]}, ArgumentError, ["['zero3']"]),
         ({"strategy": "zero2", "shard_size": 2}, ArgumentError, ["shard_size=2", "['hsdp', 'hsdp_zero2', 'hsdp_global']"]),
         ({"strategy": "hsdp", "shard_size": 3}, ArgumentError, ["shard_size is 3", "2 ranks", "[1, 2]"]),
         ({"strategy": "hsdp", "shard_size": 0}, ArgumentError, ["shard_size is 0"]),
@@ -36,7 +43,9 @@ from harness.models import mlp
         ({"wrap": {nn.Conv2d}}, ArgumentError, ["Conv2d", "matches no module", "'Block'"]),
         ({"mp_policy": None}, ArgumentError, ["mp_policy=None"]),
         ({"ignored_params": [1]}, ArgumentError, ["ignored_params"]),
-        ({"model": "model"}, ModuleError, ["str"]),
+        ({"model": "model"}, ModuleError, ["parallelize got an object of type str"]),
+        ({"model": [nn.Linear(2, 2)]}, ModuleError, ["parallelize got an object of type list", "one nn.Module"]),
+        ({"shard_placement_fn": last_bias}, ParameterError, ["last.bias (5,): Shard(1)"]),
         ({"model": nn.ModuleList([nn.Linear(2, 2)])}, ModuleError, ["ModuleList"]),
     ],
 )
@@ -61,6 +70,9 @@ def test_meshes_are_taken_as_they_are_or_cut_into_nodes():
         parallelize(mlp(), "hsdp", mesh=cpu_mesh(2, 2), shard_size=4)
     with pytest.raises(MeshError, match="3-D"):
         parallelize(mlp(), "ddp", mesh=cpu_mesh(1, 2, 2))
+    elsewhere = DeviceMesh("cpu", [(dist.get_rank() + 1) % 4], _init_backend=False)
+    with pytest.raises(MeshError, match="not part of"):
+        parallelize(mlp(), mesh=elsewhere)
     three = cpu_mesh(1, 2, 2, names=("dp", "node", "tp"))
     unnamed = DeviceMesh("cpu", torch.arange(4).view(2, 2))
     cases = [
@@ -100,6 +112,10 @@ def test_models_that_differ_between_ranks_are_refused_on_every_rank():
         parallelize(mlp(), "hsdp", shard_size=1 + dist.get_rank())
     with pytest.raises(ModuleError, match="differ between ranks"):
         parallelize(mlp(), wrap=["auto", None][dist.get_rank()])
+    with pytest.raises(ModuleError, match="differ between ranks"):
+        parallelize(mlp(), mp_policy=MixedPrecisionPolicy(reduce_dtype=[None, torch.bfloat16][dist.get_rank()]))
+    with pytest.raises(ModuleError, match="differ between ranks"):
+        parallelize(mlp(), offload_policy=[OffloadPolicy(), CPUOffloadPolicy()][dist.get_rank()])
 
 
 @on_ranks(2)
@@ -116,8 +132,11 @@ def test_calls_in_a_wrong_order_are_refused():
     model = parallelize(mlp())
     with pytest.raises(ModuleError, match="already applied"):
         parallelize(model)
-    with pytest.raises(ModuleError, match="not sharded"), accumulate(mlp()):
-        pass
+    with pytest.raises(ModuleError, match="sharded already"):
+        plan(model)
+    for wrong in (mlp(), None, [model]):
+        with pytest.raises(ModuleError, match="not sharded"), accumulate(wrong):
+            pass
 
 
 def test_without_processes_the_error_says_how_to_start_them():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import _recursive_wrap, size_based_auto_wrap_policy
 
-from fsdp2.errors import ArgumentError, ModuleError
+from fsdp2.errors import ArgumentError, ModuleError, ParameterError
 from fsdp2.wrap import auto, by_class, by_name, by_predicate, by_size, plan, root_only
 from harness.models import Block, mlp, transformer
 
@@ -126,6 +126,28 @@ def test_auto_takes_lone_blocks_of_a_class_found_elsewhere_and_layers_of_other_k
     assert sorted(group_names(Net())) == sorted(["down.0", "down.1", "middle", "mixed.0", "mixed.1", "mixed.2"])
 
 
+class Staged(nn.Module):
+    """Blocks in stages, beside blocks made of two parts that are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.ModuleList(Block(4) for _ in range(2)) for _ in range(2))
+        self.towers = nn.ModuleDict({name: nn.Sequential(Block(4), Block(4)) for name in "ab"})
+        self.layers = nn.ModuleList(nn.ModuleList([Block(4), Block(4), nn.LayerNorm(4)]) for _ in range(2))
+        self.parts = nn.ModuleList(nn.Sequential(Block(4), Block(8)) for _ in range(2))
+
+
+def test_auto_looks_into_lists_of_nothing_but_equal_blocks():
+    """Symptom: one group of each stage of a Funnel Transformer, four layers. Cause: the outermost things that are alike were taken."""
+    assert group_names(Staged()) == [
+        *(f"stages.{stage}.{layer}" for stage in range(2) for layer in range(2)),
+        *(f"towers.{tower}.{layer}" for tower in "ab" for layer in range(2)),
+        *(tuple(f"layers.{layer}.{part}" for part in range(3)) for layer in range(2)),
+        "parts.0",
+        "parts.1",
+    ]
+
+
 def test_auto_leaves_a_model_without_repetition_to_the_root():
     assert group_names(nn.Linear(3, 3)) == []
     assert group_names(nn.Sequential(nn.Linear(3, 300), nn.ReLU(), nn.Linear(300, 4))) == ["0", "2"]
@@ -166,6 +188,9 @@ def test_by_size_has_fsdp1s_default_and_its_classes():
     assert group_names(model, by_size(10)) == ["1.0"]
     assert group_names(model, by_size(10, leaves=())) == ["0", "1.0"]
     assert group_names(model, by_size(10, leaves=(nn.MultiheadAttention, nn.Linear))) == []
+    for wrong in ({"leaves": nn.Linear}, {"excluded": ["Linear"]}):
+        with pytest.raises(ArgumentError, match="classes of modules"):
+            by_size(10, **wrong)
 
 
 def test_by_class_takes_classes_and_their_names_and_sets_are_a_shorthand():
@@ -198,6 +223,8 @@ def test_by_name_takes_names_and_regular_expressions():
         by_name("(")
     with pytest.raises(ArgumentError, match="by_name got"):
         by_name(3)
+    with pytest.raises(ArgumentError, match="by_name got no name"):
+        by_name()
 
 
 def test_by_predicate_and_the_root_alone():
@@ -212,6 +239,8 @@ def test_by_predicate_and_the_root_alone():
             plan(model, wrong)
     with pytest.raises(ModuleError, match="plan got"):
         plan(list(model.parameters()))
+    with pytest.raises(ParameterError, match=r"(?s)2 parameters have no shape yet.*1\.weight"):
+        plan(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(4)))
 
 
 def test_children_whose_parameters_are_read_without_a_call_are_no_groups():

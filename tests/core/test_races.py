@@ -494,7 +494,7 @@ def test_no_race_in(name):
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("name", SCENARIOS_OF_FOUR)
+@pytest.mark.parametrize("name", [name if name == "hsdp" else pytest.param(name, marks=pytest.mark.slow) for name in SCENARIOS_OF_FOUR])
 def test_no_race_on_four_ranks_in(name):
     replay(SCENARIOS_OF_FOUR[name])
 

@@ -33,6 +33,8 @@ def on_ranks(*world_sizes: int, timeout: float = 120.0) -> Callable[[Callable[..
     Output:     what ranks print is shown with the rank in front, by pytest's usual rules.
     Failure:    the traceback of the rank that failed first, without the parent's; the processes are replaced.
     timeout:    seconds for one run of the body; then every rank's Python stacks are shown and the test fails.
+    Slow tests: world sizes above 2, if there is a smaller one. ``@on_ranks(2, 3)`` runs on 2 ranks in ``make test``, on 3 in
+                ``make test-slow``; ``@on_ranks(4)`` in ``make test``.
     """
     if not world_sizes:
         raise TypeError("on_ranks needs at least one world size: @on_ranks(2, 3)")
@@ -58,9 +60,14 @@ def on_ranks(*world_sizes: int, timeout: float = 120.0) -> Callable[[Callable[..
             signature = signature.replace(parameters=[*signature.parameters.values(), extra])
         test.__signature__ = signature  # type: ignore[attr-defined]  # pytest reads the arguments from it
         test.on_ranks_body = body  # type: ignore[attr-defined]  # where a rank finds the body
-        return pytest.mark.parametrize("world_size", world_sizes, ids=lambda n: f"ranks{n}")(test)
+        return pytest.mark.parametrize("world_size", [_variant(each, min(world_sizes)) for each in world_sizes])(test)
 
     return decorate
+
+
+def _variant(world_size: int, smallest: int) -> Any:
+    marks = [pytest.mark.slow] if world_size > max(smallest, 2) else []
+    return pytest.param(world_size, id=f"ranks{world_size}", marks=marks)
 
 
 def _job(body: Callable[..., None], arguments: dict[str, Any]) -> Job:

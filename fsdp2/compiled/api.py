@@ -58,6 +58,7 @@ def compile(  # noqa: A001 (named after torch.compile)
                 fix="call fsdp2.uncompile(model) before, or leave out model.compile()",
             )
         )
+    _refuse_modes_below(model)
     refuse_what_graphs_lack([unit for _, unit in units_below(model)])
     chosen = CompileOptions(backend, bucket_bytes, dynamic, reorder, dict(options or {}))
     root.hooks.enter_compiler(model, FullGraph(model, root, chosen))
@@ -81,6 +82,19 @@ def graph_summaries(model: nn.Module) -> list[GraphSummary]:
 def _mode_of(model: nn.Module) -> FullGraph | None:
     mode = getattr(model, "_compiled_call_impl", None)
     return mode if isinstance(mode, FullGraph) else None
+
+
+def _refuse_modes_below(model: nn.Module) -> None:
+    below = [f"{name} ({type(module).__name__})" for name, module in model.named_modules() if _mode_of(module) is not None]
+    if below:
+        raise OrderError(
+            message(
+                f"{len(below)} parts of this {type(model).__name__} are in full-graph mode already",
+                items=below,
+                expected="full-graph mode on the root alone",
+                fix="call fsdp2.uncompile on each of them before",
+            )
+        )
 
 
 def _root_of(model: Any, caller: str) -> Unit:

@@ -72,6 +72,7 @@ class Face:
     """One group as the compiler sees it; valid while the group's plan stays as it is.
 
     stand_ins: one for each parameter of the group, in its order
+    trainable: which of them are, as the stand-ins and the landing have it
     """
 
     def __init__(self, group: ParamGroup, gradients: Gradients) -> None:
@@ -80,7 +81,7 @@ class Face:
         self._plan = _plan_of(group)
         self.stand_ins = [new_stand_in(param, group) for param in group.params]
         self._landings: dict[tuple[bool, ...], Landing | None] = {}
-        self._trainable: tuple[bool, ...] = ()
+        self.trainable: tuple[bool, ...] = ()
         self.landing: Landing | None = None
         self.follow_trainable()
 
@@ -91,9 +92,9 @@ class Face:
     def follow_trainable(self) -> None:
         """Let the stand-ins, and the landing, follow ``requires_grad`` of the parameters."""
         trainable = tuple(param.sharded.requires_grad for param in self.group.params)
-        if trainable == self._trainable:
+        if trainable == self.trainable:
             return
-        self._trainable = trainable
+        self.trainable = trainable
         for stand_in, wanted in zip(self.stand_ins, trainable, strict=True):
             stand_in.requires_grad_(wanted)
         if trainable not in self._landings:

@@ -15,9 +15,10 @@ from torch import Tensor, fx, nn
 
 from ..core import torch_compat as compat
 from ..core.hooks import units_below
-from ..core.nested import map_tensors
+from ..core.nested import find_tensors, map_tensors
 from ..core.param_group import GroupState
-from ..core.schedule import adopt
+from ..core.schedule import Schedule, adopt
+from ..core.strays import REGISTRATIONS, warn_of_plain_parameters
 from ..core.unit import Unit
 from ..errors import CompileError, FSDPError, OrderError, message
 from .backend import CompileOptions, compiled_graph
@@ -40,20 +41,22 @@ class FullGraph:
         self._unit_of: dict[int, Unit] = {}
         self._settings: Any = None
         self._agreed = False
-        self._run: Callable[..., Any] | None = None
+        self._runs: dict[Any, Callable[..., Any]] = {}  # for each choice of settings and of what is trainable
         self.summaries: list[GraphSummary] = []
 
+    @compat.dynamo_disabled  # a compiler around the model leaves to us what we have compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward. Collective: yes; the first one also compares what the ranks have captured."""
-        self._prepare()
+        run = self._prepare()
         if self._root.device.type != "cpu":
             move = torch.device(self._root.device)
             args, kwargs = map_tensors(lambda tensor: tensor.to(move, non_blocking=True), (args, kwargs))
-        assert self._run is not None
         problem: CompileError | None = None
         try:
             with self._shown_to_compiler():
-                return self._run(*args, **kwargs)
+                output = run(*args, **kwargs)
+            self._refuse_stand_ins(output)
+            return output
         except compat.compiler_errors() as error:
             own = next((each for each in _causes(error) if isinstance(each, CompileError)), None)
             problem = own if own is not None else _not_captured(self._model, error)
@@ -70,45 +73,107 @@ class FullGraph:
 
     # --- before a forward ---
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> Callable[..., Any]:
+        """What to run, given how the model is set now."""
         schedule = self._root.schedule
         if not self._faces or schedule is None or not schedule.settled:
             if schedule is None or not schedule.settled:
                 schedule = adopt(self._root, units_below)
             self._units = schedule.units
-            self._start()
+            warn_of_plain_parameters(self._model, self._units)
+            schedule.num_registrations = REGISTRATIONS.count
+        elif schedule.num_registrations != REGISTRATIONS.count:
+            warn_of_plain_parameters(self._model, [below for _, below in units_below(self._model)])
+            schedule.num_registrations = REGISTRATIONS.count
+        self._refuse_units_around(schedule)
+        settings = self._settings_now()
+        if settings != self._settings:
+            try:
+                refuse_what_graphs_lack(self._units)
+            except CompileError:
+                self.leave()
+                raise
+            self._settings = settings
         for unit in self._units:
             if any(group.state is not GroupState.SHARDED for group, _ in unit.uses):
                 unit.reshard_for_all()
             unit.notice_changes()
-        if self._settings != self._settings_now() or not all(face.is_current() for face in self._faces):
-            self._start()
+        if not self._faces or not all(face.is_current() for face in self._faces):
+            self._faces = [Face(group, gradients) for unit in self._units for group, gradients in unit.groups]
+            self._unit_of = {id(group): unit for unit in self._units for group, _ in unit.groups}
+            self._runs.clear()
         for face in self._faces:
             face.follow_trainable()
+        built_in = settings, tuple(face.trainable for face in self._faces)
+        run = self._runs.get(built_in)
+        if run is None:
+            run = self._runs[built_in] = self._new_run()
+        return run
+
+    def _refuse_units_around(self, schedule: Schedule) -> None:
+        if schedule.root is not self._root:
+            raise OrderError(
+                message(
+                    f"{self._root.fqn} ({type(self._model).__name__}) is in full-graph mode, and a part of a larger model: "
+                    f"fully_shard was applied to {type(schedule.root.modules[0]).__name__} around it",
+                    expected="full-graph mode on the root, the module whose forward runs first",
+                    fix="call fsdp2.uncompile on the part, and fsdp2.compile on the root",
+                )
+            )
 
     def _settings_now(self) -> Any:
-        """What is built into a graph beside the parameters themselves."""
-        return [
+        """What is built into a graph beside the parameters themselves, and what no graph has."""
+        return tuple(
             (
                 unit.reshard_after_forward,
                 unit.reshard_is_default,
-                [(gradients.divide_factor, gradients.sum_only, id(gradients.process_group)) for _, gradients in unit.groups],
+                tuple(
+                    (
+                        gradients.divide_factor,
+                        gradients.sum_only,
+                        id(gradients.process_group),
+                        (group.all_gather_comm or gradients.comm or gradients.all_reduce_hook or gradients.all_reduce_instead) is None,
+                        gradients.keeps_reduce_dtype,
+                    )
+                    for group, gradients in unit.groups
+                ),
             )
             for unit in self._units
-        ]
+        )
 
-    def _start(self) -> None:
-        """Forget what was captured, if anything was."""
-        refuse_what_graphs_lack(self._units)
-        self._settings = self._settings_now()
-        self._faces = [Face(group, gradients) for unit in self._units for group, gradients in unit.groups]
-        self._unit_of = {id(group): unit for unit in self._units for group, _ in unit.groups}
+    def _new_run(self) -> Callable[..., Any]:
+        """The model for a compiler that has compiled nothing of it."""
         call: Callable[..., Any] = self._model._call_impl
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return call(*args, **kwargs)
+            output = call(*args, **kwargs)
+            if any(isinstance(each, nn.Parameter) for each in compat.pytree.tree_leaves(output)):
+                output = compat.pytree.tree_map_only(nn.Parameter, Tensor.clone, output)  # else the stand-in would be returned
+            return output
 
-        self._run = compat.uninterrupted(forward, self._backend, self._options.dynamic)
+        return compat.uninterrupted(forward, self._backend, self._options.dynamic)
+
+    def _refuse_stand_ins(self, output: Any) -> None:
+        found: list[Tensor] = []
+        find_tensors(output, found)
+        if not any(isinstance(tensor, nn.Parameter) for tensor in found):
+            return
+        ids = {id(tensor) for tensor in found}
+        names = [
+            param.fqn
+            for face in self._faces
+            for param, stand_in in zip(face.group.params, face.stand_ins, strict=True)
+            if id(stand_in) in ids
+        ]
+        if names:
+            raise CompileError(
+                message(
+                    f"forward of {type(self._model).__name__} returns {len(names)} parameters inside of a {type(output).__name__}",
+                    items=names,
+                    expected="parameters in outputs only inside of what torch.utils._pytree knows: tuples, lists, dicts, ...",
+                    fix="return a copy, parameter.clone(), or run this model eagerly",
+                )
+            )
 
     @contextlib.contextmanager
     def _shown_to_compiler(self) -> Iterator[None]:
@@ -183,16 +248,27 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 def _not_captured(model: nn.Module, error: BaseException) -> CompileError:
     place = compat.place_of(error)
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    text = next((str(each) for each in _causes(error) if _EXPLANATION in str(each)), str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
+    what = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    items = [] if place is None else [f"at {place}"]
+    items += [line.removeprefix(lead).strip() for lead in (_EXPLANATION, _CONTEXT) for line in lines if line.startswith(lead)]
+    if "recompile limit" in lines[0]:
+        fix = "pass what changes from call to call as a tensor, or allow more captures: torch._dynamo.config.recompile_limit"
+    else:
+        fix = "mend its cause" if place is None else "change that line"
     return CompileError(
         message(
-            f"forward of {type(model).__name__} cannot be captured in one graph: {first}",
-            items=[f"at {place}"] if place is not None else (),
+            f"forward of {type(model).__name__} cannot be captured in one graph: {what}",
+            items=[item[:300] for item in items if item],
             expected="a forward that torch.compile(fullgraph=True) can trace",
-            fix=f"{'mend its cause' if place is None else 'change that line'}, or compile block by block: block.compile(); "
-            "this model runs eagerly from now on",
+            fix=f"{fix}; or compile block by block: block.compile(). This model runs eagerly from now on",
         )
     )
+
+
+# How torch begins the lines of what it says about code that it cannot trace.
+_EXPLANATION, _CONTEXT = "Explanation:", "Developer debug context:"
 
 
 def refuse_what_graphs_lack(units: list[Unit]) -> None:

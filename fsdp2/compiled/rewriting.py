@@ -79,7 +79,7 @@ def rewritten(
     kept = [position for position, node in enumerate(placeholders) if node not in of_param]
     for position in kept:
         copies[placeholders[position]] = graph.node_copy(placeholders[position])
-    fakes = [_example(placeholders[position], inputs[position]) for position in kept]
+    fakes = [inputs[position] for position in kept]  # as they came: of numbers the compiler knows them again by identity
     tensors: dict[int, list[fx.Node]] = {}
     for number, bucket in enumerate(buckets):
         tensors[id(bucket)] = []
@@ -97,10 +97,6 @@ def rewritten(
         copies[node] = graph.node_copy(node, copies.__getitem__)
     module = compat.copy_capture(captured, graph, copies)
     return Rewritten(module, fakes, kept, buckets)
-
-
-def _example(node: fx.Node, value: Any) -> Any:
-    return node.meta.get("example_value", value) if isinstance(value, Tensor) else value
 
 
 def _tensors_of(bucket: Bucket) -> list[Tensor]:

@@ -147,3 +147,54 @@ def test_a_part_of_a_model_is_refused():
     model(own_chunk(batches(1)[0]))
     with pytest.raises(OrderError, match="part of a larger model"):
         fsdp2.compile(model.blocks[0])
+
+
+class Refusing(MLP):
+    def forward(self, x: Tensor, name: str = "") -> Tensor:
+        if len(x) > 50:
+            raise ValueError("at most 50 rows")
+        return super().forward(x) + len(name)
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=300)
+def test_what_the_forward_raised_is_in_the_error():
+    model = compiled(Refusing())
+    with pytest.raises(CompileError, match=r"(?s)test_full_graph_errors\.py:\d+ in forward: raise ValueError.*at most 50 rows"):
+        model(torch.ones(60, 7))
+    fed_own_chunk(model, batches(1))
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=300)
+def test_too_many_captures_are_said_to_be_that():
+    model = compiled(Refusing())
+    x = own_chunk(batches(1)[0])
+    with torch._dynamo.config.patch(recompile_limit=2):
+        model(x, "a"), model(x, "bb")
+        with pytest.raises(CompileError, match=r"(?s)recompile limit.*as a tensor"):
+            model(x, "ccc")
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=300)
+def test_what_a_graph_lacks_is_refused_when_it_is_set_later():
+    model = compiled(mlp())
+    fed_own_chunk(model, batches(1))
+    model.set_all_reduce_hook(lambda tensor: None)
+    with pytest.raises(CompileError, match="all-reduce hook"):
+        model(own_chunk(batches(1)[0]))
+    fed_own_chunk(model, batches(1))
+
+
+@on_ranks(2, timeout=300)
+def test_a_mode_inside_of_a_larger_model_is_refused():
+    part = fsdp2.compile(fully_shard(mlp(), mesh=cpu_mesh()), backend="aot_eager")
+    model = fully_shard(nn.Sequential(nn.Linear(7, 7), part), mesh=cpu_mesh())
+    with pytest.raises(OrderError, match=r"(?s)1 parts of this FSDPSequential.*1 \(FSDPMLP\)"):
+        fsdp2.compile(model)
+    with pytest.raises(OrderError, match="1 \\(FSDPMLP\\) is in full-graph mode, and a part of a larger model"):
+        model(own_chunk(batches(1)[0]))
+    fsdp2.uncompile(part)
+    model.reset_iter_state()
+    fed_own_chunk(model, batches(1))

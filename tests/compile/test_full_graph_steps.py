@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2 import CompileError, MixedPrecisionPolicy, fully_shard
 from fsdp2.compiled import graph_summaries
 from harness import cpu_mesh, on_ranks
 from harness.models import MLP, batches, mlp, token_batches, transformer
@@ -238,3 +239,92 @@ def test_a_list_of_modules_that_is_one_unit():
     fully_shard([model.norm, model.head], mesh=cpu_mesh())
     graphed(model)
     assert_equal_training(fed_own_chunk(model, token_batches(2)), fed_in_chunks(reference, token_batches(2)), ulps=64)
+
+
+@on_ranks(2, timeout=300)
+def test_settings_and_freezes_are_captured_once_each_and_found_again():
+    """Nine stages of freezing were one more than the compiler compiles of one function; settings that came back were captured again."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(*[nn.Linear(7, 7) for _ in range(9)])
+    model = graphed(copy.deepcopy(reference))
+    for index in range(9):
+        assert_equal_training(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
+        model[index].requires_grad_(False), reference[index].requires_grad_(False)
+    model.requires_grad_(True), reference.requires_grad_(True)
+    for after in (False, True, False):
+        model.set_reshard_after_forward(after)
+        assert_equal_training(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
+    assert counters["stats"]["unique_graphs"] == 9 + 2
+    assert not counters["recompiles"]
+
+
+@dataclasses.dataclass
+class Unknown:
+    out: Tensor
+    weight: Tensor
+
+
+class ReturnsWeight(MLP):
+    """Stand-ins have no memory: to return one was a crash at its first use."""
+
+    def __init__(self, kind: type = list) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> object:
+        out, weight = super().forward(x), self.last.weight
+        return Unknown(out, weight) if self.kind is Unknown else [out, {"weight": weight}, weight[:2]]
+
+
+@on_ranks(2, timeout=300)
+def test_parameters_that_forward_returns():
+    torch.manual_seed(0)
+    reference = ReturnsWeight()
+    model = graphed(copy.deepcopy(reference))
+    for each, x in ((reference, batches(1)[0]), (model, own_chunk(batches(1)[0]))):
+        out, named, part = each(x)
+        (out.square().mean() + named["weight"].square().sum() + part.sum()).backward()
+    assert_equal_grads(grads_of(model), grads_of(reference))
+    with torch.no_grad():
+        torch.testing.assert_close(model(own_chunk(batches(1)[0]))[1]["weight"], reference.last.weight.data)
+    unknown = graphed(ReturnsWeight(Unknown))
+    with pytest.raises(CompileError, match=r"(?s)returns 1 parameters inside of a Unknown\n  last\.weight"):
+        unknown(own_chunk(batches(1)[0]))
+    assert unknown(own_chunk(batches(1)[0])).weight.shape == unknown.last.weight.shape
+
+
+class Weighted(MLP):
+    def forward(self, x: Tensor, weight: float) -> Tensor:
+        return super().forward(x) * weight
+
+
+@on_ranks(2, timeout=300)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch's own, of importing inductor
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_float_that_changes_at_each_step_becomes_an_input(backend):
+    torch.manual_seed(0)
+    reference = Weighted()
+    model = graphed(copy.deepcopy(reference), backend)
+    x = batches(1)[0]
+    for step in range(1, 5):
+        torch.testing.assert_close(model(own_chunk(x), 0.1 * step), own_chunk(reference(x, 0.1 * step)), atol=1e-5, rtol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+@on_ranks(2, timeout=300)
+def test_a_compiler_around_the_mode_leaves_it_alone():
+    model = graphed(mlp())
+    around = torch.compile(model, backend="aot_eager")
+    for x in batches(3):
+        backward(around, own_chunk(x))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert sum(counters["graph_break"].values()) <= 1
+
+
+@on_ranks(2, timeout=300)
+def test_parameters_that_are_nobodys_are_told():
+    model = graphed(mlp())
+    backward(model, own_chunk(batches(1)[0]))
+    model.last.adapter = nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match="2 trainable parameters were registered below FSDPMLP"):
+        backward(model, own_chunk(batches(1)[0]))

@@ -131,9 +131,15 @@ def test_a_checkpoint_between_the_compiler_and_a_unit_is_told(where: str) -> Non
 
 @on_ranks(2, timeout=300)
 def test_compiled_autograd_is_refused() -> None:
-    """Measured elsewhere: gradients of the root's parameters are local ones, never reduced, without a word."""
+    """Measured elsewhere: gradients of the root's parameters are local ones, never reduced, without a word.
+
+    A small model: the compiler traces all of torch's own backward before our hook is reached.
+    """
     with counted_compilations() as counts:
-        model = build("cs", counts)
+        model = nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 4))
+        model[1].compile(backend=counts.backend)
+        fully_shard(model[1], mesh=cpu_mesh())
+        fully_shard(model, mesh=cpu_mesh())
         forward_backward(model, X)
         model.zero_grad()
         with (

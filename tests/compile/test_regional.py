@@ -136,7 +136,7 @@ def test_a_checkpoint_inside_of_a_compiled_block() -> None:
 
 @pytest.mark.slow
 @on_ranks(3, timeout=300)
-@pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("after", [False, True])
 def test_uneven_shards_that_are_kept_and_freed(after: bool) -> None:
     model = model_of_four(dim=4)
     reference = copy.deepcopy(model)
@@ -245,7 +245,7 @@ def lives(model: nn.Module, rows: list[int]) -> None:
 
 @pytest.mark.slow
 @on_ranks(2, timeout=300)
-@pytest.mark.parametrize("dynamic", [None, *(pytest.param(each, marks=pytest.mark.slow) for each in (True, False))])
+@pytest.mark.parametrize("dynamic", [None, True, False])
 def test_batch_sizes_and_evaluation_compile_no_more_than_in_the_plain_model(dynamic: bool | None) -> None:
     rows = [4, 6, 3, 8, 5, 2] if dynamic is not False else [4, 6]
     plain, model = model_of_four(), model_of_four()

@@ -34,7 +34,6 @@ _DROPPED = {
     "output_device": "outputs are where forward put them.",
     "dim": "inputs are not scattered.",
     "bucket_cap_mb": "a group of parameters is reduced together; wrap= says which.",
-    "find_unused_parameters": "parameters that are not used, on some ranks or all, are always handled.",
     "gradient_as_bucket_view": "gradients always are views of the reduced buffer.",
     "static_graph": "nothing has to be known about the graph.",
     "check_reduction": "nothing to check.",
@@ -75,6 +74,16 @@ def _mapped(editor: Editor, old: cst.Call, name: str, value: cst.BaseExpression,
         return None
     if is_none(value):
         return None
+    if name == "find_unused_parameters":
+        if literal(value) == "False":
+            editor.note(old, "find_unused_parameters=False dropped: it is not needed.")
+            return None
+        editor.note(
+            old,
+            f"find_unused_parameters={code(value)} is wrap=None, one group: a rank may leave out modules that others call. Where all "
+            "ranks call the same modules, drop it: several groups are reduced while backward goes on.",
+        )
+        return keyword("wrap", cst.Name("None"), arg)
     if name == "init_sync":
         return keyword("sync_module_states", arg.value, arg)
     if name == "broadcast_buffers":

@@ -24,13 +24,15 @@ class Trainer:
         torch.manual_seed(0)
         net = TwoHeads()
         # fsdp2: device_ids=None dropped: parallelize moves the model to the device of its mesh.
-        # fsdp2: find_unused_parameters=True dropped: parameters that are not used, on some ranks or all,
-        #   are always handled.
+        # fsdp2: find_unused_parameters=True is wrap=None, one group: a rank may leave out modules that
+        #   others call. Where all ranks call the same modules, drop it: several groups are reduced while
+        #   backward goes on.
         # fsdp2: gradient_as_bucket_view=True dropped: gradients always are views of the reduced buffer.
         # fsdp2: bucket_cap_mb=5 dropped: a group of parameters is reduced together; wrap= says which.
         self.ddp = fsdp2.parallelize(
             net,
             "ddp",
+            wrap=None,
         )
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1)
         self.rank = rank
@@ -49,7 +51,7 @@ class Trainer:
                 print(f"loss {loss.item():.6f}", flush=True)
 
     def loss(self, batch, step):
-        return self.ddp(batch, step % 2).square().mean() / ACCUMULATE
+        return self.ddp(batch, (step + self.rank) % 2).square().mean() / ACCUMULATE
 
 
 dist.init_process_group("gloo")

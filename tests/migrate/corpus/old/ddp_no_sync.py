@@ -46,7 +46,7 @@ class Trainer:
                 print(f"loss {loss.item():.6f}", flush=True)
 
     def loss(self, batch, step):
-        return self.ddp(batch, step % 2).square().mean() / ACCUMULATE
+        return self.ddp(batch, (step + self.rank) % 2).square().mean() / ACCUMULATE
 
 
 dist.init_process_group("gloo")

@@ -25,6 +25,7 @@ SCRIPTS = (
     "transient_memory",
     "gloo_step",
     "compile",
+    "full_graph",
     "strategies",
     "import_time",
     "load_safetensors",

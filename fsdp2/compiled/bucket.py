@@ -11,6 +11,7 @@ Worked example, 2 ranks, two groups whose flat shards have 64 and 32 elements, b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +21,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core import collectives
 from ..core import torch_compat as compat
 from ..core.collectives import GradientReduction, Reduction, reduction_for
 from ..core.layout import Cut, Slot, rows_of
+from ..core.mesh import DataParallelMesh
 from ..core.param import ShardedParam
+from . import operators
 from .face import Face, Landing
 
 
@@ -50,6 +54,8 @@ class Bucket:
         self.param_dtype = group.param_dtype
         self.reduce_dtype = group.reduce_dtype
         self.reduction = _reduction_of(members[0].face)
+        self._options = group.options
+        self._backend = _backend_of(group.mesh)
         self.landings = tuple(member.landing for member in members if member.landing is not None)
         self.used: tuple[set[int], ...] = tuple(set() for _ in self.landings)
 
@@ -78,7 +84,7 @@ class Bucket:
         num_shards = self.mesh.shard_size
         if num_shards > 1:
             assert self.mesh.shard_group is not None
-            source = compat.functional_all_gather(source, self.mesh.shard_group)
+            source = operators.all_gather(source, self.mesh.shard_group, self._all_gather_algorithm(source))
         rows = source.view(num_shards, -1)
         whole = []
         start = 0
@@ -104,7 +110,8 @@ class Bucket:
         scatter, all_reduce = self.reduction.reduce_scatter, self.reduction.all_reduce
         if self.mesh.shard_size > 1:
             assert self.mesh.shard_group is not None
-            summed = _reduced(summed, scatter, compat.functional_reduce_scatter, self.mesh.shard_group)
+            collective = functools.partial(operators.reduce_scatter, algorithm=self._reduce_scatter_algorithm(summed))
+            summed = _reduced(summed, scatter, collective, self.mesh.shard_group)
         elif self.mesh.replicate_size == 1:
             summed = _divided(_divided(summed, scatter.predivide), scatter.postdivide)
         if self.mesh.replicate_size > 1:
@@ -113,6 +120,19 @@ class Bucket:
         sizes = [landing.plan.layout.shard_numel for landing in self.landings]
         parts = [summed] if len(sizes) == 1 else torch.split(summed, sizes)
         return [part.to(landing.leaf.dtype) for part, landing in zip(parts, self.landings, strict=True)]
+
+    def _all_gather_algorithm(self, shard: Tensor) -> collectives.AllGatherAlgorithm:
+        """As eager mode chooses, where there is an operator for it."""
+        num_ranks, chosen = self.mesh.shard_size, self._options.all_gather
+        if not _has_operators(shard):
+            return "stock"
+        return chosen or collectives.choose_all_gather(self._backend, num_ranks, num_ranks * shard.nbytes)
+
+    def _reduce_scatter_algorithm(self, tensor: Tensor) -> collectives.ReduceScatterAlgorithm:
+        chosen = self._options.reduce_scatter
+        if chosen == "all_reduce" or not _has_operators(tensor):
+            return "stock"
+        return chosen or collectives.choose_reduce_scatter(self._backend, self.mesh.shard_size, tensor.nbytes)
 
     def _laid_out(
         self, params: Sequence[ShardedParam], slots: Sequence[Slot], grads: Sequence[Tensor | None]
@@ -183,16 +203,23 @@ def _rank_major(whole: Tensor, cut: Cut) -> Tensor:
     return torch.stack(pieces)
 
 
+def _has_operators(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.dtype in collectives.SENDABLE
+
+
 def _reduction_of(face: Face) -> GradientReduction:
     """As in eager mode, by operations that functional collectives know: sums and averages."""
     group, gradients = face.group, face.gradients
     mesh = group.mesh
-    process_group = mesh.shard_group or mesh.replicate_group
-    backend = "" if process_group is None else dist.get_backend(process_group)
     factor = gradients.divide_factor
     return reduction_for(
-        mesh.shard_size, mesh.replicate_size, group.reduce_dtype, backend, factor, gradients.sum_only or factor is not None
+        mesh.shard_size, mesh.replicate_size, group.reduce_dtype, _backend_of(mesh), factor, gradients.sum_only or factor is not None
     )
+
+
+def _backend_of(mesh: DataParallelMesh) -> str:
+    process_group = mesh.shard_group or mesh.replicate_group
+    return "" if process_group is None else dist.get_backend(process_group)
 
 
 def _reduced(

@@ -165,7 +165,7 @@ def reduction_for(
 
 
 # What every backend knows; other dtypes travel as bytes.
-_SENDABLE = frozenset(
+SENDABLE = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
 )
 
@@ -190,7 +190,7 @@ def all_gather(
             _copy_unless_same(output, input_)
         return _DONE
     for input_ in inputs:
-        if input_.dtype not in _SENDABLE:
+        if input_.dtype not in SENDABLE:
             outputs = [output.view(torch.uint8) for output in outputs]
             inputs = [each.view(torch.uint8) for each in inputs]
             break
@@ -210,9 +210,7 @@ def all_gather(
     works = []
     for output, input_ in zip(outputs, inputs, strict=True):
         rows = output.view(world_size, input_.numel()).unbind()
-        for source in range(world_size):
-            row = input_ if source == rank else rows[source]
-            works.append(dist.broadcast(row, group=process_group, async_op=async_op, group_src=source))
+        works += start_broadcasts([*rows[:rank], input_, *rows[rank + 1 :]], process_group, async_op)
         _copy_unless_same(rows[rank], input_)
     return _issued(_Waiting(works, (outputs, inputs)), async_op)
 
@@ -258,20 +256,10 @@ def reduce_scatter(
         work = dist.all_to_all_single(received, input, group=process_group, async_op=async_op)
         received_rows: Sequence[Tensor] = received.view(world_size, output.numel()).unbind()
         return _issued(_Waiting([work], (input,), output, reduction.postdivide, received_rows), async_op)
-    # In round k everyone sends to the k-th rank after its own. The lowest row of another rank needs no scratch: it is received
-    # where the sum will be.
+    # The lowest row of another rank needs no scratch: it is received where the sum will be.
     others = [output, *(torch.empty_like(output) for _ in range(world_size - 2))]
     received_rows = [*others[:rank], rows[rank], *others[rank:]]
-    works = []
-    for step in range(1, world_size):
-        target, source = (rank + step) % world_size, (rank - step) % world_size
-        send_numels, receive_numels = [0] * world_size, [0] * world_size
-        send_numels[target] = receive_numels[source] = output.numel()
-        works.append(
-            dist.all_to_all_single(
-                received_rows[source], rows[target], receive_numels, send_numels, group=process_group, async_op=async_op
-            )
-        )
+    works = start_exchange(received_rows, rows, process_group, async_op)
     return _issued(_Waiting(works, (input,), output, reduction.postdivide, received_rows), async_op)
 
 
@@ -310,6 +298,35 @@ def all_reduce(
 
 
 # ---- the parts they are made of ---------------------------------------------------------------------------------------------
+
+
+def start_broadcasts(rows: Sequence[Tensor], process_group: dist.ProcessGroup, async_op: bool) -> list[dist.Work | None]:
+    """Every rank sends its own row to all others, which receive it in theirs: the all-gather "broadcast". Collective: yes."""
+    return [
+        dist.broadcast(row, group=process_group, async_op=async_op, group_src=source)
+        for source, row in enumerate(rows)
+    ]
+
+
+def start_exchange(
+    received: Sequence[Tensor], rows: Sequence[Tensor], process_group: dist.ProcessGroup, async_op: bool
+) -> list[dist.Work | None]:
+    """``rows[d]`` goes to rank d, ``received[s]`` comes from rank s, and nothing from a rank to itself: "pairwise". Collective: yes.
+
+    In round k everyone sends to the k-th rank after its own.
+    """
+    rank, world_size = process_group.rank(), process_group.size()
+    works = []
+    for step in range(1, world_size):
+        target, source = (rank + step) % world_size, (rank - step) % world_size
+        send_numels, receive_numels = [0] * world_size, [0] * world_size
+        send_numels[target], receive_numels[source] = rows[target].numel(), received[source].numel()
+        works.append(
+            dist.all_to_all_single(
+                received[source], rows[target], receive_numels, send_numels, group=process_group, async_op=async_op
+            )
+        )
+    return works
 
 
 def _issued(pending: _Waiting, async_op: bool) -> Pending:

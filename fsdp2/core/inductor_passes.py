@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._inductor.dependencies import StarDep
+from torch._inductor.scheduler import BaseSchedulerNode, SchedulerNode
 
 GraphPass = Callable[[torch.fx.Graph], None]
 
@@ -45,3 +48,23 @@ class LastPass(CustomGraphPass):
 
     def uuid(self) -> str:
         return self._key
+
+
+class KeepReadsBehindWaits(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  # type: ignore[misc]  # from torch 2.13 on
+    """Before loops are fused: what reads the result of a collective stays behind the wait for it, for the C++ backend too.
+
+    A wait counts as a change of the result in place: who reads it later reads it under a new name. Where the C++ backend gives two
+    loops the same ranges to fuse them (``SchedulerNode.recompute_size_and_body``), it finds their reads again under the old names,
+    and the fused loop may run before the wait (torch 2.11 to 2.13). It renames them again if there is a dependency that cannot be
+    found in the loop's body, so each of these loops gets one.
+    """
+
+    def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
+        for node in nodes:
+            if isinstance(node, SchedulerNode):
+                for name in sorted(set(node.mutation_renames.values())):
+                    node.add_fake_dep(StarDep(name))
+        return nodes
+
+    def uuid(self) -> str:
+        return "fsdp2_keep_reads_behind_waits_1"

@@ -83,14 +83,17 @@ __all__ = [
     "mark_recomputed",
     "name_input",
     "new_dtensor",
+    "note_collective",
     "place_of",
     "premul_sum",
     "preserved_versions",
+    "process_group_named",
     "profiler_is_on",
     "pytree",
     "queue_end_of_backward",
     "reduce_scatter_single",
     "register_module_state",
+    "register_work",
     "set_local_tensor",
     "shard_dim",
     "size_hint",
@@ -103,6 +106,7 @@ __all__ = [
     "unflatten_mesh",
     "uninterrupted",
     "unscale_and_check",
+    "wait_for",
     "waited_for",
     "will_run_in_this_backward",
     "without_module_state",
@@ -479,24 +483,37 @@ _COLLECTIVES = {
 
 def functional_all_gather(shard: Tensor, process_group: dist.ProcessGroup) -> Tensor:
     """(n,) of every rank, one after another: (W * n,). Collective: yes, as a node of the graph that is traced, or now."""
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor(  # type: ignore[no-any-return]
-        functional.all_gather_into_tensor(shard, process_group.size(), process_group.group_name)
-    )
+    return wait_for(torch.ops._c10d_functional.all_gather_into_tensor(shard, process_group.size(), process_group.group_name))
 
 
 def functional_reduce_scatter(tensor: Tensor, operation: str, process_group: dist.ProcessGroup) -> Tensor:
     """This rank's (n,) of the reduced (W * n,). operation: "sum" or "avg". Collective: as above."""
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor(  # type: ignore[no-any-return]
-        functional.reduce_scatter_tensor(tensor, operation, process_group.size(), process_group.group_name)
-    )
+    start = torch.ops._c10d_functional.reduce_scatter_tensor
+    return wait_for(start(tensor, operation, process_group.size(), process_group.group_name))
 
 
 def functional_all_reduce(tensor: Tensor, operation: str, process_group: dist.ProcessGroup) -> Tensor:
     """The reduced tensor, a new one. Collective: as above."""
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor(functional.all_reduce(tensor, operation, process_group.group_name))  # type: ignore[no-any-return]
+    return wait_for(torch.ops._c10d_functional.all_reduce(tensor, operation, process_group.group_name))
+
+
+def wait_for(started: Tensor) -> Tensor:
+    """``started``, valid. For what ``register_work`` was called with, in the graph that is traced, or now."""
+    return torch.ops._c10d_functional.wait_tensor(started)  # type: ignore[no-any-return]
+
+
+def note_collective(operator: str, kind: str) -> None:
+    """``operator``, of ours, starts a collective: ALL_GATHER, REDUCE_SCATTER or ALL_REDUCE."""
+    _COLLECTIVES[operator] = kind
+
+
+def register_work(result: Tensor, work: dist.Work) -> None:
+    """Let the graph's wait for ``result`` wait for ``work`` too."""
+    torch._C._distributed_c10d._register_work(result, work)
+
+
+def process_group_named(name: str) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]
 
 
 def collective_of(node: torch.fx.Node) -> str | None:
@@ -586,14 +603,17 @@ def inductor(
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    from .inductor_passes import LastPass, Partition
+    from .inductor_passes import KeepReadsBehindWaits, LastPass, Partition
 
     def inner_compile(graph_module: Any, example_inputs: Any, **kwargs: Any) -> Any:
         kind = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         on_graph(copy.deepcopy(graph_module.graph), kind)
         return compile_fx_inner(graph_module, example_inputs, **kwargs)
 
-    patches: dict[str, Any] = {"custom_partitioner_fn": Partition(before_partition, key)}
+    patches: dict[str, Any] = {
+        "custom_partitioner_fn": Partition(before_partition, key),
+        "_pre_fusion_custom_pass": KeepReadsBehindWaits(),
+    }
     if last_pass is not None:
         patches["post_grad_custom_post_pass"] = LastPass(last_pass, key)
         patches["reorder_for_peak_memory"] = False  # it would undo the order: what is on its way ahead of its use costs memory

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..errors import ParameterError, message
 from . import torch_compat as compat
 from .gather import disassemble
 from .layout import Cut, group_layout
@@ -97,7 +98,28 @@ class ReducePlan:
                 flags = flags.clone()
                 flags[:, missing] = 0
             pieces[self._places[-1]] = flags
-        compat.chunk_cat(pieces, self.num_shards, out.view(self.num_shards, -1))  # type: ignore[arg-type]
+        try:
+            compat.chunk_cat(pieces, self.num_shards, out.view(self.num_shards, -1))  # type: ignore[arg-type]
+        except RuntimeError:
+            self._refuse_sparse(grads)
+            raise
+
+    def _refuse_sparse(self, grads: list[Tensor | None]) -> None:
+        """Raise ParameterError if that is why ``chunk_cat`` failed; not looked for before, as ``copy_in`` runs in every backward."""
+        sparse = [
+            f"{param.fqn} {grad.layout}"
+            for param, grad in zip(self.params, grads, strict=True)
+            if grad is not None and grad.layout is not torch.strided
+        ]
+        if sparse:
+            raise ParameterError(
+                message(
+                    f"{len(sparse)} parameters have sparse gradients",
+                    items=sparse,
+                    expected="dense gradients, which are reduced together",
+                    fix="build nn.Embedding and nn.EmbeddingBag with sparse=False, or pass their parameters in ignored_params",
+                )
+            )
 
 
 def _rank_major(grad: Tensor, spec: ShardSpec) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torch.optim import SGD
 
-from fsdp2 import FSDPModule, fully_shard
+from fsdp2 import FSDPModule, ParameterError, fully_shard
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp, token_batches, transformer
 from harness.training import (
@@ -100,6 +100,16 @@ class WithBuffers(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return self.last(torch.tanh(self.first(x)) * self.scale * self.hidden)
+
+
+@on_ranks(1, 2)
+def test_sparse_gradients_are_refused_by_name():
+    model = fully_shard(nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 4)), mesh=cpu_mesh())
+    with pytest.raises(ParameterError, match=r"(?s)1 parameters have sparse gradients.*0\.weight.*sparse=False"):
+        model(torch.arange(3)).sum().backward()
+    model.reset_iter_state()
+    with torch.no_grad():
+        model(torch.arange(3))
 
 
 @on_ranks(1, 2, 3)

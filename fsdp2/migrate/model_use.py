@@ -47,6 +47,25 @@ def no_sync(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression 
     return editor.make(f"fsdp2.accumulate({code(new.func.value)})", "import fsdp2")
 
 
+def no_sync_itself(editor: Editor, old: cst.Attribute, new: cst.BaseExpression) -> cst.BaseExpression:
+    """``context = model.no_sync if more else nullcontext``, which is called later."""
+    above = editor.names.parent_of(old)
+    is_called = isinstance(above, cst.Call) and above.func is old
+    if old.attr.value != "no_sync" or is_called or editor.names.tag_of(old.value) not in SHARDED or not isinstance(new, cst.Attribute):
+        return new
+    return editor.make(f"functools.partial(fsdp2.accumulate, {code(new.value)})", "import functools", "import fsdp2")
+
+
+def sync_flag(editor: Editor, old: cst.Assign, new: cst.Assign) -> cst.Assign:
+    """``model.require_backward_grad_sync = last``, DDP's flag behind ``no_sync``."""
+    target = old.targets[0].target
+    if isinstance(target, cst.Attribute) and target.attr.value == "require_backward_grad_sync" and len(old.targets) == 1:
+        value = code(new.value.with_changes(lpar=[], rpar=[]))
+        if editor.names.tag_of(target.value) == "ddp":
+            editor.instead(f"{code(target.value)}.set_requires_gradient_sync({value})")
+    return new
+
+
 def clip_method(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
     """FSDP1's ``model.clip_grad_norm_(max_norm, norm_type)``."""
     if editor.names.tag_of(_receiver_node(old)) not in ("fsdp1", "deepspeed") or not isinstance(new.func, cst.Attribute):
@@ -117,7 +136,7 @@ _KNOWN = (
 SHARED = Rules(
     calls=dict.fromkeys(_CLIP, clip_function),
     methods={"no_sync": no_sync, "clip_grad_norm_": clip_method},
-    nodes={cst.Attribute: [inner_module]},
+    nodes={cst.Attribute: [inner_module, no_sync_itself], cst.Assign: [sync_flag]},
 )
 """For every framework."""
 

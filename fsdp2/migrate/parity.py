@@ -101,7 +101,8 @@ def _failure(which: str, run: Run) -> str:
         return ""
     if run.status == 0:
         return f"the {which} script took no optimizer step"
-    errors = [line for line in run.said.splitlines() if "Error" in line and "torch.distributed.elastic" not in line]
+    lines = [line for line in run.said.splitlines() if "Error" in line and "torch.distributed.elastic" not in line]
+    errors = [line for line in lines if "Error: " in line] or lines  # before lines that raise it
     return f"the {which} script failed before its first step: {errors[0].strip() if errors else run.said.strip()[-500:]}"
 
 

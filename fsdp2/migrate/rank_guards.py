@@ -6,22 +6,26 @@ The state is taken before the ``if``, on every rank, and used inside of it. It r
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import libcst as cst
 
 from .editor import Editor
-from .trees import code
+from .names import Names
+from .trees import code, dotted
 
 _A_RANK = r"(\w+\.)*\w*rank\w*(\(\))?"
 _RANK = re.compile(rf"not {_A_RANK}|{_A_RANK} == 0|0 == {_A_RANK}|(\w+\.)*is_(main|master|rank\w*0|first)\w*(\(\))?")
 
 
-def on_every_rank(editor: Editor, old: cst.Call, everywhere: str, on_rank_0: str, name: str) -> cst.BaseExpression:
-    """The expression for the state: ``everywhere``, or a variable that ``on_rank_0`` is assigned to before the guard around ``old``."""
+def on_every_rank(editor: Editor, old: cst.Call, state: Callable[[bool], str], name: str) -> cst.BaseExpression:
+    """The expression for the state, ``state(False)``; or a variable that ``state(True)``, which gives it to rank 0 alone, is assigned
+    to before the guard around ``old``."""
     guard = _guard(editor, old)
     if guard is None:
-        return editor.make(everywhere)
-    rest = _other_conditions(guard.test)
+        return editor.make(state(False))
+    on_rank_0 = state(True)
+    rest = _other_conditions(editor.names, guard.test)
     if rest is None:
         editor.left(old, f"a state dict under `if {code(guard.test)}`: call {on_rank_0} on every rank")
         return editor.make(on_rank_0)
@@ -31,8 +35,10 @@ def on_every_rank(editor: Editor, old: cst.Call, everywhere: str, on_rank_0: str
     return editor.make(variable)
 
 
-def is_rank_test(test: cst.BaseExpression) -> bool:
-    return _RANK.fullmatch(code(test)) is not None
+def is_rank_test(names: Names, test: cst.BaseExpression) -> bool:
+    """Whether ``test`` asks which rank this is, or is a name for the answer: ``writes = rank == 0``."""
+    values = names.values_of(dotted(test)) if isinstance(test, (cst.Name, cst.Attribute)) else []
+    return any(_RANK.fullmatch(code(each)) for each in [test, *values])
 
 
 def _guard(editor: Editor, node: cst.CSTNode) -> cst.If | None:
@@ -40,10 +46,14 @@ def _guard(editor: Editor, node: cst.CSTNode) -> cst.If | None:
     found: cst.If | None = None
     below, above = node, editor.names.parent_of(node)
     while above is not None and not isinstance(above, (cst.FunctionDef, cst.Lambda)):
-        if isinstance(above, cst.If) and below is above.body and any(map(is_rank_test, _conjuncts(above.test))):
+        if isinstance(above, cst.If) and below is above.body and _is_rank_guard(editor.names, above):
             found = above
         below, above = above, editor.names.parent_of(above)
     return found
+
+
+def _is_rank_guard(names: Names, guard: cst.If) -> bool:
+    return any(is_rank_test(names, each) for each in _conjuncts(guard.test))
 
 
 def _conjuncts(test: cst.BaseExpression) -> list[cst.BaseExpression]:
@@ -52,9 +62,9 @@ def _conjuncts(test: cst.BaseExpression) -> list[cst.BaseExpression]:
     return [test]
 
 
-def _other_conditions(test: cst.BaseExpression) -> str | None:
+def _other_conditions(names: Names, test: cst.BaseExpression) -> str | None:
     """The test without the rank; None if it depends on the rank otherwise too."""
-    rest = [code(each) for each in _conjuncts(test) if not is_rank_test(each)]
+    rest = [code(each) for each in _conjuncts(test) if not is_rank_test(names, each)]
     return None if any("rank" in text for text in rest) else " and ".join(rest)
 
 

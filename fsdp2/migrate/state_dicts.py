@@ -185,15 +185,21 @@ def model_state(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpress
     if tag not in SHARDED or is_use_before_wrap(editor, old):
         return None
     if tag != "fsdp1":
-        if not code(old.func.value).endswith(".module") and not editor.names.wrapped_in_place(old.func.value):
+        if not _is_inner(editor, old.func.value):
             editor.note(old, "keys no longer begin with module.")
-        return on_every_rank(editor, old, _full_state(editor, model, False), _full_state(editor, model, True), "model_state")
+        return on_every_rank(editor, old, lambda rank0: _full_state(editor, model, rank0), "model_state")
     wanted = _in_force(editor)
     if wanted is None or wanted.kind != "FULL_STATE_DICT":
         return None
     if wanted.cpu and not wanted.rank0:
         editor.note(old, "offload_to_cpu without rank0_only dropped: whole tensors are on the device of every rank.")
     return editor.make(_full_state(editor, model, wanted.rank0))
+
+
+def _is_inner(editor: Editor, model: cst.BaseExpression) -> bool:
+    """Whether it was the module inside of the wrapper, whose keys are the same as now."""
+    values = [model, *editor.names.values_of(dotted(model))]
+    return any(".module" in code(each) for each in values) or bool(editor.names.wrapped_in_place(model))
 
 
 def _full_state(editor: Editor, model: str, rank0: bool) -> str:
@@ -216,7 +222,7 @@ def load_state(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpressi
     wanted = Wanted() if tag != "fsdp1" else _in_force(editor)
     if wanted is None or wanted.kind != "FULL_STATE_DICT":
         return None
-    if tag == "ddp" and not code(old.func.value).endswith(".module") and not editor.names.wrapped_in_place(old.func.value):
+    if tag == "ddp" and not _is_inner(editor, old.func.value):
         editor.note(old, "keys must not begin with module. any more.")
     given = arguments(new.args, ("state_dict", "strict", "assign"))
     strict = f", strict={given.text('strict')}" if given.text("strict", "True") != "True" else ""
@@ -237,13 +243,7 @@ def _optimizer_state(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseEx
             editor.left(old, _UNKNOWN.format(f"fsdp2.checkpoint.full_optimizer_state_dict(model, {optimizer}, by_name=True)"))
         return None
     _explain_names(editor, old)
-    return on_every_rank(
-        editor,
-        old,
-        _full_optimizer(editor, model, optimizer, False),
-        _full_optimizer(editor, model, optimizer, True),
-        "optimizer_state",
-    )
+    return on_every_rank(editor, old, lambda rank0: _full_optimizer(editor, model, optimizer, rank0), "optimizer_state")
 
 
 def _explain_names(editor: Editor, old: cst.Call) -> None:

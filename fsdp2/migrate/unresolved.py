@@ -15,7 +15,7 @@ import libcst as cst
 from libcst import matchers
 
 from .model_use import is_asked_for
-from .names import Names
+from .names import SHARDED, Names
 from .trees import code, dotted, string_of
 
 _INSTEAD = {
@@ -23,6 +23,7 @@ _INSTEAD = {
     "clip_grad_norm_": "fsdp2.clip_grad_norm_({0}.parameters(), ...)",
     "state_dict": "fsdp2.checkpoint.full_state_dict({0}), on every rank, for whole tensors",
     "load_state_dict": "set_model_state_dict({0}, ..., options=StateDictOptions(full_state_dict=True)) for whole tensors",
+    "require_backward_grad_sync": "{0}.set_requires_gradient_sync(...)",
     "module": "{0} itself",
     "_fsdp_wrapped_module": "{0} itself",
 }
@@ -39,13 +40,24 @@ def find(names: Names) -> Iterator[tuple[cst.CSTNode, str]]:
     """Each use of something unknown as a wrapped model is used, and what it becomes if it is one; in the order of the text."""
     for node in names.facts.attributes:
         name = node.attr.value
-        if name in _INSTEAD and _is_such_a_use(names, node) and not _is_known(names, node):
+        if name in _INSTEAD and (_is_taken(names, node) or (_is_such_a_use(names, node) and not _is_known(names, node))):
             value = node.value
             if isinstance(value, cst.Attribute) and value.attr.value in _ATTRIBUTES:
                 value = value.value
             receiver = code(value)
-            use = f"{code(node.value)}.{name}" + ("" if name in _ATTRIBUTES else "()")
+            use = f"{code(node.value)}.{name}" + ("()" if _is_called(names, node) else "")
             yield node, f"{use}: check whether {receiver} is sharded; if so: {_INSTEAD[name].format(receiver)}"
+
+
+def _is_called(names: Names, node: cst.Attribute) -> bool:
+    above = names.parent_of(node)
+    return isinstance(above, cst.Call) and above.func is node
+
+
+def _is_taken(names: Names, node: cst.Attribute) -> bool:
+    """A method that is not called here but kept, ``save = model.state_dict``: no rule rewrites that."""
+    is_method = node.attr.value in ("clip_grad_norm_", "state_dict", "load_state_dict")
+    return is_method and not _is_called(names, node) and names.tag_of(node.value) in SHARDED
 
 
 def _is_such_a_use(names: Names, node: cst.Attribute) -> bool:
@@ -53,8 +65,10 @@ def _is_such_a_use(names: Names, node: cst.Attribute) -> bool:
     if node.attr.value in _ATTRIBUTES:
         said = isinstance(above, cst.Attribute) and above.attr.value in _INSTEAD  # of ``net.module.state_dict()``
         return not said and not isinstance(above, (cst.ImportFrom, cst.ImportAlias))
+    if node.attr.value == "require_backward_grad_sync":
+        return True
     if not isinstance(above, cst.Call) or above.func is not node:
-        return False
+        return node.attr.value == "no_sync"
     if node.attr.value == "no_sync":
         return not above.args  # accelerate's takes the model
     return node.attr.value != "clip_grad_norm_" or not above.args or "param" not in code(above.args[0])  # a function of some module

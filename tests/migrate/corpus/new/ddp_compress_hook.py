@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import fsdp2.checkpoint
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 dist.init_process_group("gloo")
 rank, folder = dist.get_rank(), tempfile.mkdtemp()

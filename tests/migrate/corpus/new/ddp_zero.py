@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 import fsdp2.checkpoint
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 
 def is_main_process():

@@ -195,7 +195,7 @@ class FullGraph:
         new, run = compiled_graph(
             captured, inputs, faces=self._faces, keeps=self._keeps, options=self._options, note=self.summaries.append
         )
-        order_of_gathers = [[member.face.group.fqn for member in bucket.members] for bucket in new.buckets]
+        order_of_gathers = [[member.face.group.fqn or "the root" for member in bucket.members] for bucket in new.buckets]
 
         def call(*captured_inputs: Tensor) -> Any:
             if not self._agreed:

@@ -36,7 +36,7 @@ def look_around(unit: Unit, schedule: Schedule) -> None:
         return
     schedule.losing_orders.add(kind)
     outer = type(above[-1]).__name__
-    what = f"{unit.fqn} ({type(unit.modules[0]).__name__})"
+    what = _named(unit)
     if around.is_checkpointed:
         text = message(
             f"torch.compile on {outer} does not compile {what}: the compiler does not enter a checkpoint that is around a fully_shard",
@@ -49,8 +49,12 @@ def look_around(unit: Unit, schedule: Schedule) -> None:
         below = [each for each in schedule.units if above[-1] not in each.modules and not inside.isdisjoint(each.modules)]
         text = message(
             f"torch.compile on {outer} is outside of {len(below)} modules that fully_shard took: its graph breaks at each of them",
-            items=[f"{each.fqn} ({type(each.modules[0]).__name__})" for each in below],
+            items=[_named(each) for each in below],
             expected="the compiler on the modules that are sharded: one graph for all that are alike, without a break",
             fix="call compile() on each of them instead, before or after fully_shard; or fsdp2.compile(model): one graph of everything",
         )
     warnings.warn(text, LosingOrderWarning, stacklevel=2)
+
+
+def _named(unit: Unit) -> str:
+    return f"{unit.fqn or 'the root'} ({type(unit.modules[0]).__name__})"

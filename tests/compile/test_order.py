@@ -96,6 +96,16 @@ def test_a_compiled_model_around_sharded_blocks_is_told(how: str) -> None:
 
 
 @on_ranks(2, timeout=300)
+def test_a_compiled_wrapper_around_a_root_is_told() -> None:
+    with counted_compilations() as counts:
+        model = nn.Sequential(nn.Embedding(11, 4), fully_shard(nn.Linear(4, 4), mesh=cpu_mesh()))
+        run = torch.compile(model, backend=counts.backend)
+        said = said_in(lambda: run(X).sum().backward())
+    assert len(said) == 1
+    assert "the root (FSDPLinear)" in said[0]
+
+
+@on_ranks(2, timeout=300)
 def test_units_inside_of_a_compiled_block_are_told() -> None:
     """Measured: five graphs and a break at each unit, against one graph without a break."""
     with counted_compilations() as counts:

@@ -191,6 +191,7 @@ CASES = [
     # parameters
     Case("a lazy parameter", ParameterError, make=lambda: nn.LazyLinear(3)),
     Case("a sparse parameter", ParameterError, make=with_sparse),
+    Case("a scripted child", ModuleError, make=lambda: nn.Sequential(nn.Linear(8, 8), torch.jit.script(nn.Linear(8, 8)))),
 ]
 BY_NAME = {case.name: case for case in CASES}
 
@@ -273,7 +274,7 @@ def test_is_refused_with_the_class_that_torch_raises_and_changes_nothing(name, m
         builtin = RuntimeError if builtin is NotImplementedError else builtin
         assert isinstance(ours, builtin), f"torch raises {theirs!r}"
     assert snapshot(module) == before
-    if type(module) is nn.Sequential and name != "a sparse parameter":
+    if type(module) is nn.Sequential and name not in ("a sparse parameter", "a scripted child"):
         shard_correctly_and_train(module, mesh)
 
 

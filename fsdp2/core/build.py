@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import ArgumentError, DeviceError, MeshError, OrderError, ParameterError, message
+from ..errors import ArgumentError, DeviceError, MeshError, ModuleError, OrderError, ParameterError, message
 from . import torch_compat as compat
 from .arguments import check_placement_fn, checked_reshard_after_forward
 from .extensions import cut_out, needs_own_memory, refuse_unextendable
@@ -130,6 +130,7 @@ def read_modules(
     managed = managed_modules(modules)
     _refuse_sharded(ignored_params)
     owners = _owners(modules, managed, ignored_params)
+    _refuse_scripted(owners)
     tied = _split_off_tied(owners)
     buffers = _buffers(modules, managed)
     place = Placer(shard_placement_fn, mesh)
@@ -228,6 +229,25 @@ def _buffers(modules: Sequence[nn.Module], managed: Sequence[nn.Module]) -> dict
                 for name, buffer in module.named_buffers(module_name, recurse=False):
                     found.setdefault(id(buffer), (prefix + name, buffer))
     return dict(found.values())
+
+
+def _refuse_scripted(owned: _Owned) -> None:
+    """Raise for parameters inside of modules that take no hooks."""
+    scripted = [
+        f"{names[0]} in a {type(place.module).__name__}"
+        for names, places in owned.values()
+        for place in places
+        if isinstance(place.module, torch.jit.ScriptModule)
+    ]
+    if scripted:
+        raise ModuleError(
+            message(
+                f"{len(scripted)} parameters are inside of scripted modules, which take no hooks",
+                items=scripted,
+                expected="modules that run in Python",
+                fix="use the modules that were scripted or traced, or pass these parameters in ignored_params",
+            )
+        )
 
 
 def _refuse_sharded(ignored: set[nn.Parameter]) -> None:

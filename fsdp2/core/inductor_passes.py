@@ -6,6 +6,7 @@ keys of its caches. It refuses to know what the passes do.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import custom_graph_pass
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
-from torch._inductor.dependencies import StarDep
+from torch._inductor.dependencies import Dep, StarDep, WeakDep
 from torch._inductor.scheduler import BaseSchedulerNode, SchedulerNode
+from torch.utils._ordered_set import OrderedSet
 
 GraphPass = Callable[[torch.fx.Graph], None]
 
@@ -50,21 +52,27 @@ class LastPass(CustomGraphPass):
         return self._key
 
 
-class KeepReadsBehindWaits(getattr(custom_graph_pass, "CustomSchedulerPass", object)):  # type: ignore[misc]  # from torch 2.13 on
+class KeepReadsBehindWaits(getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)):  # type: ignore[misc]  # torch 2.13
     """Before loops are fused: what reads the result of a collective stays behind the wait for it, for the C++ backend too.
 
     A wait counts as a change of the result in place: who reads it later reads it under a new name. Where the C++ backend gives two
-    loops the same ranges to fuse them (``SchedulerNode.recompute_size_and_body``), it finds their reads again under the old names,
-    and the fused loop may run before the wait (torch 2.11 to 2.13). It renames them again if there is a dependency that cannot be
-    found in the loop's body, so each of these loops gets one.
+    loops the same ranges to fuse them, it finds out again what they read, under the old names (torch 2.11 to 2.13), and the fused
+    loop may run before the wait. Here they get the new names back.
     """
 
     def __call__(self, nodes: list[BaseSchedulerNode]) -> list[BaseSchedulerNode]:
         for node in nodes:
-            if isinstance(node, SchedulerNode):
-                for name in sorted(set(node.mutation_renames.values())):
-                    node.add_fake_dep(StarDep(name))
+            if isinstance(node, SchedulerNode) and node.mutation_renames:
+                recompute = functools.partial(_recompute, node, node.recompute_size_and_body)
+                node.recompute_size_and_body = recompute  # type: ignore[method-assign]
         return nodes
 
     def uuid(self) -> str:
         return "fsdp2_keep_reads_behind_waits_1"
+
+
+def _recompute(node: SchedulerNode, recompute: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    # These stand for an order that no loop shows.
+    in_no_loop: OrderedSet[Dep] = OrderedSet(dep for dep in node.read_writes.reads if isinstance(dep, (StarDep, WeakDep)))
+    recompute(*args, **kwargs)
+    node.set_read_writes(node.read_writes.with_read(in_no_loop).rename(node.mutation_renames))

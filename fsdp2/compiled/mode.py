@@ -76,15 +76,15 @@ class FullGraph:
     def _prepare(self) -> Callable[..., Any]:
         """What to run, given how the model is set now."""
         schedule = self._root.schedule
-        if not self._faces or schedule is None or not schedule.settled:
-            if schedule is None or not schedule.settled:
-                schedule = adopt(self._root, units_below)
-            self._units = schedule.units
-            warn_of_plain_parameters(self._model, self._units)
+        if schedule is None or not schedule.settled:
+            schedule = adopt(self._root, units_below)
+            warn_of_plain_parameters(self._model, schedule.units)
             schedule.num_registrations = REGISTRATIONS.count
         elif schedule.num_registrations != REGISTRATIONS.count:
             warn_of_plain_parameters(self._model, [below for _, below in units_below(self._model)])
             schedule.num_registrations = REGISTRATIONS.count
+        if self._units is not schedule.units:
+            self._units, self._faces = schedule.units, []
         self._refuse_units_around(schedule)
         settings = self._settings_now()
         if settings != self._settings:

@@ -9,9 +9,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import libcst as cst
 
 from .editor import Editor, Rules, enclosing_call
+from .names import VALUES
 from .trees import Arguments, arguments, code, is_none, keyword, literal, with_args
 
 STRATEGIES = {
@@ -31,6 +34,24 @@ _PRECISION = (
     "cast_root_forward_inputs",
     "_module_classes_to_ignore",
 )
+
+
+_OWN_FSDP1 = ("lightning", "lightning_fabric", "pytorch_lightning", "accelerate", "transformers", "trl", "composer")
+"""Packages that call torch's FSDP1 themselves, with its values."""
+
+
+def find_borders(editor: Editor) -> None:
+    """Before anything is rewritten: values that are passed to what another file or package defines, which knows FSDP1's."""
+    for call in editor.names.facts.calls:
+        origin = editor.names.origin_of(call.func)
+        top = origin.partition(".")[0]
+        if ":" in origin or top in ("", "torch") or top in sys.stdlib_module_names:
+            continue
+        for arg in call.args:
+            if editor.names.tag_of(arg.value) in VALUES:
+                theirs = top in _OWN_FSDP1
+                what = "takes torch's FSDP1" if theirs else "is of another file"
+                editor.refuse("fsdp1", call, f"{code(call.func)}({code(arg.value)}): {code(call.func)} {what}", on_compat=not theirs)
 
 
 def strategy_name(editor: Editor, old: cst.Attribute, new: cst.BaseExpression) -> cst.BaseExpression:

@@ -26,7 +26,7 @@ from .trees import arguments, code, dotted, parameters
 SHARDED = ("fsdp1", "ddp", "deepspeed")
 """Tags of models."""
 
-_VALUES = ("strategy", "precision", "policy", "offload")
+VALUES = ("strategy", "precision", "policy", "offload")
 """Tags of arguments: of values, and of dicts of them."""
 
 _MAKES = {
@@ -136,7 +136,7 @@ class Names(cst.CSTVisitor):
         if isinstance(node, cst.BooleanOperation):
             return self.tag_of(node.left) or self.tag_of(node.right)
         if isinstance(node, cst.Dict):
-            return next((tag for each in node.elements if (tag := self.tag_of(each.value)) in _VALUES), "")
+            return next((tag for each in node.elements if (tag := self.tag_of(each.value)) in VALUES), "")
         if isinstance(node, cst.NamedExpr):
             return self.tag_of(node.value)
         return ""
@@ -238,7 +238,7 @@ class Names(cst.CSTVisitor):
             return "strategy"
         if isinstance(node, cst.Subscript) and self.origin_of(node.value) == "fsdp:ShardingStrategy":
             return "strategy"
-        if isinstance(node, cst.Subscript) and (tag := self.tag_of(node.value)) in _VALUES:
+        if isinstance(node, cst.Subscript) and (tag := self.tag_of(node.value)) in VALUES:
             return tag
         if found in _MAKES and _MAKES[found] == "policy":
             return "policy"  # a policy function, passed as it is
@@ -288,7 +288,7 @@ class Names(cst.CSTVisitor):
             on = self.tag_of(node.func.value)
             if on in SHARDED and node.func.attr.value in _SAME_MODEL:
                 return on
-            if on in _VALUES and node.func.attr.value == "get":
+            if on in VALUES and node.func.attr.value == "get":
                 return on
         name = node.func.attr.value if isinstance(node.func, cst.Attribute) else dotted(node.func)
         if name in self.facts.functions:

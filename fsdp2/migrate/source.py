@@ -91,6 +91,7 @@ def _editor(names: Names, text: str, path: Path | None, upstream_too: bool) -> E
 def _prepare(editor: Editor) -> None:
     off = editor.names.off
     if "fsdp1" not in off:
+        fsdp1_values.find_borders(editor)
         editor.state["kwargs"] = fsdp1_wrap.find_kwargs(editor)
         state_dicts.file_wide(editor)
     if "ddp" not in off:

@@ -70,6 +70,18 @@ def test_what_compat_refuses_too_stays_on_torch_with_a_comment(file: Any, capsys
     assert "+++" not in capsys.readouterr().out, "a second time changes nothing"
 
 
+@pytest.mark.parametrize(
+    ("module", "kind", "imports"), [("lightning.strategies", "left", "torch.distributed.fsdp"), ("ours", "compat", "fsdp2.compat")]
+)
+def test_values_for_what_others_define_stay(file: Any, capsys: Any, module: str, kind: str, imports: str) -> None:
+    call = "strategy = FSDPStrategy(sharding_strategy=ShardingStrategy.FULL_SHARD)\n"
+    path = file("train.py", f"from torch.distributed.fsdp import ShardingStrategy\nfrom {module} import FSDPStrategy\n\n{call}")
+    assert main(["migrate", "--write", str(path)]) == 1
+    assert f"{path}:4: {kind}: FSDPStrategy(ShardingStrategy.FULL_SHARD)" in capsys.readouterr().out
+    assert f"from {imports} import ShardingStrategy" in (text := path.read_text())
+    assert text.endswith(call)
+
+
 def test_files_that_share_values_stay_on_compat_together(file: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = file("settings.py", "from torch.distributed.fsdp import MixedPrecision\n\nprecision = MixedPrecision()\n")
     imports = "from settings import precision\nfrom torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"

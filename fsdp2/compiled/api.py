@@ -12,7 +12,8 @@ from ..core.hooks import units_below
 from ..core.unit import Unit
 from ..errors import ArgumentError, ModuleError, OrderError, message
 from .backend import BACKENDS, CompileOptions
-from .mode import FullGraph, refuse_what_graphs_lack
+from .mode import FullGraph
+from .refusals import refuse_what_graphs_lack
 from .summary import GraphSummary
 
 _Module = TypeVar("_Module", bound=nn.Module)

@@ -23,6 +23,7 @@ from ..core.unit import Unit
 from ..errors import CompileError, FSDPError, OrderError, message
 from .backend import CompileOptions, compiled_graph
 from .face import Face
+from .refusals import causes_of, not_captured, refuse_what_graphs_lack
 from .summary import GraphSummary
 
 
@@ -58,8 +59,8 @@ class FullGraph:
             self._refuse_stand_ins(output)
             return output
         except compat.compiler_errors() as error:
-            own = next((each for each in _causes(error) if isinstance(each, CompileError)), None)
-            problem = own if own is not None else _not_captured(self._model, error)
+            own = next((each for each in causes_of(error) if isinstance(each, CompileError)), None)
+            problem = own if own is not None else not_captured(self._model, error)
             problem.__cause__ = error
         except CompileError as error:
             problem = error
@@ -238,76 +239,3 @@ class FullGraph:
                     fix="let control flow of forward not depend on the rank, or run this model eagerly",
                 )
             )
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = getattr(error, "inner_exception", None) or error.__cause__
-
-
-def _not_captured(model: nn.Module, error: BaseException) -> CompileError:
-    place = compat.place_of(error)
-    text = next((str(each) for each in _causes(error) if _EXPLANATION in str(each)), str(error))
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
-    what = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    items = [] if place is None else [f"at {place}"]
-    items += [line.removeprefix(lead).strip() for lead in (_EXPLANATION, _CONTEXT) for line in lines if line.startswith(lead)]
-    if "recompile limit" in lines[0]:
-        fix = "pass what changes from call to call as a tensor, or allow more captures: torch._dynamo.config.recompile_limit"
-    else:
-        fix = "mend its cause" if place is None else "change that line"
-    return CompileError(
-        message(
-            f"forward of {type(model).__name__} cannot be captured in one graph: {what}",
-            items=[item[:300] for item in items if item],
-            expected="a forward that torch.compile(fullgraph=True) can trace",
-            fix=f"{fix}; or compile block by block: block.compile(). This model runs eagerly from now on",
-        )
-    )
-
-
-# How torch begins the lines of what it says about code that it cannot trace.
-_EXPLANATION, _CONTEXT = "Explanation:", "Developer debug context:"
-
-
-def refuse_what_graphs_lack(units: list[Unit]) -> None:
-    """Raise CompileError naming everything about ``units`` that a captured graph cannot do."""
-    found = []
-    for unit in units:
-        where = unit.fqn or "the root"
-        if unit.shrinking:
-            found.append(f"{where}: Embedding(max_norm=...) writes to its weight in forward")
-        for group, gradients in unit.groups:
-            names = ", ".join(param.fqn for param in group.params[:3])
-            if group.has_own_memory:
-                found.append(f"{where}: {names} have all-gather extensions")
-            if any(param.spec.unsharded is not None for param in group.params):
-                found.append(f"{where}: {names} are DTensors beside data parallelism (tensor, sequence or expert parallelism)")
-            if group.options.offload:
-                found.append(f"{where}: its parameters are offloaded to the host")
-            if group.all_gather_comm is not None or gradients.comm is not None:
-                found.append(f"{where}: it has a custom communicator")
-            if gradients.all_reduce_hook is not None or gradients.all_reduce_instead is not None:
-                found.append(f"{where}: it has an all-reduce hook")
-            if gradients.keeps_reduce_dtype:
-                found.append(f"{where}: its gradients stay in the dtype that they were reduced in")
-            if gradients.holds_unreduced:
-                raise OrderError(
-                    message(
-                        f"{where} holds gradients that were accumulated without sync and not reduced yet",
-                        expected="a model between two optimizer steps",
-                        fix="switch to full-graph mode after the backward that reduces, or drop them with model.zero_grad()",
-                    )
-                )
-    if found:
-        raise CompileError(
-            message(
-                f"{len(found)} things about this model cannot be part of a captured graph",
-                items=found,
-                expected="plain parameters on 1-D or (replicate, shard) meshes, with collectives of our own",
-                fix="compile block by block instead: block.compile() on each module that fully_shard is applied to",
-            )
-        )
-
-

@@ -37,10 +37,10 @@ from torch.distributed.device_mesh import init_device_mesh
 VOCAB_SIZE, LENGTH, NUM_HEADS = 2048, 64, 8
 TARGET = common.Target(0.8)
 REGIONAL, EAGER = "regional", "eager"
-REGIONAL_STOCK, GRAPH_STOCK, GRAPH_PER_UNIT, GRAPH_UNORDERED, INDUCTOR_OVERLAP = STOCK = (
+REGIONAL_STOCK, GRAPH_STOCK, GRAPH_MERGED, GRAPH_UNORDERED, INDUCTOR_OVERLAP = STOCK = (
     "regional, stock",
     "one graph, stock",
-    "one graph, stock, a bucket a unit",
+    "one graph, stock, two blocks a bucket",
     "one graph, stock, as traced",
     "one graph, stock, inductor's overlap passes",  # they need Triton
 )
@@ -77,16 +77,16 @@ def build(name: str, options: argparse.Namespace, mesh: Any) -> nn.Module:
     private_options.clear()
     if name in (common.OURS, GRAPH_STOCK):
         return fsdp2.compile(model, backend=options.backend)
-    if name == GRAPH_PER_UNIT:
-        return fsdp2.compile(model, backend=options.backend, bucket_bytes=0)
+    if name == GRAPH_MERGED:
+        return fsdp2.compile(model, backend=options.backend, bucket_bytes=32 << 20)
     if name == GRAPH_UNORDERED:
-        return fsdp2.compile(model, backend=options.backend, bucket_bytes=0, reorder=False)
+        return fsdp2.compile(model, backend=options.backend, reorder=False)
     if name == INDUCTOR_OVERLAP:
         passes = {
             "aten_distributed_optimizations.enable_overlap_scheduling": True,
             "aten_distributed_optimizations.collective_bucketing": True,
         }
-        return fsdp2.compile(model, bucket_bytes=0, reorder=False, options=passes)
+        return fsdp2.compile(model, reorder=False, options=passes)
     return model
 
 
@@ -196,7 +196,7 @@ def run_rank(rank: int, options: argparse.Namespace, directory: str) -> None:
     tokens = torch.randint(VOCAB_SIZE, (options.batch, LENGTH + 1), generator=torch.Generator().manual_seed(rank))
     names = [*options.implementations, REGIONAL, EAGER]
     if not options.few:
-        names += [REGIONAL_STOCK, GRAPH_STOCK, GRAPH_PER_UNIT, GRAPH_UNORDERED]
+        names += [REGIONAL_STOCK, GRAPH_STOCK, GRAPH_MERGED, GRAPH_UNORDERED]
         if options.backend == "inductor" and find_spec("triton"):
             names.append(INDUCTOR_OVERLAP)
     rows: dict[str, Row] = {}

@@ -23,7 +23,7 @@ def compile(  # noqa: A001 (named after torch.compile)
     model: _Module,
     *,
     backend: str = "inductor",
-    bucket_bytes: int = 32 << 20,
+    bucket_bytes: int = 4 << 20,
     reorder: bool = True,
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
@@ -129,7 +129,7 @@ def _check_options(backend: Any, bucket_bytes: Any, options: Any) -> None:
             message(
                 f"fsdp2.compile got bucket_bytes={bucket_bytes!r}",
                 expected="a number of bytes, 0 or more",
-                fix="for instance bucket_bytes=32 << 20; 0 never merges",
+                fix="for instance bucket_bytes=4 << 20; 0 never merges",
             )
         )
     if options and backend != "inductor":

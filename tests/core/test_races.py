@@ -488,7 +488,7 @@ def replay(scenario: Scenario) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if "offload_" in name else ()) for name in SCENARIOS])
 def test_no_race_in(name):
     replay(SCENARIOS[name])
 

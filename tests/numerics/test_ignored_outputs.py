@@ -110,7 +110,16 @@ def test_units_that_the_loss_of_some_ranks_ignores(after, needs_input_grad):
 
 
 @on_ranks(2, timeout=30)
-@pytest.mark.parametrize("setting", ["accumulate", "checkpoint", "two forwards", "backward twice", "prefetch", "half of it at a time"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "accumulate",
+        *(
+            pytest.param(setting, marks=pytest.mark.slow)
+            for setting in ("checkpoint", "two forwards", "backward twice", "prefetch", "half of it at a time")
+        ),
+    ],
+)
 def test_ignored_outputs_in_other_kinds_of_steps(setting):
     model, reference = models(True)
     for uses in WEIGHTS.values():

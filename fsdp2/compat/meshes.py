@@ -39,7 +39,7 @@ def read_groups(strategy: ShardingStrategy, process_group: Any, device_mesh: Any
                 with the strategy.
     """
     hybrid = strategy in HYBRID
-    if process_group is not None and device_mesh is not None:
+    if all(given is not None for given in (process_group, device_mesh)):
         raise ArgumentError(
             message(
                 "FSDP got both process_group and device_mesh",

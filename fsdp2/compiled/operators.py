@@ -25,6 +25,7 @@ from ..core.collectives import AllGatherAlgorithm, ReduceScatterAlgorithm
 
 @torch.library.custom_op("fsdp2::all_gather", mutates_args=())
 def _all_gather(shard: Tensor, num_ranks: int, group_name: str) -> Tensor:
+    """shard: (n,), a dtype of ``collectives.SENDABLE``. Returns: (W * n,), the same dtype, rank-major."""
     process_group = compat.process_group_named(group_name)
     gathered = shard.new_empty(num_ranks * shard.numel())
     rows = gathered.view(num_ranks, shard.numel()).unbind()

@@ -21,6 +21,7 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def not_captured(model: nn.Module, error: BaseException) -> CompileError:
+    """What to raise for ``error``, the compiler's: the place in the user's code, torch's explanation, and what to do."""
     place = compat.place_of(error)
     text = next((str(each) for each in causes_of(error) if _EXPLANATION in str(each)), str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
@@ -42,7 +43,11 @@ def not_captured(model: nn.Module, error: BaseException) -> CompileError:
 
 
 def refuse_what_graphs_lack(units: list[Unit]) -> None:
-    """Raise CompileError naming everything about ``units`` that a captured graph cannot do."""
+    """Refuse everything about ``units`` that a captured graph cannot do.
+
+    Collective: no.
+    Raises:     CompileError naming units and parameters; OrderError if gradients wait to be reduced
+    """
     found = []
     for unit in units:
         where = unit.fqn or "the root"

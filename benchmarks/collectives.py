@@ -2,7 +2,7 @@
 
 Wall time from issue to finished result of the slowest rank, each rank one process with one thread on this host. Buffers are
 allocated once, the algorithms' own scratch inside the measured time. Reductions divide by the number of ranks. The answer is
-what ``choose_all_gather`` and its siblings in ``fsdp2/core/collectives.py`` are made from.
+what ``choose_all_gather`` and its siblings in ``fsdp2/core/comm/collectives.py`` are made from.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from fsdp2.core import collectives as ours
+from fsdp2.core.comm import collectives as ours
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ALGORITHMS: dict[str, tuple[str, ...]] = {

@@ -57,7 +57,7 @@ COLLECTIVES = {
 def build(name: str, options: argparse.Namespace, mesh: Any) -> nn.Module:
     """The model of one row of the table, compiled as its name says. Collective: no."""
     import fsdp2
-    from fsdp2.core.build import private_options
+    from fsdp2.core.setup.build import private_options
 
     torch.manual_seed(0)
     model = models.GPT(VOCAB_SIZE, LENGTH, options.dim, options.blocks, NUM_HEADS)

@@ -1,6 +1,6 @@
 """``fully_shard`` and what it gives a module: the public surface, argument by argument that of torch's FSDP2.
 
-This file has what was passed checked (``core/arguments.py``) and hands it down; how anything is done stands below ``core/``.
+This file has what was passed checked (``core/setup/arguments.py``) and hands it down; how anything is done stands below ``core/``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from .core import torch_compat as compat
-from .core.arguments import (
+from .core.comm.communicators import (
+    ProcessGroupAllGather,
+    ProcessGroupReduceScatter,
+    SymmetricAllGather,
+    SymmetricReduceScatter,
+    warn_without_effect,
+)
+from .core.comm.process_groups import another_over
+from .core.iteration.schedule import refuse_meta, schedule_of
+from .core.iteration.unit import Unit, unit_of
+from .core.modules.hooks import class_with, original_class, swap_class
+from .core.plan.mesh import read_mesh
+from .core.setup.arguments import (
     check_bool,
     check_divide_factor,
     check_max_input_buffers,
@@ -29,20 +41,8 @@ from .core.arguments import (
     groups_of_one_mesh,
     refuse_custom,
 )
-from .core.build import build_unit
-from .core.copying import deepcopy_module
-from .core.custom_comm import (
-    ProcessGroupAllGather,
-    ProcessGroupReduceScatter,
-    SymmetricAllGather,
-    SymmetricReduceScatter,
-    warn_without_effect,
-)
-from .core.hooks import class_with, original_class, swap_class
-from .core.mesh import read_mesh
-from .core.process_groups import another_over
-from .core.schedule import refuse_meta, schedule_of
-from .core.unit import Unit, unit_of
+from .core.setup.build import build_unit
+from .core.setup.copying import deepcopy_module
 from .errors import ArgumentError, ModuleError, message
 from .policy import (
     AllGather,

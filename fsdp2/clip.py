@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from .core import torch_compat as compat
-from .core.param import sharded_from
+from .core.group.param import sharded_from
 from .errors import ArgumentError, message
 
 

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .core import torch_compat as compat
-from .core.extensions import needs_own_memory
-from .core.model_axes import own_piece
-from .core.param import ShardedParam, own_shard
-from .core.registry import set_parameter
-from .core.unit import Unit
+from .core.group.extensions import needs_own_memory
+from .core.group.param import ShardedParam, own_shard
+from .core.iteration.unit import Unit
+from .core.modules.shown_parameters import set_parameter
+from .core.plan.model_axes import own_piece
 from .errors import ArgumentError, MaterializationError, message
 
 RESET_NAMES = ("reset_parameters", "_reset_parameters")

@@ -31,12 +31,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .api import FSDPModule, fully_shard
-from .core.arguments import check_policies, checked_modules
-from .core.build import read_modules
-from .core.hooks import class_with
-from .core.mesh import read_mesh
-from .core.optimizer_steps import STEPS
-from .core.unit import unit_of
+from .core.iteration.unit import unit_of
+from .core.modules.hooks import class_with
+from .core.modules.optimizer_steps import STEPS
+from .core.plan.mesh import read_mesh
+from .core.setup.arguments import check_policies, checked_modules
+from .core.setup.build import read_modules
 from .errors import ArgumentError, ModuleError, message
 from .policy import MixedPrecisionPolicy, OffloadPolicy
 from .same_start import broadcast, described, device_of, free_tensors, require_same

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core import torch_compat as compat
-from ..core.unit import Unit
+from ..core.iteration.unit import Unit
 from ..errors import CheckpointError, FSDPError, MaterializationError, message
 from ..materialize import RESET_NAMES, materialize
 from .agreement import agree_on_meshes

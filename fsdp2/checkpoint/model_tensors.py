@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from ..core import torch_compat as compat
-from ..core.unit import Unit
+from ..core.iteration.unit import Unit
 from ..errors import ArgumentError, ParameterError, message
 from .boxes import Cut, Piece, in_order, local_shape_of, pieces_of
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.unit import unit_of
+from ..core.iteration.unit import unit_of
 from ..errors import ArgumentError, ModuleError, message
 from ..wrap.tree import CONTAINERS, OPAQUE
 from .api import MixedPrecision

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ..checkpoint.named_state import clean_name
 from ..core import torch_compat as compat
-from ..core.build import managed_modules
-from ..core.mesh import DataParallelMesh
-from ..core.param import sharded_from
+from ..core.group.param import sharded_from
+from ..core.plan.mesh import DataParallelMesh
+from ..core.setup.build import managed_modules
 from ..errors import ArgumentError, MaterializationError, message
 from ..same_start import broadcast
 

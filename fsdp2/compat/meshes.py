@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..core import torch_compat as compat
-from ..core.mesh import DataParallelMesh, data_parallel_mesh
+from ..core.plan.mesh import DataParallelMesh, data_parallel_mesh
 from ..errors import ArgumentError, MeshError, message
 from ..strategy_mesh import node_size
 from .api import ShardingStrategy

@@ -1,6 +1,7 @@
 """What an FSDP module can do: FSDP1's methods and attributes. Most are one call into a file of their own.
 
-The class is mixed into the module's own, in front of it (``core/hooks.py``, ``class_with``). It refuses to know how modules come to it.
+The class is mixed into the module's own, in front of it (``core/modules/hooks.py``, ``class_with``). It refuses to know how modules
+come to it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..api import FSDPModule
 from ..clip import clip_grad_norm_
-from ..core.unit import unit_of
+from ..core.iteration.unit import unit_of
 from ..errors import OrderError, message
 from . import model_state, optim_state
 from .api import CPUOffload, MixedPrecision, OptimStateKeyType, StateDictSettings

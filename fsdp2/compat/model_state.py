@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint.named_state import clean_name
 from ..core import torch_compat as compat
-from ..core.unit import unit_of
+from ..core.iteration.unit import unit_of
 from ..errors import ArgumentError, ModuleError, message
 from .api import (
     FullOptimStateDictConfig,
@@ -195,7 +195,8 @@ def _converted(value: Tensor, asked: _Asked, full: bool, drop: bool, to_cpu: boo
 def place_for_loading(module: nn.Module, state: State, prefix: str) -> None:
     """Place DTensors under ``prefix`` as the parameters of ``module`` and below are, and take FSDP1's ShardedTensors. In place.
 
-    Whole tensors are cut where they are loaded (``core/loading.py``). Values that fit nothing are left: ``nn.Module`` reports them.
+    Whole tensors are cut where they are loaded (``core/modules/whole_tensors.py``). Values that fit nothing are left: ``nn.Module``
+    reports them.
     Collective: only for DTensors placed otherwise
     """
     for below in module.modules():

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.mesh import DataParallelMesh
+from ..core.plan.mesh import DataParallelMesh
 from .api import (
     BackwardPrefetch,
     CPUOffload,

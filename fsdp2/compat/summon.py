@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..core import torch_compat as compat
-from ..core.param import ShardedParam, own_shard
-from ..core.placement import in_dtype
-from ..core.registry import set_parameter
-from ..core.unit import Unit, unit_of
+from ..core.group.param import ShardedParam, own_shard
+from ..core.iteration.unit import Unit, unit_of
+from ..core.modules.shown_parameters import set_parameter
+from ..core.plan.placement import in_dtype
 from ..errors import ArgumentError, OrderError, message
 from .whole import is_first_rank, whole
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..core import torch_compat as compat
-from ..core.loading import cut_whole
-from ..core.mesh import DataParallelMesh
-from ..core.param import ShardedParam
-from ..core.unit import unit_of
+from ..core.group.param import ShardedParam
+from ..core.iteration.unit import unit_of
+from ..core.modules.whole_tensors import cut_whole
+from ..core.plan.mesh import DataParallelMesh
 
 
 @torch.no_grad()

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..core.arguments import check_policies, checked_modules
-from ..core.build import build_unit
-from ..core.hooks import class_with, swap_class
-from ..core.unit import unit_of
+from ..core.iteration.unit import unit_of
+from ..core.modules.hooks import class_with, swap_class
+from ..core.setup.arguments import check_policies, checked_modules
+from ..core.setup.build import build_unit
 from ..errors import ArgumentError, message
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .api import BackwardPrefetch, MixedPrecision, ShardingStrategy, member

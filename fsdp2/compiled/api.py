@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from ..core import torch_compat as compat
-from ..core.hooks import units_below
-from ..core.unit import Unit
+from ..core.iteration.unit import Unit
+from ..core.modules.hooks import units_below
 from ..errors import ArgumentError, ModuleError, OrderError, message
 from .backend import BACKENDS, CompileOptions
 from .mode import FullGraph

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import fx
 
-from ..core import torch_compat as compat
 from . import order
+from . import torch_compat as compiler
 from .face import Face
 from .rewriting import Rewritten, rewritten
 from .summary import GraphSummary, summary_of
@@ -58,9 +58,9 @@ def compiled_graph(
         note(summary_of(graph, kind))
 
     if options.backend == "aot_eager":
-        return new, compat.aot_eager(new.module, new.inputs, order.mark_what_follows_gathers, on_graph)
+        return new, compiler.aot_eager(new.module, new.inputs, order.mark_what_follows_gathers, on_graph)
     last_pass = order.reorder if options.reorders else None
-    run = compat.inductor(
+    run = compiler.inductor(
         new.module, new.inputs, dict(options.inductor), order.mark_what_follows_gathers, last_pass, on_graph, _key_of_passes()
     )
     return new, run

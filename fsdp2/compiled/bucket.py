@@ -21,13 +21,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core import collectives
-from ..core import torch_compat as compat
-from ..core.collectives import GradientReduction, Reduction, reduction_for
-from ..core.layout import Cut, Slot, rows_of
-from ..core.mesh import DataParallelMesh
-from ..core.param import ShardedParam
+from ..core.comm import collectives
+from ..core.comm.collectives import GradientReduction, Reduction, reduction_for
+from ..core.group.param import ShardedParam
+from ..core.plan.layout import Cut, Slot, rows_of
+from ..core.plan.mesh import DataParallelMesh
 from . import operators
+from . import torch_compat as compiler
 from .face import Face, Landing
 
 
@@ -116,7 +116,7 @@ class Bucket:
             summed = _divided(_divided(summed, scatter.predivide), scatter.postdivide)
         if self.mesh.replicate_size > 1:
             assert self.mesh.replicate_group is not None
-            summed = _reduced(summed, all_reduce, compat.functional_all_reduce, self.mesh.replicate_group)
+            summed = _reduced(summed, all_reduce, compiler.functional_all_reduce, self.mesh.replicate_group)
         sizes = [landing.plan.layout.shard_numel for landing in self.landings]
         parts = [summed] if len(sizes) == 1 else torch.split(summed, sizes)
         return [part.to(landing.leaf.dtype) for part, landing in zip(parts, self.landings, strict=True)]

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core import torch_compat as compat
-from ..core.gradients import Gradients
-from ..core.param import ShardedParam
-from ..core.param_group import ParamGroup
-from ..core.reduce_plan import GradView, ReducePlan
+from ..core.group.gradients import Gradients
+from ..core.group.param import ShardedParam
+from ..core.group.param_group import ParamGroup
+from ..core.group.reduce_plan import GradView, ReducePlan
 
 
 class Landing:

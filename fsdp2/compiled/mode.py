@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..core import torch_compat as compat
-from ..core.hooks import units_below
-from ..core.nested import find_tensors, map_tensors
-from ..core.param_group import GroupState
-from ..core.schedule import Schedule, adopt
-from ..core.strays import REGISTRATIONS, warn_of_plain_parameters
-from ..core.unit import Unit
+from ..core.group.param_group import GroupState
+from ..core.iteration.schedule import Schedule, adopt
+from ..core.iteration.unit import Unit
+from ..core.modules.hooks import units_below
+from ..core.modules.nested_tensors import find_tensors, map_tensors
+from ..core.modules.unmanaged_parameters import REGISTRATIONS, warn_of_plain_parameters
 from ..errors import CompileError, FSDPError, OrderError, message
+from . import torch_compat as compiler
 from .backend import CompileOptions, compiled_graph
 from .face import Face
 from .refusals import causes_of, not_captured, refuse_what_graphs_lack
@@ -58,7 +59,7 @@ class FullGraph:
                 output = run(*args, **kwargs)
             self._refuse_stand_ins(output)
             return output
-        except compat.compiler_errors() as error:
+        except compiler.compiler_errors() as error:
             own = next((each for each in causes_of(error) if isinstance(each, CompileError)), None)
             problem = own if own is not None else not_captured(self._model, error)
             problem.__cause__ = error
@@ -152,7 +153,7 @@ class FullGraph:
                 output = compat.pytree.tree_map_only(nn.Parameter, Tensor.clone, output)  # else the stand-in would be returned
             return output
 
-        return compat.uninterrupted(forward, self._backend, self._options.dynamic)
+        return compiler.uninterrupted(forward, self._backend, self._options.dynamic)
 
     def _refuse_stand_ins(self, output: Any) -> None:
         found: list[Tensor] = []

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..core import torch_compat as compat
+from . import torch_compat as compiler
 
 _VIEWS_AND_CASTS = frozenset(
     {
@@ -46,17 +46,17 @@ def mark_what_follows_gathers(graph: fx.Graph) -> None:
     Else the partitioner could save such a view, and with it the whole unsharded parameter.
     """
     for node in graph.nodes:
-        if node.op != "call_function" or "recompute" in node.meta or compat.is_of_backward(node):
+        if node.op != "call_function" or "recompute" in node.meta or compiler.is_of_backward(node):
             continue
-        if operator_name(node) in _VIEWS_AND_CASTS and all(compat.is_marked_recomputed(each) for each in node.all_input_nodes):
-            compat.mark_recomputed(node, True)
+        if operator_name(node) in _VIEWS_AND_CASTS and all(compiler.is_marked_recomputed(each) for each in node.all_input_nodes):
+            compiler.mark_recomputed(node, True)
 
 
 def reorder(graph: fx.Graph) -> None:
     """Move the starts of gathers ahead and the waits for reductions back, in place. Gathers that depend on compute stay."""
     _delay_copies(graph)
     _advance_gathers(graph)
-    for kind in (compat.REDUCE_SCATTER, compat.ALL_REDUCE):
+    for kind in (compiler.REDUCE_SCATTER, compiler.ALL_REDUCE):
         _delay_waits(graph, kind)
     graph.lint()
 
@@ -69,8 +69,8 @@ def _delay_copies(graph: fx.Graph) -> None:
     gathered: set[fx.Node] = set()
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        if compat.is_wait(node):
-            if compat.collective_of(inputs[0]) == compat.ALL_GATHER and _from_placeholders(inputs[0]) is not None:
+        if compiler.is_wait(node):
+            if compiler.collective_of(inputs[0]) == compiler.ALL_GATHER and _from_placeholders(inputs[0]) is not None:
                 gathered.add(node)
         elif inputs and operator_name(node) in _VIEWS_AND_CASTS and gathered.issuperset(inputs):
             gathered.add(node)
@@ -83,7 +83,7 @@ def _delay_copies(graph: fx.Graph) -> None:
 def _advance_gathers(graph: fx.Graph) -> None:
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     previous = placeholders[-1] if placeholders else None
-    for start in [node for node in graph.nodes if compat.collective_of(node) == compat.ALL_GATHER]:
+    for start in [node for node in graph.nodes if compiler.collective_of(node) == compiler.ALL_GATHER]:
         wait = wait_of(start)
         preparation = _from_placeholders(start)
         if wait is None or preparation is None:
@@ -112,7 +112,7 @@ def _from_placeholders(start: fx.Node) -> list[fx.Node] | None:
 
 
 def _delay_waits(graph: fx.Graph, kind: str) -> None:
-    starts = [node for node in graph.nodes if compat.collective_of(node) == kind]
+    starts = [node for node in graph.nodes if compiler.collective_of(node) == kind]
     if not starts:
         return
     output = next(node for node in graph.nodes if node.op == "output")
@@ -143,7 +143,7 @@ def _depending_on(wait: fx.Node, until: fx.Node) -> list[fx.Node] | None:
 
 
 def wait_of(start: fx.Node) -> fx.Node | None:
-    return next((user for user in start.users if compat.is_wait(user)), None)
+    return next((user for user in start.users if compiler.is_wait(user)), None)
 
 
 def operator_name(node: fx.Node) -> str:

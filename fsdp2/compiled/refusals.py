@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from ..core import torch_compat as compat
-from ..core.unit import Unit
+from ..core.iteration.unit import Unit
 from ..errors import CompileError, OrderError, message
+from . import torch_compat as compiler
 
 # How torch begins the lines of what it says about code that it cannot trace.
 _EXPLANATION, _CONTEXT = "Explanation:", "Developer debug context:"
@@ -22,7 +22,7 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
 
 def not_captured(model: nn.Module, error: BaseException) -> CompileError:
     """What to raise for ``error``, the compiler's: the place in the user's code, torch's explanation, and what to do."""
-    place = compat.place_of(error)
+    place = compiler.place_of(error)
     text = next((str(each) for each in causes_of(error) if _EXPLANATION in str(each)), str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
     what = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]

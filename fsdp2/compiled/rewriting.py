@@ -19,8 +19,8 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ..core import torch_compat as compat
 from ..errors import CompileError, message
+from . import torch_compat as compiler
 from .bucket import Bucket, Member
 from .face import Face
 
@@ -85,9 +85,9 @@ def rewritten(
         tensors[id(bucket)] = []
         for index, tensor in enumerate(_tensors_of(bucket)):
             node = graph.placeholder(f"fsdp2_bucket{number}_{index}")
-            node.meta["example_value"] = compat.fake_like(tensor, placeholders)
+            node.meta["example_value"] = compiler.fake_like(tensor, placeholders)
             fakes.append(node.meta["example_value"])
-            compat.name_input(node)
+            compiler.name_input(node)
             tensors[id(bucket)].append(node)
     for node in captured.graph.nodes:
         if node.op == "placeholder":
@@ -95,7 +95,7 @@ def rewritten(
         for bucket in before.get(node, ()):
             _unshard(graph, bucket, tensors[id(bucket)], names, copies)
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    module = compat.copy_capture(captured, graph, copies)
+    module = compiler.copy_capture(captured, graph, copies)
     return Rewritten(module, fakes, kept, buckets)
 
 
@@ -156,7 +156,7 @@ def _unshard(
 
     unsharded.__module__ = __name__  # of a node's function the graph prints module and name
     whole = graph.call_function(unsharded, tuple(tensors))
-    compat.mark_recomputed(whole, not bucket.keep)
+    compiler.mark_recomputed(whole, not bucket.keep)
     position = 0
     for member in bucket.members:
         for index in range(len(member.face.stand_ins)):

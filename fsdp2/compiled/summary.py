@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from ..core import torch_compat as compat
+from . import torch_compat as compiler
 from .order import operator_name, wait_of
 
 _HEAVY = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "linear", "matmul")
@@ -57,16 +57,16 @@ def summary_of(graph: fx.Graph, kind: str) -> GraphSummary:
     heavy = 0
     opened: dict[fx.Node, tuple[fx.Node, int]] = {}
     for node in graph.nodes:
-        name = compat.collective_of(node)
+        name = compiler.collective_of(node)
         if name is not None:
             wait = wait_of(node)
             if wait is not None:
                 opened[wait] = (node, heavy)
-        elif compat.is_wait(node) and node in opened:
+        elif compiler.is_wait(node) and node in opened:
             start, before = opened.pop(node)
-            started_as = compat.collective_of(start)
+            started_as = compiler.collective_of(start)
             assert started_as is not None
-            side = start.all_input_nodes[0] if started_as == compat.REDUCE_SCATTER else start
+            side = start.all_input_nodes[0] if started_as == compiler.REDUCE_SCATTER else start
             collectives.append(Collective(started_as, _nbytes(side), heavy - before))
         elif is_heavy(node):
             heavy += 1
@@ -115,7 +115,7 @@ def _owners(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def _is_view(node: fx.Node) -> bool:
-    if compat.is_wait(node) or operator_name(node) == "getitem":
+    if compiler.is_wait(node) or operator_name(node) == "getitem":
         return True
     target = node.target
     return isinstance(target, torch._ops.OpOverload) and any(
@@ -128,7 +128,7 @@ def _nbytes(node: fx.Node) -> int:
 
 
 def _size_hint(tensor: Tensor) -> int:
-    return compat.size_hint(tensor.numel()) * tensor.dtype.itemsize
+    return compiler.size_hint(tensor.numel()) * tensor.dtype.itemsize
 
 
 def _tensors(value: object) -> Iterator[Tensor]:

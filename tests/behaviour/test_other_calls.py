@@ -35,8 +35,8 @@ def shard(model: nn.Module, after: bool | None = None) -> nn.Module:
 
 def count_collectives(run) -> dict[str, int]:
     """How many all-gathers and reductions our groups issue while ``run()`` runs."""
-    from fsdp2.core.gather import Gather
-    from fsdp2.core.reduction import InFlight
+    from fsdp2.core.group.all_gather import Gather
+    from fsdp2.core.group.reduction import InFlight
 
     counts = {"gather": 0, "reduce": 0}
     start, reduce = Gather.start, InFlight.__init__

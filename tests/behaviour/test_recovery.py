@@ -159,8 +159,8 @@ def test_our_own_allocations_may_be_what_runs_out_of_memory(what):
     """Allocating the unsharded storage, or a reduce-scatter input, is where memory usually ends."""
     from unittest import mock
 
-    from fsdp2.core.gradients import Gradients
-    from fsdp2.core.streams import HostStreams
+    from fsdp2.core.comm.streams import HostStreams
+    from fsdp2.core.group.gradients import Gradients
 
     model, reference = make(Fails)
     calls = 0

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
-from fsdp2.core import custom_comm
+from fsdp2.core.comm import communicators as custom_comm
 from fsdp2.errors import OrderError
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp, token_batches, transformer
@@ -119,7 +119,7 @@ def test_setters_that_change_communication_only():
 
 @on_ranks(2)
 def test_as_many_reductions_are_in_flight_as_asked_for():
-    from fsdp2.core.schedule import Schedule
+    from fsdp2.core.iteration.schedule import Schedule
 
     model = shard(mlp(num_blocks=4))
     most = 0
@@ -234,7 +234,7 @@ def test_an_all_reduce_hook_may_be_a_users_own_replication():
 
 @on_ranks(2, 3)
 def test_an_embedding_is_not_gathered_in_backward_if_it_need_not_be():
-    from fsdp2.core.gather import Gather
+    from fsdp2.core.group.all_gather import Gather
 
     model = transformer()
     reference = copy.deepcopy(model)

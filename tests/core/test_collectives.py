@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp2.core import collectives
-from fsdp2.core.collectives import (
+from fsdp2.core.comm import collectives
+from fsdp2.core.comm.collectives import (
     SUM,
     Reduction,
     all_gather,

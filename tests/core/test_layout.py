@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.core.gather import assemble, disassemble
-from fsdp2.core.layout import (
+from fsdp2.core.group.all_gather import assemble, disassemble
+from fsdp2.core.plan.layout import (
     Cut,
     GroupLayout,
     Rows,

@@ -28,10 +28,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.core import build, collectives
-from fsdp2.core.gather import Gather
-from fsdp2.core.layout import TransientBytes, peak_of_step, transient_bytes
-from fsdp2.core.reduction import InFlight
+from fsdp2.core.comm import collectives
+from fsdp2.core.group.all_gather import Gather
+from fsdp2.core.group.reduction import InFlight
+from fsdp2.core.plan.layout import TransientBytes, peak_of_step, transient_bytes
+from fsdp2.core.setup import build
 from harness import cpu_mesh, on_ranks
 from harness.memory import PeakBytes, covered_bytes
 

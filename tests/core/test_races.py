@@ -28,11 +28,11 @@ from torch.utils.checkpoint import checkpoint
 import fsdp2.core
 from fsdp2 import AllGather, CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, ReduceScatter, fully_shard
 from fsdp2.core import torch_compat as compat
-from fsdp2.core.gather import Gather
-from fsdp2.core.recording import Race, RaceError, RecordingStreams, recording
-from fsdp2.core.reduction import InFlight
-from fsdp2.core.schedule import Schedule, schedule_of
-from fsdp2.core.streams import streams_of
+from fsdp2.core.comm.streams import streams_of
+from fsdp2.core.group.all_gather import Gather
+from fsdp2.core.group.reduction import InFlight
+from fsdp2.core.iteration.schedule import Schedule, schedule_of
+from fsdp2.testing.recording import Race, RaceError, RecordingStreams, recording
 from harness import cpu_mesh, on_ranks
 from harness.models import MLP, batches, mlp
 from harness.subclasses import RowInt8, wrap_weights
@@ -507,8 +507,8 @@ CORE = Path(fsdp2.core.__file__).parent
 def places_of_orders() -> dict[tuple[str, int], str]:
     """Where the runtime orders a stream or the host behind an event: (file, line) -> "file.function", numbered from the second."""
     found: dict[tuple[str, int], str] = {}
-    for path in sorted(CORE.glob("*.py")):
-        if path.stem in ("streams", "recording"):
+    for path in sorted(CORE.rglob("*.py")):
+        if path.stem == "streams":
             continue
         for function in ast.walk(ast.parse(path.read_text())):
             if isinstance(function, ast.FunctionDef):
@@ -609,9 +609,9 @@ FAKE_SCENARIOS = {
 NEEDED_BY = {
     "extensions.start": "extensions",
     "extensions.finish": "extensions",
-    "gather.start": "plain",
-    "gather.finish": "plain",
-    "gather.finish 2": "unshard_on_a_side_stream",
+    "all_gather.start": "plain",
+    "all_gather.finish": "plain",
+    "all_gather.finish 2": "unshard_on_a_side_stream",
     "param_group._free_behind_uses": "unshard_on_a_side_stream",
     "reduction.__init__": "plain",
     "reduction._after_scatter": "hsdp",
@@ -638,7 +638,7 @@ def test_without_this_order_there_is_a_race(place):
     assert races != []
 
 
-@pytest.mark.parametrize("place", ["gather.start", "gather.finish"])
+@pytest.mark.parametrize("place", ["all_gather.start", "all_gather.finish"])
 def test_without_this_order_of_a_gather_over_one_rank_there_is_a_race(place):
     streams = Without(place)
     assert replay_on_fake_ranks(replace(FAKE_SCENARIOS["replicated_bf16"], num_steps=3), streams) != []

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fsdp2.core.param import storage_view
-from fsdp2.core.recording import RaceError, RecordingStreams, recording
-from fsdp2.core.streams import Streams, streams_of
+from fsdp2.core.comm.streams import Streams, streams_of
+from fsdp2.core.group.param import storage_view
+from fsdp2.testing.recording import RaceError, RecordingStreams, recording
 
 
 def races(program: Callable[[RecordingStreams], None]) -> list[str]:

@@ -70,7 +70,7 @@ def test_with_hybrid_sharding_it_sees_the_shard_axis_only():
 def counted_gathers() -> Iterator[list[tuple[int, torch.dtype]]]:
     """(elements, dtype) of every tensor that is broadcast or all-gathered."""
     seen: list[tuple[int, torch.dtype]] = []
-    from fsdp2.core import collectives
+    from fsdp2.core.comm import collectives
 
     original = collectives.all_gather
 

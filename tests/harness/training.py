@@ -266,7 +266,7 @@ def _largest(tensors: dict[str, Tensor | None]) -> dict[str, float]:
 @contextlib.contextmanager
 def forced(**options: Any) -> Iterator[None]:
     """Modules that are sharded inside use these fields of ``GroupOptions``: gather, all_gather, reduce_scatter, all_reduce."""
-    from fsdp2.core.build import private_options
+    from fsdp2.core.setup.build import private_options
 
     before = dict(private_options)
     private_options.update({name: value for name, value in options.items() if value is not None})

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, accumulate, parallelize
-from fsdp2.core.recording import recording
 from fsdp2.strategy import STRATEGIES
+from fsdp2.testing.recording import recording
 from harness import on_ranks
 from harness.models import batches, mlp
 from harness.training import assert_same_bits, fed_own_chunk

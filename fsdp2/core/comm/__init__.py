@@ -1,0 +1,1 @@
+"""Moving bytes: streams, collectives, communicators that the user brings, process groups."""

@@ -1,0 +1,408 @@
+"""All-gather, reduce-scatter and all-reduce of flat buffers, by the algorithm that suits the backend.
+
+Each function issues a collective and returns a ``Pending``; ``finish()`` makes the result valid. The ``choose_*`` functions
+pick the algorithm, ``reduction_for`` picks who divides the gradients by what; both are pure. This file refuses to know
+parameters, layouts, streams and when to communicate.
+
+Worked example: reduce-scatter by "pairwise", 3 ranks, P = 2, averaged. Rank 1 holds the rows ``[[1, 1], [5, 5], [2, 2]]``; row
+d is for rank d. It sends row 2 to rank 2 while it receives ``[4, 4]`` from rank 0 into its output, then row 0 to rank 0 while
+it receives ``[3, 3]`` from rank 2 into scratch; meanwhile the caller computes. ``finish()`` adds in ascending rank order,
+``([4, 4] + [5, 5]) + [3, 3]``, and divides the 2 elements by 3: the output is ``[4, 4]``. Nobody sends a row to itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import torch_compat as compat
+
+AllGatherAlgorithm = Literal["stock", "broadcast"]
+ReduceScatterAlgorithm = Literal["stock", "all_to_all", "pairwise", "all_reduce"]
+AllReduceAlgorithm = Literal["stock", "all_gather"]
+
+
+class Pending(Protocol):
+    """A collective under way. It keeps every buffer that the collective reads or writes alive until ``finish``."""
+
+    def finish(self) -> None:
+        """Wait, then run the local part (sum, divide); afterwards the result is valid.
+
+        Call it once, on the thread and stream that use the result. On host-waited backends it blocks (with CUDA tensors: makes
+        the current stream wait); on stream-ordered ones everything is already queued on the stream that issued the collective.
+        A second call does nothing. If the wait raises, the result is invalid for good.
+        """
+
+    def is_completed(self) -> bool:
+        """Whether ``finish`` would not block; differs between ranks, so nothing that other ranks see may depend on it."""
+
+
+# ---- what a backend can do --------------------------------------------------------------------------------------------------
+
+# "fake" stands for NCCL in schedule and memory tests, so it takes NCCL's path everywhere in this file.
+_STREAM_ORDERED = frozenset({"nccl", "xccl", "fake"})
+_AVERAGES = frozenset({"nccl", "fake"})
+
+
+def is_stream_ordered(backend: str) -> bool:
+    """Whether collectives are ordered by the caller's stream (pass ``async_op=False``) rather than by waiting on a Work.
+
+    Backends that we do not know are waited for, which is right everywhere.
+    """
+    return backend in _STREAM_ORDERED
+
+
+def choose_all_gather(backend: str, world_size: int, nbytes: int, device_type: str = "cpu") -> AllGatherAlgorithm:
+    """The default all-gather; ``nbytes`` is that of the gathered buffer."""
+    # gloo's own packs into temporaries of the output's size: at 50 MiB three times as slow. Small ones cost a launch a rank.
+    if backend == "gloo" and (nbytes >= world_size * (128 << 10) or device_type != "cpu"):
+        return "broadcast"
+    return "stock"
+
+
+def choose_reduce_scatter(backend: str, world_size: int, nbytes: int, device_type: str = "cpu") -> ReduceScatterAlgorithm:
+    """The default reduce-scatter; ``nbytes`` is that of the input."""
+    if backend != "gloo":
+        return "stock"
+    if device_type != "cpu":  # gloo's all-to-all takes host memory only
+        return "all_reduce"
+    # Pairwise sends least and needs least scratch, but each of its W - 1 rounds greets all ranks: for few ranks and large rows.
+    if world_size == 2 or (world_size <= 8 and nbytes >= world_size * (1 << 20)):
+        return "pairwise"
+    return "all_to_all"
+
+
+def choose_all_reduce(backend: str, world_size: int, nbytes: int, device_type: str = "cpu") -> AllReduceAlgorithm:
+    """The default all-reduce; ``nbytes`` is that of the buffer."""
+    if backend == "gloo" and device_type == "cpu" and nbytes * world_size <= 256 << 10:  # latency is all that it costs
+        return "all_gather"
+    return "stock"
+
+
+# ---- who divides, by what ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """How one collective reduces: divide the input in place, sum (or average) over the ranks, divide the output in place."""
+
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM  # SUM, AVG or PREMUL_SUM
+    premultiply: float | None = None  # PREMUL_SUM's factor
+    predivide: float | None = None
+    postdivide: float | None = None
+    backend_op: dist.ReduceOp | dist.ReduceOp.RedOpType = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        assert (self.premultiply is not None) == (self.op == dist.ReduceOp.PREMUL_SUM)
+        backend_op = self.op if self.premultiply is None else compat.premul_sum(self.premultiply)
+        object.__setattr__(self, "backend_op", backend_op)
+
+
+SUM = Reduction()
+_AVG = Reduction(op=dist.ReduceOp.AVG)
+
+
+@dataclass(frozen=True, slots=True)
+class GradientReduction:
+    """The reductions of the two legs of one gradient; together they divide once."""
+
+    reduce_scatter: Reduction
+    all_reduce: Reduction
+
+
+def reduction_for(
+    shard_ranks: int,
+    replicate_ranks: int,
+    reduce_dtype: torch.dtype,
+    backend: str,
+    divide_factor: float | None = None,
+    sum_only: bool = False,
+) -> GradientReduction:
+    """Divide a gradient by ``divide_factor`` (by default all data-parallel ranks) over reduce-scatter and all-reduce together.
+
+    A leg of one rank communicates nothing; it divides only where both legs have one rank. Examples:
+
+        (4, 1, fp32, "nccl")      AVG;           -
+        (4, 2, fp32, "nccl")      AVG;           AVG
+        (4, 2, fp32, "nccl", 6)   x 1/6 and SUM; SUM
+        (4, 2, bf16, "gloo")      SUM;           SUM, / 8     (the output: it is the smallest buffer)
+        (4, 1, fp16, any)         / 2, SUM, / 2; -
+        (4, 2, fp16, any)         / 4, SUM;      SUM, / 2
+    """
+    total_ranks = shard_ranks * replicate_ranks
+    factor = float(total_ranks if divide_factor is None else divide_factor)
+    predivide: float | None = None
+    postdivide: float | None = factor
+    if reduce_dtype == torch.float16:
+        # fp16 overflows at 65504 and underflows at 6e-8: divide by about sqrt before, by the rest after. A power of two costs
+        # no bits.
+        if factor > 1:
+            predivide = 2.0 ** math.ceil(math.log2(factor) / 2)
+            postdivide = factor / predivide
+    elif backend in _AVERAGES and not sum_only and total_ranks > 1:  # division inside the collective costs no kernel
+        if divide_factor is None:
+            return GradientReduction(_AVG if shard_ranks > 1 else SUM, _AVG if replicate_ranks > 1 else SUM)
+        if factor == shard_ranks:
+            return GradientReduction(_AVG if shard_ranks > 1 else SUM, SUM)
+        scaled = Reduction(op=dist.ReduceOp.PREMUL_SUM, premultiply=1 / factor)
+        return GradientReduction(scaled, SUM) if shard_ranks > 1 else GradientReduction(SUM, scaled)
+    if postdivide == 1:
+        postdivide = None
+    if replicate_ranks == 1:
+        return GradientReduction(Reduction(predivide=predivide, postdivide=postdivide), SUM)
+    if shard_ranks == 1:
+        return GradientReduction(SUM, Reduction(predivide=predivide, postdivide=postdivide))
+    return GradientReduction(Reduction(predivide=predivide), Reduction(postdivide=postdivide))
+
+
+# ---- the three collectives --------------------------------------------------------------------------------------------------
+
+
+# What every backend knows; other dtypes travel as bytes.
+SENDABLE = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
+)
+
+
+def all_gather(
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    process_group: dist.ProcessGroup,
+    algorithm: AllGatherAlgorithm,
+    async_op: bool,
+) -> Pending:
+    """Gather every ``inputs[i]`` into ``outputs[i]``.
+
+    outputs:    (W * P_i,), any dtype, contiguous, rank-major
+    inputs:     (P_i,), same dtype; may be this rank's own row of ``outputs[i]``, and is then not copied
+    async_op:   ``not is_stream_ordered(backend)``
+    Collective: yes. Neither side may be written, nor ``outputs`` read, until ``finish``.
+    """
+    world_size = process_group.size()
+    if world_size == 1:
+        for output, input_ in zip(outputs, inputs, strict=True):
+            _copy_unless_same(output, input_)
+        return _DONE
+    for input_ in inputs:
+        if input_.dtype not in SENDABLE:
+            outputs = [output.view(torch.uint8) for output in outputs]
+            inputs = [each.view(torch.uint8) for each in inputs]
+            break
+    if algorithm == "stock":
+        if async_op:
+            pairs = zip(outputs, inputs, strict=True)
+            works = [compat.all_gather_single(output, input_, process_group, True) for output, input_ in pairs]
+            return _Waiting(works, (outputs, inputs))
+        if len(outputs) == 1:
+            compat.all_gather_single(outputs[0], inputs[0], process_group, False)
+        else:
+            with compat.coalescing_manager(process_group, outputs[0].device, False):
+                for output, input_ in zip(outputs, inputs, strict=True):
+                    compat.all_gather_single(output, input_, process_group, False)
+        return _DONE
+    rank = process_group.rank()
+    works = []
+    for output, input_ in zip(outputs, inputs, strict=True):
+        rows = output.view(world_size, input_.numel()).unbind()
+        works += start_broadcasts([*rows[:rank], input_, *rows[rank + 1 :]], process_group, async_op)
+        _copy_unless_same(rows[rank], input_)
+    return _issued(_Waiting(works, (outputs, inputs)), async_op)
+
+
+def reduce_scatter(
+    output: Tensor,
+    input: Tensor,
+    process_group: dist.ProcessGroup,
+    reduction: Reduction,
+    algorithm: ReduceScatterAlgorithm,
+    async_op: bool,
+) -> Pending:
+    """Reduce the rows of all ranks; rank r keeps row r. All but "stock" and "all_reduce" add in ascending rank order.
+
+    output:     (P,), reduce dtype, contiguous; not a view of ``input``
+    input:      (W * P,), same dtype, contiguous, rank-major; scratch: its values are lost
+    async_op:   ``not is_stream_ordered(backend)``
+    Collective: yes. Neither side may be touched until ``finish``.
+    """
+    world_size = process_group.size()
+    if reduction.predivide is not None:
+        input.div_(reduction.predivide)
+    if world_size == 1:
+        _copy_unless_same(output, input)
+        if reduction.postdivide is not None:
+            output.div_(reduction.postdivide)
+        return _DONE
+    if algorithm == "stock":
+        work = compat.reduce_scatter_single(output, input, reduction.backend_op, process_group, async_op)
+        if async_op:
+            return _Waiting([work], (input,), output, reduction.postdivide)
+        if reduction.postdivide is not None:
+            output.div_(reduction.postdivide)
+        return _DONE
+    rank = process_group.rank()
+    rows = input.view(world_size, output.numel()).unbind()
+    if algorithm == "all_reduce":
+        work = dist.all_reduce(input, op=reduction.backend_op, group=process_group, async_op=async_op)
+        return _issued(_Waiting([work], (), output, reduction.postdivide, (rows[rank],)), async_op)
+    assert reduction.op == dist.ReduceOp.SUM, f"{algorithm!r} sums locally, but the reduction is {reduction}"
+    if algorithm == "all_to_all":
+        received = torch.empty_like(input)
+        work = dist.all_to_all_single(received, input, group=process_group, async_op=async_op)
+        received_rows: Sequence[Tensor] = received.view(world_size, output.numel()).unbind()
+        return _issued(_Waiting([work], (input,), output, reduction.postdivide, received_rows), async_op)
+    # The lowest row of another rank needs no scratch: it is received where the sum will be.
+    others = [output, *(torch.empty_like(output) for _ in range(world_size - 2))]
+    received_rows = [*others[:rank], rows[rank], *others[rank:]]
+    works = start_exchange(received_rows, rows, process_group, async_op)
+    return _issued(_Waiting(works, (input,), output, reduction.postdivide, received_rows), async_op)
+
+
+def all_reduce(
+    buffer: Tensor,
+    process_group: dist.ProcessGroup,
+    reduction: Reduction,
+    algorithm: AllReduceAlgorithm,
+    async_op: bool,
+) -> Pending:
+    """Reduce ``buffer`` over all ranks in place; all ranks get bitwise the same. "all_gather" adds in ascending rank order.
+
+    buffer:     (N,), reduce dtype, contiguous
+    async_op:   ``not is_stream_ordered(backend)``
+    Collective: yes. ``buffer`` may not be touched until ``finish``.
+    """
+    world_size = process_group.size()
+    if reduction.predivide is not None:
+        buffer.div_(reduction.predivide)
+    if world_size == 1:
+        if reduction.postdivide is not None:
+            buffer.div_(reduction.postdivide)
+        return _DONE
+    if algorithm == "stock":
+        work = dist.all_reduce(buffer, op=reduction.backend_op, group=process_group, async_op=async_op)
+        if async_op:
+            return _Waiting([work], (), buffer, reduction.postdivide)
+        if reduction.postdivide is not None:
+            buffer.div_(reduction.postdivide)
+        return _DONE
+    assert reduction.op == dist.ReduceOp.SUM, f"{algorithm!r} sums locally, but the reduction is {reduction}"
+    gathered = buffer.new_empty(world_size * buffer.numel())
+    work = compat.all_gather_single(gathered, buffer, process_group, async_op)
+    rows = gathered.view(world_size, buffer.numel()).unbind()
+    return _issued(_Waiting([work], (), buffer, reduction.postdivide, rows), async_op)
+
+
+# ---- the parts they are made of ---------------------------------------------------------------------------------------------
+
+
+def start_broadcasts(rows: Sequence[Tensor], process_group: dist.ProcessGroup, async_op: bool) -> list[dist.Work | None]:
+    """Every rank sends its own row to all others, which receive it in theirs: the all-gather "broadcast". Collective: yes."""
+    return [
+        dist.broadcast(row, group=process_group, async_op=async_op, group_src=source)
+        for source, row in enumerate(rows)
+    ]
+
+
+def start_exchange(
+    received: Sequence[Tensor], rows: Sequence[Tensor], process_group: dist.ProcessGroup, async_op: bool
+) -> list[dist.Work | None]:
+    """``rows[d]`` goes to rank d, ``received[s]`` comes from rank s, and nothing from a rank to itself: "pairwise". Collective: yes.
+
+    In round k everyone sends to the k-th rank after its own.
+    """
+    rank, world_size = process_group.rank(), process_group.size()
+    works = []
+    for step in range(1, world_size):
+        target, source = (rank + step) % world_size, (rank - step) % world_size
+        send_numels, receive_numels = [0] * world_size, [0] * world_size
+        send_numels[target], receive_numels[source] = rows[target].numel(), received[source].numel()
+        works.append(
+            dist.all_to_all_single(
+                received[source], rows[target], receive_numels, send_numels, group=process_group, async_op=async_op
+            )
+        )
+    return works
+
+
+def _issued(pending: _Waiting, async_op: bool) -> Pending:
+    """``pending`` itself; or, where streams order, its local part queued now behind the collective."""
+    if async_op:
+        return pending
+    pending.finish()
+    return _DONE
+
+
+def _copy_unless_same(target: Tensor, source: Tensor) -> None:
+    if target.data_ptr() != source.data_ptr():
+        assert target.numel() == source.numel(), f"{target.numel()} elements from {source.numel()}"
+        target.copy_(source)
+
+
+def _sum_rows(rows: Sequence[Tensor], output: Tensor, postdivide: float | None) -> None:
+    """output = (rows[0] + rows[1] + ...) / postdivide, in that order; ``output`` may be any of the rows; clobbers rows[0]."""
+    partial, *more = rows
+    if more:
+        for row in more[:-1]:
+            partial.add_(row)
+        torch.add(partial, more[-1], out=output)  # written last: it may be any of the rows
+    else:
+        output.copy_(partial)
+    if postdivide is not None:
+        output.div_(postdivide)
+
+
+class _Done:
+    __slots__ = ()
+
+    def finish(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return True
+
+
+_DONE = _Done()
+
+
+class _Waiting:
+    """Waits for ``works``; then ``output``, if any, becomes the sum of ``rows``, if any, and is divided."""
+
+    __slots__ = ("_buffers", "_finished", "_output", "_postdivide", "_rows", "_works")
+
+    def __init__(
+        self,
+        works: Sequence[dist.Work | None],
+        buffers: Sequence[object],
+        output: Tensor | None = None,
+        postdivide: float | None = None,
+        rows: Sequence[Tensor] = (),
+    ) -> None:
+        self._works = works
+        self._buffers = buffers
+        self._output = output
+        self._postdivide = postdivide
+        self._rows = rows
+        self._finished = False
+
+    def is_completed(self) -> bool:
+        return all(work is None or work.is_completed() for work in self._works)
+
+    def finish(self) -> None:
+        if self._finished:
+            return
+        self._finished = True
+        for work in self._works:
+            if work is not None:  # None: stream-ordered
+                work.wait()
+        if self._output is not None:
+            if self._rows:
+                _sum_rows(self._rows, self._output, self._postdivide)
+            elif self._postdivide is not None:
+                self._output.div_(self._postdivide)
+        self._works = self._buffers = self._rows = ()
+        self._output = None

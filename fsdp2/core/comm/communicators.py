@@ -1,0 +1,118 @@
+"""Collectives that the user, or the process group's allocator, has a say in: buffers and calls by upstream's contract.
+
+A custom communicator sees what torch's FSDP2 would show it. All-gather: one buffer for the whole output, (W * n,), of which the input
+is this rank's own slice, without gaps between parameters. Reduce-scatter: the input (W * n,), then the output (n,), both allocated by
+it, for just the parameters that have a gradient. So these groups travel packed, at the price of copies that the default does not make.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...policy import AllGather, ReduceScatter
+from .. import torch_compat as compat
+from .collectives import Pending, Reduction
+
+
+class CommWork:
+    """A custom communicator's work as a ``collectives.Pending``; ``output`` is divided once it is there."""
+
+    __slots__ = ("_divide", "_output", "_work")
+
+    def __init__(self, work: Any, output: Tensor | None = None, divide: float | None = None) -> None:
+        self._work = work
+        self._output = output
+        self._divide = divide
+
+    def is_completed(self) -> bool:
+        return self._work is None or bool(self._work.is_completed())
+
+    def finish(self) -> None:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._output is not None and self._divide is not None:
+            self._output.div_(self._divide)
+        self._output = None
+
+
+def comm_reduce_scatter(
+    comm: ReduceScatter, output: Tensor, buffer: Tensor, process_group: dist.ProcessGroup, reduction: Reduction
+) -> Pending:
+    """Reduce ``buffer`` (W * n,) to ``output`` (n,), both from ``comm.allocate``. Collective: yes."""
+    if reduction.predivide is not None:
+        buffer.div_(reduction.predivide)
+    work = comm(output_tensor=output, input_tensor=buffer, group=process_group, op=reduction.backend_op)
+    return CommWork(work, output, reduction.postdivide)
+
+
+# --- memory of the process group's own ------------------------------------------------------------------------------------------
+
+
+class _ProcessGroupMemory:
+    """Buffers from the process group's allocator, if its backend has one for the device."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self._process_group = process_group
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return compat.process_group_empty(self._process_group, math.prod(size), dtype, device)
+
+
+class _SymmetricMemory:
+    """Buffers from the symmetric memory pool of a device."""
+
+    def __init__(self, process_group: dist.ProcessGroup, backend: str) -> None:
+        self._process_group = process_group
+        compat.init_symmetric_memory(process_group, backend)
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return compat.symmetric_empty(math.prod(size), dtype, device)
+
+
+class ProcessGroupAllGather(_ProcessGroupMemory, AllGather):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        return compat.all_gather_single(output_tensor, input_tensor, group, async_op)
+
+
+class ProcessGroupReduceScatter(_ProcessGroupMemory, ReduceScatter):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        return compat.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+
+
+class SymmetricAllGather(_SymmetricMemory, AllGather):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        compat.rendezvous(output_tensor, group)
+        return compat.all_gather_single(output_tensor, input_tensor, group, async_op)
+
+
+class SymmetricReduceScatter(_SymmetricMemory, ReduceScatter):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        compat.rendezvous(input_tensor, group)
+        compat.rendezvous(output_tensor, group)
+        return compat.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+
+
+_warned: set[str] = set()
+
+
+def warn_without_effect(setter: str, why: str) -> None:
+    """Say once a process that ``setter`` does nothing here."""
+    if setter not in _warned:
+        _warned.add(setter)
+        warnings.warn(f"{setter} has no effect here: {why}", UserWarning, stacklevel=3)

@@ -1,0 +1,157 @@
+"""One interface over device streams and events, and over asynchronous collectives on the CPU.
+
+The runtime says on which stream work is put and what it waits for; here that becomes CUDA streams and events, or, on a host
+device, nothing at all: there, collectives run on the backend's own threads and the host waits for them where it needs the
+result (``host_waits``). It refuses to know parameters and collectives.
+
+    compute      the stream that the user's kernels run on: whatever is current
+    gather       casts, all-gathers and their copy-outs
+    reduce       reduce-scatters and what follows them
+    all_reduce   HSDP's second leg, which may overlap the next reduce-scatter
+
+Note: buffer lifetime. A block of device memory belongs to the stream that was current when it was allocated, and is handed out
+again, without waiting, to whatever that stream runs after the last reference is dropped. So a reference is kept until the
+owning stream has been ordered behind the last use on any other stream.
+
+Worked example, an all-gather that compute uses:
+
+    streams.resize(storage, nbytes)                  # on compute: the storage is allocated and freed there only
+    streams.order(streams.gather, streams.mark(streams.compute))
+    with streams.on(streams.gather):
+        ...                                          # collective and copy-out write into the storage
+    gathered = streams.mark(streams.gather)
+    streams.order(streams.compute, gathered)         # before the first use, and before any free
+"""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from .. import torch_compat as compat
+
+Stream = Any  # a device stream, or a name on the recording implementation, or None on the host
+Event = Any
+
+
+class Streams(Protocol):
+    """What the runtime needs of a device's ordering."""
+
+    host_waits: bool
+    """True where no stream orders collectives: their results are waited for, and finished, on the host."""
+
+    gather: Stream
+    reduce: Stream
+    all_reduce: Stream
+
+    @property
+    def compute(self) -> Stream:
+        """The stream that is current now."""
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Work started inside goes to ``stream``."""
+
+    def mark(self, stream: Stream) -> Event:
+        """An event behind all that ``stream`` has been given so far."""
+
+    def order(self, stream: Stream, event: Event) -> None:
+        """What ``stream`` is given from now on runs after ``event``; None is long past."""
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Allocate (from 0) or free (to 0) ``storage`` on the current stream."""
+
+    def has_passed(self, event: Event) -> bool:
+        """Whether ``event`` is known to have passed; does not block."""
+
+    def synchronize(self, event: Event) -> None:
+        """Block the host until ``event`` has passed."""
+
+
+class HostStreams:
+    """The CPU: work runs when it is started."""
+
+    host_waits = True
+    compute = gather = reduce = all_reduce = None
+    _nowhere: AbstractContextManager[Any] = contextlib.nullcontext()
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        return self._nowhere
+
+    def mark(self, stream: Stream) -> Event:
+        return None
+
+    def order(self, stream: Stream, event: Event) -> None:
+        pass
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        storage.resize_(nbytes)
+
+    def has_passed(self, event: Event) -> bool:
+        return True
+
+    def synchronize(self, event: Event) -> None:
+        pass
+
+
+class DeviceStreams:
+    """A CUDA-like device, through its module (``torch.cuda``, ``torch.xpu``, ...)."""
+
+    host_waits = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module = compat.device_module(device.type)
+        # High priority: a collective's small copies should not queue behind a large matrix product.
+        self.gather = self._module.Stream(device=device, priority=-1)
+        self.reduce = self._module.Stream(device=device, priority=-1)
+        self.all_reduce = self._module.Stream(device=device)
+
+    @property
+    def compute(self) -> Stream:
+        return self._module.current_stream(self._device)
+
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self._module.stream(stream)
+        return context
+
+    def mark(self, stream: Stream) -> Event:
+        return stream.record_event()
+
+    def order(self, stream: Stream, event: Event) -> None:
+        if event is not None:
+            stream.wait_event(event)
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        storage.resize_(nbytes)
+
+    def has_passed(self, event: Event) -> bool:
+        return event is None or bool(event.query())
+
+    def synchronize(self, event: Event) -> None:
+        if event is not None:
+            event.synchronize()
+
+
+_streams: dict[torch.device, Streams] = {}
+
+
+def streams_of(device: torch.device) -> Streams:
+    """The one set of streams of ``device`` in this process: roots that share them do not fragment each other's memory."""
+    found = _streams.get(device)
+    if found is None:
+        found = _streams[device] = HostStreams() if device.type == "cpu" else DeviceStreams(device)
+    return found
+
+
+@contextlib.contextmanager
+def use_streams(device: torch.device, streams: Streams) -> Any:
+    """Let ``device`` have ``streams`` inside; modules sharded inside keep them. For the recording implementation."""
+    before = streams_of(device)
+    _streams[device] = streams
+    try:
+        yield streams
+    finally:
+        _streams[device] = before

@@ -1,0 +1,264 @@
+"""One all-gather of a group: from the flat shard of every rank into the unsharded storage.
+
+Two ways run side by side, chosen per parameter by the plan. *Direct*: the collective writes the parameter where it belongs.
+*Packed*: one collective for all the rest into a rank-major buffer, then one fused split-copy into the param-major storage. All
+that can be computed once (bounds, views, split sizes, the algorithm) is. It refuses to know parameters' owners and states.
+
+Worked example, 2 ranks, a direct (4, 8) and a packed (3,) parameter, align 32:
+
+    flat shard          [16 direct][16 gap][2 packed][30 gap]
+    unsharded storage   [32 the (4, 8) parameter][32 gap][3 the (3,) parameter, 1 padding][60 gap]
+    direct              all-gather of elements [0, 16) into the storage's [0, 32)
+    packed              all-gather of elements [32, 64) into a buffer (2, 32), whose columns [0, 2) then go to the storage's [64, 68)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..comm import collectives
+from ..comm.streams import Stream, Streams
+from ..plan.layout import Cut, GroupLayout, rows_of
+from .param import storage_view
+
+
+@dataclass(frozen=True)
+class GatherPlace:
+    """Where an all-gather writes.
+
+    storage:        the unsharded storage, which must be allocated while a ``Gather`` is made
+    nbytes:         its size when it is allocated
+    dtype, device:  of the unsharded parameters
+    offsets:        for each slot of the layout, the element of the storage at which its parameter begins
+    """
+
+    storage: torch.UntypedStorage
+    nbytes: int
+    dtype: torch.dtype
+    device: torch.device
+    offsets: Sequence[int]
+
+
+class Gather:
+    """Fills a storage from the flat shards of ``process_group``; reusable, one use at a time."""
+
+    __slots__ = (
+        "_algorithm",
+        "_alloc_early",
+        "_async_op",
+        "_copy_outs",
+        "_direct_bounds",
+        "_direct_outputs",
+        "_event",
+        "_flat",
+        "_flat_inputs",
+        "_held",
+        "_num_shards",
+        "_packed",
+        "_packed_start",
+        "_pending",
+        "_place",
+        "_process_group",
+        "_rearranged",
+        "_split_sizes",
+        "_started_on",
+        "_streams",
+    )
+
+    def __init__(
+        self,
+        layout: GroupLayout,
+        num_direct: int,
+        place: GatherPlace,
+        process_group: dist.ProcessGroup | None,
+        streams: Streams,
+        algorithm: collectives.AllGatherAlgorithm | None,
+    ) -> None:
+        """layout: its first ``num_direct`` slots are gathered directly. process_group: None where there is one shard only."""
+        self._place = place
+        self._process_group = process_group
+        self._streams = streams
+        self._num_shards = layout.num_shards
+        backend = "" if process_group is None else dist.get_backend(process_group)
+        self._async_op = not collectives.is_stream_ordered(backend)
+        nbytes = layout.unsharded_numel * place.dtype.itemsize
+        self._algorithm = algorithm or collectives.choose_all_gather(backend, layout.num_shards, nbytes, place.device.type)
+        like = torch.empty(0, dtype=place.dtype, device=place.device)
+        direct, packed = layout.slots[:num_direct], layout.slots[num_direct:]
+        self._direct_bounds = [(slot.offset, slot.offset + slot.numel) for slot in direct]
+        self._direct_outputs = [
+            storage_view(place.storage, like, offset, (slot.unsharded_numel,))
+            for slot, offset in zip(direct, place.offsets, strict=False)
+        ]
+        self._packed_start = packed[0].offset if packed else layout.shard_numel
+        self._split_sizes: list[int] = []
+        self._copy_outs: list[Tensor] = []
+        self._rearranged: list[tuple[int, Cut, Tensor]] = []
+        for slot, offset in zip(packed, place.offsets[num_direct:], strict=True):
+            if not slot.cut.is_row_major:
+                whole = storage_view(place.storage, like, offset, slot.cut.shape)
+                self._rearranged.append((len(self._copy_outs), slot.cut, whole))
+            self._add_copy_out(like, offset, slot.numel)
+            if slot.gap > 0:  # the padding goes into the padding of the unsharded storage
+                self._add_copy_out(like, offset + slot.unsharded_numel, slot.gap)
+        # A packed gather on the host needs the storage only at its copy-out; elsewhere it is written while it is pending.
+        self._alloc_early = bool(direct) or not streams.host_waits
+        self._flat: Tensor | None = None
+        self._flat_inputs: list[Tensor] = []
+        self._pending: collectives.Pending | None = None
+        self._packed: Tensor | None = None
+        self._held: Tensor | None = None
+        self._event: object = None
+        self._started_on: Stream = None
+
+    def _add_copy_out(self, like: Tensor, offset: int, numel: int) -> None:
+        self._split_sizes.append(numel)
+        self._copy_outs.append(storage_view(self._place.storage, like, offset, (self._num_shards, numel)))
+
+    def start(self, flat: Tensor | None, copy: bool) -> None:
+        """Issue the collectives; on a stream device their copy-out is queued behind them at once.
+
+        flat:       (layout.shard_numel,), this rank's flat shard, in its storage dtype and on the device where it is kept
+        copy:       read ``flat`` now, so that it may be written before ``finish``
+        Collective: yes, over ``process_group``.
+        """
+        assert flat is not None
+        streams, place = self._streams, self._place
+        source = flat
+        if copy:  # on compute, where the user's writes are: a copy made on another stream would race with them
+            self._held = source = flat.to(place.device, copy=True).to(place.dtype)
+        if self._alloc_early:
+            streams.resize(place.storage, place.nbytes)
+        if streams.host_waits:
+            if not copy:
+                source = flat.to(place.device).to(place.dtype)
+            self._issue(source, self._inputs(source, source is flat), copy)
+            return
+        self._started_on = streams.compute
+        streams.order(streams.gather, streams.mark(streams.compute))
+        with streams.on(streams.gather):
+            if not copy:
+                source = flat.to(place.device, non_blocking=True).to(place.dtype)
+            self._issue(source, self._inputs(source, source is flat), copy)
+            self._copy_out()
+            self._event = streams.mark(streams.gather)
+
+    def _inputs(self, source: Tensor, is_flat: bool) -> list[Tensor]:
+        """The pieces of ``source`` to send, the packed one first; those of the flat shard itself are cut once."""
+        if is_flat and self._flat is source:
+            return self._flat_inputs
+        inputs = [source[start:stop] for start, stop in self._direct_bounds]
+        if self._split_sizes:
+            inputs.insert(0, source[self._packed_start :])
+        if is_flat:
+            self._flat, self._flat_inputs = source, inputs
+        return inputs
+
+    def _issue(self, source: Tensor, inputs: list[Tensor], async_op: bool) -> None:
+        """Start the collectives. async_op: the user asked for an asynchronous unshard; only custom communicators are told."""
+        outputs = self._direct_outputs
+        if self._split_sizes:
+            self._packed = source.new_empty((source.numel() - self._packed_start) * self._num_shards)
+            outputs = [self._packed, *outputs]
+        if self._process_group is None:
+            for output, shard in zip(outputs, inputs, strict=True):
+                output.copy_(shard)
+        else:
+            self._pending = collectives.all_gather(outputs, inputs, self._process_group, self._algorithm, self._async_op)
+
+    def finish(self) -> None:
+        """Wait; afterwards the compute stream may use, and free, the storage, and ``flat`` may be written. Once per start."""
+        streams = self._streams
+        if streams.host_waits:
+            if not self._alloc_early:
+                streams.resize(self._place.storage, self._place.nbytes)
+            self._copy_out()
+        else:
+            streams.order(streams.compute, self._event)
+            if self._held is not None and self._started_on != streams.compute:  # to which its memory goes back
+                streams.order(self._started_on, self._event)
+            self._event = None
+        self._held = None
+
+    def forget(self) -> None:
+        """Let go of the last flat shard: the next one is another."""
+        self._flat, self._flat_inputs = None, []
+
+    def _copy_out(self) -> None:
+        if self._pending is not None:
+            self._pending.finish()
+            self._pending = None
+        packed = self._packed
+        if packed is None:
+            return
+        self._packed = None
+        rows = packed.view(self._num_shards, -1)
+        outs = self._copy_outs
+        if self._rearranged:
+            outs = list(outs)
+            for index, _, _ in self._rearranged:
+                outs[index] = rows.new_empty(self._num_shards, self._split_sizes[index])
+        torch.split_with_sizes_copy(rows, self._split_sizes, dim=1, out=outs)
+        for index, cut, whole in self._rearranged:
+            assemble(outs[index], cut, whole)
+
+
+class LocalGather:
+    """Over a single rank there is nothing to gather: its flat shard is laid out as the unsharded storage is.
+
+    Where the compute dtype and the device are those of the flat shard, ``place.storage`` is its own, and the unsharded parameters share
+    its memory from the start; else one copy fills them, as long as they are unsharded.
+    """
+
+    __slots__ = ("_place", "_streams", "_whole")
+
+    def __init__(self, flat: Tensor, place: GatherPlace, streams: Streams) -> None:
+        self._place = place
+        self._streams = streams
+        like = torch.empty(0, dtype=place.dtype, device=place.device)
+        shares = place.storage.data_ptr() == flat.data_ptr()
+        self._whole = None if shares else storage_view(place.storage, like, 0, (flat.numel(),))
+
+    def start(self, flat: Tensor | None, copy: bool) -> None:
+        """Collective: no. ``flat`` is read now on the host, elsewhere until ``finish``, unless ``copy``."""
+        assert flat is not None
+        streams = self._streams
+        if self._whole is None:
+            return
+        streams.resize(self._place.storage, self._place.nbytes)
+        if copy or streams.host_waits:  # on compute, where the user's writes are
+            self._whole.copy_(flat)
+            return
+        streams.order(streams.gather, streams.mark(streams.compute))
+        with streams.on(streams.gather):
+            self._whole.copy_(flat, non_blocking=True)
+
+    def finish(self) -> None:
+        """Afterwards the compute stream may use the storage; what the gather stream waits for, an optimizer's event, is waited for."""
+        self._streams.order(self._streams.compute, self._streams.mark(self._streams.gather))
+
+
+def assemble(slots: Tensor, cut: Cut, whole: Tensor) -> None:
+    """Put the slots of all ranks, (num_shards, slot_numel), together to the physical tensor ``whole`` of ``cut.shape``."""
+    assert cut.dim is not None
+    for rank in range(cut.num_shards):
+        rows = rows_of(cut.shape[cut.dim], rank, cut.num_shards)
+        piece = whole.narrow(cut.dim, rows.start, len(rows))
+        piece.copy_(slots[rank, : piece.numel()].view(piece.shape))
+
+
+def disassemble(whole: Tensor, cut: Cut) -> Tensor:
+    """The reverse: (num_shards, slot_numel) with the piece of each rank, padded with zeros."""
+    if cut.dim is None:
+        return whole.reshape(1, -1).expand(cut.num_shards, -1)
+    slots = whole.new_zeros(cut.num_shards, cut.slot_numel)
+    for rank in range(cut.num_shards):
+        rows = rows_of(cut.shape[cut.dim], rank, cut.num_shards)
+        piece = whole.narrow(cut.dim, rows.start, len(rows))
+        slots[rank, : piece.numel()].view(piece.shape).copy_(piece)
+    return slots

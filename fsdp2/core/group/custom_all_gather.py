@@ -1,0 +1,47 @@
+"""One all-gather of a group through a communicator that the user brought.
+
+Upstream's contract allows no gap between parameters and one buffer for the whole output, (W * n,), of which the input is this rank's
+own slice. So these groups travel packed, at the price of copies that the default does not make.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...policy import AllGather
+from ..comm.communicators import CommWork
+from ..comm.streams import Streams
+from ..plan.layout import GroupLayout, group_layout
+from .all_gather import Gather, GatherPlace
+
+
+class CommGather(Gather):
+    """An all-gather through a custom communicator."""
+
+    __slots__ = ("_bounds", "_comm", "_rank", "_sizes")
+
+    def __init__(
+        self, layout: GroupLayout, place: GatherPlace, process_group: dist.ProcessGroup, streams: Streams, comm: AllGather
+    ) -> None:
+        """layout: of the flat shard; what is sent has no gaps."""
+        compact = group_layout([slot.cut for slot in layout.slots], num_shards=layout.num_shards, align=1)
+        super().__init__(compact, 0, place, process_group, streams, "stock")
+        self._comm = comm
+        self._rank = process_group.rank()
+        self._bounds = [(slot.offset, slot.offset + slot.numel) for slot in layout.slots]
+        self._sizes = [slot.numel for slot in layout.slots]
+
+    def _inputs(self, source: Tensor, is_flat: bool) -> list[Tensor]:
+        return [source[start:stop] for start, stop in self._bounds]
+
+    def _issue(self, source: Tensor, inputs: list[Tensor], async_op: bool) -> None:
+        numel = sum(self._sizes)
+        output = self._comm.allocate((numel * self._num_shards,), dtype=source.dtype, device=source.device)
+        own = output.narrow(0, numel * self._rank, numel)
+        torch._foreach_copy_(list(torch.split(own, self._sizes)), inputs)
+        assert self._process_group is not None
+        work = self._comm(output_tensor=output, input_tensor=own, group=self._process_group, async_op=async_op)
+        self._packed = output
+        self._pending = CommWork(work)

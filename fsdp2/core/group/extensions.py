@@ -1,0 +1,471 @@
+"""Parameters that say themselves how they are all-gathered: tensors with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+
+Such a tensor (usually a subclass: float8 with a scale, 4-bit blocks, ...) is no piece of a flat shard. It keeps memory of its own,
+turns its shard into plain tensors to send, and makes the unsharded parameter out of what was gathered. A tensor subclass without
+the two methods travels as its values, in ``param_dtype``. The contract is that of torch's FSDP2:
+
+    fsdp_pre_all_gather(mesh), or (mesh, outer_size, outer_stride, module, mp_policy)
+        -> (tensors to send, metadata). Shapes and dtypes are the same on all ranks and in all steps; dtypes may differ from tensor
+        to tensor: then all are sent as bytes. Where rows do not divide, tensors with a row for each row of the shard are padded here.
+    fsdp_post_all_gather(gathered, metadata, param_dtype, *, out=None)
+        out None:  the first time -> (unsharded tensor, tensors whose storages reshard is to free); made once, like any unsharded
+                   parameter, because autograd's saved views alias it
+        else:      the storages are allocated again and ``gathered`` is filled: write what does not alias it into ``out``, the
+                   unsharded parameter (with tensor parallelism, a DTensor)
+
+The two are looked up on the local tensor, for users patch instances: at each unshard of a parameter with memory of its own, else at
+the first unshard after fully_shard, ``_apply`` or a change of the local tensor. This file refuses to know states and modules.
+
+Worked example, a (5, 4) weight over 2 ranks that sends rows of int8 and one scale a row:
+
+    shards       rows [0, 3) and [3, 5)
+    to send      (3, 4) int8 and (3,) fp32; rank 1 has (2, 4) and (2,), padded to the same: 24 bytes a rank, one collective
+    gathered     (5, 4) int8 and (5,) fp32, views of storages with room for 6 rows
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ...errors import ExtensionError, message
+from ...policy import AllGather
+from .. import torch_compat as compat
+from ..comm import collectives
+from ..comm.communicators import CommWork
+from ..comm.streams import Event, Streams
+from ..plan.layout import Cut, rows_of
+from ..plan.mesh import DataParallelMesh
+from ..plan.placement import ShardSpec
+from .param import ShardedParam, new_unsharded_param, storage_view
+
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+# --- which tensors, and how they are cut ----------------------------------------------------------------------------------------
+
+
+def has_extension(local: Tensor) -> bool:
+    return hasattr(local, PRE) or hasattr(local, POST)
+
+
+def needs_own_memory(param: Tensor) -> bool:
+    """Whether a parameter (of a DTensor, its local tensor) cannot be a piece of a flat buffer."""
+    local = compat.local_tensor(param) if isinstance(param, DTensor) else param
+    return has_extension(local) or compat.is_traceable_wrapper_subclass(compat.waited_for(local))
+
+
+def refuse_unextendable(params: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raise ExtensionError naming every parameter with half an extension, or one that cannot be cut into tensors of its kind."""
+    found = []
+    for name, param in params:
+        local = compat.local_tensor(param) if isinstance(param, DTensor) else param
+        problem = _half(local)
+        if problem is None and needs_own_memory(local):
+            if local.ndim == 0:
+                problem = "has no dim to cut"
+            elif not local.is_contiguous():
+                problem = f"is not contiguous but has strides {tuple(local.stride())}"
+        if problem is not None:
+            found.append(f"{name} {tuple(param.shape)} of type {type(local).__name__}: {problem}")
+    if found:
+        raise ExtensionError(
+            message(
+                f"{len(found)} parameters are tensors of a kind that cannot be sharded",
+                items=found,
+                expected=f"contiguous tensors with at least one dim, and with both {PRE} and {POST}, or neither",
+                fix="change the tensor class, or pass them in ignored_params",
+            )
+        )
+
+
+def _half(local: Tensor) -> str | None:
+    for one, other in ((PRE, POST), (POST, PRE)):
+        if hasattr(local, one) and not hasattr(local, other):
+            return f"has {one} but no {other}"
+    return None
+
+
+def cut_out(name: str, whole: Tensor, spec: ShardSpec, rank: int) -> Tensor:
+    """This rank's shard of ``whole``, of the same kind and with memory of its own (with room for the largest shard).
+
+    Made of the operators that torch's FSDP2 uses, for they are those that tensor subclasses implement: chunk, new_zeros, narrow
+    from 0 and copy_.
+    Raises: ExtensionError if the subclass cannot do it.
+    """
+    cut = spec.cut
+    shape = cut.shard_shape(rank)
+    try:
+        if cut.dim is None:
+            shard = whole.new_zeros(cut.shape)
+            shard.copy_(whole)
+        else:
+            chunks = torch.chunk(whole, cut.num_shards, dim=cut.dim)
+            shard = whole.new_zeros(cut.shard_shape(0))
+            if math.prod(shape) > 0:
+                shard.narrow(cut.dim, 0, shape[cut.dim]).copy_(chunks[rank])
+            shard = shard.narrow(cut.dim, 0, shape[cut.dim])
+        if tuple(shard.shape) != shape:
+            raise ValueError(f"torch.chunk, new_zeros and narrow led to the shape {tuple(shard.shape)}, not {shape}")
+    except Exception as error:
+        raise ExtensionError(
+            message(
+                f"{name} {tuple(whole.shape)} of type {type(whole).__name__} cannot be cut into {cut.num_shards} shards: "
+                f"{type(error).__name__}: {error}",
+                expected="a tensor subclass with torch.chunk, new_zeros, narrow and copy_ for these shapes",
+                fix="choose shapes that divide, implement the operator, or pass the parameter in ignored_params",
+            )
+        ) from error
+    return shard
+
+
+# --- what is gathered -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Sent:
+    """What one parameter sends in one gather.
+
+    shapes, dtypes: of the tensors, padded to the same on all ranks
+    metadata:       from ``fsdp_pre_all_gather``, for ``fsdp_post_all_gather``
+    """
+
+    shapes: list[torch.Size]
+    dtypes: list[torch.dtype]
+    metadata: Any
+
+
+class ExtensionGather:
+    """All-gathers parameters with memory of their own; reusable, one use at a time.
+
+    Note: extensions and streams. What ``start`` allocates lies on the gather stream and is read on compute, by ``finish`` and
+    (metadata) by the user's operations. Every ``start`` of every group orders the gather stream behind compute first, so that what
+    was freed on the host before it is not written while compute still reads it.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        mesh: DataParallelMesh,
+        device: torch.device,
+        streams: Streams,
+        param_dtype: torch.dtype,
+        mp_policy: Any,
+        comm: AllGather | None,
+        algorithm: collectives.AllGatherAlgorithm | None,
+    ) -> None:
+        """params: their ``local`` is what is sent. comm: a custom communicator."""
+        self._params = params
+        self._num_shards = mesh.shard_size
+        self._shard_rank = mesh.shard_rank
+        self._process_group = mesh.shard_group
+        self._shard_mesh = _shard_mesh(mesh)
+        self._device = device
+        self._streams = streams
+        self._param_dtype = param_dtype
+        self._mp_policy = mp_policy
+        self._comm = comm if mesh.shard_size > 1 else None
+        self._algorithm = algorithm
+        self._num_arguments: dict[object, int] = {}
+        # of the gather under way
+        self._sent: list[_Sent] = []
+        self._packed: Tensor | None = None
+        self._pending: collectives.Pending | None = None
+        self._event: Event = None
+        # made at the first
+        self._kinds: list[tuple[list[torch.Size], list[torch.dtype]]] = []
+        self._outputs: list[list[Tensor]] = []  # for each parameter, 1-D, with padding
+        self._writers: list[Tensor] = []  # the same storages as bytes, (W, n), with version counters of their own
+        self._kept: list[tuple[Tensor, ...]] = []  # for each parameter, what fsdp_post_all_gather wants freed
+        self._storages: list[tuple[torch.UntypedStorage, int]] = []
+
+    # --- start ---
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def start(self, flat: Tensor | None, copy: bool) -> None:
+        """Ask the parameters what to send and issue the collective. See ``Gather.start``; there is no flat shard here.
+
+        Collective: yes, over the shard axis; an extension may communicate over it as well.
+        """
+        streams = self._streams
+        if copy or streams.host_waits:  # on compute, where the user's writes are
+            self._pack(non_blocking=False)
+        streams.order(streams.gather, streams.mark(streams.compute))
+        with streams.on(streams.gather):
+            if self._packed is None:
+                self._pack(non_blocking=True)
+            self._issue(copy)
+            self._event = streams.mark(streams.gather)
+
+    def _pack(self, non_blocking: bool) -> None:
+        """Lay what every parameter sends, one after another, into this rank's row of the buffer for all ranks."""
+        pieces: list[Tensor] = []
+        sent: list[_Sent] = []
+        for param in self._params:
+            tensors, metadata = self._to_send(param, non_blocking)
+            pieces += tensors
+            sent.append(_Sent([each.shape for each in tensors], [each.dtype for each in tensors], metadata))
+        self._check_kinds(sent)
+        dtypes = {piece.dtype for piece in pieces}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        rows = [piece.reshape(-1) for piece in pieces]
+        if dtype is torch.uint8:
+            rows = [row.view(torch.uint8) for row in rows]
+        sizes = [row.numel() for row in rows]
+        numel = sum(sizes)
+        allocate = torch.empty if self._comm is None else self._comm.allocate
+        packed: Tensor = allocate((numel * self._num_shards,), dtype=dtype, device=self._device)
+        own = packed.narrow(0, numel * self._shard_rank, numel)
+        torch._foreach_copy_(list(torch.split(own, sizes)), rows)
+        self._sent, self._packed = sent, packed
+
+    def _to_send(self, param: ShardedParam, non_blocking: bool) -> tuple[list[Tensor], Any]:
+        local = param.local
+        there = local if local.device == self._device else local.to(self._device, non_blocking=non_blocking)
+        if not has_extension(local):
+            return [_values(param, there, self._param_dtype)], None
+        problem = _half(local) or (None if param.spec.order is None else "is not contiguous")
+        if problem is not None:
+            raise ExtensionError(
+                message(
+                    f"{param.fqn} of type {type(local).__name__} {problem}",
+                    expected=f"a contiguous parameter with both {PRE} and {POST}",
+                    fix="define both, or neither",
+                )
+            )
+        pre = getattr(there, PRE, None) or getattr(local, PRE)
+        arguments: list[Any] = [self._shard_mesh]
+        if self._count_arguments(param, pre) == 5:
+            shape = param.spec.cut.shape
+            arguments += [torch.Size(shape), _strides(shape), param.owners[0].module, self._mp_policy]
+        returned = pre(*arguments)
+        tensors = returned[0] if isinstance(returned, (tuple, list)) and len(returned) == 2 else None
+        if not isinstance(tensors, (tuple, list)) or not tensors or not all(isinstance(each, Tensor) for each in tensors):
+            raise _error(param, PRE, f"returned {_brief(returned)}", "(a non-empty tuple of tensors, metadata)")
+        return [_plain(each) for each in self._padded(param, tensors)], returned[1]
+
+    def _count_arguments(self, param: ShardedParam, pre: Callable[..., Any]) -> int:
+        key = getattr(pre, "__func__", pre)
+        count = self._num_arguments.get(key)
+        if count is None:
+            count = self._num_arguments[key] = len(inspect.signature(pre).parameters)
+        if count not in (1, 5):
+            takes = f"takes {inspect.signature(pre)}"
+            raise _error(param, PRE, takes, "(self, mesh) or (self, mesh, outer_size, outer_stride, module, mp_policy)")
+        return count
+
+    def _padded(self, param: ShardedParam, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The same shapes on all ranks. What is required depends only on what all ranks know, so that all raise or none."""
+        cut = param.spec.cut
+        dim = cut.dim
+        if dim is None or cut.num_shards == 1 or (dim == 0 and cut.shape[0] % cut.num_shards == 0):
+            return list(tensors)
+        own = len(rows_of(cut.shape[dim], param.rank, cut.num_shards))
+        most = cut.shard_shape(0)[dim]
+        padded = []
+        for tensor in tensors:
+            if tensor.ndim <= dim or tensor.shape[dim] not in (own, most):
+                raise _error(
+                    param,
+                    PRE,
+                    f"returned a tensor of shape {tuple(tensor.shape)} for a shard of shape {tuple(param.local.shape)}",
+                    f"tensors whose dim {dim} has the size of the shard's, or {most}, which it is padded to: {cut.shape} is cut there "
+                    f"over {cut.num_shards} ranks",
+                )
+            if tensor.shape[dim] < most:
+                room = torch.zeros(
+                    (*tensor.shape[:dim], most, *tensor.shape[dim + 1 :]), dtype=tensor.dtype, device=tensor.device
+                )
+                room.narrow(dim, 0, own).copy_(tensor)
+                tensor = room
+            padded.append(tensor)
+        return padded
+
+    def _check_kinds(self, sent: list[_Sent]) -> None:
+        kinds = [(each.shapes, each.dtypes) for each in sent]
+        if not self._kinds:
+            self._kinds = kinds
+            return
+        for param, before, now in zip(self._params, self._kinds, kinds, strict=True):
+            if before != now:
+                what = f"returned tensors of {_kinds(*now)}, but of {_kinds(*before)} before"
+                raise _error(param, PRE, what, "the same shapes and dtypes every time")
+
+    def _issue(self, async_op: bool) -> None:
+        """async_op: the user asked for an asynchronous unshard; only custom communicators are told."""
+        packed, process_group = self._packed, self._process_group
+        assert packed is not None
+        if process_group is None:
+            return
+        numel = packed.numel() // self._num_shards
+        own = packed.narrow(0, numel * self._shard_rank, numel)
+        if self._comm is not None:
+            self._pending = CommWork(self._comm(output_tensor=packed, input_tensor=own, group=process_group, async_op=async_op))
+            return
+        backend = dist.get_backend(process_group)
+        algorithm = self._algorithm or collectives.choose_all_gather(
+            backend, self._num_shards, packed.nbytes, self._device.type
+        )
+        self._pending = collectives.all_gather(
+            [packed], [own], process_group, algorithm, not collectives.is_stream_ordered(backend)
+        )
+
+    # --- finish ---
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait; then the unsharded parameters exist and have their values, as compute sees them. Once per start."""
+        streams = self._streams
+        if self._pending is not None:
+            self._pending.finish()
+            self._pending = None
+        streams.order(streams.compute, self._event)
+        self._event = None
+        packed, sent = self._packed, self._sent
+        if packed is None:  # an extension raised when this was finished before
+            return
+        self._packed, self._sent = None, []
+        first = not self._storages
+        if first:
+            self._make_outputs(sent)
+        else:
+            for storage, nbytes in self._storages:
+                streams.resize(storage, nbytes)
+        rows = packed.view(self._num_shards, packed.numel() // self._num_shards).view(torch.uint8)
+        torch.split_with_sizes_copy(rows, [writer.shape[1] for writer in self._writers], dim=1, out=self._writers)
+        for index, (param, each) in enumerate(zip(self._params, sent, strict=True)):
+            gathered = tuple(
+                _put_together(output, shape, param.spec.cut)
+                for output, shape in zip(self._outputs[index], each.shapes, strict=True)
+            )
+            if first:
+                self._make_unsharded(param, gathered, each.metadata)
+            elif has_extension(param.local):
+                unsharded = param.unsharded
+                assert unsharded is not None
+                local = compat.local_tensor(unsharded) if isinstance(unsharded, DTensor) else unsharded
+                # The values come back that autograd has saved: for it, nothing was written.
+                with compat.preserved_versions((unsharded, local, *self._kept[index])):
+                    getattr(param.local, POST)(gathered, each.metadata, self._param_dtype, out=unsharded)
+        if first:
+            made = [tensor for tensors in (*self._outputs, *self._kept) for tensor in tensors]
+            storages = {compat.storage_key(tensor): tensor.untyped_storage() for tensor in made}
+            self._storages = [(storage, storage.size()) for storage in storages.values()]
+
+    def _make_outputs(self, sent: list[_Sent]) -> None:
+        raw = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._outputs, self._writers, self._kept = [], [], []
+        for each in sent:
+            outputs = []
+            for shape, dtype in zip(each.shapes, each.dtypes, strict=True):
+                output = torch.empty(self._num_shards * shape.numel(), dtype=dtype, device=self._device)
+                outputs.append(output)
+                row_nbytes = shape.numel() * dtype.itemsize
+                self._writers.append(storage_view(output.untyped_storage(), raw, 0, (self._num_shards, row_nbytes)))
+            self._outputs.append(outputs)
+
+    def _make_unsharded(self, param: ShardedParam, gathered: tuple[Tensor, ...], metadata: Any) -> None:
+        shape = param.spec.cut.shape
+        whole, kept = gathered[0], ()
+        if has_extension(param.local):
+            returned = getattr(param.local, POST)(gathered, metadata, self._param_dtype)
+            if not isinstance(returned, (tuple, list)) or len(returned) != 2 or not isinstance(returned[0], Tensor):
+                raise _error(param, POST, f"returned {_brief(returned)}", "(a tensor, a tuple of tensors to free)")
+            whole, kept = returned[0], tuple(returned[1])
+        self._kept.append(kept)
+        try:
+            whole = torch.as_strided(whole, shape, _strides(shape), 0)
+        except Exception as error:
+            what = f"returned {_brief(whole)}, which torch.as_strided cannot see as {shape}: {type(error).__name__}: {error}"
+            raise _error(param, POST, what, "a tensor of that shape, or larger, with as_strided") from error
+        param.unsharded = new_unsharded_param(param, param.spec.to_logical(whole))
+
+    def free(self) -> None:
+        """Free the unsharded parameters' memory; their storage objects stay, for autograd's saved views alias them."""
+        for storage, _ in self._storages:
+            self._streams.resize(storage, 0)
+
+
+def _put_together(output: Tensor, shape: torch.Size, cut: Cut) -> Tensor:
+    """What one tensor of every rank, in ``output`` one after another, is together; padding is cut off where rows are the shard's."""
+    if cut.dim is None or cut.dim == 0 or cut.num_shards == 1:
+        whole = output.view(cut.num_shards * (shape[0] if shape else 1), *shape[1:])
+        if cut.dim == 0 and cut.shape[0] % cut.num_shards != 0:
+            whole = whole.narrow(0, 0, cut.shape[0])
+        return whole
+    joined = torch.cat(output.view(cut.num_shards, *shape).unbind(), dim=cut.dim).narrow(cut.dim, 0, cut.shape[cut.dim])
+    place = storage_view(output.untyped_storage(), output, 0, tuple(joined.shape))
+    return place.copy_(joined)
+
+
+def _shard_mesh(mesh: DataParallelMesh) -> DeviceMesh:
+    """The 1-D mesh that an extension sees: the shard axis, or the only axis there is."""
+    names = mesh.mesh.mesh_dim_names
+    if mesh.mesh.ndim == 1 or names is None or mesh.shard_axis is None:
+        return mesh.mesh
+    return mesh.mesh[names[mesh.shard_axis]]
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()
+
+
+def _values(param: ShardedParam, local: Tensor, dtype: torch.dtype) -> Tensor:
+    """A shard without extension as it travels: plain, in ``dtype``, padded to the largest shard's shape."""
+    cut = param.spec.cut
+    padded = torch.zeros(cut.shard_shape(0), dtype=dtype, device=local.device)
+    place = padded if cut.dim is None else padded.narrow(cut.dim, 0, cut.shard_shape(param.rank)[cut.dim])
+    try:
+        place.copy_(param.spec.to_physical(local))
+    except Exception as error:
+        raise ExtensionError(
+            message(
+                f"{param.fqn} of type {type(local).__name__} cannot be all-gathered: it has no {PRE}, and copying its values "
+                f"into a plain tensor failed with {type(error).__name__}: {error}",
+                expected=f"a tensor subclass with {PRE} and {POST}, or one that a plain tensor can be copied from",
+                fix="add the two methods to the class, or pass the parameter in ignored_params",
+            )
+        ) from error
+    return padded
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    wraps: bool = compat.is_traceable_wrapper_subclass(tensor)
+    if not wraps:
+        return tensor
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    plain.copy_(tensor)
+    return plain
+
+
+def _error(param: ShardedParam, method: str, what: str, expected: str) -> ExtensionError:
+    return ExtensionError(
+        message(
+            f"{method} of {param.fqn} ({type(param.local).__name__} {tuple(param.local.shape)}) {what}",
+            expected=expected,
+            fix=f"change {method}; the docstring of fsdp2.core.group.extensions says what it has to do",
+        )
+    )
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {type(value).__name__} {tuple(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(_brief(each) for each in value)})"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _kinds(shapes: list[torch.Size], dtypes: list[torch.dtype]) -> str:
+    return ", ".join(f"{tuple(shape)} {dtype}" for shape, dtype in zip(shapes, dtypes, strict=True))

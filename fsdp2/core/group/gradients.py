@@ -1,0 +1,231 @@
+"""One group's gradients: collected from the unsharded parameters, accumulated, and sent on their way to the sharded ones.
+
+It refuses to know when a reduction starts and in which order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...errors import OrderError, message
+from ...policy import ReduceScatter
+from ..comm import collectives
+from .param_group import ParamGroup
+from .reduce_plan import ReducePlan
+from .reduction import InFlight
+
+
+class Gradients:
+    """The gradients of one group, from backward to the sharded parameters."""
+
+    def __init__(self, group: ParamGroup) -> None:
+        self.group = group
+        self.sync = True
+        self.all_reduce = True
+        self.keeps_shards = False  # ``all_reduce`` False keeps what was reduce-scattered, even where there is no replicate axis
+        self.divide_factor: float | None = None
+        self.sum_only = False
+        self.reduce_unused = False
+        self.varying: set[str] = set()  # mesh axes over which something was seen to vary; shared by all units under a root
+        self.reached = False  # a backward has begun in a unit that uses the group, and nothing was reduced since
+        self.holders: set[Any] | None = None  # units that hold the group unsharded, if several may; else None
+        self.comm: ReduceScatter | None = None  # a custom communicator
+        self.all_reduce_instead: Callable[[Tensor], None] | None = None  # done to the gradients, in place, instead of the all-reduce
+        self.keeps_reduce_dtype = False  # the sharded parameters' gradients stay in the dtype that they were reduced in
+        self.all_reduce_hook: Callable[[Tensor], None] | None = None
+        self.all_reduce_hook_stream: Any = None
+        self.process_group: dist.ProcessGroup | None = None  # for the reduce-scatter, if it has one of its own
+        self._plan: ReducePlan | None = None
+        self._planned_layout: object = None
+        self._planned_trainable: list[bool] = []
+        self._compact_plans: dict[tuple[bool, ...], ReducePlan] = {}
+        self._collected: ReducePlan | None = None  # of the last ``collect``
+        self._accumulated: Tensor | None = None
+        self._used: list[bool] = []
+        self.partial: Tensor | None = None  # reduce-scattered, and not all-reduced or handed out yet
+        self._reduction: tuple[object, collectives.GradientReduction] | None = None
+
+    def adopt_settings(self, other: Gradients) -> None:
+        """Reduce as ``other`` was told to."""
+        self.sync, self.all_reduce, self.keeps_shards = other.sync, other.all_reduce, other.keeps_shards
+        self.divide_factor, self.sum_only, self.reduce_unused = other.divide_factor, other.sum_only, other.reduce_unused
+        self.comm, self.process_group = other.comm, other.process_group
+        self.all_reduce_instead, self.keeps_reduce_dtype = other.all_reduce_instead, other.keeps_reduce_dtype
+        self.all_reduce_hook, self.all_reduce_hook_stream = other.all_reduce_hook, other.all_reduce_hook_stream
+
+    # --- from backward ---
+
+    def _current_plan(self) -> ReducePlan:
+        group = self.group
+        trainable = [param.sharded.requires_grad for param in group.params]
+        if self._plan is None or self._planned_layout is not group.layout or self._planned_trainable != trainable:
+            if self._accumulated is not None:
+                self._refuse_change(trainable)
+            params = [param for param in group.params if param.sharded.requires_grad]
+            self._plan = ReducePlan(group, params, compact=False)
+            self._planned_layout, self._planned_trainable = group.layout, trainable
+            self._compact_plans.clear()
+        return self._plan
+
+    def _refuse_change(self, trainable: list[bool]) -> None:
+        """What was accumulated has the layout of the parameters as they were."""
+        group = self.group
+        where = group.fqn or "the root"
+        toggled = []
+        what = f"dtype or memory of the parameters of {where}"
+        if self._planned_layout is group.layout:
+            pairs = zip(group.params, trainable, self._planned_trainable, strict=True)
+            toggled = [f"{param.fqn} requires_grad={now}" for param, now, before in pairs if now is not before]
+            what = f"requires_grad of parameters of {where}"
+        raise OrderError(
+            message(
+                f"{what} changed while gradients accumulate without sync",
+                items=toggled or [f"{param.fqn} {param.dtype}" for param in group.params],
+                expected="the same trainable parameters, as they were, from the first backward without sync to the one that reduces",
+                fix="change them after that backward, or drop what was accumulated with model.zero_grad()",
+            )
+        )
+
+    def _compact_plan(self, used: list[bool]) -> ReducePlan:
+        """For a custom communicator: only the parameters of the plan that were used."""
+        plan = self._compact_plans.get(tuple(used))
+        if plan is None:
+            assert self._plan is not None
+            params = [param for param, wanted in zip(self._plan.params, used, strict=True) if wanted]
+            plan = self._compact_plans[tuple(used)] = ReducePlan(self.group, params, compact=True)
+        return plan
+
+    @property
+    def hands_out(self) -> bool:
+        """Whether a reduction ends at the sharded parameters; else its result is added up here."""
+        return self.all_reduce or not (self.keeps_shards or self.group.mesh.replicate_group is not None)
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """What was added up and has not reached the sharded parameters, in reduce dtype: whole, or reduce-scattered."""
+        return [each for each in (self._accumulated, self.partial) if each is not None]
+
+    def is_waiting(self) -> bool:
+        """At the end of backward: whether a gradient was not collected yet, or what accumulated without sync is to be reduced now."""
+        if self.reached or (self.sync and (self._accumulated is not None or (self.all_reduce and self.partial is not None))):
+            return True
+        for param in self.group.params:  # noqa: SIM110 (a generator would cost every unit of every backward a call more)
+            if param.unsharded is not None and param.unsharded.grad is not None:
+                return True
+        return False
+
+    @property
+    def holds_unreduced(self) -> bool:
+        """Whether something that accumulated has not reached the sharded parameters yet."""
+        return self._accumulated is not None or self.partial is not None
+
+    def take(self) -> list[Tensor | None]:
+        """Take the gradients off the unsharded parameters, in the plan's order; empty if none is trainable."""
+        self.reached = False
+        grads: list[Tensor | None] = []
+        plan = self._current_plan()
+        for param in plan.params:
+            unsharded = param.unsharded
+            assert unsharded is not None
+            grad = unsharded.grad
+            if grad is not None:
+                unsharded.grad = None
+                if grad.requires_grad:  # of a backward with create_graph
+                    grad = grad.detach()
+            grads.append(grad)
+        if plan.has_dtensors:
+            plan.to_local(grads, self.varying, self.divide_factor is not None)
+        return grads
+
+    def collect(self, grads: list[Tensor | None]) -> Tensor | None:
+        """Lay what ``take`` returned into a reduce-scatter input; clears ``grads``, which may hold the last references.
+
+        With sync off they are added to what was accumulated, in reduce dtype, and stay here: None.
+        """
+        plan = self._plan
+        assert plan is not None
+        used = [grad is not None for grad in grads]
+        comm = self.comm if self.group.mesh.shard_size > 1 else None
+        if comm is None:
+            dtype = plan.reduce_dtype
+            if self._accumulated is not None and dtype.itemsize < plan.grad_dtype.itemsize:
+                dtype = plan.grad_dtype  # added as they are, so that the sum alone is rounded
+            buffer = torch.empty(plan.layout.unsharded_numel, dtype=dtype, device=self.group.device)
+        else:
+            adds_up = not self.sync or not self.hands_out or self._accumulated is not None or self.partial is not None
+            whole = adds_up or self.reduce_unused
+            if not whole and not any(used):
+                return None
+            plan = self._compact_plan([True] * len(used) if whole else used)
+            if not whole:
+                grads[:] = [grad for grad in grads if grad is not None]
+                used = [True] * len(grads)
+            size = (plan.layout.unsharded_numel,)
+            allocate: Callable[..., Tensor] = comm.allocate if self.sync else torch.empty  # what stays here is none of its business
+            buffer = allocate(size, dtype=plan.reduce_dtype, device=self.group.device)
+        plan.copy_in(grads, buffer)
+        grads.clear()
+        self._collected = plan
+        if self._accumulated is not None:
+            buffer = buffer.add_(self._accumulated) if comm is not None else self._accumulated.add_(buffer)
+            used = [a or b for a, b in zip(used, self._used, strict=True)]
+        self._used = used
+        if self.sync:
+            self._accumulated = None
+            return buffer
+        self._accumulated = buffer
+        return None
+
+    def discard(self) -> None:
+        """Forget every gradient that has not reached the sharded parameters."""
+        self._accumulated = None
+        self.partial = None
+        self.reached = False
+        if self.holders:
+            self.holders.clear()
+        for param in self.group.params:
+            if param.unsharded is not None:
+                param.unsharded.grad = None
+
+    @torch.no_grad()
+    def zero(self, set_to_none: bool) -> None:
+        """As ``zero_grad``: for the sharded parameters, shown or not, and for what was not reduced yet."""
+        self._accumulated = None
+        self.partial = None
+        for param in self.group.params:
+            if set_to_none:
+                param.sharded.grad = None
+            elif param.sharded.grad is not None:
+                param.sharded.grad.zero_()
+
+    # --- to the sharded parameters ---
+
+    def reduction(self) -> collectives.GradientReduction:
+        mesh = self.group.mesh
+        dtype = self.group.reduce_dtype
+        key = (self.divide_factor, self.sum_only, dtype, self.comm is not None)
+        if self._reduction is None or self._reduction[0] != key:
+            process_group = mesh.shard_group or mesh.replicate_group
+            assert process_group is not None
+            backend: str = dist.get_backend(process_group)
+            if self.comm is not None and self.divide_factor is None:
+                backend = "nccl"  # whose operation upstream shows to a custom communicator on every backend
+            reduction = collectives.reduction_for(
+                mesh.shard_size, mesh.replicate_size, dtype, backend, self.divide_factor, self.sum_only
+            )
+            self._reduction = (key, reduction)
+        return self._reduction[1]
+
+    def reduce(self, buffer: Tensor) -> InFlight:
+        """Start reducing what ``collect`` returned. Collective: yes, over the shard axis, then the replicate axis."""
+        assert self._collected is not None
+        return InFlight(self, self._collected, self._used, buffer)
+
+    def add_partial(self, output: Tensor) -> None:
+        """Keep a reduce-scattered gradient, in reduce dtype, that is not to be all-reduced or handed out yet."""
+        self.partial = output if self.partial is None else self.partial.add_(output)

@@ -1,0 +1,63 @@
+"""Embeddings with ``max_norm`` change their weight in forward: the rows that were looked up and are too long are shrunk in place.
+
+That happens to the unsharded weight, which is dropped, on each rank for the rows that this rank looked up. So that the sharded weight
+becomes what it would be in the unsharded model, ranks agree on the rows that any of them shrank, and each shrinks those that it keeps.
+It refuses to know when a forward has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..plan.layout import rows_of
+from .param import ShardedParam
+from .param_group import ParamGroup
+
+
+class ShrunkRows:
+    """The weight of one embedding with ``max_norm``, cut on its rows."""
+
+    __slots__ = ("_group", "_module", "_param")
+
+    def __init__(self, group: ParamGroup, param: ShardedParam, module: nn.Embedding | nn.EmbeddingBag) -> None:
+        self._group = group
+        self._param = param
+        self._module = module
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Shrink in the shard what forward shrank on any rank; no-op unless unsharded. Collective: yes, over all ranks of the mesh."""
+        param, mesh = self._param, self._group.mesh
+        max_norm = self._module.max_norm
+        if not self._group.is_unsharded or param.unsharded is None or max_norm is None:
+            return
+        whole = param.unsharded.detach()
+        norms = whole.float().norm(p=self._module.norm_type, dim=1)
+        shrunk = (norms <= max_norm * (1 + torch.finfo(whole.dtype).eps)).to(torch.uint8)  # or short enough from the start
+        for process_group in (mesh.shard_group, mesh.replicate_group):
+            if process_group is not None and process_group.size() > 1:
+                dist.all_reduce(shrunk, op=dist.ReduceOp.MAX, group=process_group)
+        rows = rows_of(len(shrunk), param.rank, mesh.shard_size)
+        own = shrunk[rows.start : rows.stop].nonzero().flatten().to(param.local.device)
+        if own.numel() > 0:
+            torch.embedding_renorm_(param.local, own, max_norm, self._module.norm_type)
+
+
+def shrinking_weights(groups: Iterable[ParamGroup]) -> list[ShrunkRows]:
+    """Those of ``groups`` that belong to an embedding with ``max_norm`` and are cut on their rows."""
+    return [
+        ShrunkRows(group, param, owner.module)
+        for group in groups
+        if not group.has_own_memory
+        for param in group.params
+        for owner in param.owners[:1]
+        if isinstance(owner.module, (nn.Embedding, nn.EmbeddingBag))
+        and owner.module.max_norm is not None
+        and param.spec.order is None
+        and param.spec.unsharded is None
+        and (param.spec.cut.dim == 0 or param.spec.cut.num_shards == 1)
+    ]

@@ -1,0 +1,187 @@
+"""One parameter: its sharded DTensor, its unsharded tensor, and who owns it.
+
+The sharded parameter is the object that the user, the optimizer and checkpoints hold; it is made once and keeps its identity. Its
+local tensor has a storage object of its own over a piece of the group's flat shard, so that it has its own version counter, saves
+only its own bytes, and is not mistaken for tied with its neighbours. The unsharded parameter is made once as well, over the
+group's unsharded storage. This file refuses to know collectives and the order of use.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.utils.dlpack
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .. import torch_compat as compat
+from ..plan.layout import Slot, rows_of
+from ..plan.placement import ShardSpec, in_dtype
+
+if TYPE_CHECKING:
+    from ..iteration.unit import Unit
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A place where a parameter is registered: ``module._parameters[name]``."""
+
+    module: nn.Module
+    name: str
+
+
+class ShardedParam:
+    """One parameter of a group.
+
+    fqn:        its name from the module that was passed to ``fully_shard``; from the root after the first forward
+    owners:     where it is registered; more than one if it is tied
+    spec:       its placement
+    rank:       this rank on the shard axis
+    sharded:    what the user sees between steps; a DTensor
+    local:      the local tensor that ``sharded`` should have: a piece of the flat shard (on the meta device: of its own)
+    unsharded:  what the user sees in forward and backward; made at the first unshard
+    original:   the parameter that was cut, if it still lives somewhere
+    unit:       the unit whose group it belongs to
+    """
+
+    __slots__ = ("__weakref__", "fqn", "local", "original", "owners", "rank", "sharded", "spec", "unit", "unsharded")
+
+    unit: Unit
+
+    def __init__(
+        self, fqn: str, owners: list[Owner], spec: ShardSpec, rank: int, sharded: nn.Parameter, local: Tensor
+    ) -> None:
+        self.fqn = fqn
+        self.owners = owners
+        self.spec = spec
+        self.rank = rank
+        self.sharded = sharded
+        self.local = local
+        self.unsharded: nn.Parameter | None = None
+        self.original: weakref.ref[nn.Parameter] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.sharded.dtype
+
+    def is_intact(self) -> bool:
+        """Whether ``sharded`` still keeps its data where the group put it."""
+        return self.local_now() is self.local
+
+    def local_now(self) -> Tensor:
+        """The local tensor of ``sharded`` as it is now: ``_apply`` and loading may have replaced it."""
+        return compat.local_tensor(self.sharded)  # type: ignore[arg-type]
+
+    def place(self, local: Tensor) -> None:
+        """Let ``sharded`` keep its data in ``local``."""
+        compat.set_local_tensor(self.sharded, local)  # type: ignore[arg-type]
+        self.local = local
+
+
+_MARK = "_fsdp2_sharded"
+"""Attribute of an original and of an unsharded parameter: a weak reference to the ShardedParam that it became, or is made of."""
+
+
+def whole_local(param: ShardedParam) -> Tensor:
+    """The unsharded parameter, of a DTensor its local tensor, without autograd."""
+    assert param.unsharded is not None
+    unsharded = param.unsharded
+    return compat.local_tensor(unsharded) if isinstance(unsharded, DTensor) else unsharded.detach()
+
+
+def own_shard(original: Tensor, spec: ShardSpec, rank: int) -> Tensor:
+    """The piece of ``original`` that ``rank`` keeps, as a view in physical order."""
+    physical = spec.to_physical(original)
+    cut = spec.cut
+    if cut.dim is None:
+        return physical
+    rows = rows_of(cut.shape[cut.dim], rank, cut.num_shards)
+    return physical.narrow(cut.dim, rows.start, len(rows))
+
+
+def new_sharded_param(
+    fqn: str, owners: list[Owner], original: nn.Parameter, spec: ShardSpec, rank: int, shard: Tensor | None = None
+) -> ShardedParam:
+    """Cut ``original`` (of a DTensor, its local tensor); the result shares its memory until the group copies it into its flat shard.
+
+    shard: this rank's piece, where it was cut already
+    """
+    with torch.no_grad():
+        if shard is None:
+            whole = compat.local_tensor(original) if isinstance(original, DTensor) else original.detach()
+            shard = spec.to_logical(own_shard(whole, spec, rank))
+        local = shard
+        # A DTensor keeps the storage offset of its first local tensor, and cannot be copied by ``deepcopy`` if that is not 0.
+        at_zero = local.as_strided(local.shape, local.stride(), 0)
+        sharded = nn.Parameter(compat.new_dtensor(at_zero, spec.sharded), requires_grad=original.requires_grad)
+    for name, value in vars(original).items():  # what users hang on parameters: no_weight_decay, tensor-parallel marks, ...
+        if name != _MARK and name not in vars(local):  # where a tensor subclass keeps its inner tensors
+            setattr(sharded, name, value)
+    param = ShardedParam(fqn, owners, spec, rank, sharded, local)
+    param.place(local)
+    mark(original, param)
+    param.original = weakref.ref(original)
+    return param
+
+
+def mark(whole: nn.Parameter, param: ShardedParam) -> None:
+    """Let ``sharded_from(whole)`` be ``param``."""
+    setattr(whole, _MARK, weakref.ref(param))
+
+
+def sharded_from(whole: Tensor) -> ShardedParam | None:
+    """What ``whole`` was cut into by an earlier ``fully_shard`` call, or is the unsharded parameter of, if that still exists."""
+    mark = getattr(whole, _MARK, None)
+    sharded = None if mark is None else mark()
+    return sharded if isinstance(sharded, ShardedParam) else None
+
+
+def new_unsharded_param(param: ShardedParam, whole: Tensor) -> nn.Parameter:
+    """The parameter of forward and backward over ``whole``, a view of the unsharded storage; a DTensor if the original was one."""
+    requires_grad = param.sharded.requires_grad
+    model = param.spec.unsharded
+    if model is None:
+        unsharded = nn.Parameter(whole, requires_grad=requires_grad)
+    else:
+        unsharded = nn.Parameter(compat.new_dtensor(whole, in_dtype(model, whole.dtype)), requires_grad=requires_grad)
+        compat.set_local_tensor(unsharded, whole)  # type: ignore[arg-type]  # nn.Parameter made an alias with the same counter
+    mark(unsharded, param)
+    return unsharded
+
+
+def shard_view(flat: Tensor, slot: Slot, spec: ShardSpec, rank: int) -> Tensor:
+    """The logical local tensor of ``rank`` over its slot of ``flat`` (1-D), with a storage object and a version counter of its own.
+
+    The storage covers just the shard's bytes and keeps ``flat`` alive: it is imported through DLPack, without a copy.
+    """
+    shape = slot.cut.shard_shape(rank)
+    numel = math.prod(shape)
+    piece = flat[slot.offset : slot.offset + numel].view(torch.uint8)
+    storage = torch.utils.dlpack.from_dlpack(piece).untyped_storage()
+    own = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    with torch.no_grad():
+        own.set_(storage, 0, shape, _contiguous_strides(shape))
+        return spec.to_logical(own)
+
+
+def storage_view(storage: torch.UntypedStorage, like: Tensor, offset: int, shape: tuple[int, ...]) -> Tensor:
+    """A contiguous tensor of ``like``'s dtype over ``storage`` with a version counter of its own.
+
+    ``storage`` must be allocated while this is called; it may be freed and allocated again afterwards.
+    """
+    view = torch.empty(0, dtype=like.dtype, device=like.device)
+    with torch.no_grad():
+        return view.set_(storage, offset, shape, _contiguous_strides(shape))
+
+
+def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides: list[int] = []
+    stride = 1
+    for size in reversed(shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    return tuple(reversed(strides))

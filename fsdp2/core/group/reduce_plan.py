@@ -1,0 +1,141 @@
+"""The reduce-scatter of a group's gradients as a plan: what lies where in its input and output, computed once.
+
+The input always has room for every trainable parameter of the group, in rank-major order, zeros where this rank has no gradient:
+its size never depends on which gradients happened to arrive. Behind the gradients each rank adds one *flag* per parameter, 1 if it
+has a gradient; their sum tells every rank, without a collective more, which parameters were used anywhere, so that one unused
+everywhere keeps ``grad = None`` like in the unsharded model. It refuses to know when anything is reduced.
+
+Worked example, 2 ranks, parameters a (4,) and b (3,), align 32; b is unused on rank 1, which therefore sends
+
+    row of rank 0: [a0 a1, 30 gap][0 0, 30 gap][1 0, 30 gap]     row of rank 1: [a2 a3, 30 gap][0 0, 30 gap][1 0, 30 gap]
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...errors import ParameterError, message
+from .. import torch_compat as compat
+from ..plan.layout import Cut, group_layout
+from ..plan.model_axes import local_gradient, varying_axes
+from ..plan.placement import ShardSpec
+from .all_gather import disassemble
+from .param import ShardedParam
+from .param_group import ParamGroup
+
+
+class ReducePlan:
+    """The reduce-scatter of one set of trainable parameters: all that can be computed once.
+
+    compact: without gaps and flags, as a custom communicator is to see it
+    """
+
+    def __init__(self, group: ParamGroup, params: list[ShardedParam], compact: bool) -> None:
+        self.params = params
+        self.has_dtensors = any(param.spec.unsharded is not None for param in self.params)
+        self.num_shards = group.mesh.shard_size
+        cuts = [param.spec.cut for param in self.params]
+        flags = Cut((self.num_shards * len(cuts),), 0, self.num_shards)
+        self.layout = group_layout(
+            cuts if compact else [*cuts, flags], num_shards=self.num_shards, align=1 if compact else group.align
+        )
+        self.flags_slot = None if compact else self.layout.slots[-1]
+        self.grad_dtype = group.param_dtype
+        self.reduce_dtype = group.reduce_dtype
+        # What goes into chunk_cat: a place for each gradient and for the flags, and zeros for the gap behind each.
+        self._pieces: list[Tensor | None] = []
+        self._places: list[int] = []
+        for slot in self.layout.slots:
+            self._places.append(len(self._pieces))
+            if slot.numel > 0:
+                self._pieces.append(None)
+            if slot.gap > 0:
+                self._pieces.append(torch.zeros(self.num_shards, slot.gap, dtype=self.grad_dtype, device=group.device))
+        self._all_used = torch.ones(self.num_shards, len(cuts), dtype=self.grad_dtype, device=group.device)
+        # For each parameter: its place among the pieces (None: no elements), and how a gradient becomes a piece (None: as it is).
+        self._arrange = [
+            (place if cut.slot_numel > 0 else None, None if param.spec.order is None and cut.dim == 0 else param.spec)
+            for param, cut, place in zip(self.params, cuts, self._places, strict=False)
+        ]
+        self.views = [GradView(param, slot.offset) for param, slot in zip(self.params, self.layout.slots, strict=False)]
+
+    def to_local(self, grads: list[Tensor | None], varying: set[str], always_once: bool) -> None:
+        """Replace gradients that are DTensors by their local tensors. Collective: yes, over model axes.
+
+        varying, always_once: see Note: gradients on a full SPMD mesh
+        """
+        for grad in grads:
+            if grad is not None:
+                varying.update(varying_axes(grad))
+        for index, (grad, param) in enumerate(zip(grads, self.params, strict=True)):
+            model = param.spec.unsharded
+            if grad is None or model is None:
+                continue
+            names = model.mesh.mesh_dim_names or ()
+            once = frozenset(axis for axis in param.spec.data_axes if always_once or names[axis] in varying)
+            grads[index] = local_gradient(param.fqn, grad, model, param.spec.data_axes, once)
+
+    def copy_in(self, grads: list[Tensor | None], out: Tensor) -> None:
+        """Lay ``grads`` (logical, full shapes) and their flags into ``out`` (num_shards * n,), in the dtype of ``out``."""
+        pieces = self._pieces.copy()
+        missing = []
+        for index, (place, spec) in enumerate(self._arrange):
+            grad = grads[index]
+            if grad is None:
+                missing.append(index)
+                numel = self.layout.slots[index].numel
+                piece = torch.zeros(self.num_shards, numel, dtype=self.grad_dtype, device=out.device)
+            else:
+                piece = grad if spec is None else _rank_major(grad, spec)
+                if piece.dtype is not self.grad_dtype:
+                    piece = piece.to(self.grad_dtype)
+            if place is not None:
+                pieces[place] = piece
+        if self.flags_slot is not None:
+            flags = self._all_used
+            if missing:
+                flags = flags.clone()
+                flags[:, missing] = 0
+            pieces[self._places[-1]] = flags
+        try:
+            compat.chunk_cat(pieces, self.num_shards, out.view(self.num_shards, -1))  # type: ignore[arg-type]
+        except RuntimeError:
+            self._refuse_sparse(grads)
+            raise
+
+    def _refuse_sparse(self, grads: list[Tensor | None]) -> None:
+        """Raise ParameterError if that is why ``chunk_cat`` failed; not looked for before, as ``copy_in`` runs in every backward."""
+        sparse = [
+            f"{param.fqn} {grad.layout}"
+            for param, grad in zip(self.params, grads, strict=True)
+            if grad is not None and grad.layout is not torch.strided
+        ]
+        if sparse:
+            raise ParameterError(
+                message(
+                    f"{len(sparse)} parameters have sparse gradients",
+                    items=sparse,
+                    expected="dense gradients, which are reduced together",
+                    fix="build nn.Embedding and nn.EmbeddingBag with sparse=False, or pass their parameters in ignored_params",
+                )
+            )
+
+
+def _rank_major(grad: Tensor, spec: ShardSpec) -> Tensor:
+    """A logical gradient as a tensor whose dim 0 is cut over the ranks."""
+    physical = spec.to_physical(grad)
+    return physical if spec.cut.dim == 0 else disassemble(physical, spec.cut)
+
+
+class GradView:
+    """Where the gradient of one sharded parameter lies in a reduce-scatter output."""
+
+    __slots__ = ("offset", "param", "shape", "strides")
+
+    def __init__(self, param: ShardedParam, offset: int) -> None:
+        self.param = param
+        self.offset = offset
+        physical = torch.empty(param.spec.cut.shard_shape(param.rank), device="meta")
+        logical = param.spec.to_logical(physical)
+        self.shape, self.strides = logical.shape, logical.stride()

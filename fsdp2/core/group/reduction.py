@@ -1,0 +1,280 @@
+"""One reduction on its way: reduce-scatter, perhaps all-reduce, then the sharded parameters get their gradients.
+
+It refuses to know when it starts and in which order.
+
+Note: buffer lifetime in backward. The reduce input is allocated on compute and read by the reduce stream, so it is held until compute
+has been ordered behind the reduce-scatter. The output is allocated on the reduce stream; the all-reduce stream reads it, so it is
+held to the end of backward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import torch_compat as compat
+from ..comm import collectives
+from ..comm.communicators import comm_reduce_scatter
+from ..plan.placement import in_dtype
+from .reduce_plan import GradView, ReducePlan
+
+if TYPE_CHECKING:
+    from .gradients import Gradients
+
+
+class InFlight:
+    """One reduction on its way: reduce-scatter, perhaps all-reduce, then the sharded parameters get their gradients.
+
+    On a stream device everything is queued at once. On the host each leg is waited for when ``advance`` or ``finish`` is called.
+    """
+
+    __slots__ = (
+        "_advanced",
+        "_all_reduce",
+        "_gradients",
+        "_hands_out",
+        "_held",
+        "_input",
+        "_late",
+        "_output",
+        "_pending",
+        "_plan",
+        "_reduced",
+        "_scattered",
+        "_used",
+    )
+
+    def __init__(self, gradients: Gradients, plan: ReducePlan, used: list[bool], buffer: Tensor) -> None:
+        self._gradients = gradients
+        self._plan = plan
+        self._used = used
+        self._input: Tensor | None = buffer
+        self._output: Tensor | None = None
+        self._held: Tensor | None = None
+        self._pending: collectives.Pending | None = None
+        self._all_reduce: collectives.Pending | None = None
+        self._hands_out = gradients.all_reduce or gradients.hands_out  # on the host, the rest may come after the user has changed it
+        self._scattered: Any = None  # event behind the reduce-scatter
+        self._reduced: Any = None  # event behind everything
+        self._late: list[int] = []
+        self._advanced = False
+        streams = gradients.group.streams
+        streams.order(streams.reduce, streams.mark(streams.compute))
+        with streams.on(streams.reduce):
+            self._scatter(buffer)
+            if not streams.host_waits:
+                self._finish_pending()
+                self._after_scatter()
+
+    @property
+    def gradients(self) -> Gradients:
+        return self._gradients
+
+    def _scatter(self, buffer: Tensor) -> None:
+        group, plan = self._gradients.group, self._plan
+        process_group = group.mesh.shard_group
+        if process_group is None:  # parameters are replicated: there is one "shard", which is the input
+            self._output = buffer
+            return
+        comm = self._gradients.comm
+        if comm is not None and plan.num_shards > 1:
+            self._output = comm.allocate((plan.layout.shard_numel,), dtype=buffer.dtype, device=buffer.device)
+            reduction = self._gradients.reduction().reduce_scatter
+            self._pending = comm_reduce_scatter(comm, self._output, buffer, process_group, reduction)
+            return
+        process_group = self._gradients.process_group or process_group
+        if plan.num_shards == 1:
+            self._output = buffer
+        else:
+            self._output = torch.empty(plan.layout.shard_numel, dtype=buffer.dtype, device=buffer.device)
+        backend = dist.get_backend(process_group)
+        algorithm = group.options.reduce_scatter or collectives.choose_reduce_scatter(
+            backend, plan.num_shards, buffer.nbytes, buffer.device.type
+        )
+        self._pending = collectives.reduce_scatter(
+            self._output,
+            buffer,
+            process_group,
+            self._gradients.reduction().reduce_scatter,
+            algorithm,
+            not collectives.is_stream_ordered(backend),
+        )
+
+    def _after_scatter(self) -> None:
+        """The rest, queued behind the reduce-scatter on the current stream (or run now, on the host)."""
+        gradients = self._gradients
+        streams = gradients.group.streams
+        self._scattered = streams.mark(streams.reduce)
+        output = self._output
+        assert output is not None
+        process_group = gradients.group.mesh.replicate_group
+        stream = streams.reduce
+        if not self._hands_out:
+            gradients.add_partial(output)
+            self._output = None
+            self._reduced = self._scattered
+            return
+        if gradients.partial is not None:
+            output.add_(gradients.partial)
+            gradients.partial = None
+        if process_group is not None:
+            stream = streams.all_reduce
+            streams.order(stream, streams.mark(streams.reduce))
+            with streams.on(stream):
+                self._start_all_reduce(output, process_group)
+                if not streams.host_waits:
+                    self._hand_out(stream)
+        elif not streams.host_waits:
+            self._hand_out(stream)
+
+    def _start_all_reduce(self, output: Tensor, process_group: dist.ProcessGroup) -> None:
+        group = self._gradients.group
+        instead = self._gradients.all_reduce_instead
+        if instead is not None:
+            flags = self._plan.flags_slot
+            if flags is None:
+                instead(output)
+                return
+            instead(output[: flags.offset])
+            output = output[flags.offset :]
+        backend = dist.get_backend(process_group)
+        algorithm = group.options.all_reduce or collectives.choose_all_reduce(
+            backend, process_group.size(), output.nbytes, output.device.type
+        )
+        self._all_reduce = collectives.all_reduce(
+            output,
+            process_group,
+            self._gradients.reduction().all_reduce,
+            algorithm,
+            not collectives.is_stream_ordered(backend),
+        )
+
+    def poll(self) -> None:
+        """Free the reduce input if the reduce-scatter is complete. Local: nothing that other ranks see depends on it."""
+        streams = self._gradients.group.streams
+        if not streams.host_waits:
+            if streams.has_passed(self._scattered):
+                self._input = None
+        elif self._pending is None or self._pending.is_completed():
+            self._finish_pending()
+            self._input = None
+
+    def _finish_pending(self) -> None:
+        if self._pending is not None:
+            self._pending.finish()
+            self._pending = None
+
+    def advance(self) -> None:
+        """The reduce input may be freed after this: the reduce-scatter is complete, or compute is ordered behind it."""
+        if self._advanced:
+            return
+        self._advanced = True
+        streams = self._gradients.group.streams
+        if streams.host_waits:
+            self._finish_pending()
+            self._input = None
+            self._after_scatter()
+            if self._all_reduce is None and self._output is not None:
+                self._hand_out(None)
+        else:
+            streams.order(streams.compute, self._scattered)
+            self._input = None
+
+    def finish(self) -> None:
+        """After this the sharded parameters have their gradients, as compute sees them."""
+        self.advance()
+        streams = self._gradients.group.streams
+        if self._all_reduce is not None and streams.host_waits:
+            self._hand_out(None)
+        streams.order(streams.compute, self._reduced)
+        if self._gradients.group.options.offload:
+            streams.synchronize(self._reduced)  # the optimizer runs on the host
+        if self._late:
+            self._hand_out_late()
+        self._output = self._held = None
+
+    def abandon(self) -> None:
+        """Wait for what is under way and forget it."""
+        streams = self._gradients.group.streams
+        for pending in (self._pending, self._all_reduce):
+            if pending is not None:
+                pending.finish()
+        streams.order(streams.compute, self._reduced)
+        self._pending = self._all_reduce = self._input = self._output = self._held = None
+
+    def _hand_out(self, stream: Any) -> None:
+        gradients, plan = self._gradients, self._plan
+        group = gradients.group
+        streams = group.streams
+        if self._all_reduce is not None:
+            self._all_reduce.finish()
+            self._all_reduce = None
+        output = self._output
+        assert output is not None
+        hook = gradients.all_reduce_hook
+        if hook is not None:
+            if gradients.all_reduce_hook_stream is not None:
+                streams.order(gradients.all_reduce_hook_stream, streams.mark(stream))
+                stream = gradients.all_reduce_hook_stream
+            with streams.on(stream):
+                hook(output if plan.flags_slot is None else output[: plan.flags_slot.offset])  # which is behind all gradients
+        with streams.on(stream):
+            reduced = output if gradients.keeps_reduce_dtype else output.to(group.dtype)
+            if group.options.offload:
+                reduced = self._offload(reduced, stream)
+            if not all(self._used) and not gradients.reduce_unused:
+                self._late = [index for index, used in enumerate(self._used) if not used]
+            late = set(self._late)
+            self._give(reduced, [view for index, view in enumerate(plan.views) if index not in late] if late else plan.views)
+        self._reduced = streams.mark(stream)
+        if stream is not streams.reduce:  # it may be reading an output that is not its own; the cast does not keep that alive
+            self._held = output
+        # Without an all-reduce nothing but the gradients' own views needs the output from here on.
+        self._output = reduced if self._late or gradients.group.mesh.replicate_group is not None else None
+
+    def _offload(self, reduced: Tensor, stream: Any) -> Tensor:
+        """Copy to the host, without waiting where nobody reads the gradient before the end of backward."""
+        group = self._gradients.group
+        host = torch.empty(reduced.shape, dtype=reduced.dtype, device="cpu", pin_memory=group.options.pin_memory)
+        host.copy_(reduced, non_blocking=group.options.pin_memory)
+        if any(v.param.sharded.grad is not None or v.param.sharded._post_accumulate_grad_hooks for v in self._plan.views):
+            group.streams.synchronize(group.streams.mark(stream))  # it is added to, or read by a hook, right away
+        return host
+
+    def _hand_out_late(self) -> None:
+        """Parameters without a gradient on this rank: did another rank have one? Reads the flags, so it waits for the device."""
+        slot = self._plan.flags_slot
+        if slot is None:  # a custom communicator is not told what others miss
+            self._late = []
+            return
+        assert self._output is not None
+        flags = self._output[slot.offset : slot.offset + slot.numel].tolist()
+        self._give(self._output, [self._plan.views[index] for index in self._late if flags[index] != 0])
+        self._late = []
+
+    def _give(self, reduced: Tensor, views: list[GradView]) -> None:
+        """Let the sharded parameters of ``views`` have their gradients, views of ``reduced``."""
+        is_usual = reduced.dtype is self._gradients.group.dtype
+        for view in views:
+            param = view.param
+            sharded = param.sharded
+            grad = reduced.as_strided(view.shape, view.strides, view.offset)
+            before = sharded.grad
+            if before is None:
+                spec = param.spec.sharded
+                if not is_usual:
+                    compat.allow_any_grad_dtype(sharded)
+                sharded.grad = compat.new_dtensor(grad, spec if is_usual else in_dtype(spec, grad.dtype))
+            else:
+                compat.local_tensor(before).add_(grad)  # type: ignore[arg-type]
+            if sharded._post_accumulate_grad_hooks:
+                self._run_hooks(sharded)
+
+    def _run_hooks(self, sharded: nn.Parameter) -> None:
+        self._gradients.group.wait()  # a hook may write the shard: close its lease
+        with torch.enable_grad():
+            for hook in tuple(sharded._post_accumulate_grad_hooks.values()):
+                hook(sharded)

@@ -1,0 +1,76 @@
+"""Between forward and backward: a group's parameters sharded over a smaller mesh (``reshard_after_forward=<int>``).
+
+Each rank keeps a larger shard, so that backward gathers among few neighbouring ranks. The shards live in a flat buffer of their
+own, in the compute dtype, from ``keep_shards`` to the end of the next unshard. It refuses to know states and modules.
+
+Worked example: a (8, 4) parameter over 4 ranks, reshard_after_forward=2: rank 3 keeps rows [4, 8) from forward to backward, and
+gathers with rank 2 only, where after backward it keeps rows [6, 8) again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .. import torch_compat as compat
+from ..plan.layout import GroupLayout, group_layout
+from ..plan.mesh import DataParallelMesh
+from .all_gather import Gather
+from .param import ShardedParam, mark, own_shard, shard_view, whole_local
+
+
+class PostForward:
+    """A group's shards over ``mesh``, a smaller one than the group's; made while the unsharded storage is allocated."""
+
+    def __init__(
+        self,
+        mesh: DataParallelMesh,
+        params: Sequence[ShardedParam],
+        new_gather: Callable[[GroupLayout, dist.ProcessGroup | None], Gather],
+        align: int,
+    ) -> None:
+        self.mesh = mesh
+        self._params = params
+        assert params[0].unsharded is not None
+        self._specs = [param.spec.over(param.fqn, mesh, params[0].unsharded.dtype) for param in params]
+        self._layout = group_layout([spec.cut for spec in self._specs], num_shards=mesh.shard_size, align=align)
+        self._gather = new_gather(self._layout, mesh.shard_group)
+        self._flat: Tensor | None = None
+
+    @property
+    def holds_shards(self) -> bool:
+        return self._flat is not None
+
+    @property
+    def kept(self) -> list[Tensor]:
+        """What is held: the flat buffer of this rank's shards, if any."""
+        return [] if self._flat is None else [self._flat]
+
+    def keep_shards(self) -> list[nn.Parameter]:
+        """Copy this rank's shards out of the unsharded parameters; returns them as DTensors, in the group's order."""
+        first = self._params[0].unsharded
+        assert first is not None
+        self._flat = torch.zeros(self._layout.shard_numel, dtype=first.dtype, device=first.device)
+        shown = []
+        for param, spec, slot in zip(self._params, self._specs, self._layout.slots, strict=True):
+            local = shard_view(self._flat, slot, spec, self.mesh.shard_rank)
+            local.copy_(spec.to_logical(own_shard(whole_local(param), spec, self.mesh.shard_rank)))
+            shown.append(nn.Parameter(compat.new_dtensor(local, spec.sharded), requires_grad=param.sharded.requires_grad))
+            mark(shown[-1], param)
+        return shown
+
+    def issue(self) -> None:
+        """Start gathering among the ranks of the smaller mesh. Collective: yes, over its shard axis."""
+        assert self._flat is not None
+        self._gather.start(self._flat, copy=False)
+
+    def finish(self) -> None:
+        self._gather.finish()
+        self.drop()
+
+    def drop(self) -> None:
+        self._flat = None
+        self._gather.forget()

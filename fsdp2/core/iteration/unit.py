@@ -1,0 +1,214 @@
+"""A unit: what one ``fully_shard`` call made, its modules and their parameter groups; and one forward call of it.
+
+A group belongs to one unit. Another unit *borrows* it if one of its modules is tied to a parameter of the group; the group is then
+unsharded from the first of its users to the last, and reduced once, at the end of backward, when all uses have added their
+gradients. This file refuses to know when anything happens.
+
+Worked example: an embedding with a unit of its own, and a head in the root that is tied to it:
+
+    the root borrows the embedding's group; ``model.head.weight is model.embedding.weight`` at every moment
+    forward: the root unshards it, the embedding's end leaves it alone (the root still needs it), the root's end reshards it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from .. import torch_compat as compat
+from ..group.gradients import Gradients
+from ..group.max_norm import shrinking_weights
+from ..group.param import Owner, ShardedParam
+from ..group.param_group import ParamGroup
+from ..modules.stored_tensors import StoredTensors
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .forward_log import ForwardLog, Visit
+    from .schedule import Schedule
+
+Lent = tuple[ParamGroup, Gradients]
+
+
+class Call:
+    """One forward call of a unit (of a list of modules: one pass through them), alive as long as its autograd graph.
+
+    nodes:  the graph nodes that its inputs pass through, one for each input that needs a gradient: a node runs when the gradient
+            of its input is done
+    begun, ended:  the graph task (one ``backward()``) in which its backward last began and ended
+    again:  that backward made a graph of its own, through which a later one may come back
+    is_watched:  an output needs a gradient, so that its backward will begin
+    log, visit:  the log of this forward, if one is kept, and its place there
+    """
+
+    __slots__ = ("__weakref__", "_counted", "_inputs_left", "again", "begun", "ended", "is_watched", "log", "nodes", "unit", "visit")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.nodes: list[Any] = []
+        self.begun = -1
+        self.ended = -1
+        self.again = False
+        self.is_watched = False
+        self.log: ForwardLog | None = None
+        self.visit: Visit | None = None
+        self._counted = -1
+        self._inputs_left = 0
+
+    def will_pass_inputs(self) -> bool:
+        """Whether this backward reaches one of its inputs; unknown, so yes, if none needs a gradient."""
+        return not self.nodes or any(compat.will_run_in_this_backward(node) for node in self.nodes)
+
+    def passes_last_input(self, task: int) -> bool:
+        """One of its nodes runs: is it the last that runs in this backward?"""
+        if self._counted != task:
+            self._counted = task
+            self._inputs_left = sum(map(compat.will_run_in_this_backward, self.nodes))
+        self._inputs_left -= 1
+        return self._inputs_left == 0
+
+
+class Unit(compat.ModuleStateBase):
+    """What one ``fully_shard`` call made.
+
+    groups:                 its own, each with its gradients
+    uses:                   its own and those it borrows
+    reshard_after_forward:  True, False, or a number of ranks: each group then reshards to its own ``smaller`` mesh
+    reshard_is_default:     the user left it to us: a root then keeps its parameters from forward to backward
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        groups: Iterable[ParamGroup],
+        borrowed: Iterable[Lent],
+        device: torch.device,
+        mp_policy: Any,
+        reshard_after_forward: bool | int,
+        reshard_is_default: bool,
+    ) -> None:
+        super().__init__()
+        self.modules = tuple(modules)
+        self.groups = [(group, Gradients(group)) for group in groups]
+        self.uses = [*self.groups, *borrowed]
+        self.shrinking = shrinking_weights(group for group, _ in self.groups)
+        self.device = device
+        self.mp_policy = mp_policy
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_is_default = reshard_is_default
+        self.reshard_after_backward = True
+        self.keeps_smaller = False  # ... but only to each group's ``smaller`` mesh: another micro-batch follows
+        self.accumulates_whole = False  # over micro-batches gradients stay unsharded, without communication
+        self.unshard_in_backward = True
+        self.ignored: list[Owner] = []  # where parameters are that the user takes care of
+        self.hooks: Any = None  # its UnitHooks
+        self.max_reductions = 1  # reduce-scatter inputs in flight; the largest of all units counts
+        self.prefetch_forward: list[Unit] = []
+        self.prefetch_backward: list[Unit] = []
+        self.schedule: Schedule | None = None
+        self.fqn = ""
+        self.summoned = False  # its modules show whole parameters that are not its own; forward takes them as they are
+        self.backward_prefetch: Literal["pre", "post"] | None = "pre"  # before its gradients are computed, after that, or not at all
+        self.prefetch_after: Unit | None = None  # what "post" is to gather, in the backward under way
+        self.running: list[Call | None] = []  # forward calls under way; None where no backward can follow
+        self.to_run: set[nn.Module] = set()  # modules of a list that still have to run in this pass
+        self.shared_call: Call | None = None  # of all modules of a list that run in this pass
+        self.looked_around = False  # at what else is around its forward, at the first
+        self.calls: list[Any] = []  # weak references to Calls whose backward may still come
+        self.looked_for_stored = False  # in the first forward with autograd
+        self.stored: StoredTensors | None = None  # what its forward leaves on its modules
+        self.order_indices: list[int] = []  # its places in this iteration's order of forward calls
+        for _, gradients in self.uses[len(self.groups) :]:
+            gradients.holders = gradients.holders or set()
+        for group, _ in self.groups:
+            for param in group.params:
+                param.unit = self
+
+    def group_of(self, param: ShardedParam) -> Lent:
+        """The group of ``param``, which belongs to this unit, and its gradients."""
+        return next(lent for lent in self.groups if param in lent[0].params)
+
+    def reduce_accumulated(self) -> None:
+        if self.schedule is not None:  # it has run
+            self.schedule.end_of_backward()
+
+    def issue(self, copy: bool = False) -> None:
+        """Start unsharding. Collective: yes, over the shard axis."""
+        for group, gradients in self.uses:
+            group.issue(copy)
+            if gradients.holders is not None:
+                gradients.holders.add(self)
+
+    def wait(self) -> None:
+        for group, _ in self.uses:
+            group.wait()
+
+    def release(self) -> None:
+        """End gathers that nobody has waited for."""
+        for group, gradients in self.uses:
+            if gradients.holders is not None:
+                gradients.holders.discard(self)
+                if not gradients.holders:
+                    group.reshard()
+            else:
+                group.release()
+
+    def reshard(self, to_smaller: bool = False) -> None:
+        """Reshard what no other unit holds; each group to its smaller mesh, if that is asked for and it has one."""
+        for group, gradients in self.uses:
+            if gradients.holders is not None:
+                gradients.holders.discard(self)
+                if gradients.holders:
+                    continue
+            if to_smaller and group.smaller is not None:
+                group.reshard_to(group.smaller)
+            else:
+                group.reshard()
+
+    def reshard_for_all(self) -> None:
+        """Reshard whoever holds it: the user's modules must show sharded parameters now."""
+        for group, gradients in self.uses:
+            if gradients.holders is not None:
+                gradients.holders.clear()
+            group.reshard()
+            group.await_host_read()
+
+    def hide(self) -> None:
+        """The user's modules show sharded parameters; what is unsharded stays so, if a backward comes next."""
+        for group, _ in self.uses:
+            group.hide()
+
+    def end_pass(self) -> None:
+        """The next module of the list that runs begins a new pass."""
+        self.to_run.clear()
+        self.shared_call = None
+
+    def forget_calls(self) -> None:
+        """No forward is under way, and no backward will come."""
+        self.end_pass()
+        self.running.clear()
+        self.calls.clear()
+        self.order_indices.clear()
+
+    def has_gradients(self) -> bool:
+        return any(param.sharded.grad is not None for group, _ in self.groups for param in group.params)
+
+    def reduces(self) -> bool:
+        """Whether a backward reduces gradients of its own."""
+        return any(gradients.sync for _, gradients in self.groups)
+
+    def notice_changes(self) -> None:
+        """Parameters may have been moved or cast: take them over now, so that memory holds one group more at most."""
+        for group, _ in self.groups:
+            if not group.registry.verify():
+                group.rebuild()
+                group.registry.show([param.sharded for param in group.params])  # ``_apply`` unties what it replaces
+
+
+def unit_of(module: Any) -> Unit | None:
+    """The unit that the ``fully_shard`` call on ``module`` made, or None if there was no such call."""
+    state = compat.module_state(module) if hasattr(module, "__dict__") else None
+    return state if isinstance(state, Unit) else None

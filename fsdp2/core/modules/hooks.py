@@ -1,0 +1,443 @@
+"""What ``fully_shard`` does to the user's modules and to autograd: it registers hooks and swaps the class.
+
+Per forward call of a unit: a pre-hook unshards and passes each input through a node of its own, whose turn in backward comes when the
+gradient of that input is done; a post-hook reshards and puts a hook before the node of every output, whose turn comes when the
+output's gradient is there. Each hook names a moment to the schedule, which decides. It refuses to know memory and collectives.
+
+Note: why nodes and not tensor hooks. A view made of an input costs 3 us and no Python in backward but our hook's (a custom Function
+10 us); it exists under every transform, and in-place changes of it are autograd's usual business. A hook on an output's *node*
+survives an in-place change of the output, which drops a hook on the tensor; for an output that is a view the change rebases the
+node away too, so the base's node gets a hook as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import CompileError, OrderError, message
+from .. import torch_compat as compat
+from ..iteration.forward_log import Visit
+from ..iteration.schedule import adopt
+from ..iteration.unit import Call, Unit
+from ..plan.model_axes import varying_axes
+from .compiler_orders import look_around
+from .nested_tensors import find_tensors, map_tensors
+from .stored_tensors import stored_tensors
+from .unmanaged_parameters import REGISTRATIONS, warn_of_plain_parameters
+from .whole_tensors import cut_whole_tensors
+
+# --- hooks ------------------------------------------------------------------------------------------------------------------------
+
+
+class UnitHooks:
+    """The hooks of one unit. ``install`` registers them, ``remove`` undoes it."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        policy = unit.mp_policy
+        self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
+        self._output_dtype: torch.dtype | None = policy.output_dtype
+        self._casts_back = False
+        several = len(unit.modules) > 1
+        self.pre_forward = compat.dynamo_disabled(self._pre_forward_of_several if several else self._pre_forward)
+        self.post_forward = compat.dynamo_disabled(self._post_forward_of_several if several else self._post_forward)
+        self._handles: list[Any] = []
+
+    def install(self) -> None:
+        unit = self._unit
+        several = len(unit.modules) > 1
+        for module in unit.modules:  # ahead of the user's
+            self._handles.append(module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(self.post_forward, always_call=several))
+            if any(group.mesh.spmd is not None for group, _ in unit.groups):
+                self._handles.append(module.register_forward_hook(compat.dynamo_disabled(self._watch_axes), with_kwargs=True))
+        for group, _ in unit.uses:
+            for module in {id(owner.module): owner.module for param in group.params for owner in param.owners}.values():
+                self._handles.append(module.register_state_dict_pre_hook(_Saving(unit)))  # type: ignore[no-untyped-call]
+                self._handles.append(module.register_load_state_dict_pre_hook(_Loading(unit)))  # type: ignore[no-untyped-call]
+
+    def _watch_axes(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """See Note: gradients on a full SPMD mesh."""
+        if torch.is_grad_enabled():
+            found: list[Tensor] = []
+            find_tensors((args, kwargs, output), found)
+            for _, gradients in self._unit.groups:
+                for tensor in found:
+                    gradients.varying.update(varying_axes(tensor))
+
+    def cast_inputs_to(self, dtype: torch.dtype | None, and_back: bool = False) -> None:
+        """Cast floating-point inputs to ``dtype`` instead of what the policy says.
+
+        and_back: cast floating-point outputs to the dtype that the inputs had
+        """
+        self._input_dtype = dtype
+        self._casts_back = and_back
+
+    def adopt_casts(self, other: UnitHooks) -> None:
+        """Cast as the hooks of the unit do that this one is a copy of."""
+        self.cast_inputs_to(other._input_dtype, other._casts_back)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def take_places_of(self, originals: UnitHooks, memo: dict[Any, Any]) -> None:
+        """Replace the hooks that came with our modules when ``deepcopy`` made them: among the user's hooks, order matters."""
+        num_forward = 2 * len(self._unit.modules)
+        for index, original in enumerate(originals._handles):
+            copied = memo.get(id(original.hooks_dict_ref()))
+            if copied is None or original.id not in copied:
+                continue
+            if index >= num_forward:
+                del copied[original.id]
+                continue
+            handle = self._handles[index]
+            copied[original.id] = copied.pop(handle.id)
+            for flags in handle.extra_dict_ref:
+                flags().pop(handle.id, None)  # those of the original's id were copied
+            handle.id = original.id
+
+    # --- under a compiler that captures forward, backward and all collectives ---
+
+    def enter_compiler(self, module: nn.Module, call: Callable[..., Any]) -> None:
+        """Let ``module(...)`` be ``call(...)``."""
+        module._compiled_call_impl = call
+
+    def leave_compiler(self, module: nn.Module) -> None:
+        module.__dict__.pop("_compiled_call_impl", None)
+
+    def let_compiler_trace(self) -> None:
+        """Until ``run_eagerly``, hooks that a compiler can trace are in the places of ours: they only cast."""
+        for pre_forward, post_forward in self._forward_handles():
+            pre_forward.hooks_dict_ref()[pre_forward.id] = self._traced_pre_forward
+            post_forward.hooks_dict_ref()[post_forward.id] = self._traced_post_forward
+
+    def run_eagerly(self) -> None:
+        for pre_forward, post_forward in self._forward_handles():
+            pre_forward.hooks_dict_ref()[pre_forward.id] = self.pre_forward
+            post_forward.hooks_dict_ref()[post_forward.id] = self.post_forward
+
+    def _forward_handles(self) -> Iterator[tuple[Any, Any]]:
+        forward = self._handles[: 2 * len(self._unit.modules)]
+        return zip(forward[::2], forward[1::2], strict=True)
+
+    def _traced_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not compat.is_tracing():  # nobody compiles: stand-ins have no memory
+            raise CompileError(
+                message(
+                    "the compiler did not compile forward",
+                    expected="torch.compile to be on: no TORCH_COMPILE_DISABLE, no torch.compiler.set_stance that skips it",
+                    fix="switch it on, or call fsdp2.uncompile(model)",
+                )
+            )
+        return None if self._input_dtype is None else compat.pytree.tree_map_only(Tensor, self._cast_input, (args, kwargs))
+
+    def _traced_post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return None if self._output_dtype is None else compat.pytree.tree_map_only(Tensor, self._cast_output, output)
+
+    # --- forward ---
+
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        unit = self._unit
+        if unit.summoned:
+            _refuse_autograd(unit)
+            return args, kwargs
+        schedule = unit.schedule
+        if schedule is None or not schedule.settled:
+            schedule = adopt(unit, units_below)
+            warn_of_plain_parameters(unit.modules[0], schedule.units)
+            schedule.num_registrations = REGISTRATIONS.count
+        elif schedule.num_registrations != REGISTRATIONS.count and unit is schedule.root:
+            warn_of_plain_parameters(unit.modules[0], [below for _, below in units_below(unit.modules[0])])
+            schedule.num_registrations = REGISTRATIONS.count
+        if not unit.looked_around:
+            look_around(unit, schedule)
+        if schedule.forward_root is None and unit.device.type != "cpu":
+            args, kwargs = map_tensors(functools.partial(Tensor.to, device=unit.device, non_blocking=True), (args, kwargs))
+        if self._input_dtype is not None:
+            args, kwargs = map_tensors(self._cast_input, (args, kwargs))
+        if compat.profiler_is_on() or compat.functorch_is_active():
+            with _around("pre_forward", unit):
+                schedule.begin_forward(unit)
+        else:
+            schedule.begin_forward(unit)
+        if not torch.is_grad_enabled():
+            unit.running.append(None)
+            return args, kwargs
+        call = unit.shared_call
+        if call is None:
+            call = Call(unit)
+            if unit.calls:
+                unit.calls = [reference for reference in unit.calls if reference() is not None]
+            unit.calls.append(weakref.ref(call))
+        unit.running.append(call)
+        if schedule.log is not None:
+            schedule.log.enter(call)
+        return self._watch_inputs(call, args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        unit = self._unit
+        if unit.summoned:
+            return output
+        call = unit.running.pop()
+        if call is not None:
+            output = self._watch_outputs(call, output)
+            if not unit.looked_for_stored:
+                unit.looked_for_stored = True
+                unit.stored = stored_tensors(unit.modules)
+            if unit.stored is not None:
+                for attributes, name, tensor in unit.stored.new():
+                    attributes[name] = self._watch_outputs(call, tensor)
+        elif type(output) is not Tensor or output._base is not None:
+            output = map_tensors(_outlive_parameters, output)
+        assert unit.schedule is not None
+        if compat.functorch_is_active():
+            with compat.functorch_disabled():
+                unit.schedule.end_forward(unit)
+        else:
+            unit.schedule.end_forward(unit)
+        return output if self._output_dtype is None else map_tensors(self._cast_output, output)
+
+    def _pre_forward_of_several(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        unit = self._unit
+        if unit.summoned:
+            return self._pre_forward(module, args, kwargs)
+        if not unit.to_run:
+            unit.to_run.update(unit.modules)
+            unit.shared_call = None
+        args, kwargs = self._pre_forward(module, args, kwargs)
+        unit.shared_call = unit.running[-1]
+        return args, kwargs
+
+    def _post_forward_of_several(self, module: nn.Module, args: Any, output: Any) -> Any:
+        unit = self._unit
+        if not unit.running:  # the forward raised before our pre-hook was done
+            return output
+        unit.to_run.discard(module)
+        if not unit.to_run:
+            unit.shared_call = None
+            return self._post_forward(module, args, output)
+        call = unit.running.pop()
+        if call is not None:
+            output = self._watch_outputs(call, output)
+        assert unit.schedule is not None
+        unit.schedule.end_part(unit)
+        return output if self._output_dtype is None else map_tensors(self._cast_output, output)
+
+    def _cast_input(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        if self._casts_back:
+            self._output_dtype = tensor.dtype
+        return tensor.to(self._input_dtype)
+
+    def _cast_output(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._output_dtype) if tensor.is_floating_point() else tensor
+
+    # --- backward ---
+
+    def _watch_inputs(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Pass each input that needs a gradient through a node that runs in backward when that gradient is done."""
+        levels = compat.functorch_is_active() or compat.forward_ad._current_level >= 0
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor and not levels:  # by far the most common
+            return (self._watched(call, args[0]),) if args[0].requires_grad else args, kwargs
+        watched: dict[int, Tensor] = {}
+
+        def watch(tensor: Tensor) -> Tensor:
+            if not (tensor.requires_grad or levels):
+                return tensor
+            found = watched.get(id(tensor))
+            if found is None:
+                found = watched[id(tensor)] = self._watched(call, tensor, levels)
+            return found
+
+        return map_tensors(watch, (args, kwargs))  # type: ignore[no-any-return]
+
+    def _watched(self, call: Call, tensor: Tensor, levels: bool = False) -> Tensor:
+        view = tensor.view_as(tensor)
+        for each in compat.levels_of(view) if levels else (view,):
+            node = each.grad_fn
+            if node is not None:
+                node.register_prehook(functools.partial(_end_backward, weakref.ref(call), self._unit, call.visit))
+                call.nodes.append(node)
+        return view
+
+    def _watch_outputs(self, call: Call, output: Any) -> Any:
+        if type(output) is Tensor:
+            found: list[Tensor] = [output]
+        else:
+            found = []
+            find_tensors(output, found)
+        if compat.functorch_is_active() or compat.forward_ad._current_level >= 0:
+            found = [each for tensor in found for each in compat.levels_of(tensor)]
+        hook = functools.partial(_begin_backward, call)
+        seen: list[Any] = []
+        for tensor in found:
+            if not tensor.requires_grad:
+                continue
+            base = tensor._base
+            node = tensor.grad_fn
+            if (node if base is None else base.grad_fn) is None and isinstance(tensor if base is None else base, nn.Parameter):
+                return self._watch_outputs(call, map_tensors(_outlive_parameters, output))
+            if node in call.nodes:  # an input, passed through: its node ends the backward, so that another has to begin it
+                return self._watch_outputs(call, map_tensors(functools.partial(_apart_from, call.nodes), output))
+            for each in (node,) if base is None else (node, base.grad_fn):
+                if each is not None and each not in seen:
+                    seen.append(each)
+                    each.register_prehook(hook)
+        if seen:
+            call.is_watched = True
+        if call.log is not None:
+            call.log.leave(call)
+        return output
+
+
+def _refuse_autograd(unit: Unit) -> None:
+    if torch.is_grad_enabled():
+        raise OrderError(
+            message(
+                f"forward of {unit.fqn or 'the root'} was called inside of summon_full_params, with autograd",
+                expected="torch.no_grad() around it: gradients of the whole parameters would be lost",
+                fix="run training steps outside of summon_full_params",
+            )
+        )
+
+
+def _apart_from(nodes: list[Any], output: Tensor) -> Tensor:
+    return output.view_as(output) if output.grad_fn in nodes else output
+
+
+def _outlive_parameters(output: Tensor) -> Tensor:
+    """A parameter that is an output, or a view of one, is freed with the parameters: copy it."""
+    leaf = output if output._base is None else output._base
+    return output.clone() if isinstance(leaf, nn.Parameter) else output
+
+
+@contextlib.contextmanager
+def _around(moment: str, unit: Unit) -> Iterator[None]:
+    """A label for the profiler; and no transform of ``torch.func``: parameters are the same to all of them."""
+    with torch.profiler.record_function(f"fsdp2::{moment} ({unit.fqn})"), compat.functorch_disabled():
+        yield
+
+
+@compat.dynamo_disabled
+def _begin_backward(call: Call, grads: Any) -> None:
+    schedule = call.unit.schedule
+    assert schedule is not None
+    if compat.profiler_is_on() or compat.functorch_is_active():
+        with _around("pre_backward", call.unit):
+            schedule.begin_backward(call, call.unit)
+    else:
+        schedule.begin_backward(call, call.unit)
+
+
+@compat.dynamo_disabled
+def _end_backward(reference: weakref.ref[Call], unit: Unit, visit: Visit | None, grads: Any) -> None:
+    schedule = unit.schedule
+    assert schedule is not None
+    call = reference()
+    if call is not None and torch.is_grad_enabled():
+        _watch_gradients(call, grads)
+    if compat.profiler_is_on() or compat.functorch_is_active():
+        with _around("post_backward", unit):
+            schedule.end_backward_of(call, unit, visit)
+    else:
+        schedule.end_backward_of(call, unit, visit)
+
+
+def _watch_gradients(call: Call, grads: tuple[Tensor | None, ...]) -> None:
+    """A backward with ``create_graph`` made a graph: a backward through that needs the parameters from here on."""
+    for grad in grads:
+        for each in () if grad is None else compat.levels_of(grad):
+            if each.grad_fn is not None:
+                each.grad_fn.register_prehook(functools.partial(_begin_backward, call))
+
+
+class _Saving:
+    """A state dict hook: sharded parameters are what is saved, maybe by one rank alone."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._unit.hide()
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> _Saving:
+        return self  # a copied unit registers its own
+
+
+class _Loading(_Saving):
+    """Sharded parameters are what is loaded into, from whole tensors as well."""
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        self._unit.reshard_for_all()
+        cut_whole_tensors(self._unit, module, state_dict, prefix)
+
+
+# --- finding and swapping ---------------------------------------------------------------------------------------------------------
+
+
+def units_below(root: nn.Module) -> list[tuple[str, Unit]]:
+    """The units in the tree of ``root`` in the order of ``named_modules()``, with the name of their first module there.
+
+    Also gives every parameter its name from ``root``.
+    """
+    found: dict[int, tuple[str, Unit]] = {}
+    for name, module in root.named_modules():
+        unit = compat.module_state(module)
+        if isinstance(unit, Unit):
+            found.setdefault(id(unit), (name, unit))
+    names = {id(param): name for name, param in root.named_parameters(remove_duplicate=False)}
+    for _, unit in found.values():
+        for group, _ in unit.groups:
+            for param in group.params:
+                shown = param.unsharded if group.is_unsharded else param.sharded
+                param.fqn = names.get(id(shown), param.fqn)
+    return list(found.values())
+
+
+_classes: dict[tuple[type, type], type] = {}
+
+
+def class_with(mixin: type, cls: type) -> type:
+    """``FSDP<Name>``: (``mixin``, the user's class ``cls``, torch's FSDPModule).
+
+    torch's class comes last so that ``isinstance`` checks elsewhere hold while the user's class stays right behind ours, where
+    the compiler's guard pickler looks for it.
+    Raises: whatever ``cls`` has against being subclassed.
+    """
+    new = _classes.get((mixin, cls))
+    if new is None:
+        new = type(f"FSDP{cls.__name__}", (mixin, cls, compat.TorchFSDPModule), {"__module__": cls.__module__})
+        _classes[(mixin, cls)] = new
+    compat.let_guard_pickler_find(cls, new)
+    return new
+
+
+def swap_class(module: nn.Module, mixin: type) -> None:
+    """Make ``module`` an instance of its ``class_with``."""
+    module.__class__ = class_with(mixin, type(module))
+
+
+def original_class(sharded_class: type) -> type:
+    """The user's class that ``class_with`` made ``sharded_class`` of."""
+    return sharded_class.__bases__[1]
+
+
+def unswap_class(module: nn.Module) -> None:
+    module.__class__ = original_class(type(module))
+
+

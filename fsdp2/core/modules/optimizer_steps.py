@@ -1,0 +1,103 @@
+"""What optimizers do behind our back: when they write parameters, and which parameters they were given.
+
+An optimizer that was built before ``fully_shard``, or while parameters were unsharded, holds parameters that never get a gradient:
+its steps would change nothing, in silence. Here it gets the sharded ones in their place, at its first step, when it has no state yet.
+And every step is counted, so that parameters which were unsharded before it are known to be out of date after it (version counters
+do not tell: fused and foreach optimizers leave those of DTensors alone). It refuses to know groups and modules.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ...errors import OrderError, message
+from .. import torch_compat as compat
+from ..group.param import sharded_from
+
+if TYPE_CHECKING:
+    from ..group.gradients import Gradients
+
+
+class _Steps:
+    """What is known of the process's optimizers.
+
+    count:    steps of any optimizer that began so far
+    sharded:  groups of parameters that were sharded so far
+    checked:  the number of param groups, and of what was sharded, with which each optimizer was looked at
+    waiting:  gradients that the last micro-batch was to hand out, when they were left alone
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.sharded = 0
+        self.checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self.waiting: weakref.WeakSet[Gradients] = weakref.WeakSet()
+
+
+STEPS = _Steps()
+
+
+def watch_optimizers() -> None:
+    """Parameters were sharded: look at every optimizer at its next step, and count steps from now on."""
+    if STEPS.sharded == 0:
+        register_optimizer_step_pre_hook(compat.dynamo_disabled(_before_step))
+    STEPS.sharded += 1
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    STEPS.count += 1
+    if STEPS.waiting:
+        _refuse_incomplete(optimizer)
+    now = len(optimizer.param_groups), STEPS.sharded
+    if STEPS.checked.get(optimizer) != now:
+        _give_sharded(optimizer)
+        STEPS.checked[optimizer] = now
+
+
+def _refuse_incomplete(optimizer: Optimizer) -> None:
+    """Raise OrderError if gradients of its parameters still wait for their last micro-batch: it would step without them."""
+    for gradients in list(STEPS.waiting):
+        if not gradients.kept:
+            STEPS.waiting.discard(gradients)
+    waiting = {id(param.sharded): param.fqn for gradients in STEPS.waiting for param in gradients.group.params}
+    incomplete = [waiting[id(param)] for group in optimizer.param_groups for param in group["params"] if id(param) in waiting]
+    if incomplete:
+        raise OrderError(
+            message(
+                f"{type(optimizer).__name__} steps while gradients of {len(incomplete)} parameters wait for their last micro-batch",
+                items=incomplete,
+                expected="a backward inside accumulate(model, last=True) before the step, which hands them to the parameters",
+                fix="pass last=True for the last micro-batch, or drop them with model.zero_grad()",
+            )
+        )
+
+
+def _give_sharded(optimizer: Optimizer) -> None:
+    """Put sharded parameters in the place of those that they were cut from, or that are made of them.
+
+    Raises: OrderError if the optimizer has state for one, which belongs to the whole parameter.
+    """
+    too_late = []
+    for group in optimizer.param_groups:
+        params = group["params"]
+        for index, param in enumerate(params):
+            sharded = sharded_from(param)
+            if sharded is None:
+                continue
+            if param in optimizer.state:
+                too_late.append(f"{sharded.fqn} {tuple(param.shape)}")
+            else:
+                params[index] = sharded.sharded
+    if too_late:
+        raise OrderError(
+            message(
+                f"{type(optimizer).__name__} has state for {len(too_late)} parameters that were sharded since",
+                items=too_late,
+                expected="an optimizer that made no step before fully_shard",
+                fix="build the optimizer after fully_shard, and load the state with torch.distributed.checkpoint.state_dict",
+            )
+        )

@@ -1,0 +1,150 @@
+"""Which parameters the user's modules show: the sharded ones, or the unsharded ones from unshard to reshard.
+
+A group's parameters are entries of the ``_parameters`` of the modules that own them; here the entries are exchanged, and what the user
+has put there since is noticed, and adopted or refused. It refuses to know memory, collectives, and when anything is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ...errors import ParameterError, message
+from ..group.extensions import has_extension
+from ..group.param import Owner, ShardedParam
+from ..group.param_group import ParamGroup
+
+
+class ModuleRegistry:
+    """Shows a group's parameters to the modules that own them (a ``param_group.Registry``).
+
+    A module with ``nn.Module``'s own ``__setattr__`` has its ``_parameters`` updated from a prebuilt dict; others (LSTM keeps
+    copies of its parameters) are set attribute by attribute.
+    """
+
+    def __init__(self, group: ParamGroup) -> None:
+        self._group = group
+        self._made_for: object = None
+        self._sharded: list[tuple[dict[str, Any], dict[str, nn.Parameter]]] = []
+        self._unsharded: list[tuple[dict[str, Any], dict[str, nn.Parameter]]] = []
+        self._slow: list[tuple[nn.Module, str, ShardedParam]] = []
+        self._owned = [
+            (owner.module._parameters, owner.name, param) for param in group.params for owner in param.owners
+        ]
+        for param in group.params:
+            for owner in param.owners:
+                set_parameter(owner.module, owner.name, param.sharded)
+
+    def add_owner(self, param: ShardedParam, owner: Owner) -> None:
+        """Show ``param`` at one place more, which a later ``fully_shard`` call found tied to it."""
+        param.owners.append(owner)
+        self._owned.append((owner.module._parameters, owner.name, param))
+        self._made_for = None
+        set_parameter(owner.module, owner.name, param.sharded)
+
+    def _prepare(self) -> None:
+        """Build the dicts again: the group has new unsharded parameters."""
+        self._made_for = self._group.gather
+        self._slow = []
+        sharded: dict[int, tuple[dict[str, Any], dict[str, nn.Parameter]]] = {}
+        unsharded: dict[int, tuple[dict[str, Any], dict[str, nn.Parameter]]] = {}
+        for param in self._group.params:
+            for owner in param.owners:
+                if type(owner.module).__setattr__ is not nn.Module.__setattr__:
+                    self._slow.append((owner.module, owner.name, param))
+                    continue
+                parameters = owner.module._parameters
+                assert param.unsharded is not None
+                sharded.setdefault(id(parameters), (parameters, {}))[1][owner.name] = param.sharded
+                unsharded.setdefault(id(parameters), (parameters, {}))[1][owner.name] = param.unsharded
+        self._sharded = list(sharded.values())
+        self._unsharded = list(unsharded.values())
+
+    def show_sharded(self) -> None:
+        if self._made_for is not self._group.gather:
+            self._prepare()
+        for parameters, shown in self._sharded:
+            parameters.update(shown)
+        for module, name, param in self._slow:
+            setattr(module, name, param.sharded)
+
+    def show_unsharded(self) -> None:
+        if self._made_for is not self._group.gather:
+            self._prepare()
+        for parameters, shown in self._unsharded:
+            parameters.update(shown)
+        for module, name, param in self._slow:
+            assert param.unsharded is not None
+            setattr(module, name, param.unsharded)
+
+    def show(self, shown: Sequence[nn.Parameter]) -> None:
+        for param, parameter in zip(self._group.params, shown, strict=True):
+            for owner in param.owners:
+                set_parameter(owner.module, owner.name, parameter)
+
+    def verify(self) -> bool:
+        """Whether all is as we left it; parameters that the user put in their place are adopted, or refused by name."""
+        intact = True
+        watches = not self._group.has_own_memory
+        for parameters, name, param in self._owned:
+            now = parameters.get(name)
+            sharded = param.sharded
+            if now is not sharded:
+                self._refuse_untying(param)
+                _adopt_replacement(param, now)
+                intact = False
+            elif sharded._local_tensor is not param.local or (  # type: ignore[attr-defined]
+                watches and param.local.__dict__ and has_extension(param.local)  # methods were put on a plain tensor
+            ):
+                intact = False
+            unsharded = param.unsharded
+            if unsharded is not None and unsharded.requires_grad is not sharded.requires_grad:
+                unsharded.requires_grad_(sharded.requires_grad)
+        if not intact:
+            self._made_for = None
+        return intact
+
+    def _refuse_untying(self, param: ShardedParam) -> None:
+        """Raise if only some of the places of a tied parameter were given another one."""
+        kept = [owner.name for owner in param.owners if owner.module._parameters.get(owner.name) is param.sharded]
+        if kept:
+            raise ParameterError(
+                message(
+                    f"{param.fqn} was replaced after fully_shard at some of the {len(param.owners)} places that share it",
+                    expected="one parameter at all of them, as when fully_shard was called",
+                    fix="register the new parameter in every module that shared the old one, or untie them before fully_shard",
+                )
+            )
+
+
+def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[name] = param
+    else:
+        setattr(module, name, param)
+
+
+def _adopt_replacement(param: ShardedParam, now: Any) -> None:
+    """Take the parameter that the user registered in place of ours, if it is sharded as ours was."""
+    wanted = param.spec.sharded
+    if (
+        isinstance(now, nn.Parameter)
+        and isinstance(now, DTensor)
+        and now.device_mesh == wanted.mesh
+        and now.placements == wanted.placements
+        and now.shape == param.sharded.shape
+    ):
+        param.sharded = now
+        return
+    got = "nothing" if now is None else f"{type(now).__name__} {tuple(getattr(now, 'shape', ()))}"
+    placements = f" with placements {now.placements}" if isinstance(now, DTensor) else ""
+    raise ParameterError(
+        message(
+            f"{param.fqn} was replaced after fully_shard by {got}{placements}",
+            expected=f"a DTensor parameter {tuple(param.sharded.shape)} with placements {wanted.placements}",
+            fix="replace parameters before fully_shard, or change the values of the one that is there",
+        )
+    )

@@ -1,0 +1,61 @@
+"""Tensors that a forward leaves on its modules instead of returning them: an auxiliary loss of a router, kept activations.
+
+Backward may begin at one of them, and needs the parameters then just as when it begins at an output. Where a unit's modules keep such
+tensors is found in its first forward with autograd, and looked up in every later one. It refuses to know what is done with them.
+
+Worked example: forward of ``block.router`` sets ``self.aux_loss``; the places of block's unit are [(vars(block.router), "aux_loss")]
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from .. import torch_compat as compat
+
+_OWN_NAMES = frozenset(vars(nn.Module()))
+"""Where ``nn.Module`` keeps parameters, hooks and the like."""
+
+
+class StoredTensors:
+    """Attributes of modules that hold a tensor with a graph after every forward.
+
+    places: the modules' attributes, and names among them
+    """
+
+    def __init__(self, places: Sequence[tuple[dict[str, Any], str]]) -> None:
+        self._places = places
+        self._seen: list[weakref.ref[Tensor] | None] = [None] * len(places)
+
+    def new(self) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+        """The tensors that were not there when this was asked before."""
+        for index, (attributes, name) in enumerate(self._places):
+            value = attributes.get(name)
+            seen = self._seen[index]
+            if isinstance(value, Tensor) and value.grad_fn is not None and (seen is None or seen() is not value):
+                yield attributes, name, value
+                self._seen[index] = weakref.ref(attributes[name])
+
+
+def stored_tensors(modules: Sequence[nn.Module]) -> StoredTensors | None:
+    """What is stored now below ``modules``, but not below others that are sharded by themselves; None if nothing is."""
+    found: dict[int, nn.Module] = {}
+    for module in modules:
+        _visit(module, modules, found)
+    places = [
+        (vars(module), name)
+        for module in found.values()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and value.grad_fn is not None and name not in _OWN_NAMES
+    ]
+    return StoredTensors(places) if places else None
+
+
+def _visit(module: nn.Module, roots: Sequence[nn.Module], found: dict[int, nn.Module]) -> None:
+    if id(module) not in found and (module in roots or "fully_shard" not in compat.applied_apis(module)):
+        found[id(module)] = module
+        for child in module.children():
+            _visit(child, roots, found)

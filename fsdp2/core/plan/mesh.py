@@ -1,0 +1,245 @@
+"""Which mesh axes shard and which replicate: a DeviceMesh read as data parallelism.
+
+A 1-D mesh shards over its axis (FSDP); a 2-D mesh replicates over axis 0 and shards over axis 1 (HSDP). Of a *full SPMD mesh*, on
+which parameters already are DTensors, ``DataParallelMeshDims`` names the axes that shard and replicate; the others are model axes
+(tensor parallelism, ...). It refuses to know parameters and collectives.
+
+Worked example: a (2, 4) mesh of 8 ranks, seen from rank 5:
+
+    shard_size 4, shard_rank 1 (among ranks 4 5 6 7); replicate_size 2, replicate_rank 1 (among ranks 1 5)
+    a parameter's DTensor placements are (Replicate(), Shard(0)); gradients are averaged over 8 ranks
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate
+
+from ...errors import ArgumentError, MeshError, message
+from .. import torch_compat as compat
+
+
+@dataclass(frozen=True)
+class SpmdAxes:
+    """The data-parallel axes of a full SPMD mesh, as indices in ascending order; several of one kind count as one flat axis."""
+
+    mesh: DeviceMesh
+    shard: tuple[int, ...]
+    replicate: tuple[int, ...]
+
+    @property
+    def data(self) -> tuple[int, ...]:
+        return tuple(sorted(self.shard + self.replicate))
+
+
+@dataclass(frozen=True, eq=False)
+class DataParallelMesh:
+    """The data-parallel axes of a job as this rank sees them. Build it with ``data_parallel_mesh``.
+
+    mesh:            the data-parallel DeviceMesh: (shard,), (replicate, shard) or (replicate,)
+    shard_axis:      axis of ``mesh`` over which parameters are sharded; None: they are replicated everywhere
+    replicate_axis:  axis over which they are replicated; None: none
+    spmd:            the axes of a full SPMD mesh that ``mesh`` was taken from, if parameters are DTensors on that one
+    """
+
+    mesh: DeviceMesh
+    shard_axis: int | None
+    replicate_axis: int | None
+    shard_group: dist.ProcessGroup | None
+    shard_size: int
+    shard_rank: int
+    replicate_group: dist.ProcessGroup | None
+    replicate_size: int
+    spmd: SpmdAxes | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks over which gradients are averaged."""
+        return self.shard_size * self.replicate_size
+
+    @property
+    def device_type(self) -> str:
+        return self.mesh.device_type
+
+    def placements(self, on_shard_axis: Placement) -> tuple[Placement, ...]:
+        """Placements on ``mesh`` of a tensor that is ``on_shard_axis`` over the shard axis and replicated elsewhere."""
+        return tuple(on_shard_axis if axis == self.shard_axis else Replicate() for axis in range(self.mesh.ndim))
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """Equal for two meshes that communicate over the same process groups."""
+        return id(self.shard_group), id(self.replicate_group)
+
+    def same_ranks(self, other: DataParallelMesh) -> bool:
+        return self.shard_group is other.shard_group and self.replicate_group is other.replicate_group
+
+
+def data_parallel_mesh(
+    mesh: DeviceMesh, *, shard_axis: int | None, replicate_axis: int | None = None, spmd: SpmdAxes | None = None
+) -> DataParallelMesh:
+    """Read ``mesh`` with the given meaning of its axes; no collective."""
+    shard_group = mesh.get_group(shard_axis) if shard_axis is not None else None
+    replicate_group = mesh.get_group(replicate_axis) if replicate_axis is not None else None
+    return DataParallelMesh(
+        mesh=mesh,
+        shard_axis=shard_axis,
+        replicate_axis=replicate_axis,
+        shard_group=shard_group,
+        shard_size=shard_group.size() if shard_group is not None else 1,
+        shard_rank=shard_group.rank() if shard_group is not None else 0,
+        replicate_group=replicate_group,
+        replicate_size=replicate_group.size() if replicate_group is not None else 1,
+        spmd=spmd,
+    )
+
+
+def read_mesh(mesh: DeviceMesh | None, dims: Any = None) -> DataParallelMesh:
+    """The mesh argument of ``fully_shard``: 1-D shards, 2-D replicates and shards, None is the whole world.
+
+    dims:       a DataParallelMeshDims: ``mesh`` is a full SPMD mesh, of which it names the data-parallel axes
+    Collective: for None, where it makes the world's mesh (and process group, if there is none yet), and the first time that
+                several axes are flattened.
+    Raises:     MeshError for anything else.
+    """
+    if mesh is None:
+        mesh = world_mesh()
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentError(
+            message(
+                f"fully_shard got mesh={mesh!r} of type {type(mesh).__name__}",
+                expected="a torch.distributed.device_mesh.DeviceMesh or None",
+                fix="build one with init_device_mesh(device_type, (world_size,))",
+            )
+        )
+    if (mesh.ndim in (1, 2) or dims is not None) and mesh.get_coordinate() is None:
+        raise MeshError(
+            message(
+                f"fully_shard got a mesh that this rank is not part of: {mesh}",
+                expected="a mesh whose ranks include the one that makes the call",
+                fix="call fully_shard on the ranks of the mesh only, or pass each rank the mesh that it is in",
+            )
+        )
+    if dims is not None:
+        return _read_spmd_mesh(mesh, dims)
+    if mesh.ndim == 1:
+        return data_parallel_mesh(mesh, shard_axis=0)
+    if mesh.ndim == 2:
+        if mesh.mesh_dim_names is None:
+            raise MeshError(
+                message(
+                    f"fully_shard got a 2-D mesh without axis names: {mesh}",
+                    expected="named axes, so that the replicate and the shard axis can be sliced out of it",
+                    fix='init_device_mesh(..., mesh_dim_names=("replicate", "shard"))',
+                )
+            )
+        return data_parallel_mesh(mesh, shard_axis=1, replicate_axis=0)
+    raise MeshError(
+        message(
+            f"fully_shard got a {mesh.ndim}-D mesh: {mesh}",
+            expected="a 1-D mesh (shard) or a 2-D mesh (replicate, shard)",
+            fix="slice the data-parallel axes out of it by name, for instance mesh['dp'], or pass dp_mesh_dims",
+        )
+    )
+
+
+def read_mesh_info(info: Any) -> DataParallelMesh:
+    """``ShardPlacementResult.mesh_info``: a DeviceMesh like that of ``fully_shard``, or torch's description of one."""
+    if isinstance(info, DeviceMesh):
+        return read_mesh(info)
+    dims = getattr(info, "dp_mesh_dims", None)
+    if dims is not None:
+        return read_mesh(info.spmd_mesh, dims)
+    mesh = getattr(info, "mesh", None)
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentError(
+            message(
+                f"shard_placement_fn returned mesh_info={info!r} of type {type(info).__name__}",
+                expected="a DeviceMesh (1-D to shard, 2-D to replicate and shard), or an FSDPMeshInfo of torch",
+                fix='for instance ShardPlacementResult(Shard(0), mesh["ep"])',
+            )
+        )
+    return data_parallel_mesh(mesh, shard_axis=info.shard_mesh_dim, replicate_axis=info.replicate_mesh_dim)
+
+
+def _read_spmd_mesh(mesh: DeviceMesh, dims: Any) -> DataParallelMesh:
+    axis_names = mesh.mesh_dim_names
+    if axis_names is None:
+        raise MeshError(
+            message(
+                f"fully_shard got dp_mesh_dims for a mesh without axis names: {mesh}",
+                expected="a mesh with mesh_dim_names when dp_mesh_dims is given",
+                fix='init_device_mesh(..., mesh_dim_names=("dp", "tp"))',
+            )
+        )
+    shard_names, replicate_names = _names_of(dims, "shard"), _names_of(dims, "replicate")
+    names = shard_names + replicate_names
+    unknown = [name for name in names if name not in axis_names]
+    if not names or unknown or len(set(names)) < len(names):
+        problem = f"{unknown} not found in mesh.mesh_dim_names {axis_names}" if unknown else f"got {dims}"
+        raise MeshError(
+            message(
+                f"dp_mesh_dims does not fit the mesh: {problem}",
+                expected=f"at least one of shard and replicate must be set, each with names out of {axis_names}, none of them twice",
+                fix='for instance DataParallelMeshDims(shard="dp")',
+            )
+        )
+    axes = SpmdAxes(
+        mesh,
+        tuple(sorted(axis_names.index(name) for name in shard_names)),
+        tuple(sorted(axis_names.index(name) for name in replicate_names)),
+    )
+    flat = [compat.flatten_mesh(mesh, tuple(axis_names[axis] for axis in some)) for some in (axes.replicate, axes.shard) if some]
+    if not axes.shard:
+        return data_parallel_mesh(flat[0], shard_axis=None, replicate_axis=0, spmd=axes)
+    if not axes.replicate:
+        return data_parallel_mesh(flat[0], shard_axis=0, spmd=axes)
+    return data_parallel_mesh(compat.concatenate_meshes(flat), shard_axis=1, replicate_axis=0, spmd=axes)
+
+
+def _names_of(dims: Any, field: str) -> tuple[str, ...]:
+    value = getattr(dims, field, ())
+    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+
+
+def world_mesh() -> DeviceMesh:
+    """A 1-D mesh over all ranks on the default device. Collective if the default process group does not exist yet."""
+    if not dist.is_initialized():
+        dist.init_process_group()
+    return init_device_mesh(compat.default_device_type(), (dist.get_world_size(),))
+
+
+def mesh_device(mesh: DataParallelMesh) -> torch.device:
+    """The device of this rank: the current one of the mesh's type."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, compat.device_module(mesh.device_type).current_device())
+
+
+_smaller: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, DataParallelMesh]] = weakref.WeakKeyDictionary()
+
+
+def post_forward_mesh(mesh: DataParallelMesh, size: int) -> DataParallelMesh:
+    """Sub-groups of ``size`` consecutive shard ranks, to which parameters are resharded after forward.
+
+    Collective: yes, over the default group, at the first call for a shard axis and size: it makes process groups.
+    """
+    assert mesh.shard_axis is not None
+    assert mesh.shard_group is not None
+    known = _smaller.setdefault(mesh.shard_group, {})
+    if size not in known:
+        names = mesh.mesh.mesh_dim_names
+        if names is None:  # then it is no slice: its ranks are all there are
+            ranks = mesh.mesh.mesh.reshape(-1, size)
+            known[size] = data_parallel_mesh(DeviceMesh(mesh.device_type, ranks), shard_axis=1, replicate_axis=0)
+        else:  # cut the axis in two, so that the result goes together with model axes of the same mesh
+            name = names[mesh.shard_axis]
+            parts = (f"{name}_by_{size}", f"{name}_in_{size}")
+            smaller = compat.unflatten_mesh(mesh.mesh, mesh.shard_axis, (mesh.shard_size // size, size), parts)
+            known[size] = data_parallel_mesh(smaller, shard_axis=mesh.shard_axis + 1)
+    return known[size]

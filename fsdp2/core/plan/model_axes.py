@@ -1,0 +1,149 @@
+"""Parameters that already are DTensors: tensor, sequence and expert parallelism beside data parallelism.
+
+Such a parameter is cut on *model axes* of the job's mesh; each rank's local tensor is then cut again over the shard axis. The sharded
+parameter is a DTensor over data-parallel and model axes together, the unsharded one a DTensor over its own mesh again. This file
+refuses to know groups, storage and collectives other than DTensor's own.
+
+Note: gradients on a full SPMD mesh. There, data-parallel axes are axes of the parameter's own mesh, and DTensor says what a gradient is
+on them: Partial, if each rank holds the term of its own rows; Replicate, if DTensor has added the terms already (as it does behind
+an operation that is not linear in the parameter) or if all ranks have computed the same. FSDP averages terms. Added terms must be
+divided like the others, or that parameter's gradient comes out as many times too large as there are ranks; so a Replicate gradient
+counts once, not once a rank, over every axis over which some activation or gradient of the model was seen to vary. Where none is,
+the ranks repeat one computation, and the average of equal gradients is the gradient. With a divide factor set by the user, sums are
+what they want, and Replicate always counts once.
+
+Worked example: a (8, 4) weight, ColwiseParallel on tp, on the mesh ("dp", "tp") of 2 x 2 ranks
+
+    unsharded    on tp:      (Shard(0),)                              rank (dp 1, tp 0) computes with rows [0, 4)
+    sharded      on dp, tp:  (_StridedShard(0, split_factor=2), Shard(0))   and keeps rows [2, 4): tp has cut first, dp second
+    gradient     arrives Partial or Replicate on tp where DTensor left it so; it is redistributed to (Shard(0),) before the reduction
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from ...errors import MeshError, ParameterError, message
+from .. import torch_compat as compat
+from ..torch_compat import DTensorSpec
+from .layout import rows_of
+from .mesh import DataParallelMesh
+
+
+def beside_model_axes(name: str, mesh: DataParallelMesh, model: DTensorSpec, on_shard_axis: Placement) -> DTensorSpec:
+    """Spec of a parameter with ``model``'s placements whose local tensor is ``on_shard_axis`` over ``mesh``.
+
+    Raises: MeshError if both meshes are not slices of one.
+    """
+    try:
+        both = compat.concatenate_meshes([mesh.mesh, model.mesh])
+    except Exception as error:
+        raise MeshError(
+            message(
+                f"{name} is a DTensor on {model.mesh}, which does not go with the data-parallel mesh {mesh.mesh}: {error}",
+                expected="two slices of one mesh with named axes, that have no axis in common",
+                fix='make one mesh, say ("dp", "tp"), and pass mesh["tp"] to parallelize_module and mesh["dp"] to fully_shard; '
+                "if the parameter lies on the data-parallel axes as well, pass dp_mesh_dims",
+            )
+        ) from error
+    on_shard_axis = _cut_after(on_shard_axis, model, range(model.mesh.ndim))
+    return DTensorSpec(both, (*mesh.placements(on_shard_axis), *model.placements), tensor_meta=model.tensor_meta)
+
+
+def within_spmd_mesh(mesh: DataParallelMesh, model: DTensorSpec, on_shard_axis: Placement) -> DTensorSpec:
+    """Spec of a parameter on the full SPMD mesh whose local tensor is ``on_shard_axis`` over the axes that shard.
+
+    Several of those become one flat axis, in the place of the first, with the axes that replicate in front of it.
+    """
+    axes = mesh.spmd
+    assert axes is not None
+    if not isinstance(on_shard_axis, Shard) or len(axes.shard) == 1:
+        placements = list(model.placements)
+        for axis in axes.shard:
+            placements[axis] = _cut_after(on_shard_axis, model, range(axis + 1, model.mesh.ndim))
+        return DTensorSpec(model.mesh, tuple(placements), tensor_meta=model.tensor_meta)
+    names = model.mesh.mesh_dim_names
+    assert names is not None
+    meshes: list[DeviceMesh] = []
+    flat: list[Placement] = []
+    for axis, name in enumerate(names):
+        if axis == axes.shard[0]:
+            meshes.append(mesh.mesh)
+            flat += mesh.placements(_cut_after(on_shard_axis, model, range(axis + 1, model.mesh.ndim)))
+        elif axis not in axes.data:
+            meshes.append(model.mesh[name])
+            flat.append(model.placements[axis])
+    return DTensorSpec(compat.concatenate_meshes(meshes), tuple(flat), tensor_meta=model.tensor_meta)
+
+
+def without_axes(model: DTensorSpec, axes: tuple[int, ...]) -> DTensorSpec | None:
+    """``model`` on the other axes of its mesh only; None if there are none."""
+    names = model.mesh.mesh_dim_names
+    kept = [axis for axis in range(model.mesh.ndim) if axis not in axes]
+    if len(kept) == model.mesh.ndim:
+        return model
+    if not kept or names is None:
+        return None
+    mesh = model.mesh[tuple(names[axis] for axis in kept)]
+    return DTensorSpec(mesh, tuple(model.placements[axis] for axis in kept), tensor_meta=model.tensor_meta)
+
+
+def _cut_after(placement: Placement, model: DTensorSpec, axes: Iterable[int]) -> Placement:
+    """``placement`` of a cut that comes after those on ``axes``, although its own axis stands before them."""
+    if not isinstance(placement, Shard):
+        return placement
+    factor = 1
+    for axis in axes:
+        if compat.shard_dim(model.placements[axis]) == placement.dim:
+            factor *= model.mesh.size(axis)
+    return compat.strided_shard(placement.dim, factor) if factor > 1 else placement
+
+
+def own_piece(whole: Tensor, model: DTensorSpec) -> Tensor:
+    """What this rank has of ``whole`` if it is placed as ``model`` says; a view."""
+    for axis, placement in enumerate(model.placements):
+        dim = compat.shard_dim(placement)
+        if dim is not None:
+            rows = rows_of(whole.shape[dim], model.mesh.get_local_rank(axis), model.mesh.size(axis))
+            whole = whole.narrow(dim, rows.start, len(rows))
+    return whole
+
+
+def local_gradient(name: str, grad: Tensor, model: DTensorSpec, data_axes: tuple[int, ...], once: frozenset[int]) -> Tensor:
+    """The local tensor of a gradient: placed like its parameter on model axes; on data-parallel axes, what this rank adds.
+
+    data_axes:  axes of ``model.mesh`` over which the gradient is going to be reduced
+    once:       those of them over which a gradient that all ranks hold counts once
+    Collective: yes, over axes where it has to be redistributed.
+    """
+    if not isinstance(grad, DTensor):
+        raise ParameterError(
+            message(
+                f"{name} is a DTensor, but its gradient is a {type(grad).__name__}",
+                expected="a DTensor",
+                fix="use the parameter through DTensor's own operations; to_local() if you need its local tensor",
+            )
+        )
+    target = list(model.placements)
+    copies = 1
+    for axis in data_axes:
+        if grad.placements[axis].is_partial("sum"):
+            target[axis] = grad.placements[axis]
+        elif axis in once:
+            copies *= model.mesh.size(axis)
+    if grad.placements != tuple(target):
+        grad = grad.redistribute(placements=target)
+    local = compat.waited_for(compat.local_tensor(grad))
+    return local if copies == 1 else local / copies
+
+
+def varying_axes(tensor: Tensor) -> Iterable[str]:
+    """Names of the mesh axes over which the ranks hold different pieces or terms of ``tensor``; none of a plain tensor."""
+    if isinstance(tensor, DTensor):
+        for placement, name in zip(tensor.placements, tensor.device_mesh.mesh_dim_names or (), strict=False):
+            if not placement.is_replicate():
+                yield name

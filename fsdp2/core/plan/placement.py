@@ -1,0 +1,168 @@
+"""How one parameter is placed: its cut over the shard axis and the DTensor specs that describe it, sharded and unsharded.
+
+A parameter is cut in its *physical* shape, the order of its dims in memory, so that channels-last and transposed parameters
+shard like any other; ``order`` leads from logical to physical dims. It refuses to know storage and collectives.
+
+Worked example: a (64, 3, 7, 7) channels-last weight over 8 ranks, Shard(0):
+
+    physical shape (64, 7, 7, 3), order (0, 2, 3, 1); every rank keeps 8 of 64 rows; DTensor placements (Shard(0),)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ...errors import ParameterError, message
+from .. import torch_compat as compat
+from ..torch_compat import DTensorSpec, TensorMeta
+from .layout import Cut
+from .mesh import DataParallelMesh, SpmdAxes
+from .model_axes import beside_model_axes, within_spmd_mesh, without_axes
+
+
+@dataclass(frozen=True)
+class ShardSpec:
+    """Placement of one parameter.
+
+    cut:        how the physical tensor is cut over the shard axis; of a DTensor parameter, this rank's local tensor
+    order:      physical dims as indices of logical ones; None if they are the same
+    sharded:    spec of the parameter that the user sees between steps
+    unsharded:  spec of the parameter in forward and backward, if it is a DTensor on model axes (tensor parallelism, ...)
+    data_axes:  of the mesh of ``unsharded``, the axes that are data-parallel; none unless it is a full SPMD mesh
+    """
+
+    cut: Cut
+    order: tuple[int, ...] | None
+    sharded: DTensorSpec
+    unsharded: DTensorSpec | None = None
+    data_axes: tuple[int, ...] = ()
+
+    @property
+    def dim(self) -> int | None:
+        """The logical dim that is cut; None: every rank keeps all of the parameter."""
+        return self.cut.dim if self.cut.dim is None or self.order is None else self.order[self.cut.dim]
+
+    def over(self, name: str, mesh: DataParallelMesh, dtype: torch.dtype) -> ShardSpec:
+        """The same parameter in ``dtype`` cut on the same dim over another mesh."""
+        cut = replace(self.cut, num_shards=mesh.shard_size)
+        on_shard_axis = Replicate() if self.dim is None else Shard(self.dim)
+        if self.unsharded is not None:
+            unsharded = in_dtype(self.unsharded, dtype)
+            model = without_axes(unsharded, self.data_axes)
+            if model is not None:
+                return ShardSpec(cut, self.order, beside_model_axes(name, mesh, model, on_shard_axis), unsharded)
+        meta = in_dtype(self.sharded, dtype).tensor_meta
+        return ShardSpec(cut, self.order, DTensorSpec(mesh.mesh, mesh.placements(on_shard_axis), tensor_meta=meta))
+
+    def to_physical(self, tensor: Tensor) -> Tensor:
+        """A logical tensor as a view in physical order (contiguous if it has the parameter's strides)."""
+        return tensor if self.order is None else tensor.permute(self.order)
+
+    def to_logical(self, tensor: Tensor) -> Tensor:
+        if self.order is None:
+            return tensor
+        inverse = [0] * len(self.order)
+        for physical, logical in enumerate(self.order):
+            inverse[logical] = physical
+        return tensor.permute(inverse)
+
+
+def in_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """``spec`` of a tensor of another dtype."""
+    assert spec.tensor_meta is not None
+    return spec if spec.tensor_meta.dtype is dtype else replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
+
+
+def refuse_unplaceable(placements: Iterable[tuple[str, nn.Parameter, DataParallelMesh, Any]]) -> None:
+    """Raise ParameterError naming every parameter that cannot be placed as ``shard_placement_fn`` says; None is Shard(0)."""
+    found = []
+    for name, param, mesh, placement in placements:
+        problem = _problem(param, mesh, placement)
+        if problem is not None:
+            shape = "" if is_lazy(param) else f" {tuple(param.shape)}"
+            found.append(f"{name}{shape}: {problem}")
+    if found:
+        raise ParameterError(
+            message(
+                f"{len(found)} parameters cannot be sharded as asked",
+                items=found,
+                expected="dense tensors, and None or Shard(dim) with -ndim <= dim < ndim from shard_placement_fn",
+                fix="change what shard_placement_fn returns for them, or pass them in ignored_params",
+            )
+        )
+
+
+def _problem(param: nn.Parameter, mesh: DataParallelMesh, placement: Any) -> str | None:
+    if is_lazy(param):
+        return "has no shape yet; run a forward pass with an input of the right shape before"
+    if isinstance(param, DTensor) and any(each.is_partial() for each in param.placements):
+        return f"is a DTensor that waits for a reduction, with placements {param.placements}; redistribute it"
+    if param.layout is not torch.strided:
+        return f"is not dense but {param.layout}"
+    if placement is not None and not isinstance(placement, Shard):
+        return f"shard_placement_fn returned {placement!r}"
+    if placement is not None and not -param.ndim <= placement.dim < max(param.ndim, 1):
+        return f"Shard({placement.dim}) names a dim that it does not have"
+    return None if mesh.spmd is None else _problem_on_spmd_mesh(param, mesh.spmd)
+
+
+def _problem_on_spmd_mesh(param: nn.Parameter, axes: SpmdAxes) -> str | None:
+    if not isinstance(param, DTensor):
+        return "is a plain tensor; with dp_mesh_dims, all parameters must be DTensors on the full SPMD mesh (distribute_module)"
+    if param.device_mesh != axes.mesh:
+        return f"is a DTensor on {param.device_mesh}, and not on the same mesh that was passed to fully_shard, {axes.mesh}"
+    if not all(param.placements[axis].is_replicate() for axis in axes.data):
+        names = axes.mesh.mesh_dim_names
+        assert names is not None
+        wrong = {names[axis]: param.placements[axis] for axis in axes.data if not param.placements[axis].is_replicate()}
+        return f"Expected Replicate() on the data-parallel axes, but it has {wrong}"
+    return None
+
+
+def is_lazy(param: nn.Parameter) -> bool:
+    """Whether it is a lazy module's, which learns its shape at the first forward."""
+    return isinstance(param, nn.UninitializedParameter)
+
+
+def shard_spec(name: str, param: nn.Parameter, mesh: DataParallelMesh, placement: Shard | None) -> ShardSpec:
+    """Place ``param`` over ``mesh``; ``placement`` None means Shard(0). ``refuse_unplaceable`` has let it pass.
+
+    Raises: MeshError for a DTensor whose mesh does not go with ``mesh``.
+    """
+    dim = 0 if placement is None else placement.dim
+    ndim = param.ndim
+    local = compat.local_tensor(param) if isinstance(param, DTensor) else param
+    order = memory_order(local)
+    shape, strides = param.shape, param.stride()
+    if order is None and not local.is_contiguous():  # overlapping or sliced: it becomes contiguous
+        strides = torch.empty(shape, device="meta").stride()
+    meta = TensorMeta(shape, strides, param.dtype)
+    cut_dim = None
+    if ndim > 0:
+        dim %= ndim
+        cut_dim = dim if order is None else order.index(dim)
+    if mesh.shard_axis is None:
+        cut_dim = None
+    cut = Cut(tuple(local.shape) if order is None else tuple(local.shape[i] for i in order), cut_dim, mesh.shard_size)
+    on_shard_axis = Replicate() if cut_dim is None else Shard(dim)
+    if not isinstance(param, DTensor):
+        return ShardSpec(cut, order, DTensorSpec(mesh.mesh, mesh.placements(on_shard_axis), tensor_meta=meta))
+    unsharded = DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta)
+    if mesh.spmd is not None:
+        return ShardSpec(cut, order, within_spmd_mesh(mesh, unsharded, on_shard_axis), unsharded, mesh.spmd.data)
+    return ShardSpec(cut, order, beside_model_axes(name, mesh, unsharded, on_shard_axis), unsharded)
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
+    """Dims from the outermost in memory to the innermost, if ``tensor`` is a dense permutation other than the identity."""
+    if tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.ndim), key=lambda dim: (-strides[dim], dim)))
+    return order if tensor.permute(order).is_contiguous() else None

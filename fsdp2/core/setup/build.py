@@ -1,0 +1,372 @@
+"""From a module to a unit: which parameters it takes, how they are placed and grouped. Runs once, at ``fully_shard``.
+
+Everything that can be refused is refused before the first change. It refuses to know what happens at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ...errors import ArgumentError, DeviceError, MeshError, ModuleError, OrderError, ParameterError, message
+from .. import torch_compat as compat
+from ..group.extensions import cut_out, needs_own_memory, refuse_unextendable
+from ..group.param import Owner, ShardedParam, new_sharded_param, sharded_from
+from ..group.param_group import GroupOptions, ParamGroup
+from ..iteration.unit import Lent, Unit
+from ..modules.hooks import UnitHooks
+from ..modules.shown_parameters import ModuleRegistry
+from ..modules.unmanaged_parameters import REGISTRATIONS
+from ..plan.mesh import DataParallelMesh, mesh_device, post_forward_mesh, read_mesh_info
+from ..plan.placement import ShardSpec, is_lazy, refuse_unplaceable, shard_spec
+from .arguments import check_placement_fn, checked_reshard_after_forward
+
+private_options: dict[str, Any] = {}
+"""Fields of GroupOptions that tests and benchmarks force: gather, all_gather, reduce_scatter, all_reduce."""
+
+
+def build_unit(
+    modules: Sequence[nn.Module],
+    mesh: DataParallelMesh,
+    *,
+    reshard_after_forward: bool | int | None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    mp_policy: Any,
+    offload_policy: Any,
+    ignored_params: set[nn.Parameter],
+) -> Unit:
+    """Shard what ``modules`` own and hook them. Collective: only for an int ``reshard_after_forward``.
+
+    mesh: of parameters for which ``shard_placement_fn`` names no other
+    """
+    device = mesh_device(mesh)
+    after = checked_reshard_after_forward(reshard_after_forward, mesh)
+    read = read_modules(modules, mesh, shard_placement_fn, ignored_params)
+    managed, owners, placed = read.managed, read.owners, read.placed
+    specs = {param: shard_spec(owners[param][0][0], param, *placed[param]) for param in owners}
+    afters = {id(own): checked_reshard_after_forward(reshard_after_forward, own) for own, _ in placed.values()}
+    options = GroupOptions(
+        param_dtype=mp_policy.param_dtype,
+        reduce_dtype=mp_policy.reduce_dtype,
+        offload=hasattr(offload_policy, "pin_memory"),
+        pin_memory=getattr(offload_policy, "pin_memory", False) and device.type != "cpu",
+        mp_policy=mp_policy,
+        **private_options,
+    )
+    borrowed = _borrow(read.tied, read.place, options)
+    cut = _cut_own_memory(owners, specs, {param: own.shard_rank for param, (own, _) in placed.items()})
+    groups = []
+    for params in _partition(owners, key=lambda param: (param.dtype, needs_own_memory(param), *placed[param][0].groups)):
+        own_mesh = placed[params[0]][0]
+        group = _new_group(params, owners, specs, cut, own_mesh, device, options)
+        own_after = afters[id(own_mesh)]
+        if isinstance(own_after, int) and not isinstance(own_after, bool):
+            group.smaller = post_forward_mesh(own_mesh, own_after)
+        groups.append(group)
+    for buffer in read.buffers.values():
+        if not buffer.is_meta:
+            buffer.data = buffer.to(device)
+    for sharded, _, places in read.tied:
+        for owner in places:
+            sharded.unit.group_of(sharded)[0].registry.add_owner(sharded, owner)
+    if any(group.smaller is not None for group in groups):
+        after = reshard_after_forward
+    unit = Unit(
+        modules,
+        groups,
+        borrowed,
+        device,
+        mp_policy,
+        reshard_after_forward=True if after is None else after,
+        reshard_is_default=after is None,
+    )
+    unit.ignored = [
+        Owner(module, name) for module in managed for name, param in module._parameters.items() if param in ignored_params
+    ]
+    unit.hooks = UnitHooks(unit)
+    unit.hooks.install()
+    for module in modules:
+        compat.register_module_state(module, unit)
+    REGISTRATIONS.watch()
+    for module in managed:  # what the compiler asks for
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        module._fsdp_use_orig_params = True  # type: ignore[assignment]
+    return unit
+
+
+@dataclass(frozen=True)
+class ModulesRead:
+    """What one unit of some modules would be made of.
+
+    managed:  the modules in their trees that belong to it
+    owners:   every parameter to shard, with its names and places
+    tied:     those that an earlier unit sharded
+    buffers:  every buffer to move, by name
+    place:    what was asked for ``placed``
+    placed:   of each parameter the mesh, and the placement on it
+    """
+
+    managed: list[nn.Module]
+    owners: _Owned
+    tied: _Tied
+    buffers: dict[str, Tensor]
+    place: Placer
+    placed: dict[nn.Parameter, tuple[DataParallelMesh, Any]]
+
+
+def read_modules(
+    modules: Sequence[nn.Module],
+    mesh: DataParallelMesh,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    ignored_params: set[nn.Parameter],
+) -> ModulesRead:
+    """Read ``modules`` without a change, and refuse what can't be sharded as asked: an FSDPError. Collective: no."""
+    check_placement_fn(shard_placement_fn)
+    managed = managed_modules(modules)
+    _refuse_sharded(ignored_params)
+    owners = _owners(modules, managed, ignored_params)
+    _refuse_scripted(owners)
+    tied = _split_off_tied(owners)
+    buffers = _buffers(modules, managed)
+    place = Placer(shard_placement_fn, mesh)
+    placed = {param: place(names[0], param) for param, (names, _) in owners.items()}
+    refuse_unplaceable((names[0], param, *placed[param]) for param, (names, _) in owners.items())
+    refuse_unextendable((names[0], param) for param, (names, _) in owners.items())
+    _check_devices(owners, buffers, mesh_device(mesh))
+    return ModulesRead(managed, owners, tied, buffers, place, placed)
+
+
+def managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules in the trees of ``modules`` that no other data-parallel API manages, each once."""
+    found: dict[nn.Module, None] = {}
+
+    def visit(module: nn.Module) -> None:
+        if module in found or (module not in modules and {"fully_shard", "replicate"} & set(compat.applied_apis(module))):
+            return
+        found[module] = None
+        for child in module.children():
+            visit(child)
+
+    for module in modules:
+        if getattr(module, "_is_fsdp_managed_module", False):
+            raise OrderError(
+                message(
+                    f"fully_shard was applied to a parent of this {type(module).__name__} before",
+                    expected="children before their parents: a call takes all parameters that no earlier call took",
+                    fix="call fully_shard on this module first, then on its parent",
+                )
+            )
+        visit(module)
+    return list(found)
+
+
+class Placer:
+    """Asks ``shard_placement_fn``: for each parameter its mesh, and a placement (not checked yet)."""
+
+    def __init__(self, shard_placement_fn: Callable[[nn.Parameter], Any] | None, mesh: DataParallelMesh) -> None:
+        self._fn = shard_placement_fn
+        self._mesh = mesh
+        self._meshes: dict[int, tuple[Any, DataParallelMesh]] = {}  # by id; the object itself keeps its id from being reused
+
+    def __call__(self, name: str, param: nn.Parameter) -> tuple[DataParallelMesh, Any]:
+        """Raises: MeshError if the result names a mesh on which nothing can be sharded."""
+        result: Any = None if self._fn is None or is_lazy(param) else self._fn(param)
+        if not hasattr(result, "mesh_info"):
+            return self._mesh, result
+        if result.mesh_info is None:
+            return self._mesh, result.placement
+        key = id(result.mesh_info)
+        if key not in self._meshes:
+            mesh = read_mesh_info(result.mesh_info)
+            if mesh.device_type != self._mesh.device_type:
+                raise MeshError(
+                    message(
+                        f"{name} {tuple(param.shape)}: shard_placement_fn returned a mesh of {mesh.device_type} ranks",
+                        expected=f"the device type of the mesh that fully_shard got, {self._mesh.device_type}",
+                        fix="build all meshes for one device type",
+                    )
+                )
+            self._meshes[key] = (result.mesh_info, mesh)
+        return self._meshes[key][1], result.placement
+
+
+_Owned = dict[nn.Parameter, tuple[list[str], list[Owner]]]
+
+
+def _owners(modules: Sequence[nn.Module], managed: Sequence[nn.Module], ignored: set[nn.Parameter]) -> _Owned:
+    """Every parameter to shard with its names and places, in the order of ``named_parameters()``."""
+    owned: _Owned = {}
+    inside = set(managed)
+    for index, root in enumerate(modules):
+        prefix = f"{index}." if len(modules) > 1 else ""
+        for module_name, module in root.named_modules(remove_duplicate=False):
+            if module not in inside:
+                continue
+            for name, param in module._parameters.items():
+                if param is None or param in ignored:
+                    continue
+                fqn = f"{prefix}{module_name}.{name}" if module_name else f"{prefix}{name}"
+                names, places = owned.setdefault(param, ([], []))
+                names.append(fqn)
+                if not any(place.module is module and place.name == name for place in places):
+                    places.append(Owner(module, name))
+    return owned
+
+
+def _buffers(modules: Sequence[nn.Module], managed: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Every buffer to move, each once, with its first name."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    inside = set(managed)
+    for index, root in enumerate(modules):
+        prefix = f"{index}." if len(modules) > 1 else ""
+        for module_name, module in root.named_modules():
+            if module in inside:
+                for name, buffer in module.named_buffers(module_name, recurse=False):
+                    found.setdefault(id(buffer), (prefix + name, buffer))
+    return dict(found.values())
+
+
+def _refuse_scripted(owned: _Owned) -> None:
+    """Raise for parameters inside of modules that take no hooks."""
+    scripted = [
+        f"{names[0]} in a {type(place.module).__name__}"
+        for names, places in owned.values()
+        for place in places
+        if isinstance(place.module, torch.jit.ScriptModule)
+    ]
+    if scripted:
+        raise ModuleError(
+            message(
+                f"{len(scripted)} parameters are inside of scripted modules, which take no hooks",
+                items=scripted,
+                expected="modules that run in Python",
+                fix="use the modules that were scripted or traced, or pass these parameters in ignored_params",
+            )
+        )
+
+
+def _refuse_sharded(ignored: set[nn.Parameter]) -> None:
+    """Raise if an earlier call has sharded a parameter that is to be ignored. One of another part of the model may be in the set."""
+    sharded = [f"{param.fqn} {tuple(param.sharded.shape)}" for each in ignored if (param := sharded_from(each)) is not None]
+    if sharded:
+        raise ArgumentError(
+            message(
+                f"ignored_params has {len(sharded)} parameters that an earlier fully_shard call has sharded",
+                items=sorted(sharded),
+                expected="the same ignored_params for all calls on parts of a model",
+                fix="pass them to the call that sharded them as well",
+            )
+        )
+
+
+_Tied = list[tuple[ShardedParam, list[str], list[Owner]]]
+
+
+def _split_off_tied(owned: _Owned) -> _Tied:
+    """Take out of ``owned`` what an earlier call took: parameters that are tied to one of its group."""
+    tied: _Tied = []
+    for param in list(owned):
+        sharded = sharded_from(param)
+        if sharded is not None:
+            tied.append((sharded, *owned.pop(param)))
+    return tied
+
+
+def _borrow(tied: _Tied, place: Placer, options: GroupOptions) -> list[Lent]:
+    """The groups that ``tied`` belong to. Raises: ParameterError if one is placed or cast otherwise than asked here."""
+    borrowed: dict[int, Lent] = {}
+    for sharded, names, _ in tied:
+        lent = sharded.unit.group_of(sharded)
+        group = lent[0]
+        theirs, ours = group.options, options
+        dtypes_differ = (theirs.param_dtype, theirs.reduce_dtype) != (ours.param_dtype, ours.reduce_dtype)
+        mesh, placement = place(names[0], sharded.sharded)
+        dim = 0 if placement is None else placement.dim % sharded.sharded.ndim
+        differences = [
+            what
+            for what, differs in (
+                ("another mesh", not group.mesh.same_ranks(mesh)),
+                ("another param_dtype or reduce_dtype", dtypes_differ),
+                ("another offload policy", theirs.offload != ours.offload),
+                ("another placement", sharded.spec.dim not in (None, dim)),
+            )
+            if differs
+        ]
+        if differences:
+            raise ParameterError(
+                message(
+                    f"{names[0]} {tuple(sharded.sharded.shape)} is tied to {sharded.fqn}, which an earlier fully_shard call took with "
+                    + " and ".join(differences),
+                    expected="the same mesh, dtypes, offload policy and placement for all modules that share a parameter",
+                    fix="make the two calls agree, or pass the modules as one list, fully_shard([module_a, module_b])",
+                )
+            )
+        borrowed[id(group)] = lent
+    return list(borrowed.values())
+
+
+def _check_devices(owned: _Owned, buffers: dict[str, Tensor], device: torch.device) -> None:
+    """Plain tensors on the CPU, the meta device or the mesh's device are fine: they are moved."""
+    wrong = [
+        f"{names[0]} {tuple(param.shape)} on {param.device}"
+        for param, (names, _) in owned.items()
+        if param.device.type not in ("cpu", "meta", device.type)
+    ]
+    wrong += [
+        f"{name} {tuple(buffer.shape)} on {buffer.device} (a buffer)"
+        for name, buffer in buffers.items()
+        if buffer.device.type not in ("cpu", "meta", device.type)
+    ]
+    if wrong:
+        raise DeviceError(
+            message(
+                f"{len(wrong)} tensors are on a device that is not the mesh's",
+                items=wrong,
+                expected=f"{'' if device.type == 'cpu' else f'{device}, '}the CPU or the meta device, from which they are moved",
+                fix="move the module first, or pass a mesh of that device's type",
+            )
+        )
+
+
+def _cut_own_memory(
+    owned: _Owned, specs: dict[nn.Parameter, ShardSpec], ranks: dict[nn.Parameter, int]
+) -> dict[nn.Parameter, Tensor]:
+    """The shards of parameters that are no part of a flat shard; tensor subclasses may refuse to be cut, so before any change."""
+    with torch.no_grad():
+        return {
+            param: cut_out(
+                names[0], compat.local_tensor(param) if isinstance(param, DTensor) else param, specs[param], ranks[param]
+            )
+            for param, (names, _) in owned.items()
+            if needs_own_memory(param)
+        }
+
+
+def _partition(params: Iterable[nn.Parameter], key: Callable[[nn.Parameter], Any]) -> Iterable[list[nn.Parameter]]:
+    parts: dict[Any, list[nn.Parameter]] = {}
+    for param in params:
+        parts.setdefault(key(param), []).append(param)
+    return parts.values()
+
+
+def _new_group(
+    params: list[nn.Parameter],
+    owned: _Owned,
+    specs: dict[nn.Parameter, ShardSpec],
+    cut: dict[nn.Parameter, Tensor],
+    mesh: DataParallelMesh,
+    device: torch.device,
+    options: GroupOptions,
+) -> ParamGroup:
+    sharded: list[ShardedParam] = []
+    for param in params:
+        names, places = owned[param]
+        sharded.append(new_sharded_param(names[0], places, param, specs[param], mesh.shard_rank, cut.get(param)))
+    group = ParamGroup(sharded, mesh, device, options)
+    group.registry = ModuleRegistry(group)
+    return group

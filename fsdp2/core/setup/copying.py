@@ -1,0 +1,156 @@
+"""``copy.deepcopy`` of a sharded module: an independent one on the same mesh, with the same values and options.
+
+The modules are copied as if nobody had sharded them, by whatever way their classes have. What must not be copied as it is, is
+entered in ``deepcopy``'s memo before: whatever a module shows, sharded or unsharded, becomes a sharded parameter of the copy.
+When all modules are there, their units are made again, those first from which others borrow. Like a plain copy, this one has no
+gradients; it has not run yet, so it is its own root, and its optimizer is to be made by the user. It refuses to know how a module
+runs.
+
+Worked example: root with blocks a and b, all of them units; ``copy.deepcopy(a)`` copies one unit, ``deepcopy(root)`` three, and
+``deepcopy(nn.ModuleList([a, b]))``, where the list is plain, first a and its unit, then b and its unit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import torch_compat as compat
+from ..group.param import Owner, ShardedParam
+from ..group.param_group import GroupState, ParamGroup
+from ..iteration.unit import Unit
+from ..modules.hooks import UnitHooks, unswap_class
+from ..modules.shown_parameters import ModuleRegistry
+
+_PENDING = "fsdp2: units whose modules are being copied"
+"""Key in the memo: present while an outer call will make the units."""
+
+
+def deepcopy_module(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
+    """What ``module.__deepcopy__(memo)`` returns. A unit is copied whole: with all modules of a list, and those that lend to it.
+
+    Memory: beside the copy one group's shard, as a group's values move into its flat shard. Collective: no.
+    """
+    if _PENDING in memo:
+        return _copy_module(module, memo)
+    pending: list[Unit] = []
+    memo[_PENDING] = pending
+    try:
+        new = _copy_module(module, memo)
+        for unit in pending:  # grows
+            for other in (*unit.modules, *(each for lender in _lenders(unit) for each in lender.modules)):
+                copy.deepcopy(other, memo)
+    finally:
+        del memo[_PENDING]
+    copies: dict[Unit, Unit] = {}
+    for unit in pending:
+        _copy_unit(unit, memo, copies)
+    for unit, made in copies.items():
+        made.prefetch_forward = [copies[other] for other in unit.prefetch_forward if other in copies]
+        made.prefetch_backward = [copies[other] for other in unit.prefetch_backward if other in copies]
+    return new
+
+
+def _lenders(unit: Unit) -> list[Unit]:
+    return [group.params[0].unit for group, _ in unit.uses[len(unit.groups) :]]
+
+
+def _copy_module(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
+    unit = compat.module_state(module)
+    assert isinstance(unit, Unit)
+    if unit not in memo[_PENDING]:
+        memo[_PENDING].append(unit)
+        for group, _ in unit.uses:
+            _remember_params(group, memo)
+    sharded_class = type(module)
+    with _as_if_plain(module):
+        new = copy.deepcopy(module, memo)
+    new.__class__ = sharded_class
+    return new
+
+
+@contextlib.contextmanager
+def _as_if_plain(module: nn.Module) -> Iterator[None]:
+    sharded_class = type(module)
+    with compat.without_module_state(module):
+        unswap_class(module)
+        try:
+            yield
+        finally:
+            module.__class__ = sharded_class
+
+
+def _remember_params(group: ParamGroup, memo: dict[Any, Any]) -> None:
+    """Whatever the modules show now, the copy shows sharded parameters of its own."""
+    if group.state is GroupState.SHARDED and not group.registry.verify():
+        group.rebuild()
+    for param in group.params:
+        new = memo.get(id(param.sharded))
+        if new is None:
+            new = memo[id(param.sharded)] = _copy_sharded(param, memo)
+        for shown in (param.unsharded, *(owner.module._parameters.get(owner.name) for owner in param.owners)):
+            if shown is not None:
+                memo[id(shown)] = new
+
+
+def _copy_sharded(param: ShardedParam, memo: dict[Any, Any]) -> nn.Parameter:
+    with torch.no_grad():
+        local = compat.new_dtensor(param.local_now().clone(), compat.spec_of(param.sharded))
+        new = nn.Parameter(local, requires_grad=param.sharded.requires_grad)
+    for name, value in vars(param.sharded).items():
+        if name not in vars(new):  # what users hang on parameters
+            setattr(new, name, copy.deepcopy(value, memo))
+    return new
+
+
+def _copy_unit(unit: Unit, memo: dict[Any, Any], copies: dict[Unit, Unit]) -> Unit:
+    if unit in copies:
+        return copies[unit]
+    borrowed = []
+    for group, _ in unit.uses[len(unit.groups) :]:
+        lender = group.params[0].unit
+        index = [own for own, _ in lender.groups].index(group)
+        borrowed.append(_copy_unit(lender, memo, copies).groups[index])
+    new = copies[unit] = Unit(
+        [memo[id(module)] for module in unit.modules],
+        [_copy_group(group, memo) for group, _ in unit.groups],
+        borrowed,
+        unit.device,
+        unit.mp_policy,
+        unit.reshard_after_forward,
+        unit.reshard_is_default,
+    )
+    new.reshard_after_backward = unit.reshard_after_backward
+    new.unshard_in_backward = unit.unshard_in_backward
+    new.max_reductions = unit.max_reductions
+    new.keeps_smaller, new.accumulates_whole = unit.keeps_smaller, unit.accumulates_whole
+    new.backward_prefetch = unit.backward_prefetch
+    new.ignored = [Owner(memo[id(owner.module)], owner.name) for owner in unit.ignored if id(owner.module) in memo]
+    for (_, gradients), (_, made) in zip(unit.groups, new.groups, strict=True):
+        made.adopt_settings(gradients)
+    new.hooks = UnitHooks(new)
+    new.hooks.adopt_casts(unit.hooks)
+    new.hooks.install()
+    new.hooks.take_places_of(unit.hooks, memo)
+    for module in new.modules:
+        compat.register_module_state(module, new)
+    return new
+
+
+def _copy_group(group: ParamGroup, memo: dict[Any, Any]) -> ParamGroup:
+    params = []
+    for param in group.params:
+        owners = [Owner(memo[id(owner.module)], owner.name) for owner in param.owners if id(owner.module) in memo]
+        sharded = memo[id(param.sharded)]
+        params.append(ShardedParam(param.fqn, owners, param.spec, param.rank, sharded, compat.local_tensor(sharded)))
+    new = ParamGroup(params, group.mesh, group.device, group.options)
+    new.fqn = group.fqn
+    new.smaller = group.smaller
+    new.all_gather_comm = group.all_gather_comm
+    new.registry = ModuleRegistry(new)
+    return new

@@ -45,7 +45,7 @@ class MixedPrecision:
     param_dtype:              of parameters in forward and backward; None: their own
     reduce_dtype:             of the gradient reduction; None: ``param_dtype``
     buffer_dtype:             to which floating-point buffers are cast, for good; state dicts have them in their own
-    keep_low_precision_grads: ``grad`` stays in the dtype of the reduction
+    keep_low_precision_grads: ``grad`` is in ``param_dtype``, whatever the reduction is in
     cast_forward_inputs:      cast floating-point inputs of forward to ``param_dtype``
     cast_root_forward_inputs: the same for the root, which casts if either is set
     _module_classes_to_ignore: with an ``auto_wrap_policy``, modules of these classes run in fp32, in units of their own; their

@@ -87,7 +87,7 @@ def wrap_module(module: nn.Module, options: Options, mixin: type) -> None:
     unit.backward_prefetch = _PREFETCH[options.backward_prefetch]
     if mixed_precision is not None and mixed_precision.keep_low_precision_grads:
         for _, gradients in unit.groups:
-            gradients.keeps_reduce_dtype = True
+            gradients.grad_dtype = mixed_precision.param_dtype
 
 
 def _overridden(options: Options, overrides: dict[str, Any]) -> Options:

@@ -135,7 +135,7 @@ class FullGraph:
                         gradients.sum_only,
                         id(gradients.process_group),
                         (group.all_gather_comm or gradients.comm or gradients.all_reduce_hook or gradients.all_reduce_instead) is None,
-                        gradients.keeps_reduce_dtype,
+                        gradients.grad_dtype,
                     )
                     for group, gradients in unit.groups
                 ),

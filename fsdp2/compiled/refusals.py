@@ -65,8 +65,8 @@ def refuse_what_graphs_lack(units: list[Unit]) -> None:
                 found.append(f"{where}: it has a custom communicator")
             if gradients.all_reduce_hook is not None or gradients.all_reduce_instead is not None:
                 found.append(f"{where}: it has an all-reduce hook")
-            if gradients.keeps_reduce_dtype:
-                found.append(f"{where}: its gradients stay in the dtype that they were reduced in")
+            if gradients.grad_dtype not in (None, group.dtype):
+                found.append(f"{where}: its gradients are kept in {gradients.grad_dtype}, which is not the parameters' own")
             if gradients.holds_unreduced:
                 raise OrderError(
                     message(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-import fsdp2
+import fsdp2.compat
 from fsdp2.compat import (
     BackwardPrefetch,
     CPUOffload,
@@ -32,7 +32,7 @@ from fsdp2.errors import ArgumentError, FSDPError, MaterializationError, MeshErr
 from harness import device_type, on_ranks
 from harness.memory import PeakBytes
 from harness.models import MLP, Block, batches, mlp
-from harness.training import assert_equal_training, fed_own_chunk, fed_whole
+from harness.training import assert_equal_training, fed_own_chunk, fed_whole, own_chunk
 
 BLOCKS = ModuleWrapPolicy({Block})
 
@@ -466,6 +466,30 @@ def test_low_precision_gradients_are_kept_if_asked(offload: bool) -> None:
     norm = model.clip_grad_norm_(0.1)
     assert norm.dtype is torch.bfloat16
     torch.optim.SGD(model.parameters(), lr=0.1, foreach=False).step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("param_dtype", "reduce_dtype"), [(torch.bfloat16, torch.float32), (None, torch.bfloat16), (torch.float16, None)], ids=str
+)
+def test_kept_low_precision_gradients_have_the_dtype_of_parameters_in_forward_as_in_fsdp1(param_dtype: Any, reduce_dtype: Any) -> None:
+    """They had the dtype of the reduction: bf16 beside fp32 moments, which AdamW refuses, where FSDP1 gives fp32."""
+    dtypes, losses = {}, {}
+    for kind in (torchs, fsdp2.compat):
+        policy = kind.MixedPrecision(param_dtype, reduce_dtype, keep_low_precision_grads=True)
+        with quiet():
+            model = kind.FullyShardedDataParallel(mlp(), mixed_precision=policy, device_id=torch.device("cpu"), use_orig_params=True)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            losses[kind] = []
+            for x in batches(3):
+                loss = model(own_chunk(x)).float().square().mean()
+                loss.backward()
+                dtypes[kind] = {param.grad.dtype for param in model.parameters() if param.grad is not None}
+                optimizer.step()
+                optimizer.zero_grad()
+                losses[kind].append(loss.item())
+    assert dtypes[fsdp2.compat] == dtypes[torchs] == {param_dtype or torch.float32}
+    assert losses[fsdp2.compat] == pytest.approx(losses[torchs], rel=2**-7)
 
 
 class WithNorm(nn.Module):

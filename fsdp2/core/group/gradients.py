@@ -36,7 +36,7 @@ class Gradients:
         self.holders: set[Any] | None = None  # units that hold the group unsharded, if several may; else None
         self.comm: ReduceScatter | None = None  # a custom communicator
         self.all_reduce_instead: Callable[[Tensor], None] | None = None  # done to the gradients, in place, instead of the all-reduce
-        self.keeps_reduce_dtype = False  # the sharded parameters' gradients stay in the dtype that they were reduced in
+        self.grad_dtype: torch.dtype | None = None  # of the sharded parameters' gradients, where it is not the parameters' own
         self.all_reduce_hook: Callable[[Tensor], None] | None = None
         self.all_reduce_hook_stream: Any = None
         self.process_group: dist.ProcessGroup | None = None  # for the reduce-scatter, if it has one of its own
@@ -55,7 +55,7 @@ class Gradients:
         self.sync, self.all_reduce, self.keeps_shards = other.sync, other.all_reduce, other.keeps_shards
         self.divide_factor, self.sum_only, self.reduce_unused = other.divide_factor, other.sum_only, other.reduce_unused
         self.comm, self.process_group = other.comm, other.process_group
-        self.all_reduce_instead, self.keeps_reduce_dtype = other.all_reduce_instead, other.keeps_reduce_dtype
+        self.all_reduce_instead, self.grad_dtype = other.all_reduce_instead, other.grad_dtype
         self.all_reduce_hook, self.all_reduce_hook_stream = other.all_reduce_hook, other.all_reduce_hook_stream
 
     # --- from backward ---

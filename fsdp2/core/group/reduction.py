@@ -222,7 +222,7 @@ class InFlight:
             with streams.on(stream):
                 hook(output if plan.flags_slot is None else output[: plan.flags_slot.offset])  # which is behind all gradients
         with streams.on(stream):
-            reduced = output if gradients.keeps_reduce_dtype else output.to(group.dtype)
+            reduced = output.to(gradients.grad_dtype or group.dtype)
             if group.options.offload:
                 reduced = self._offload(reduced, stream)
             if not all(self._used) and not gradients.reduce_unused:

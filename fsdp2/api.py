@@ -227,24 +227,24 @@ class FSDPModule:
         """Whether backward reduces gradients; if not they accumulate unsharded, in reduce dtype. Recursive."""
         check_bool("set_requires_gradient_sync", "requires_gradient_sync", requires_gradient_sync)
         for unit in _units(self, recurse):
-            for _, gradients in unit.groups:
-                gradients.sync = requires_gradient_sync
-                gradients.all_reduce = requires_gradient_sync
+            for group in unit.groups:
+                group.gradients.sync = requires_gradient_sync
+                group.gradients.all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """HSDP: whether backward all-reduces after the reduce-scatter; if not, reduce-scattered gradients accumulate. Recursive."""
         check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
         for unit in _units(self, recurse):
-            for _, gradients in unit.groups:
-                gradients.all_reduce = requires_all_reduce
+            for group in unit.groups:
+                group.gradients.all_reduce = requires_all_reduce
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """``nn.Module.zero_grad``, also for parameters that are unsharded now, and for gradients accumulated without sync."""
         for unit in _units(self, recurse=True):
             if unit.schedule is not None:
                 unit.schedule.finish_reductions()
-            for _, gradients in unit.groups:
-                gradients.zero(set_to_none)
+            for group in unit.groups:
+                group.gradients.zero(set_to_none)
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     # --- memory against communication ---
@@ -285,7 +285,8 @@ class FSDPModule:
         reduce_output: 1-D, reduce dtype. stream: to run it on; not with native HSDP.
         """
         unit = _unit(self)
-        for group, gradients in unit.groups:
+        for group in unit.groups:
+            gradients = group.gradients
             if stream is not None and group.mesh.replicate_group is not None:
                 raise ArgumentError(
                     message(
@@ -300,13 +301,13 @@ class FSDPModule:
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks."""
         check_divide_factor(factor)
-        for _, gradients in _unit(self).groups:
-            gradients.divide_factor = factor
+        for group in _unit(self).groups:
+            group.gradients.divide_factor = factor
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Use only SUM in collectives, and divide in kernels of our own."""
-        for _, gradients in _unit(self).groups:
-            gradients.sum_only = enable
+        for group in _unit(self).groups:
+            group.gradients.sum_only = enable
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Give parameters that no rank used a zero gradient instead of None. Recursive.
@@ -315,8 +316,8 @@ class FSDPModule:
         ranks gather and reduce in backward whatever their forward ran: the loss of some may ignore outputs that that of others uses.
         """
         for unit in _units(self, recurse):
-            for _, gradients in unit.groups:
-                gradients.reduce_unused = reduce_scatter_unused_params
+            for group in unit.groups:
+                group.gradients.reduce_unused = reduce_scatter_unused_params
             if unit.schedule is not None:
                 unit.schedule.choose_logs()
 
@@ -344,7 +345,8 @@ class FSDPModule:
         """
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for unit in _units(self, recurse):
-            for group, gradients in unit.groups:
+            for group in unit.groups:
+                gradients = group.gradients
                 if not enable or group.mesh.shard_group is None:
                     gradients.process_group = None
                     continue
@@ -357,17 +359,18 @@ class FSDPModule:
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """All-gather through ``comm`` (see ``AllGather``): it allocates the whole output, of which the input is a slice."""
-        for group, _ in groups_of_one_mesh(_unit(self), "set_custom_all_gather"):
+        for group in groups_of_one_mesh(_unit(self), "set_custom_all_gather"):
             group.set_all_gather_comm(comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce-scatter through ``comm`` (see ``ReduceScatter``): it allocates input and output."""
-        for _, gradients in groups_of_one_mesh(_unit(self), "set_custom_reduce_scatter"):
-            gradients.comm = comm
+        for group in groups_of_one_mesh(_unit(self), "set_custom_reduce_scatter"):
+            group.gradients.comm = comm
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Allocate communication buffers with the process group's own allocator, if its backend has one; not with a custom comm."""
-        for group, gradients in _unit(self).groups:
+        for group in _unit(self).groups:
+            gradients = group.gradients
             refuse_custom(group.all_gather_comm, gradients.comm, "set_allocate_memory_from_process_group_for_comm")
             process_group = group.mesh.shard_group
             if enable and (process_group is None or not compat.process_group_allocates(process_group, group.device)):
@@ -384,7 +387,8 @@ class FSDPModule:
 
         Reduce-scatters use it only after ``set_force_sum_reduction_for_comms(True)``. Collective: yes, over the shard axis.
         """
-        for group, gradients in _unit(self).groups:
+        for group in _unit(self).groups:
+            gradients = group.gradients
             refuse_custom(group.all_gather_comm, gradients.comm, "set_symm_mem_for_comm")
             process_group = group.mesh.shard_group
             if process_group is None or group.device.type != "cuda" or dist.get_backend(process_group) != "nccl":

@@ -175,7 +175,7 @@ class _Found:
 
 def _find(model: nn.Module) -> _Found:
     units = {id(unit): unit for module in model.modules() if isinstance(unit := compat.module_state(module), Unit)}
-    managed = {id(p.sharded): p for unit in units.values() for group, _ in unit.groups for p in group.params}
+    managed = {id(p.sharded): p for unit in units.values() for group in unit.groups for p in group.params}
     sharded: dict[int, str] = {}
     plain: dict[int, _Plain] = {}
     for prefix, module in model.named_modules():

@@ -49,13 +49,13 @@ def measured_state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | No
     """
     compute, gradients, master = _Storages(), _Storages(), _Storages()
     for unit in {id(unit): unit for module in model.modules() if (unit := unit_of(module)) is not None}.values():
-        for group, own in unit.groups:
+        for group in unit.groups:
             master.add(param.local if group.flat is None else group.flat for param in group.params)
             if group.gather is not None and not group.has_own_memory:
                 compute.add_storage(group.storage)
             if group.post_forward is not None:
                 compute.add(group.post_forward.kept)
-            gradients.add(own.kept)
+            gradients.add(group.gradients.kept)
             shown = [each for param in group.params for each in (param.sharded, param.unsharded) if each is not None]
             gradients.add(each.grad for each in shown)
     state = _Storages()

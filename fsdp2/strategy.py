@@ -223,15 +223,15 @@ def accumulate(model: nn.Module, last: bool = False) -> Iterator[None]:
     if last:
         yield
         return
-    gradients = [each for unit in units for _, each in unit.groups]
+    gradients = [group.gradients for unit in units for group in unit.groups]
     of_units = [(unit.reshard_after_backward, unit.keeps_smaller) for unit in units]
     of_gradients = [(each.sync, each.all_reduce, each.keeps_shards) for each in gradients]
     for unit in units:
         unit.reshard_after_backward &= unit.reshard_after_forward is not False
-        unit.keeps_smaller = any(group.smaller is not None for group, _ in unit.groups)
-        for _, each in unit.groups:
-            each.sync &= not unit.accumulates_whole
-            each.all_reduce, each.keeps_shards = False, True
+        unit.keeps_smaller = any(group.smaller is not None for group in unit.groups)
+        for group in unit.groups:
+            group.gradients.sync &= not unit.accumulates_whole
+            group.gradients.all_reduce, group.gradients.keeps_shards = False, True
     try:
         yield
     finally:

@@ -179,8 +179,8 @@ def give_storage(tensors: Iterable[ModelTensor], units: Sequence[Unit], device: 
     device: for those that no unit manages and that lie on no mesh
     Memory: beside the storage itself, one group's shard
     """
-    unit_of = {id(param.sharded): unit for unit in units for group, _ in unit.groups for param in group.params}
-    offloaded = {id(param.sharded) for unit in units for group, _ in unit.groups if group.options.offload for param in group.params}
+    unit_of = {id(param.sharded): unit for unit in units for group in unit.groups for param in group.params}
+    offloaded = {id(param.sharded) for unit in units for group in unit.groups if group.options.offload for param in group.params}
     by_unit: dict[int, list[ModelTensor]] = {}
     for each in tensors:
         if each.is_meta:

@@ -67,7 +67,8 @@ def register(root: nn.Module, state: object, hook: Callable[..., Any]) -> None:
         )
     for unit, settings in found:
         settings.has_comm_hook = True
-        for group, gradients in unit.groups:
+        for group in unit.groups:
+            gradients = group.gradients
             gradients.divide_factor = 1.0  # the hook averages
             if settings.strategy is ShardingStrategy.NO_SHARD:
                 gradients.all_reduce_instead = functools.partial(hook, state)

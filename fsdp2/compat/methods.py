@@ -110,7 +110,7 @@ class FSDP1Module(FSDPModule):
         _require_root(self, "no_sync")
         module = cast(nn.Module, self)
         units = [unit for below in module.modules() if isinstance(below, FSDPModule) and (unit := unit_of(below)) is not None]
-        gradients = [each for unit in units for _, each in unit.groups]
+        gradients = [group.gradients for unit in units for group in unit.groups]
         before = [(each.sync, each.all_reduce) for each in gradients]
         resharded = [unit.reshard_after_backward for unit in units]
         self.set_requires_gradient_sync(False)

@@ -57,7 +57,7 @@ def summoned(
     shown: list[_Shown] = []
     try:
         for unit in units:
-            for group, _ in unit.groups:
+            for group in unit.groups:
                 keep = not rank0_only or is_first_rank(group.mesh)
                 shown += [_show(param, keep, offload_to_cpu, with_grads) for param in group.params]
         yield

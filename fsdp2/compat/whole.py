@@ -38,7 +38,7 @@ def sharded_params(module: nn.Module) -> dict[int, ShardedParam]:
     for below in module.modules():
         unit = unit_of(below)
         if unit is not None:
-            found.update({id(param.sharded): param for group, _ in unit.uses for param in group.params})
+            found.update({id(param.sharded): param for group in unit.uses for param in group.params})
     return found
 
 

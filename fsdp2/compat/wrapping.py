@@ -86,8 +86,8 @@ def wrap_module(module: nn.Module, options: Options, mixin: type) -> None:
     _choose_casts(module)
     unit.backward_prefetch = _PREFETCH[options.backward_prefetch]
     if mixed_precision is not None and mixed_precision.keep_low_precision_grads:
-        for _, gradients in unit.groups:
-            gradients.grad_dtype = mixed_precision.param_dtype
+        for group in unit.groups:
+            group.gradients.grad_dtype = mixed_precision.param_dtype
 
 
 def _overridden(options: Options, overrides: dict[str, Any]) -> Options:

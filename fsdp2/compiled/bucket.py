@@ -209,7 +209,7 @@ def _has_operators(tensor: Tensor) -> bool:
 
 def _reduction_of(face: Face) -> GradientReduction:
     """As in eager mode, by operations that functional collectives know: sums and averages."""
-    group, gradients = face.group, face.gradients
+    group, gradients = face.group, face.group.gradients
     mesh = group.mesh
     factor = gradients.divide_factor
     return reduction_for(

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from ..core import torch_compat as compat
-from ..core.group.gradients import Gradients
 from ..core.group.param import ShardedParam
 from ..core.group.param_group import ParamGroup
 from ..core.group.reduce_plan import GradView, ReducePlan
@@ -75,9 +74,8 @@ class Face:
     trainable: which of them are, as the stand-ins and the landing have it
     """
 
-    def __init__(self, group: ParamGroup, gradients: Gradients) -> None:
+    def __init__(self, group: ParamGroup) -> None:
         self.group = group
-        self.gradients = gradients
         self._plan = _plan_of(group)
         self.stand_ins = [new_stand_in(param, group) for param in group.params]
         self._landings: dict[tuple[bool, ...], Landing | None] = {}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..core import torch_compat as compat
-from ..core.group.param_group import GroupState
+from ..core.group.memory import GroupState
 from ..core.iteration.schedule import Schedule, adopt
 from ..core.iteration.unit import Unit
 from ..core.modules.hooks import units_below
@@ -97,12 +97,12 @@ class FullGraph:
                 raise
             self._settings = settings
         for unit in self._units:
-            if any(group.state is not GroupState.SHARDED for group, _ in unit.uses):
+            if any(group.state is not GroupState.SHARDED for group in unit.uses):
                 unit.reshard_for_all()
             unit.notice_changes()
         if not self._faces or not all(face.is_current() for face in self._faces):
-            self._faces = [Face(group, gradients) for unit in self._units for group, gradients in unit.groups]
-            self._unit_of = {id(group): unit for unit in self._units for group, _ in unit.groups}
+            self._faces = [Face(group) for unit in self._units for group in unit.groups]
+            self._unit_of = {id(group): unit for unit in self._units for group in unit.groups}
             self._runs.clear()
         for face in self._faces:
             face.follow_trainable()
@@ -131,13 +131,14 @@ class FullGraph:
                 unit.reshard_is_default,
                 tuple(
                     (
-                        gradients.divide_factor,
-                        gradients.sum_only,
-                        id(gradients.process_group),
-                        (group.all_gather_comm or gradients.comm or gradients.all_reduce_hook or gradients.all_reduce_instead) is None,
-                        gradients.grad_dtype,
+                        group.gradients.divide_factor,
+                        group.gradients.sum_only,
+                        id(group.gradients.process_group),
+                        (group.all_gather_comm or group.gradients.comm) is None,
+                        (group.gradients.all_reduce_hook or group.gradients.all_reduce_instead) is None,
+                        group.gradients.grad_dtype,
                     )
-                    for group, gradients in unit.groups
+                    for group in unit.groups
                 ),
             )
             for unit in self._units
@@ -221,7 +222,7 @@ class FullGraph:
             return
         self._agreed = True
         said = [order_of_gathers]
-        meshes = {group.mesh.groups: group.mesh for unit in self._units for group, _ in unit.groups}
+        meshes = {group.mesh.groups: group.mesh for unit in self._units for group in unit.groups}
         try:
             for mesh in meshes.values():
                 for process_group in (mesh.shard_group, mesh.replicate_group):

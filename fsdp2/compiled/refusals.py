@@ -53,7 +53,8 @@ def refuse_what_graphs_lack(units: list[Unit]) -> None:
         where = unit.fqn or "the root"
         if unit.shrinking:
             found.append(f"{where}: Embedding(max_norm=...) writes to its weight in forward")
-        for group, gradients in unit.groups:
+        for group in unit.groups:
+            gradients = group.gradients
             names = ", ".join(param.fqn for param in group.params[:3])
             if group.has_own_memory:
                 found.append(f"{where}: {names} have all-gather extensions")

@@ -142,11 +142,11 @@ def test_as_many_reductions_are_in_flight_as_asked_for():
 def test_the_separate_group_carries_the_reductions():
     model = shard(mlp())
     model.set_separate_reduce_scatter_group()
-    groups = {gradients.process_group for module in every(model) for _, gradients in module._get_fsdp_state().groups}
+    groups = {group.gradients.process_group for module in every(model) for group in module._get_fsdp_state().groups}
     assert len(groups) == 1
     assert cpu_mesh().get_group() not in groups
     model.set_separate_reduce_scatter_group()
-    assert {gradients.process_group for module in every(model) for _, gradients in module._get_fsdp_state().groups} == groups
+    assert {group.gradients.process_group for module in every(model) for group in module._get_fsdp_state().groups} == groups
 
 
 @on_ranks(2, timeout=30)
@@ -247,9 +247,9 @@ def test_an_embedding_is_not_gathered_in_backward_if_it_need_not_be():
     start = Gather.start
     with mock.patch.object(Gather, "start", lambda self, *args: (starts.append(self), start(self, *args))[1]):
         forward_backward(model, own_chunk(token_batches(1)[0]))
-    ours = model.embedding._get_fsdp_state().groups[0][0].gather
+    ours = model.embedding._get_fsdp_state().groups[0].gather
     assert starts.count(ours) == 1
-    assert starts.count(model.blocks[0]._get_fsdp_state().groups[0][0].gather) == 2
+    assert starts.count(model.blocks[0]._get_fsdp_state().groups[0].gather) == 2
 
 
 # --- what a device cannot do ----------------------------------------------------------------------------------------------------------

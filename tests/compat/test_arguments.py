@@ -100,7 +100,7 @@ def test_strategy_trains_as_the_unsharded_model(strategy: str | None) -> None:
 def test_strategy_decides_which_units_stay_unsharded_after_forward(strategy: str) -> None:
     model = FSDP(mlp(), sharding_strategy=ShardingStrategy[strategy], auto_wrap_policy=BLOCKS)
     model(batches(1)[0])
-    kept = [unit_of(module).groups[0][0].is_unsharded for module in (*model.blocks, model)]
+    kept = [unit_of(module).groups[0].is_unsharded for module in (*model.blocks, model)]
     keeps = strategy != "FULL_SHARD"
     assert kept == [keeps, keeps, keeps, True], "the root is needed first in backward"
 
@@ -132,7 +132,7 @@ def test_hybrid_strategies_take_groups_a_mesh_or_nodes(strategy: ShardingStrateg
     with patch.dict("os.environ", {"LOCAL_WORLD_SIZE": "2"}):
         model = FSDP(mlp(), sharding_strategy=strategy, auto_wrap_policy=BLOCKS, **arguments)
     assert model.process_group.size() == 2
-    assert len({id(unit_of(module).groups[0][0].mesh.mesh) for module in (model, *model.blocks)}) == 1, "one mesh for all"
+    assert len({id(unit_of(module).groups[0].mesh.mesh) for module in (model, *model.blocks)}) == 1, "one mesh for all"
     assert next(model.parameters()).placements == (Replicate(), Shard(0))
     assert next(model.parameters()).device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
     assert_equal_training(fed_own_chunk(model, batches()), fed_whole(reference, batches()))
@@ -371,7 +371,7 @@ def test_device_id_may_be_left_out_or_be_anything_that_names_the_device(device_i
 def test_offloaded_model_trains_on_the_host() -> None:
     reference, model = mlp(), FSDP(mlp(), cpu_offload=CPUOffload(offload_params=True), auto_wrap_policy=BLOCKS)
     assert all(param.to_local().device.type == "cpu" for param in model.parameters())
-    assert all(group.options.offload for group, _ in unit_of(model).groups)
+    assert all(group.options.offload for group in unit_of(model).groups)
     assert_equal_training(fed_own_chunk(model, batches()), fed_whole(reference, batches()))
     with pytest.raises(ArgumentError, match="cpu_offload='cpu'"):
         FSDP(mlp(), cpu_offload="cpu")
@@ -442,7 +442,7 @@ def test_dtypes_in_forward_are_those_of_fsdp1(
 @on_ranks(2)
 def test_reduce_dtype_defaults_to_param_dtype_and_may_stand_alone() -> None:
     def reduce_dtype(**arguments: Any) -> torch.dtype:
-        return unit_of(FSDP(nn.Linear(2, 2), mixed_precision=MixedPrecision(**arguments))).groups[0][0].reduce_dtype
+        return unit_of(FSDP(nn.Linear(2, 2), mixed_precision=MixedPrecision(**arguments))).groups[0].reduce_dtype
 
     assert reduce_dtype(param_dtype=torch.bfloat16) is torch.bfloat16
     assert reduce_dtype(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) is torch.float32
@@ -555,7 +555,8 @@ def recorded_backward(backward_prefetch: BackwardPrefetch | None) -> list[str]:
     model = FSDP(mlp(), auto_wrap_policy=BLOCKS, backward_prefetch=backward_prefetch)
     events: list[str] = []
     for index, block in enumerate(model.blocks):
-        group, gradients = unit_of(block).groups[0]
+        group = unit_of(block).groups[0]
+        gradients = group.gradients
         issue, reduce = group.issue, gradients.reduce
 
         def noted_issue(copy: bool = False, index: int = index, group: Any = group, issue: Any = issue) -> None:

@@ -106,7 +106,7 @@ def test_deepcopy_is_an_independent_fsdp_module_with_the_same_settings() -> None
     assert other.check_is_root()
     assert not other.blocks[0].check_is_root()
     assert unit_of(other).backward_prefetch is None
-    assert unit_of(other).groups[0][1].grad_dtype is torch.bfloat16
+    assert unit_of(other).groups[0].gradients.grad_dtype is torch.bfloat16
     for name, value in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], value)
     with pytest.raises(RuntimeError, match="dtype"):
@@ -162,10 +162,10 @@ def test_no_sync_communicates_nothing_and_keeps_what_the_strategy_keeps() -> Non
         with model.no_sync():
             forward_backward(model, batches(1)[0])
         assert all(param.grad is None for param in model.parameters())
-        kept = [unit_of(module).groups[0][0].is_unsharded for module in model.blocks]
+        kept = [unit_of(module).groups[0].is_unsharded for module in model.blocks]
         assert kept == [strategy is ShardingStrategy.SHARD_GRAD_OP] * 3
         forward_backward(model, batches(1)[0])
-        assert not any(unit_of(module).groups[0][0].is_unsharded for module in model.blocks)
+        assert not any(unit_of(module).groups[0].is_unsharded for module in model.blocks)
         assert all(isinstance(param.grad, DTensor) for param in model.parameters())
 
 

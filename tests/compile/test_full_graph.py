@@ -123,7 +123,7 @@ def test_where_backward_gathers_again_forward_saves_no_parameter():
 @pytest.mark.parametrize(("in_a_bucket", "num_buckets"), [(1, 4), (2, 2), (3, 2), (4, 1)])
 def test_units_are_merged_up_to_the_bucket_size(in_a_bucket, num_buckets):
     model = shard(four_blocks())
-    group = fully_shard.state(model.blocks[0]).groups[0][0]
+    group = fully_shard.state(model.blocks[0]).groups[0]
     nbytes = group.layout.unsharded_numel * 4
     fsdp2.compile(model, backend="aot_eager", bucket_bytes=in_a_bucket * nbytes)
     steps = fed_own_chunk(model, token_batches(2))
@@ -203,7 +203,7 @@ def test_mixed_precision_is_that_of_eager_mode(reduce_dtype):
     assert all(grad.dtype == torch.float32 for step in steps for grad in step.grads.values())
     assert_same_bits(steps, fed_own_chunk(eager, batches(3), adamw))
     gathers = [each for each in last(model, "forward").collectives if each.kind == "all_gather"]
-    group = fully_shard.state(model.blocks[0]).groups[0][0]
+    group = fully_shard.state(model.blocks[0]).groups[0]
     assert gathers[-1].nbytes == group.layout.unsharded_numel * 2
 
 

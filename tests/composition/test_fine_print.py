@@ -288,7 +288,7 @@ def test_other_data_parallel_apis_refuse_a_sharded_module_and_the_reverse():
             fully_shard(theirs, mesh=cpu_mesh())
         parent = nn.Sequential(theirs, nn.Linear(5, 2))
         fully_shard(parent, mesh=cpu_mesh())  # leaves what another API manages alone, and takes the rest
-        taken = [param for group, _ in parent._get_fsdp_state().groups for param in group.params]
+        taken = [param for group in parent._get_fsdp_state().groups for param in group.params]
         assert sorted(param.fqn for param in taken) == ["1.bias", "1.weight"]
 
 

@@ -19,7 +19,7 @@ def test_a_sharded_model_is_collected_with_its_memory_when_nobody_holds_it():
         fully_shard(block, mesh=cpu_mesh())
     fully_shard(model, mesh=cpu_mesh())
     model(batches()[0]).sum().backward()
-    watched = [weakref.ref(group.flat) for group, _ in model._get_fsdp_state().groups]
+    watched = [weakref.ref(group.flat) for group in model._get_fsdp_state().groups]
     watched += [weakref.ref(model), weakref.ref(model.blocks[0]), weakref.ref(model.first.weight)]
     del model, block
     gc.collect()

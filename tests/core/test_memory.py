@@ -83,8 +83,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer | None, x: Tensor) -
 
 def terms(module: nn.Module) -> TransientBytes:
     """The terms of the module's one group, from its plans."""
-    ((group, gradients),) = module._get_fsdp_state().groups
-    reduce_layout = gradients._plan.layout
+    (group,) = module._get_fsdp_state().groups
+    reduce_layout = group.gradients._plan.layout
     nbytes = reduce_layout.unsharded_numel * group.reduce_dtype.itemsize
     backend = dist.get_backend(group.mesh.shard_group)
     ranks = group.mesh.shard_size
@@ -123,7 +123,7 @@ def assert_peak_is_explained(model: Model, *, prefetch: bool, max_reductions: in
     # All that there is between steps is the sharded state: nothing is kept unsharded, no buffer is left over.
     assert sharded <= between_steps <= sharded + ACTIVATIONS
     groups = [terms(block) for block in model.blocks]
-    early = model.blocks[0]._get_fsdp_state().groups[0][0].num_direct > 0
+    early = model.blocks[0]._get_fsdp_state().groups[0].num_direct > 0
     explained = peak_of_step(groups, terms(model), prefetch=prefetch, allocates_early=early, max_reductions=max_reductions)
     transient = live.peak - sharded
     assert 0.9 * explained <= transient <= explained + ACTIVATIONS, (

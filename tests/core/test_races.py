@@ -351,7 +351,7 @@ def offload_as_on_a_device(model: Any) -> None:
     streams = streams_of(torch.device("cpu"))
     if isinstance(streams, RecordingStreams):
         for module in units(model):
-            for group, _ in module._get_fsdp_state().groups:
+            for group in module._get_fsdp_state().groups:
                 group.options = replace(group.options, pin_memory=True)
                 streams.keep_on_host(group.flat)
 
@@ -612,7 +612,7 @@ NEEDED_BY = {
     "all_gather.start": "plain",
     "all_gather.finish": "plain",
     "all_gather.finish 2": "unshard_on_a_side_stream",
-    "param_group._free_behind_uses": "unshard_on_a_side_stream",
+    "memory._free_behind_uses": "unshard_on_a_side_stream",
     "reduction.__init__": "plain",
     "reduction._after_scatter": "hsdp",
     "reduction._hand_out": "all_reduce_hook",
@@ -621,7 +621,7 @@ NEEDED_BY = {
     "reduction.finish": "bf16",
     "reduction.finish 2": "offload",
     "reduction.abandon": "failed_backward",
-    "param_group.await_host_read": "offload_evaluation",
+    "memory.await_host_read": "offload_evaluation",
     "schedule._begin_iteration": "optimizer_on_its_own_stream",
 }
 

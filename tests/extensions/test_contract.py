@@ -127,7 +127,7 @@ def test_a_custom_communicator_carries_them():
 
 
 def extended(model: nn.Module) -> Any:
-    (group,) = [group for group, _ in model._get_fsdp_state().groups if group.has_own_memory]
+    (group,) = [group for group in model._get_fsdp_state().groups if group.has_own_memory]
     return group
 
 
@@ -290,7 +290,7 @@ def test_a_local_tensor_may_be_exchanged_for_one_of_another_kind():
     assert type(model.weight._local_tensor) is RowInt8
     model.weight._local_tensor = values
     run(model)
-    assert not any(group.has_own_memory for group, _ in model._get_fsdp_state().groups)
+    assert not any(group.has_own_memory for group in model._get_fsdp_state().groups)
 
 
 # --- beside torch's FSDP2 -------------------------------------------------------------------------------------------------------

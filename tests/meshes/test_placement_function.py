@@ -213,7 +213,7 @@ def test_one_process_group_and_several_dtypes_make_one_group_each():
     model[0].gate.to(torch.float64)
     mesh = cpu_mesh()
     fully_shard(model[0], mesh=mesh, shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), mesh) if p.ndim == 1 else None)
-    assert sorted(len(group.params) for group, _ in model[0]._get_fsdp_state().groups) == [2, 3]
+    assert sorted(len(group.params) for group in model[0]._get_fsdp_state().groups) == [2, 3]
 
 
 @on_ranks(4)

@@ -218,6 +218,6 @@ def test_a_recomputation_that_stops_early_does_not_keep_blocks_unsharded(reentra
     x = batches(1)[0]
     for _ in range(3):
         loss = model(x).square().mean()
-        assert not any(group.is_unsharded for block in model.blocks for group, _ in block._get_fsdp_state().groups)
+        assert not any(group.is_unsharded for block in model.blocks for group in block._get_fsdp_state().groups)
         loss.backward()
         assert not any(block._get_fsdp_state().running for block in model.blocks)

@@ -30,7 +30,7 @@ def test_parallelize_makes_the_groups_of_the_plan_and_trains(policy):
     parallelize(model, wrap=policy)
     assert sorted(sharded_names(model)) == sorted(name for group in planned.groups for name in group.names)
     for group in planned.groups:
-        of_unit = [param for made, _ in unit_of(group.modules[0]).groups for param in made.params]
+        of_unit = [param for made in unit_of(group.modules[0]).groups for param in made.params]
         assert len(of_unit) == len(group.params)
     assert_equal_training(fed_own_chunk(model, token_batches()), fed_in_chunks(reference, token_batches()))
 
@@ -125,7 +125,7 @@ def test_modules_are_wrapped_while_they_are_built(strategy):
     with enable_wrap(strategy, mp_policy=MixedPrecisionPolicy(), **({"shard_size": 1} if strategy == "hsdp" else {})):
         model = wrap(by_hand())
     assert sharded_names(model) == ["", "blocks.0", "blocks.1", "blocks.2", "last"]
-    meshes = {id(group.mesh.shard_group) for module in model.modules() if unit_of(module) for group, _ in unit_of(module).groups}
+    meshes = {id(group.mesh.shard_group) for module in model.modules() if unit_of(module) for group in unit_of(module).groups}
     assert len(meshes) == 1
     assert_equal_training(fed_own_chunk(model, batches()), fed_in_chunks(mlp(), batches()))
 

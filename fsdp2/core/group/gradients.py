@@ -15,7 +15,7 @@ from torch import Tensor
 from ...errors import OrderError, message
 from ...policy import ReduceScatter
 from ..comm import collectives
-from .param_group import ParamGroup
+from .memory import GroupMemory
 from .reduce_plan import ReducePlan
 from .reduction import InFlight
 
@@ -23,7 +23,7 @@ from .reduction import InFlight
 class Gradients:
     """The gradients of one group, from backward to the sharded parameters."""
 
-    def __init__(self, group: ParamGroup) -> None:
+    def __init__(self, group: GroupMemory) -> None:
         self.group = group
         self.sync = True
         self.all_reduce = True
@@ -33,7 +33,6 @@ class Gradients:
         self.reduce_unused = False
         self.varying: set[str] = set()  # mesh axes over which something was seen to vary; shared by all units under a root
         self.reached = False  # a backward has begun in a unit that uses the group, and nothing was reduced since
-        self.holders: set[Any] | None = None  # units that hold the group unsharded, if several may; else None
         self.comm: ReduceScatter | None = None  # a custom communicator
         self.all_reduce_instead: Callable[[Tensor], None] | None = None  # done to the gradients, in place, instead of the all-reduce
         self.grad_dtype: torch.dtype | None = None  # of the sharded parameters' gradients, where it is not the parameters' own
@@ -186,8 +185,6 @@ class Gradients:
         self._accumulated = None
         self.partial = None
         self.reached = False
-        if self.holders:
-            self.holders.clear()
         for param in self.group.params:
             if param.unsharded is not None:
                 param.unsharded.grad = None

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..plan.layout import rows_of
+from .memory import GroupMemory
 from .param import ShardedParam
-from .param_group import ParamGroup
 
 
 class ShrunkRows:
@@ -23,7 +23,7 @@ class ShrunkRows:
 
     __slots__ = ("_group", "_module", "_param")
 
-    def __init__(self, group: ParamGroup, param: ShardedParam, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    def __init__(self, group: GroupMemory, param: ShardedParam, module: nn.Embedding | nn.EmbeddingBag) -> None:
         self._group = group
         self._param = param
         self._module = module
@@ -47,7 +47,7 @@ class ShrunkRows:
             torch.embedding_renorm_(param.local, own, max_norm, self._module.norm_type)
 
 
-def shrinking_weights(groups: Iterable[ParamGroup]) -> list[ShrunkRows]:
+def shrinking_weights(groups: Iterable[GroupMemory]) -> list[ShrunkRows]:
     """Those of ``groups`` that belong to an embedding with ``max_norm`` and are cut on their rows."""
     return [
         ShrunkRows(group, param, owner.module)

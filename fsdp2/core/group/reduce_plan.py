@@ -21,8 +21,8 @@ from ..plan.layout import Cut, group_layout
 from ..plan.model_axes import local_gradient, varying_axes
 from ..plan.placement import ShardSpec
 from .all_gather import disassemble
+from .memory import GroupMemory
 from .param import ShardedParam
-from .param_group import ParamGroup
 
 
 class ReducePlan:
@@ -31,7 +31,7 @@ class ReducePlan:
     compact: without gaps and flags, as a custom communicator is to see it
     """
 
-    def __init__(self, group: ParamGroup, params: list[ShardedParam], compact: bool) -> None:
+    def __init__(self, group: GroupMemory, params: list[ShardedParam], compact: bool) -> None:
         self.params = params
         self.has_dtensors = any(param.spec.unsharded is not None for param in self.params)
         self.num_shards = group.mesh.shard_size

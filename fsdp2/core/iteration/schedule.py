@@ -30,7 +30,8 @@ import torch
 from ...errors import CompileError, OrderError, message, meta_error
 from .. import torch_compat as compat
 from ..comm.streams import Event, Streams, streams_of
-from ..group.param_group import GroupState, ParamGroup
+from ..group.memory import GroupState
+from ..group.param_group import ParamGroup
 from ..group.reduction import InFlight
 from .forward_log import ForwardLog, Reading, Visit
 from .unit import Call, Unit
@@ -48,7 +49,7 @@ class Schedule:
         self.settled = False  # True once the first forward has found all units below the root
         self.losing_orders: set[str] = set()  # that the user has been told of
         self.units = units  # in the order of named_modules(); the root first
-        self._offloaded = [group for unit in units for group, _ in unit.groups if group.options.offload]
+        self._offloaded = [group for unit in units for group in unit.groups if group.options.offload]
         self.streams: Streams = streams_of(root.device)
         self.is_last_backward = True
         self.post_optim_event: Event = None
@@ -83,7 +84,7 @@ class Schedule:
 
     def choose_logs(self) -> None:
         """Ranks keep the order of each other's backward, whatever they leave out of it, if any unit asks for unused parameters."""
-        self._keeps_logs = any(gradients.reduce_unused for unit in self.units for _, gradients in unit.groups)
+        self._keeps_logs = any(group.gradients.reduce_unused for unit in self.units for group in unit.groups)
 
     # --- forward ---
 
@@ -112,7 +113,7 @@ class Schedule:
 
     def keep(self, unit: Unit) -> None:
         """``unit`` is not fully resharded until the next forward, if nobody writes its shards before."""
-        self._kept += [(group, group.shards_version()) for group, _ in unit.groups]
+        self._kept += [(group, group.shards_version()) for group in unit.groups]
 
     def _begin_iteration(self, unit: Unit) -> None:
         for group, version in self._kept:
@@ -194,8 +195,8 @@ class Schedule:
     def close_leases(self) -> None:
         """End the gathers that nobody waited for: after this, sharded parameters may be written."""
         for unit in self._open:
-            for group, gradients in unit.uses:
-                if group.state is GroupState.UNSHARDING or gradients.holders is not None:
+            for group in unit.uses:
+                if group.state is GroupState.UNSHARDING or group.holders is not None:
                     unit.release()
                     break
         self._open.clear()
@@ -243,8 +244,8 @@ class Schedule:
                 return
         for reduction in self._reductions:
             reduction.poll()
-        for _, gradients in unit.uses:
-            gradients.reached = True
+        for group in unit.uses:
+            group.gradients.reached = True
         if unit.unshard_in_backward:
             unit.issue()
             unit.wait()
@@ -332,9 +333,9 @@ class Schedule:
     def _reduce(self, unit: Unit, at_end: bool) -> None:
         """Reduce the gradients of the unit's own groups; of those that others borrow at the end of backward only."""
         taken = [
-            (gradients, gradients.take())
-            for _, gradients in reversed(unit.groups)
-            if gradients.holders is None or (at_end and gradients.is_waiting())
+            (group.gradients, group.gradients.take())
+            for group in reversed(unit.groups)
+            if group.holders is None or (at_end and group.gradients.is_waiting())
         ]
         if compat.functorch_is_active():  # the backward of a transform, to which parameters are constants
             taken = []
@@ -380,8 +381,8 @@ class Schedule:
         self._end_recomputations()
         self.kept_by_forward.clear()
         for unit in reversed(self.units):
-            for _, gradients in unit.groups:
-                if gradients.is_waiting():
+            for group in unit.groups:
+                if group.gradients.is_waiting():
                     self._reduce(unit, at_end=True)
                     break
             else:
@@ -437,10 +438,10 @@ class Schedule:
         self._started.clear()
         self._reductions.clear()
         for unit in self.units:
-            for group, gradients in unit.groups:
-                gradients.discard()
+            for group in unit.groups:
+                group.discard_gradients()
                 if backward_failed:
-                    gradients.zero(set_to_none=True)
+                    group.gradients.zero(set_to_none=True)
                 group.reshard()
                 group.await_host_read()
             unit.forget_calls()
@@ -473,7 +474,7 @@ def adopt(root: Unit, units_below: Callable[[nn.Module], list[tuple[str, Unit]]]
     found = units_below(root.modules[0])
     for name, unit in found:
         unit.fqn = name
-        for group, _ in unit.groups:
+        for group in unit.groups:
             group.fqn = name
     units = [unit for _, unit in found]
     refuse_meta(units)
@@ -482,9 +483,9 @@ def adopt(root: Unit, units_below: Callable[[nn.Module], list[tuple[str, Unit]]]
     schedule = Schedule(root, units)
     varying: set[str] = set()
     for unit in schedule.units:
-        for _, gradients in unit.groups:
-            varying |= gradients.varying
-            gradients.varying = varying
+        for group in unit.groups:
+            varying |= group.gradients.varying
+            group.gradients.varying = varying
         if unit.schedule is not None:
             schedule.is_last_backward &= unit.schedule.is_last_backward
             schedule.post_optim_event = schedule.post_optim_event or unit.schedule.post_optim_event
@@ -506,9 +507,9 @@ def _compiled_autograd_error() -> CompileError:
 
 
 def _refuse_strange_ties(units: list[Unit]) -> None:
-    own = {id(group) for unit in units for group, _ in unit.groups}
+    own = {id(group) for unit in units for group in unit.groups}
     for unit in units:
-        strange = [param.fqn for group, _ in unit.uses if id(group) not in own for param in group.params if len(param.owners) > 1]
+        strange = [param.fqn for group in unit.uses if id(group) not in own for param in group.params if len(param.owners) > 1]
         if strange:
             raise OrderError(
                 message(
@@ -523,7 +524,7 @@ def _refuse_cut_ties(units: list[Unit], module: nn.Module) -> None:
     """Raise if a module still has an original parameter that was sharded elsewhere: the two would drift apart in silence."""
     originals: dict[int, tuple[str, object]] = {}
     for unit in units:
-        for group, _ in unit.groups:
+        for group in unit.groups:
             for param in group.params:
                 original = param.original() if param.original is not None else None
                 if original is not None:
@@ -560,8 +561,8 @@ def schedule_of(unit: Unit) -> Schedule:
 def refuse_meta(units: list[Unit]) -> None:
     """Raise MaterializationError naming every parameter that is still on the meta device."""
     for unit in units:
-        if any(group.is_meta for group, _ in unit.groups):
+        if any(group.is_meta for group in unit.groups):
             unit.notice_changes()  # ``load_state_dict(assign=True)`` may have put parameters with values in their place
-    missing = [name for unit in units for group, _ in unit.groups for name in group.on_meta()]
+    missing = [name for unit in units for group in unit.groups for name in group.on_meta()]
     if missing:
         raise meta_error(missing, str(units[0].device))

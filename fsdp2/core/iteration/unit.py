@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from .. import torch_compat as compat
-from ..group.gradients import Gradients
 from ..group.max_norm import shrinking_weights
 from ..group.param import Owner, ShardedParam
 from ..group.param_group import ParamGroup
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 
     from .forward_log import ForwardLog, Visit
     from .schedule import Schedule
-
-Lent = tuple[ParamGroup, Gradients]
 
 
 class Call:
@@ -74,7 +71,7 @@ class Call:
 class Unit(compat.ModuleStateBase):
     """What one ``fully_shard`` call made.
 
-    groups:                 its own, each with its gradients
+    groups:                 its own
     uses:                   its own and those it borrows
     reshard_after_forward:  True, False, or a number of ranks: each group then reshards to its own ``smaller`` mesh
     reshard_is_default:     the user left it to us: a root then keeps its parameters from forward to backward
@@ -84,7 +81,7 @@ class Unit(compat.ModuleStateBase):
         self,
         modules: Sequence[nn.Module],
         groups: Iterable[ParamGroup],
-        borrowed: Iterable[Lent],
+        borrowed: Iterable[ParamGroup],
         device: torch.device,
         mp_policy: Any,
         reshard_after_forward: bool | int,
@@ -92,9 +89,9 @@ class Unit(compat.ModuleStateBase):
     ) -> None:
         super().__init__()
         self.modules = tuple(modules)
-        self.groups = [(group, Gradients(group)) for group in groups]
+        self.groups = list(groups)
         self.uses = [*self.groups, *borrowed]
-        self.shrinking = shrinking_weights(group for group, _ in self.groups)
+        self.shrinking = shrinking_weights(self.groups)
         self.device = device
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
@@ -121,15 +118,19 @@ class Unit(compat.ModuleStateBase):
         self.looked_for_stored = False  # in the first forward with autograd
         self.stored: StoredTensors | None = None  # what its forward leaves on its modules
         self.order_indices: list[int] = []  # its places in this iteration's order of forward calls
-        for _, gradients in self.uses[len(self.groups) :]:
-            gradients.holders = gradients.holders or set()
-        for group, _ in self.groups:
+        for group in self.borrowed:
+            group.holders = group.holders or set()
+        for group in self.groups:
             for param in group.params:
                 param.unit = self
 
-    def group_of(self, param: ShardedParam) -> Lent:
-        """The group of ``param``, which belongs to this unit, and its gradients."""
-        return next(lent for lent in self.groups if param in lent[0].params)
+    @property
+    def borrowed(self) -> list[ParamGroup]:
+        return self.uses[len(self.groups) :]
+
+    def group_of(self, param: ShardedParam) -> ParamGroup:
+        """The group of ``param``, which belongs to this unit."""
+        return next(group for group in self.groups if param in group.params)
 
     def reduce_accumulated(self) -> None:
         if self.schedule is not None:  # it has run
@@ -137,31 +138,31 @@ class Unit(compat.ModuleStateBase):
 
     def issue(self, copy: bool = False) -> None:
         """Start unsharding. Collective: yes, over the shard axis."""
-        for group, gradients in self.uses:
+        for group in self.uses:
             group.issue(copy)
-            if gradients.holders is not None:
-                gradients.holders.add(self)
+            if group.holders is not None:
+                group.holders.add(self)
 
     def wait(self) -> None:
-        for group, _ in self.uses:
+        for group in self.uses:
             group.wait()
 
     def release(self) -> None:
         """End gathers that nobody has waited for."""
-        for group, gradients in self.uses:
-            if gradients.holders is not None:
-                gradients.holders.discard(self)
-                if not gradients.holders:
+        for group in self.uses:
+            if group.holders is not None:
+                group.holders.discard(self)
+                if not group.holders:
                     group.reshard()
             else:
                 group.release()
 
     def reshard(self, to_smaller: bool = False) -> None:
         """Reshard what no other unit holds; each group to its smaller mesh, if that is asked for and it has one."""
-        for group, gradients in self.uses:
-            if gradients.holders is not None:
-                gradients.holders.discard(self)
-                if gradients.holders:
+        for group in self.uses:
+            if group.holders is not None:
+                group.holders.discard(self)
+                if group.holders:
                     continue
             if to_smaller and group.smaller is not None:
                 group.reshard_to(group.smaller)
@@ -170,15 +171,15 @@ class Unit(compat.ModuleStateBase):
 
     def reshard_for_all(self) -> None:
         """Reshard whoever holds it: the user's modules must show sharded parameters now."""
-        for group, gradients in self.uses:
-            if gradients.holders is not None:
-                gradients.holders.clear()
+        for group in self.uses:
+            if group.holders is not None:
+                group.holders.clear()
             group.reshard()
             group.await_host_read()
 
     def hide(self) -> None:
         """The user's modules show sharded parameters; what is unsharded stays so, if a backward comes next."""
-        for group, _ in self.uses:
+        for group in self.uses:
             group.hide()
 
     def end_pass(self) -> None:
@@ -194,15 +195,15 @@ class Unit(compat.ModuleStateBase):
         self.order_indices.clear()
 
     def has_gradients(self) -> bool:
-        return any(param.sharded.grad is not None for group, _ in self.groups for param in group.params)
+        return any(param.sharded.grad is not None for group in self.groups for param in group.params)
 
     def reduces(self) -> bool:
         """Whether a backward reduces gradients of its own."""
-        return any(gradients.sync for _, gradients in self.groups)
+        return any(group.gradients.sync for group in self.groups)
 
     def notice_changes(self) -> None:
         """Parameters may have been moved or cast: take them over now, so that memory holds one group more at most."""
-        for group, _ in self.groups:
+        for group in self.groups:
             if not group.registry.verify():
                 group.rebuild()
                 group.registry.show([param.sharded for param in group.params])  # ``_apply`` unties what it replaces

@@ -56,9 +56,9 @@ class UnitHooks:
         for module in unit.modules:  # ahead of the user's
             self._handles.append(module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self.post_forward, always_call=several))
-            if any(group.mesh.spmd is not None for group, _ in unit.groups):
+            if any(group.mesh.spmd is not None for group in unit.groups):
                 self._handles.append(module.register_forward_hook(compat.dynamo_disabled(self._watch_axes), with_kwargs=True))
-        for group, _ in unit.uses:
+        for group in unit.uses:
             for module in {id(owner.module): owner.module for param in group.params for owner in param.owners}.values():
                 self._handles.append(module.register_state_dict_pre_hook(_Saving(unit)))  # type: ignore[no-untyped-call]
                 self._handles.append(module.register_load_state_dict_pre_hook(_Loading(unit)))  # type: ignore[no-untyped-call]
@@ -68,9 +68,9 @@ class UnitHooks:
         if torch.is_grad_enabled():
             found: list[Tensor] = []
             find_tensors((args, kwargs, output), found)
-            for _, gradients in self._unit.groups:
+            for group in self._unit.groups:
                 for tensor in found:
-                    gradients.varying.update(varying_axes(tensor))
+                    group.gradients.varying.update(varying_axes(tensor))
 
     def cast_inputs_to(self, dtype: torch.dtype | None, and_back: bool = False) -> None:
         """Cast floating-point inputs to ``dtype`` instead of what the policy says.
@@ -402,7 +402,7 @@ def units_below(root: nn.Module) -> list[tuple[str, Unit]]:
             found.setdefault(id(unit), (name, unit))
     names = {id(param): name for name, param in root.named_parameters(remove_duplicate=False)}
     for _, unit in found.values():
-        for group, _ in unit.groups:
+        for group in unit.groups:
             for param in group.params:
                 shown = param.unsharded if group.is_unsharded else param.sharded
                 param.fqn = names.get(id(shown), param.fqn)

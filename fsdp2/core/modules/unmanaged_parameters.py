@@ -49,7 +49,7 @@ REGISTRATIONS = _Registrations()
 def warn_of_plain_parameters(root: nn.Module, units: Sequence[Unit]) -> None:
     """Parameters that were registered after ``fully_shard``, adapters for instance, are nobody's: each rank would train its own."""
     places = [owner for unit in units for owner in unit.ignored]
-    places += [owner for unit in units for group, _ in unit.groups for param in group.params for owner in param.owners]
+    places += [owner for unit in units for group in unit.groups for param in group.params for owner in param.owners]
     known = {(id(owner.module), owner.name) for owner in places}
     foreign = {
         below

@@ -16,7 +16,8 @@ from ...errors import ArgumentError, ModuleError, OrderError, message
 from ...policy import AllGather, ReduceScatter
 from .. import torch_compat as compat
 from ..comm.communicators import ProcessGroupAllGather, ProcessGroupReduceScatter, SymmetricAllGather, SymmetricReduceScatter
-from ..iteration.unit import Lent, Unit, unit_of
+from ..group.param_group import ParamGroup
+from ..iteration.unit import Unit, unit_of
 from ..plan.mesh import DataParallelMesh
 
 
@@ -224,10 +225,10 @@ def check_method(module: nn.Module, method_name: str) -> None:
         )
 
 
-def groups_of_one_mesh(unit: Unit, caller: str) -> list[Lent]:
+def groups_of_one_mesh(unit: Unit, caller: str) -> list[ParamGroup]:
     """The groups of ``unit``. Raises: ArgumentError if they do not all communicate over one process group."""
     groups = unit.groups
-    if len({id(group.mesh.shard_group) for group, _ in groups}) > 1:
+    if len({id(group.mesh.shard_group) for group in groups}) > 1:
         raise ArgumentError(
             message(
                 f"{caller} is not supported with multiple param groups over different process groups",

@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 from ...errors import ArgumentError, DeviceError, MeshError, ModuleError, OrderError, ParameterError, message
 from .. import torch_compat as compat
 from ..group.extensions import cut_out, needs_own_memory, refuse_unextendable
+from ..group.memory import GroupOptions
 from ..group.param import Owner, ShardedParam, new_sharded_param, sharded_from
-from ..group.param_group import GroupOptions, ParamGroup
-from ..iteration.unit import Lent, Unit
+from ..group.param_group import ParamGroup
+from ..iteration.unit import Unit
 from ..modules.hooks import UnitHooks
 from ..modules.shown_parameters import ModuleRegistry
 from ..modules.unmanaged_parameters import REGISTRATIONS
@@ -73,7 +74,7 @@ def build_unit(
             buffer.data = buffer.to(device)
     for sharded, _, places in read.tied:
         for owner in places:
-            sharded.unit.group_of(sharded)[0].registry.add_owner(sharded, owner)
+            sharded.unit.group_of(sharded).registry.add_owner(sharded, owner)
     if any(group.smaller is not None for group in groups):
         after = reshard_after_forward
     unit = Unit(
@@ -277,12 +278,11 @@ def _split_off_tied(owned: _Owned) -> _Tied:
     return tied
 
 
-def _borrow(tied: _Tied, place: Placer, options: GroupOptions) -> list[Lent]:
+def _borrow(tied: _Tied, place: Placer, options: GroupOptions) -> list[ParamGroup]:
     """The groups that ``tied`` belong to. Raises: ParameterError if one is placed or cast otherwise than asked here."""
-    borrowed: dict[int, Lent] = {}
+    borrowed: dict[int, ParamGroup] = {}
     for sharded, names, _ in tied:
-        lent = sharded.unit.group_of(sharded)
-        group = lent[0]
+        group = sharded.unit.group_of(sharded)
         theirs, ours = group.options, options
         dtypes_differ = (theirs.param_dtype, theirs.reduce_dtype) != (ours.param_dtype, ours.reduce_dtype)
         mesh, placement = place(names[0], sharded.sharded)
@@ -306,7 +306,7 @@ def _borrow(tied: _Tied, place: Placer, options: GroupOptions) -> list[Lent]:
                     fix="make the two calls agree, or pass the modules as one list, fully_shard([module_a, module_b])",
                 )
             )
-        borrowed[id(group)] = lent
+        borrowed[id(group)] = group
     return list(borrowed.values())
 
 

@@ -21,8 +21,9 @@ import torch
 from torch import nn
 
 from .. import torch_compat as compat
+from ..group.memory import GroupState
 from ..group.param import Owner, ShardedParam
-from ..group.param_group import GroupState, ParamGroup
+from ..group.param_group import ParamGroup
 from ..iteration.unit import Unit
 from ..modules.hooks import UnitHooks, unswap_class
 from ..modules.shown_parameters import ModuleRegistry
@@ -57,7 +58,7 @@ def deepcopy_module(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
 
 
 def _lenders(unit: Unit) -> list[Unit]:
-    return [group.params[0].unit for group, _ in unit.uses[len(unit.groups) :]]
+    return [group.params[0].unit for group in unit.borrowed]
 
 
 def _copy_module(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
@@ -65,7 +66,7 @@ def _copy_module(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     assert isinstance(unit, Unit)
     if unit not in memo[_PENDING]:
         memo[_PENDING].append(unit)
-        for group, _ in unit.uses:
+        for group in unit.uses:
             _remember_params(group, memo)
     sharded_class = type(module)
     with _as_if_plain(module):
@@ -112,13 +113,13 @@ def _copy_unit(unit: Unit, memo: dict[Any, Any], copies: dict[Unit, Unit]) -> Un
     if unit in copies:
         return copies[unit]
     borrowed = []
-    for group, _ in unit.uses[len(unit.groups) :]:
+    for group in unit.borrowed:
         lender = group.params[0].unit
-        index = [own for own, _ in lender.groups].index(group)
+        index = lender.groups.index(group)
         borrowed.append(_copy_unit(lender, memo, copies).groups[index])
     new = copies[unit] = Unit(
         [memo[id(module)] for module in unit.modules],
-        [_copy_group(group, memo) for group, _ in unit.groups],
+        [_copy_group(group, memo) for group in unit.groups],
         borrowed,
         unit.device,
         unit.mp_policy,
@@ -131,8 +132,8 @@ def _copy_unit(unit: Unit, memo: dict[Any, Any], copies: dict[Unit, Unit]) -> Un
     new.keeps_smaller, new.accumulates_whole = unit.keeps_smaller, unit.accumulates_whole
     new.backward_prefetch = unit.backward_prefetch
     new.ignored = [Owner(memo[id(owner.module)], owner.name) for owner in unit.ignored if id(owner.module) in memo]
-    for (_, gradients), (_, made) in zip(unit.groups, new.groups, strict=True):
-        made.adopt_settings(gradients)
+    for group, made in zip(unit.groups, new.groups, strict=True):
+        made.gradients.adopt_settings(group.gradients)
     new.hooks = UnitHooks(new)
     new.hooks.adopt_casts(unit.hooks)
     new.hooks.install()

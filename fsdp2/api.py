@@ -190,14 +190,13 @@ class FSDPModule:
         """``nn.Module.named_parameters``, and ``parameters()``, that show what gradients belong to.
 
         Of what a forward has left unsharded for a backward, the sharded parameters are shown if they have gradients: whoever clips or
-        steps in between must not miss them. And before a backward that is neither the last nor reshards nor reduces, which is how
-        a pipeline stage begins one (``set_is_last_backward``, ...), all are unsharded: zero-bubble schedules ask here for what
-        they differentiate.
-        Collective: in that last case, over the shard axis, after a forward that has resharded.
+        steps in between must not miss them. Between micro-batches (``set_is_last_backward(False)``) what is unsharded is shown so:
+        zero-bubble schedules ask here for what they differentiate.
+        Collective: no.
         """
         schedule = _unit(self).schedule
         if schedule is not None:
-            schedule.before_listing(lambda: _units(self, recurse=True))
+            schedule.before_listing()
         named: Iterator[tuple[str, nn.Parameter]] = super().named_parameters(*args, **kwargs)  # type: ignore[misc]
         return named
 
@@ -219,17 +218,28 @@ class FSDPModule:
             unit.schedule.reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last of this iteration: only then are pending reductions waited for."""
+        """Whether the next backward is the last of this iteration: only then are pending reductions waited for.
+
+        Collective: as ``set_requires_gradient_sync``.
+        """
         check_bool("set_is_last_backward", "is_last_backward", is_last_backward)
-        schedule_of(_unit(self)).is_last_backward = is_last_backward
+        schedule = schedule_of(_unit(self))
+        schedule.is_last_backward = is_last_backward
+        schedule.unshard_for_weights()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients; if not they accumulate unsharded, in reduce dtype. Recursive."""
+        """Whether backward reduces gradients; if not they accumulate unsharded, in reduce dtype. Recursive.
+
+        Collective: no; yes, over the shard axis, between a forward that resharded and a backward that is now neither the last nor
+        reduces nor reshards, which is how a pipeline stage begins one: zero-bubble schedules differentiate what ``parameters()``
+        shows, so what such a backward keeps is unsharded already here.
+        """
         check_bool("set_requires_gradient_sync", "requires_gradient_sync", requires_gradient_sync)
         for unit in _units(self, recurse):
             for group in unit.groups:
                 group.gradients.sync = requires_gradient_sync
                 group.gradients.all_reduce = requires_gradient_sync
+        _unshard_for_weights(self)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """HSDP: whether backward all-reduces after the reduce-scatter; if not, reduce-scattered gradients accumulate. Recursive."""
@@ -257,10 +267,14 @@ class FSDPModule:
             unit.reshard_is_default = False
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether parameters are resharded after backward; keeping them saves the next micro-batch's gather. Recursive."""
+        """Whether parameters are resharded after backward; keeping them saves the next micro-batch's gather. Recursive.
+
+        Collective: as ``set_requires_gradient_sync``.
+        """
         check_bool("set_reshard_after_backward", "reshard_after_backward", reshard_after_backward)
         for unit in _units(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
+        _unshard_for_weights(self)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs the parameters at all (an embedding's does not)."""
@@ -443,6 +457,12 @@ def _unit(module: Any) -> Unit:
     unit = unit_of(module)
     assert unit is not None, f"{type(module).__name__} has lost its FSDP state"
     return unit
+
+
+def _unshard_for_weights(module: Any) -> None:
+    schedule = _unit(module).schedule
+    if schedule is not None:
+        schedule.unshard_for_weights()
 
 
 def _units(module: Any, recurse: bool) -> list[Unit]:

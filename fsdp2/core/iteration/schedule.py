@@ -201,22 +201,28 @@ class Schedule:
                     break
         self._open.clear()
 
+    def unshard_for_weights(self) -> None:
+        """The flags of the next backward were set: see Note: weights differentiated apart. Collective: yes, over the shard axis."""
+        if self.is_last_backward or self.forward_root is not None or compat.current_graph_task() != -1:
+            return
+        waiting = [unit for unit in self.units if unit.order_indices and not unit.reshard_after_backward and not unit.reduces()]
+        for unit in waiting:
+            unit.issue()
+        for unit in waiting:
+            unit.wait()
+
     @compat.dynamo_disabled
-    def before_listing(self, units: Callable[[], list[Unit]]) -> None:
-        """Parameters of ``units`` are about to be listed: show those that gradients belong to. See ``FSDPModule.named_parameters``."""
-        if self.forward_root is not None or compat.current_graph_task() != -1:
-            return  # whoever asks inside of forward and backward gets what they compute with
-        if not self.is_last_backward:
-            waiting = [unit for unit in units() if unit.order_indices and not unit.reshard_after_backward and not unit.reduces()]
-            for unit in waiting:
-                unit.issue()
-            for unit in waiting:
-                unit.wait()
-        elif self.kept_by_forward:
-            for unit in self.kept_by_forward:
-                if unit.has_gradients():
-                    unit.hide()
-            self.kept_by_forward.clear()
+    def before_listing(self) -> None:
+        """Parameters are about to be listed, maybe on one rank alone: show those that gradients belong to.
+
+        See ``FSDPModule.named_parameters``.
+        """
+        if self.forward_root is not None or compat.current_graph_task() != -1 or not self.is_last_backward:
+            return  # whoever asks inside of forward and backward, or between micro-batches, gets what they compute with
+        for unit in self.kept_by_forward:
+            if unit.has_gradients():
+                unit.hide()
+        self.kept_by_forward.clear()
 
     def _await_host_reads(self) -> None:
         for group in self._offloaded:

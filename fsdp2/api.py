@@ -28,7 +28,7 @@ from .core.comm.communicators import (
 from .core.comm.process_groups import another_over
 from .core.iteration.schedule import refuse_meta, schedule_of
 from .core.iteration.unit import Unit, unit_of
-from .core.modules.hooks import class_with, original_class, swap_class
+from .core.modules.sharded_class import original_class, sharded_class, swap_class
 from .core.plan.mesh import read_mesh
 from .core.setup.arguments import (
     check_bool,
@@ -64,7 +64,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: ShardPlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> FSDPModule: ...
@@ -78,7 +78,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = ...,
     shard_placement_fn: ShardPlacementFn | None = ...,
     mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
+    offload_policy: OffloadPolicy | None = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
 ) -> list[FSDPModule]: ...
@@ -91,7 +91,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (a frozen value, and upstream's signature)
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:
@@ -109,7 +109,7 @@ def fully_shard(
     shard_placement_fn:     the dim to shard for a parameter, even or not; None is Shard(0). A ShardPlacementResult also names
                             another mesh; parameters of one mesh and dtype become one group.
     mp_policy:              dtypes of parameters, reduction, inputs and outputs
-    offload_policy:         where sharded parameters and gradients live
+    offload_policy:         where sharded parameters and gradients live; None: on the device, as by default
     ignored_params:         parameters to leave alone: not moved, not sharded, their gradients not reduced
     dp_mesh_dims:           ``mesh`` is a full SPMD mesh, on which all parameters are DTensors, and these of its axes carry data
                             parallelism. A gradient that is Partial over one of them is averaged; one that is Replicate counts
@@ -122,7 +122,7 @@ def fully_shard(
     modules = checked_modules(module)
     check_policies(mp_policy, offload_policy, ignored_params)
     for each in modules:
-        class_with(FSDPModule, type(each))  # a class that refuses to be subclassed does so before anything is changed
+        sharded_class(each, FSDPModule)  # a class that refuses to be subclassed does so before anything is changed
     unit = build_unit(
         modules,
         read_mesh(mesh, dp_mesh_dims),
@@ -312,8 +312,8 @@ class FSDPModule:
             gradients.all_reduce_hook = hook
             gradients.all_reduce_hook_stream = stream
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks."""
+    def set_gradient_divide_factor(self, factor: float | None) -> None:
+        """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks; None: by that number again."""
         check_divide_factor(factor)
         for group in _unit(self).groups:
             group.gradients.divide_factor = factor
@@ -335,7 +335,7 @@ class FSDPModule:
             if unit.schedule is not None:
                 unit.schedule.choose_logs()
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+    def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
         """The old name of ``set_gradient_divide_factor``; warns."""
         warnings.warn("Use `set_gradient_divide_factor` instead", FutureWarning, stacklevel=2)
         self.set_gradient_divide_factor(factor)

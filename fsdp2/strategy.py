@@ -32,8 +32,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .api import FSDPModule, fully_shard
 from .core.iteration.unit import unit_of
-from .core.modules.hooks import class_with
 from .core.modules.optimizer_steps import STEPS
+from .core.modules.sharded_class import sharded_class
 from .core.plan.mesh import read_mesh
 from .core.setup.arguments import check_policies, checked_modules
 from .core.setup.build import read_modules
@@ -90,7 +90,7 @@ def parallelize(
     mesh: DeviceMesh | None = None,
     shard_size: int | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (a frozen value)
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     sync_module_states: bool = True,
@@ -112,6 +112,7 @@ def parallelize(
     """
     chosen = _strategy(strategy)
     _check_model(model)
+    offload_policy = OffloadPolicy() if offload_policy is None else offload_policy
     check_policies(mp_policy, offload_policy, ignored_params)
     ignored = ignored_params or set()
     planned = plan(model, wrap, ignored_params=ignored)
@@ -125,7 +126,7 @@ def parallelize(
     # What a call below would refuse for its group, it would refuse after the groups before it have been sharded.
     read_modules([model], read_mesh(mesh), shard_placement_fn, ignored)
     for module in (module for group in planned.groups for module in group.modules):
-        class_with(FSDPModule, type(module))
+        sharded_class(module, FSDPModule)
     if sync_module_states:
         broadcast(ranks, device_of(ranks), tensors)
     for group in planned.groups:

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..api import FSDPModule
 from ..core import torch_compat as compat
+from ..core.modules.sharded_class import original_class
 from ..errors import ArgumentError, message
 from .failure import failure
 from .model_tensors import WRAPPERS
@@ -73,6 +74,8 @@ def _class_of(model: nn.Module) -> type:
     wrapped = next((module for name, module in model.named_children() if name in WRAPPERS), None)
     if wrapped is not None:
         return _class_of(wrapped)
-    if isinstance(model, (FSDPModule, compat.TorchFSDPModule)):
+    if isinstance(model, FSDPModule):
+        return original_class(type(model))
+    if isinstance(model, compat.TorchFSDPModule):
         return type(model).__bases__[1]
     return type(model)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..core.iteration.unit import unit_of
-from ..core.modules.hooks import class_with, swap_class
+from ..core.modules.sharded_class import sharded_class, swap_class
 from ..core.setup.arguments import check_policies, checked_modules
 from ..core.setup.build import build_unit
 from ..errors import ArgumentError, message
@@ -42,7 +42,7 @@ def wrap_module(module: nn.Module, options: Options, mixin: type) -> None:
     Raises:     an FSDPError; before anything is changed, unless it is about one of the modules that a policy chose
     """
     checked_modules(module)
-    class_with(mixin, type(module))  # a class that refuses to be subclassed does so before anything is changed
+    sharded_class(module, mixin)  # a class that refuses to be subclassed does so before anything is changed
     strategy = member(ShardingStrategy, options.sharding_strategy or ShardingStrategy.FULL_SHARD, "sharding_strategy")
     if options.backward_prefetch is not None:
         prefetch = member(BackwardPrefetch, options.backward_prefetch, "backward_prefetch")
@@ -58,6 +58,8 @@ def wrap_module(module: nn.Module, options: Options, mixin: type) -> None:
     if options.auto_wrap_policy is not None:
         below = dataclasses.replace(options, auto_wrap_policy=None, ignored_modules=None, ignored_states=ignored_params)
         chosen = chosen_modules(module, options.auto_wrap_policy, ignored_modules, ignored_params, mixed_precision)
+        for each, _ in chosen:
+            sharded_class(each, mixin)
         for each, overrides in chosen:
             wrap_module(each, _overridden(below, overrides), mixin)
             if mixed_precision is not None and isinstance(each, tuple(mixed_precision._module_classes_to_ignore)):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard, parallelize
 from fsdp2.core.comm import communicators as custom_comm
 from fsdp2.errors import OrderError
 from harness import cpu_mesh, on_ranks
@@ -184,6 +184,26 @@ def test_set_gradient_divide_factor_with_replication():
         module.set_gradient_divide_factor(3.0)
     forward_backward(model, own_chunk(batches()[0]))
     assert_equal_grads(grads_of(model), whole_gradients(reference, batches()[0], 3.0))
+
+
+@on_ranks(2)
+def test_a_divide_factor_of_none_is_the_default_again_as_under_torchs_fsdp2():
+    model = mlp()
+    reference = copy.deepcopy(model)
+    shard(model)
+    for factor in (3.0, None):
+        for module in every(model):
+            module.set_gradient_divide_factor(factor)
+    assert_same_bits(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("apply", [fully_shard, parallelize])
+def test_no_offload_policy_is_that_of_the_default_as_under_torchs_fsdp2(apply):
+    model = mlp()
+    reference = copy.deepcopy(model)
+    apply(model, mesh=cpu_mesh(), offload_policy=None)
+    assert_same_bits(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
 
 
 @on_ranks(2)

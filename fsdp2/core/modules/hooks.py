@@ -1,4 +1,4 @@
-"""What ``fully_shard`` does to the user's modules and to autograd: it registers hooks and swaps the class.
+"""What ``fully_shard`` does to the user's modules and to autograd: it registers hooks.
 
 Per forward call of a unit: a pre-hook unshards and passes each input through a node of its own, whose turn in backward comes when the
 gradient of that input is done; a post-hook reshards and puts a hook before the node of every output, whose turn comes when the
@@ -387,7 +387,7 @@ class _Loading(_Saving):
         cut_whole_tensors(self._unit, module, state_dict, prefix)
 
 
-# --- finding and swapping ---------------------------------------------------------------------------------------------------------
+# --- finding -------------------------------------------------------------------------------------------------------------------
 
 
 def units_below(root: nn.Module) -> list[tuple[str, Unit]]:
@@ -407,37 +407,3 @@ def units_below(root: nn.Module) -> list[tuple[str, Unit]]:
                 shown = param.unsharded if group.is_unsharded else param.sharded
                 param.fqn = names.get(id(shown), param.fqn)
     return list(found.values())
-
-
-_classes: dict[tuple[type, type], type] = {}
-
-
-def class_with(mixin: type, cls: type) -> type:
-    """``FSDP<Name>``: (``mixin``, the user's class ``cls``, torch's FSDPModule).
-
-    torch's class comes last so that ``isinstance`` checks elsewhere hold while the user's class stays right behind ours, where
-    the compiler's guard pickler looks for it.
-    Raises: whatever ``cls`` has against being subclassed.
-    """
-    new = _classes.get((mixin, cls))
-    if new is None:
-        new = type(f"FSDP{cls.__name__}", (mixin, cls, compat.TorchFSDPModule), {"__module__": cls.__module__})
-        _classes[(mixin, cls)] = new
-    compat.let_guard_pickler_find(cls, new)
-    return new
-
-
-def swap_class(module: nn.Module, mixin: type) -> None:
-    """Make ``module`` an instance of its ``class_with``."""
-    module.__class__ = class_with(mixin, type(module))
-
-
-def original_class(sharded_class: type) -> type:
-    """The user's class that ``class_with`` made ``sharded_class`` of."""
-    return sharded_class.__bases__[1]
-
-
-def unswap_class(module: nn.Module) -> None:
-    module.__class__ = original_class(type(module))
-
-

@@ -88,24 +88,20 @@ def checked_modules(module: Any) -> list[nn.Module]:
 
 
 def check_policies(mp_policy: Any, offload_policy: Any, ignored_params: Any) -> None:
-    for name, value, needed in (
-        ("mp_policy", mp_policy, ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")),
-        ("offload_policy", offload_policy, ()),
-    ):
-        if isinstance(value, type) or value is None or any(not hasattr(value, field) for field in needed):
-            wanted = "MixedPrecisionPolicy" if needed else "OffloadPolicy"
-            raise ArgumentError(
-                message(
-                    f"fully_shard got {name}={value!r}",
-                    expected=f"a {wanted} (of fsdp2 or torch.distributed.fsdp)",
-                    fix=f"pass {wanted}(...)",
-                )
+    fields = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    if isinstance(mp_policy, type) or any(not hasattr(mp_policy, field) for field in fields):
+        raise ArgumentError(
+            message(
+                f"fully_shard got mp_policy={mp_policy!r}",
+                expected="a MixedPrecisionPolicy (of fsdp2 or torch.distributed.fsdp)",
+                fix="pass MixedPrecisionPolicy(...)",
             )
-    if not any(base.__name__ == "OffloadPolicy" for base in type(offload_policy).__mro__):
+        )
+    if not (offload_policy is None or any(base.__name__ == "OffloadPolicy" for base in type(offload_policy).__mro__)):
         raise ArgumentError(
             message(
                 f"fully_shard got offload_policy={offload_policy!r} of type {type(offload_policy).__name__}",
-                expected="an OffloadPolicy (of fsdp2 or torch.distributed.fsdp)",
+                expected="an OffloadPolicy (of fsdp2 or torch.distributed.fsdp), or None",
                 fix="pass CPUOffloadPolicy() to offload, or leave it out",
             )
         )
@@ -185,12 +181,12 @@ def check_bool(setter: str, argument: str, value: Any) -> None:
 
 
 def check_divide_factor(factor: Any) -> None:
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
+    if factor is not None and (isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0):
         raise ArgumentError(
             message(
                 f"set_gradient_divide_factor got {factor!r} of type {type(factor).__name__}",
-                expected="a positive number",
-                fix="1.0 sums gradients; by default they are averaged over all data-parallel ranks",
+                expected="a positive number, or None",
+                fix="1.0 sums gradients; None averages them over all data-parallel ranks, as by default",
             )
         )
 

@@ -25,7 +25,8 @@ from ..group.memory import GroupState
 from ..group.param import Owner, ShardedParam
 from ..group.param_group import ParamGroup
 from ..iteration.unit import Unit
-from ..modules.hooks import UnitHooks, unswap_class
+from ..modules.hooks import UnitHooks
+from ..modules.sharded_class import set_class, unswap_class
 from ..modules.shown_parameters import ModuleRegistry
 
 _PENDING = "fsdp2: units whose modules are being copied"
@@ -71,7 +72,7 @@ def _copy_module(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     sharded_class = type(module)
     with _as_if_plain(module):
         new = copy.deepcopy(module, memo)
-    new.__class__ = sharded_class
+    set_class(new, sharded_class)
     return new
 
 
@@ -83,7 +84,7 @@ def _as_if_plain(module: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            module.__class__ = sharded_class
+            set_class(module, sharded_class)
 
 
 def _remember_params(group: ParamGroup, memo: dict[Any, Any]) -> None:

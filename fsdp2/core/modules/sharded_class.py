@@ -1,0 +1,83 @@
+"""The class that a sharded module gets: ``FSDP<Name>``, which is our mixin, the user's class and torch's FSDPModule, in this order.
+
+torch's class comes last so that ``isinstance`` checks elsewhere hold while the user's class stays right behind ours, where the
+compiler's guard pickler looks for it. It refuses to know what the mixin's methods do.
+
+Note: layouts. CPython lets an instance change to a class only if both lay out their instances alike, which it judges by the first base
+in C of each. ``class A(ABC, nn.Linear)`` descends from ABC there, ``FSDPA(mixin, A, ...)`` from the mixin: alike in every byte, and
+refused. Such a class becomes the *first* base of its sharded class, whose metaclass then puts the mixin in front of it where methods
+are looked up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .. import torch_compat as compat
+
+_classes: dict[tuple[type, type], type] = {}
+_originals: dict[type, type] = {}
+
+
+def sharded_class(module: nn.Module, mixin: type) -> type:
+    """``FSDP<Name>`` for ``module``, which stays as it is, and for all of its class.
+
+    Raises: whatever the user's class, or its metaclass, has against being subclassed; TypeError if ``module`` cannot become an
+            instance of it
+    """
+    cls: Any = type(module)
+    new = _classes.get((mixin, cls))
+    if new is None:
+        bases = (mixin, cls, compat.TorchFSDPModule)
+        name, attributes = f"FSDP{cls.__name__}", {"__module__": cls.__module__}
+        new = type(name, bases, attributes)
+        try:
+            _try(module, new)
+        except TypeError:
+            new = _mixin_first(type(cls), bases)(name, (cls, mixin, compat.TorchFSDPModule), attributes)
+            _try(module, new)
+        _classes[(mixin, cls)] = new
+        _originals[new] = cls
+    compat.let_guard_pickler_find(cls, new)
+    return new
+
+
+def _try(module: nn.Module, new: type) -> None:
+    before = type(module)
+    set_class(module, new)
+    set_class(module, before)
+
+
+def _mixin_first(metaclass: type[type], bases: tuple[type, ...]) -> type[type]:
+    """``metaclass``, with classes that look up methods as a class with ``bases`` does, if they have the same ones in another order."""
+
+    class MixinFirst(metaclass):  # type: ignore[misc, valid-type]
+        def mro(self) -> list[type]:
+            usual: list[type] = super().mro()
+            if set(self.__bases__) != set(bases):  # a subclass: its bases have their order
+                return usual
+            mixins = bases[0].__mro__[:-1]
+            return [self, *mixins, *(each for each in usual[1:] if each not in mixins)]
+
+    return MixinFirst
+
+
+def set_class(module: nn.Module, cls: type) -> None:
+    """Make ``module`` an instance of ``cls``, whatever its own ``__setattr__`` does."""
+    object.__setattr__(module, "__class__", cls)
+
+
+def swap_class(module: nn.Module, mixin: type) -> None:
+    """Make ``module`` an instance of its ``sharded_class``."""
+    set_class(module, sharded_class(module, mixin))
+
+
+def original_class(cls: type) -> type:
+    """The user's class of which ``sharded_class`` made ``cls``, or a class that ``cls`` descends from."""
+    return next(_originals[each] for each in cls.__mro__ if each in _originals)
+
+
+def unswap_class(module: nn.Module) -> None:
+    set_class(module, original_class(type(module)))

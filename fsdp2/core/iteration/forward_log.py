@@ -140,7 +140,7 @@ class Reading:
             log.position -= 1
 
     def still_to_end(self, unit: Unit) -> list[Visit]:
-        """The visits of ``unit`` in this backward whose end is still to come."""
+        """The visits of ``unit`` in this backward whose end is still to come, or unknown, since no input needs a gradient."""
         task = self._task
         visits = [visit for log in self._logs if log.task == task for visit in log.visits.get(unit, ())]
-        return [visit for visit in visits if visit.has_end() and visit.ended != task]
+        return [visit for visit in visits if visit.begin_at is not None and visit.ended != task]

@@ -283,6 +283,8 @@ class Schedule:
             if self._reach(visit, is_end=True):
                 self._end_visit(visit)
             return
+        if unit.to_run and task != self._task:
+            return  # one module of a list was recomputed, in a backward of its own; the others follow, or the end of backward does
         if call is not None:
             if call.again or len(unit.calls) > 1:
                 left = self._calls_left(unit, task)

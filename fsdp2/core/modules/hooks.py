@@ -174,11 +174,14 @@ class UnitHooks:
             unit.running.append(None)
             return args, kwargs
         call = unit.shared_call
-        if call is None:
-            call = Call(unit)
-            if unit.calls:
-                unit.calls = [reference for reference in unit.calls if reference() is not None]
-            unit.calls.append(weakref.ref(call))
+        if call is not None and call.begun == -1:
+            # The engine runs nodes in the reverse of the order in which they were made: the first module's backward is the last.
+            unit.running.append(call)
+            return args, kwargs
+        call = Call(unit)
+        if unit.calls:
+            unit.calls = [reference for reference in unit.calls if reference() is not None]
+        unit.calls.append(weakref.ref(call))
         unit.running.append(call)
         if schedule.log is not None:
             schedule.log.enter(call)
@@ -217,7 +220,7 @@ class UnitHooks:
             unit.to_run.update(unit.modules)
             unit.shared_call = None
         args, kwargs = self._pre_forward(module, args, kwargs)
-        unit.shared_call = unit.running[-1]
+        unit.shared_call = unit.running[-1] or unit.shared_call
         return args, kwargs
 
     def _post_forward_of_several(self, module: nn.Module, args: Any, output: Any) -> Any:

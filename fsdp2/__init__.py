@@ -1,5 +1,6 @@
 """fsdp2: an independent, DTensor-based ``fully_shard``."""
 
+from . import wrap
 from .api import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from .clip import clip_grad_norm_, get_total_norm
 from .compiled import compile, uncompile  # noqa: A004 (named after torch.compile)
@@ -57,4 +58,5 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "uncompile",
+    "wrap",
 ]

@@ -38,10 +38,10 @@ from .core.plan.mesh import read_mesh
 from .core.setup.arguments import check_policies, checked_modules
 from .core.setup.build import read_modules
 from .errors import ArgumentError, ModuleError, message
+from .grouping.planning import plan
 from .policy import MixedPrecisionPolicy, OffloadPolicy
-from .same_start import broadcast, described, device_of, free_tensors, require_same
-from .strategy_mesh import checked_mesh, flat_mesh, flat_mesh_of_nodes, node_mesh, replicated_mesh
-from .wrap import plan
+from .strategies.same_start import broadcast, described, device_of, free_tensors, require_same
+from .strategies.strategy_mesh import checked_mesh, flat_mesh, flat_mesh_of_nodes, node_mesh, replicated_mesh
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

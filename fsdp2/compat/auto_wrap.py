@@ -15,7 +15,7 @@ from torch import nn
 
 from ..core.iteration.unit import unit_of
 from ..errors import ArgumentError, ModuleError, message
-from ..wrap.tree import CONTAINERS, OPAQUE
+from ..grouping.tree import CONTAINERS, OPAQUE
 from .api import MixedPrecision
 
 Chosen = list[tuple[nn.Module, dict[str, Any]]]

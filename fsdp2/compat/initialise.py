@@ -16,7 +16,7 @@ from ..core.group.param import sharded_from
 from ..core.plan.mesh import DataParallelMesh
 from ..core.setup.build import managed_modules
 from ..errors import ArgumentError, MaterializationError, message
-from ..same_start import broadcast
+from ..strategies.same_start import broadcast
 
 
 class Own:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..core import torch_compat as compat
 from ..core.plan.mesh import DataParallelMesh, data_parallel_mesh
 from ..errors import ArgumentError, MeshError, message
-from ..strategy_mesh import node_size
+from ..strategies.strategy_mesh import node_size
 from .api import ShardingStrategy
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)

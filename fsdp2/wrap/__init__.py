@@ -9,9 +9,9 @@
 A policy is a small value; the shorthands are "auto", None (the root alone), and a set, list or tuple of module classes.
 """
 
+from ..grouping.planning import Plan, PlannedGroup, plan
+from ..grouping.policies import WrapPolicy, auto, by_class, by_name, by_predicate, by_size, root_only
 from .manual import enable_wrap, wrap
-from .planning import Plan, PlannedGroup, plan
-from .policies import WrapPolicy, auto, by_class, by_name, by_predicate, by_size, root_only
 
 __all__ = [
     "Plan",

@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from ..strategy import parallelize
+
 _Module = TypeVar("_Module", bound=nn.Module)
 
 _options: ContextVar[dict[str, Any] | None] = ContextVar("fsdp2_wrap_options", default=None)
@@ -47,8 +49,6 @@ def wrap(module: _Module, **overrides: Any) -> _Module:
     Returns:    ``module`` itself
     Collective: the first time for a mesh, and where ``sync_module_states`` broadcasts.
     """
-    from ..strategy import parallelize
-
     options = _options.get()
     if options is None:
         return module

@@ -28,7 +28,6 @@ from ...errors import ParameterError, message, meta_error
 from ...policy import AllGather
 from ..comm import collectives
 from ..comm.streams import Event, Stream, streams_of
-from ..modules.optimizer_steps import STEPS, watch_optimizers
 from ..plan.layout import GroupLayout, gather_plan, group_layout
 from ..plan.mesh import DataParallelMesh
 from ..plan.placement import in_dtype
@@ -37,6 +36,7 @@ from .custom_all_gather import CommGather
 from .extensions import ExtensionGather, has_extension, needs_own_memory
 from .param import Owner, ShardedParam, new_unsharded_param, shard_view, storage_view
 from .smaller_mesh import PostForward
+from .step_count import OPTIMIZER_STEPS
 
 ALIGN_NBYTES = 128
 """Every view of a flat buffer starts at a multiple of this: kernels and collectives leave their fast paths otherwise."""
@@ -118,7 +118,6 @@ class GroupMemory:
         self.smaller: DataParallelMesh | None = None  # for ``reshard_after_forward=<int>``
         self.post_forward: PostForward | None = None
         self._steps = 0  # optimizer steps before the last unshard
-        watch_optimizers()
         self.rebuild()
 
     # --- the plan ---
@@ -313,7 +312,7 @@ class GroupMemory:
                 raise meta_error(self.on_meta(), str(self.device))
             gather = self.gather or self._make_unsharded()
             gather.start(self.flat, copy)
-            self._steps = STEPS.count
+            self._steps = OPTIMIZER_STEPS.value
             if self.options.offload:
                 self._host_read = self.streams.mark(self.streams.gather)
         elif self.state is GroupState.RESHARDED:
@@ -360,7 +359,7 @@ class GroupMemory:
 
     def is_out_of_date(self, version: tuple[int, int]) -> bool:
         """Whether shards were written since they were unsharded, and since ``shards_version`` returned ``version``."""
-        return STEPS.count != self._steps or self.shards_version() != version
+        return OPTIMIZER_STEPS.value != self._steps or self.shards_version() != version
 
     # --- reshard ---
 

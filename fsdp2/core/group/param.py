@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.utils.dlpack
@@ -21,9 +20,6 @@ from torch.distributed.tensor import DTensor
 from .. import torch_compat as compat
 from ..plan.layout import Slot, rows_of
 from ..plan.placement import ShardSpec, in_dtype
-
-if TYPE_CHECKING:
-    from ..iteration.unit import Unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +41,9 @@ class ShardedParam:
     local:      the local tensor that ``sharded`` should have: a piece of the flat shard (on the meta device: of its own)
     unsharded:  what the user sees in forward and backward; made at the first unshard
     original:   the parameter that was cut, if it still lives somewhere
-    unit:       the unit whose group it belongs to
     """
 
-    __slots__ = ("__weakref__", "fqn", "local", "original", "owners", "rank", "sharded", "spec", "unit", "unsharded")
-
-    unit: Unit
+    __slots__ = ("__weakref__", "fqn", "local", "original", "owners", "rank", "sharded", "spec", "unsharded")
 
     def __init__(
         self, fqn: str, owners: list[Owner], spec: ShardSpec, rank: int, sharded: nn.Parameter, local: Tensor

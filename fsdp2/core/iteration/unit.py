@@ -12,6 +12,7 @@ Worked example: an embedding with a unit of its own, and a head in the root that
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +22,6 @@ from .. import torch_compat as compat
 from ..group.max_norm import shrinking_weights
 from ..group.param import Owner, ShardedParam
 from ..group.param_group import ParamGroup
-from ..modules.stored_tensors import StoredTensors
 
 if TYPE_CHECKING:
     from torch import nn
@@ -115,22 +115,17 @@ class Unit(compat.ModuleStateBase):
         self.shared_call: Call | None = None  # of all modules of a list that run in this pass
         self.looked_around = False  # at what else is around its forward, at the first
         self.calls: list[Any] = []  # weak references to Calls whose backward may still come
-        self.looked_for_stored = False  # in the first forward with autograd
-        self.stored: StoredTensors | None = None  # what its forward leaves on its modules
         self.order_indices: list[int] = []  # its places in this iteration's order of forward calls
         for group in self.borrowed:
             group.holders = group.holders or set()
         for group in self.groups:
             for param in group.params:
-                param.unit = self
+                _units[param] = weakref.ref(self)
 
     @property
     def borrowed(self) -> list[ParamGroup]:
         return self.uses[len(self.groups) :]
 
-    def group_of(self, param: ShardedParam) -> ParamGroup:
-        """The group of ``param``, which belongs to this unit."""
-        return next(group for group in self.groups if param in group.params)
 
     def reduce_accumulated(self) -> None:
         if self.schedule is not None:  # it has run
@@ -207,6 +202,21 @@ class Unit(compat.ModuleStateBase):
             if not group.registry.verify():
                 group.rebuild()
                 group.registry.show([param.sharded for param in group.params])  # ``_apply`` unties what it replaces
+
+
+_units: weakref.WeakKeyDictionary[ShardedParam, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
+
+
+def unit_with(param: ShardedParam) -> Unit:
+    """The unit that ``param`` belongs to."""
+    unit = _units[param]()
+    assert unit is not None
+    return unit
+
+
+def group_with(param: ShardedParam) -> ParamGroup:
+    """The group that ``param`` belongs to."""
+    return next(group for group in unit_with(param).groups if param in group.params)
 
 
 def unit_of(module: Any) -> Unit | None:

@@ -29,7 +29,8 @@ from ..iteration.unit import Call, Unit
 from ..plan.model_axes import varying_axes
 from .compiler_orders import look_around
 from .nested_tensors import find_tensors, map_tensors
-from .stored_tensors import stored_tensors
+from .optimizer_steps import watch_optimizers
+from .stored_tensors import StoredTensors, stored_tensors
 from .unmanaged_parameters import REGISTRATIONS, warn_of_plain_parameters
 from .whole_tensors import cut_whole_tensors
 
@@ -45,12 +46,15 @@ class UnitHooks:
         self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
         self._output_dtype: torch.dtype | None = policy.output_dtype
         self._casts_back = False
+        self._looked_for_stored = False  # in the first forward with autograd
+        self._stored: StoredTensors | None = None  # what forward leaves on the unit's modules
         several = len(unit.modules) > 1
         self.pre_forward = compat.dynamo_disabled(self._pre_forward_of_several if several else self._pre_forward)
         self.post_forward = compat.dynamo_disabled(self._post_forward_of_several if several else self._post_forward)
         self._handles: list[Any] = []
 
     def install(self) -> None:
+        watch_optimizers()
         unit = self._unit
         several = len(unit.modules) > 1
         for module in unit.modules:  # ahead of the user's
@@ -194,11 +198,11 @@ class UnitHooks:
         call = unit.running.pop()
         if call is not None:
             output = self._watch_outputs(call, output)
-            if not unit.looked_for_stored:
-                unit.looked_for_stored = True
-                unit.stored = stored_tensors(unit.modules)
-            if unit.stored is not None:
-                for attributes, name, tensor in unit.stored.new():
+            if not self._looked_for_stored:
+                self._looked_for_stored = True
+                self._stored = stored_tensors(unit.modules)
+            if self._stored is not None:
+                for attributes, name, tensor in self._stored.new():
                     attributes[name] = self._watch_outputs(call, tensor)
         elif type(output) is not Tensor or output._base is not None:
             output = map_tensors(_outlive_parameters, output)

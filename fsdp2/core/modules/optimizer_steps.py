@@ -2,37 +2,33 @@
 
 An optimizer that was built before ``fully_shard``, or while parameters were unsharded, holds parameters that never get a gradient:
 its steps would change nothing, in silence. Here it gets the sharded ones in their place, at its first step, when it has no state yet.
-And every step is counted, so that parameters which were unsharded before it are known to be out of date after it (version counters
-do not tell: fused and foreach optimizers leave those of DTensors alone). It refuses to know groups and modules.
+And every step is counted (``group/step_count.py``). It refuses to know groups and modules.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import OrderError, message
 from .. import torch_compat as compat
+from ..group.gradients import Gradients
 from ..group.param import sharded_from
-
-if TYPE_CHECKING:
-    from ..group.gradients import Gradients
+from ..group.step_count import OPTIMIZER_STEPS
 
 
 class _Steps:
     """What is known of the process's optimizers.
 
-    count:    steps of any optimizer that began so far
     sharded:  groups of parameters that were sharded so far
     checked:  the number of param groups, and of what was sharded, with which each optimizer was looked at
     waiting:  gradients that the last micro-batch was to hand out, when they were left alone
     """
 
     def __init__(self) -> None:
-        self.count = 0
         self.sharded = 0
         self.checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self.waiting: weakref.WeakSet[Gradients] = weakref.WeakSet()
@@ -49,7 +45,7 @@ def watch_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    STEPS.count += 1
+    OPTIMIZER_STEPS.value += 1
     if STEPS.waiting:
         _refuse_incomplete(optimizer)
     now = len(optimizer.param_groups), STEPS.sharded

@@ -19,7 +19,7 @@ from ..group.extensions import cut_out, needs_own_memory, refuse_unextendable
 from ..group.memory import GroupOptions
 from ..group.param import Owner, ShardedParam, new_sharded_param, sharded_from
 from ..group.param_group import ParamGroup
-from ..iteration.unit import Unit
+from ..iteration.unit import Unit, group_with
 from ..modules.hooks import UnitHooks
 from ..modules.shown_parameters import ModuleRegistry
 from ..modules.unmanaged_parameters import REGISTRATIONS
@@ -74,7 +74,7 @@ def build_unit(
             buffer.data = buffer.to(device)
     for sharded, _, places in read.tied:
         for owner in places:
-            sharded.unit.group_of(sharded).registry.add_owner(sharded, owner)
+            group_with(sharded).registry.add_owner(sharded, owner)
     if any(group.smaller is not None for group in groups):
         after = reshard_after_forward
     unit = Unit(
@@ -282,7 +282,7 @@ def _borrow(tied: _Tied, place: Placer, options: GroupOptions) -> list[ParamGrou
     """The groups that ``tied`` belong to. Raises: ParameterError if one is placed or cast otherwise than asked here."""
     borrowed: dict[int, ParamGroup] = {}
     for sharded, names, _ in tied:
-        group = sharded.unit.group_of(sharded)
+        group = group_with(sharded)
         theirs, ours = group.options, options
         dtypes_differ = (theirs.param_dtype, theirs.reduce_dtype) != (ours.param_dtype, ours.reduce_dtype)
         mesh, placement = place(names[0], sharded.sharded)

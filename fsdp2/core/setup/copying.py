@@ -24,7 +24,7 @@ from .. import torch_compat as compat
 from ..group.memory import GroupState
 from ..group.param import Owner, ShardedParam
 from ..group.param_group import ParamGroup
-from ..iteration.unit import Unit
+from ..iteration.unit import Unit, unit_with
 from ..modules.hooks import UnitHooks
 from ..modules.sharded_class import set_class, unswap_class
 from ..modules.shown_parameters import ModuleRegistry
@@ -59,7 +59,7 @@ def deepcopy_module(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
 
 
 def _lenders(unit: Unit) -> list[Unit]:
-    return [group.params[0].unit for group in unit.borrowed]
+    return [unit_with(group.params[0]) for group in unit.borrowed]
 
 
 def _copy_module(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
@@ -115,7 +115,7 @@ def _copy_unit(unit: Unit, memo: dict[Any, Any], copies: dict[Unit, Unit]) -> Un
         return copies[unit]
     borrowed = []
     for group in unit.borrowed:
-        lender = group.params[0].unit
+        lender = unit_with(group.params[0])
         index = lender.groups.index(group)
         borrowed.append(_copy_unit(lender, memo, copies).groups[index])
     new = copies[unit] = Unit(

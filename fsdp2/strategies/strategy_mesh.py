@@ -18,8 +18,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from .core import torch_compat as compat
-from .errors import ArgumentError, MeshError, OrderError, message
+from ..core import torch_compat as compat
+from ..errors import ArgumentError, MeshError, OrderError, message
 
 AXES = ("replicate", "shard")
 

@@ -123,7 +123,7 @@ class _ByName(WrapPolicy):
 
 
 auto = _Auto()
-"""The repeated blocks of the model, found by themselves; also ``wrap="auto"``. See ``fsdp2.wrap.auto``."""
+"""The repeated blocks of the model, found by themselves; also ``wrap="auto"``. See ``grouping/auto.py``."""
 
 root_only = _RootOnly()
 """One group; also ``wrap=None``."""

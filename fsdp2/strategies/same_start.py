@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .core import torch_compat as compat
-from .errors import ModuleError, message
+from ..core import torch_compat as compat
+from ..errors import ModuleError, message
 
 
 def require_same(mesh: DeviceMesh, facts: Iterable[str], what: str) -> None:

@@ -134,16 +134,18 @@ def local_shape_of(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[int, ...]
 
 def _after(intervals: list[Interval], cut: Cut) -> list[Interval]:
     found: list[Interval] = []
-    for first, last in _chunks(_length(intervals), cut.split_factor):
-        start, stop = _chunks(last - first, cut.num_chunks)[cut.index]
+    length = _length(intervals)
+    for part in range(min(cut.split_factor, length)):  # the others are empty
+        first, last = _chunk(length, cut.split_factor, part)
+        start, stop = _chunk(last - first, cut.num_chunks, cut.index)
         found += _positions(intervals, first + start, first + stop)
     return found
 
 
-def _chunks(length: int, num_chunks: int) -> list[Interval]:
-    """``_chunks(7, 3) == [(0, 3), (3, 6), (6, 7)]``; the last ones may be empty."""
+def _chunk(length: int, num_chunks: int, index: int) -> Interval:
+    """Of 7 in 3 chunks: ``(0, 3), (3, 6), (6, 7)``; the last ones may be empty."""
     each = -(-length // num_chunks)
-    return [(min(index * each, length), min((index + 1) * each, length)) for index in range(num_chunks)]
+    return min(index * each, length), min((index + 1) * each, length)
 
 
 def _positions(intervals: list[Interval], first: int, last: int) -> Iterator[Interval]:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from .boxes import Box, split
 from .failure import failure
+from .regular_file import open_descriptor
 
 BUFFER_NBYTES = 16 << 20
 """Memory for what cannot be read straight into place: a dtype to convert, a device to send to, strides, gaps between runs."""
@@ -127,7 +128,7 @@ class ByteReader:
         if file is None:
             if len(self._files) >= MAX_OPEN_FILES:
                 os.close(self._files.pop(next(iter(self._files))))
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = open_descriptor(path)
         self._files[path] = file  # the last one in the dict is the last one used
         return file
 

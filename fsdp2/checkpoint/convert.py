@@ -24,15 +24,19 @@ from ..errors import ArgumentError, CheckpointError, message
 from .byte_ranges import ByteReader
 from .failure import failure
 from .lazy import LazyTensor
+from .named_state import State
 from .progress import progress_bar
 from .readers.files import FORMATS
 from .readers.opened import open_source
-from .readers.source import Shapes, Source, nbytes_of, tensors_of
+from .readers.source import Shapes, Source, nbytes_of, place_of, tensors_of
 from .save_plan import nbytes_of as size_of
 from .targets.dcp_target import write_dcp
 from .targets.safetensors_target import write_safetensors
 from .targets.streaming import Stream
 from .targets.torch_target import write_torch
+
+_MAX_EXPANSION, _MAX_TIES, _FREE_NBYTES = 16, 64, 1 << 30
+"""So many times larger than what is read may be what is written: where tensors repeat elements, and where they have many names."""
 
 TARGETS = ("dcp", "safetensors", "torch")
 
@@ -101,6 +105,7 @@ def convert(
         source.left_out += unheld
     state = {"model": model, "optimizer": source.optimizer} if has_optimizer else {"model": model}
     total = sum(nbytes_of(lazy) for _, lazy in tensors_of(state))
+    _check_total(state, total, target)
     with ByteReader() as reader, progress_bar("converting", total, progress) as advance, _new(target, force) as partial:
         stream = Stream(reader, advance, dtype)
         if to == "dcp":
@@ -137,6 +142,33 @@ def _check_target(src: Path, target: Path, to: str, force: bool) -> None:
     if exists and target.is_dir() is not (to != "torch"):
         kinds = ("a file", "a folder") if to == "torch" else ("a folder", "a file")
         raise failure(f"{target} is {kinds[1]}", expected=f"{kinds[0]}, which {to} is", fix="name another", file=target)
+
+
+def _check_total(state: State, total: int, target: Path) -> None:
+    """Whether ``total`` bytes are what the source's files could mean, and fit on the disk. Raises: CheckpointError"""
+    tensors = tensors_of(state)
+    distinct = {place_of(lazy): nbytes_of(lazy) for _, lazy in tensors}
+    files = {stored.path for _, lazy in tensors for stored in lazy.stored()}
+    nbytes = sum(path.stat().st_size for path in files)
+    for found, factor in ((sum(distinct.values()), _MAX_EXPANSION), (total, _MAX_TIES)):
+        if found > factor * nbytes + _FREE_NBYTES:
+            largest = sorted(tensors, key=lambda item: -nbytes_of(item[1]))
+            raise failure(
+                f"the source's {len(files)} files have {nbytes} bytes, and their tensors would be {found}",
+                items=[f"{name}: {lazy.shape}" for name, lazy in largest][:20],
+                expected=f"at most {factor} times as much",
+                fix="do not trust this checkpoint; or save its tensors as they are, not expanded",
+                file=next(iter(files), None),
+            )
+    place = next(each for each in target.parents if each.is_dir())
+    free = shutil.disk_usage(place).free
+    if total > free:
+        raise failure(
+            f"{target} would have {total} bytes, and {place} has {free} bytes free",
+            expected="room for the new checkpoint",
+            fix="make room, or name another place",
+            file=target,
+        )
 
 
 @contextlib.contextmanager

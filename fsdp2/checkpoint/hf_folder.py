@@ -19,7 +19,8 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from .failure import failure
 from .lazy import Stored
-from .safetensors_format import Header, read_header
+from .regular_file import open_regular
+from .safetensors_format import MAX_HEADER_NBYTES, Header, read_header, without_duplicates
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -117,7 +118,11 @@ def _find(path: Path) -> Path:
 def read_index(path: Path) -> dict[str, str]:
     """Key to name of its file, all of which are names inside the folder. Raises: CheckpointError"""
     try:
-        fields = json.loads(path.read_bytes().decode("utf-8"))
+        with open_regular(path) as file:
+            text = file.read(MAX_HEADER_NBYTES + 1)
+        if len(text) > MAX_HEADER_NBYTES:
+            raise ValueError(f"it has more than {MAX_HEADER_NBYTES} bytes")
+        fields = json.loads(text.decode("utf-8"), object_pairs_hook=without_duplicates)
     except OSError as error:
         raise failure(f"{path} cannot be read: {error.strerror or error}", expected="a readable file", file=path) from error
     except (ValueError, RecursionError) as error:

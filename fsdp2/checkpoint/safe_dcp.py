@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from .failure import failure
+from .pickle_limits import check_key, check_pickle, checked_ordered_dict
+from .regular_file import open_regular
 
 METADATA = ".metadata"
 _CLASSES = {
@@ -39,14 +41,26 @@ _CLASSES = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
     "pathlib": {"Path", "PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},
     "pathlib._local": {"Path", "PosixPath", "PurePosixPath", "PureWindowsPath", "WindowsPath"},  # Python 3.13
 }
 
 
+class _Index(MetadataIndex):
+    """A MetadataIndex that becomes one when it gets its fields, if these cost little to hash: it is a dict's key."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        check_key((self.fqn, self.offset, self.index))
+        object.__setattr__(self, "__class__", MetadataIndex)
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return checked_ordered_dict
+        if name == "MetadataIndex" and name in _CLASSES.get(module, ()):
+            return _Index
         if name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(value := getattr(torch, name, None), (torch.dtype, torch.layout, torch.memory_format)):
@@ -89,8 +103,10 @@ def read_metadata(folder: Path) -> Metadata:
             file=path,
         )
     try:
-        with path.open("rb") as file:
-            metadata = _MetadataUnpickler(file).load()
+        with open_regular(path) as file:
+            data = file.read()
+        check_pickle(data)
+        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
         shapes = {type(each) for each in metadata.state_dict_metadata.values()}
         if not isinstance(metadata, Metadata) or not shapes <= {BytesStorageMetadata, TensorStorageMetadata}:
             raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")

@@ -24,6 +24,7 @@ import torch
 
 from ..errors import CheckpointError
 from .failure import failure
+from .regular_file import open_regular
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -80,7 +81,7 @@ def read_header(path: Path) -> Header:
     Raises: CheckpointError naming the file, and the key where there is one.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file_nbytes = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if file_nbytes < 8:
@@ -98,7 +99,7 @@ def read_header(path: Path) -> Header:
 def parse_header(path: Path, text: bytes, file_nbytes: int) -> Header:
     """Check the JSON ``text`` of a file that is ``file_nbytes`` long; ``path`` is for messages."""
     try:
-        fields = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
+        fields = json.loads(text.decode("utf-8"), object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         raise failure(f"{path} has a corrupt header: {error}", expected="a JSON object in UTF-8", file=path) from error
     if not isinstance(fields, dict):
@@ -121,11 +122,13 @@ def parse_header(path: Path, text: bytes, file_nbytes: int) -> Header:
     return Header(entries, metadata, start)
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice")
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For ``json.loads``: an object whose names are all different. Raises: ValueError"""
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise ValueError(f"{name[:100]!r} occurs twice")
+        fields[name] = value
     return fields
 
 

@@ -27,6 +27,7 @@ from ..lazy import LazyTensor
 from ..named_state import State
 from .inert_pickle import Inert
 from .lazy_pieces import Flat
+from .numbered import missing_numbers, shown
 from .source import Source
 from .torch_file import read_torch_file
 
@@ -117,10 +118,10 @@ def _by_rank(folder: Path, kind: str) -> list[Path]:
             fix="convert it to DeepSpeed's universal checkpoint, and that to one model, first",
             file=folder / parallel[0],
         )
-    missing = [rank for rank in range(max(found, default=0) + 1) if rank not in found]
+    missing = missing_numbers(found, 0, max(found, default=0) + 1)
     if missing:
         raise failure(
-            f"{folder} does not have the {kind} states of ranks {missing}",
+            f"{folder} does not have the {kind} states of ranks {shown(missing)}",
             expected=f"a zero_pp_rank_<rank>_mp_rank_00_{kind}_states.pt of every rank",
             fix=_FIX,
             file=folder / f"zero_pp_rank_{missing[0]}_mp_rank_00_{kind}_states.pt",

@@ -17,6 +17,7 @@ from pathlib import Path
 from ..failure import failure
 from ..safe_dcp import METADATA
 from .deepspeed import find_deepspeed
+from .numbered import missing_numbers, shown
 from .torch_file import is_torch_file
 
 FORMATS = ("safetensors", "dcp", "torch", "fsdp1", "deepspeed")
@@ -92,10 +93,10 @@ def check_complete(family: Family) -> None:
     numbers = {_number(path) for path in family.paths}
     start = 1 if parts else 0
     wanted = int(parts[2]) if parts else int(world[1]) if world else max(numbers) + 1
-    missing = sorted(set(range(start, wanted + start)) - numbers)
-    if missing and len(family.paths) + len(missing) > 1:
+    missing = missing_numbers(numbers, start, wanted + start)
+    if missing:
         raise failure(
-            f"{first.parent} does not have the files of {'parts' if parts else 'ranks'} {missing}",
+            f"{first.parent} does not have the files of {'parts' if parts else 'ranks'} {shown(missing)}",
             items=[path.name for path in family.paths][:20],
             expected=f"{wanted} files like {first.name}",
             fix="add them: each has a part of the parameters that no other has",

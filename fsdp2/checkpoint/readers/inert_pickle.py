@@ -3,14 +3,13 @@
 A pickle names classes and functions, and calls them. Here containers and dtypes are themselves, tensors become whatever ``tensor_of``
 makes of their description, and every other name becomes a class without behaviour (``Inert``) that remembers what it was called
 with. So files with classes of DeepSpeed, FSDP1 or the user's own can be read where these are not installed, and by nobody's leave.
-It refuses to know files and formats.
+What reading costs is bounded by the bytes that are read, see ``pickle_limits.py``. It refuses to know files and formats.
 
 Worked example: ``ds.ZeroStageEnum(2)`` comes out as an Inert with ``path == "ds.ZeroStageEnum"`` and ``args == (2,)``.
 """
 
 from __future__ import annotations
 
-import collections
 import io
 import pickle
 from collections.abc import Callable
@@ -18,6 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from ..pickle_limits import check_made, check_pickle, checked_dict, checked_frozenset, checked_ordered_dict, checked_set
 
 _STORAGE_DTYPES = {
     "DoubleStorage": torch.float64,
@@ -34,7 +35,8 @@ _STORAGE_DTYPES = {
     "ComplexDoubleStorage": torch.complex128,
     "UntypedStorage": torch.uint8,
 }
-_BUILTINS = {"set": set, "frozenset": frozenset, "complex": complex, "list": list, "dict": dict, "tuple": tuple, "slice": slice}
+_MAX_CLASSES = 10_000
+"""Of one file. A class takes five bytes to name and two thousand to make."""
 
 
 class Inert:
@@ -104,10 +106,22 @@ class _DefaultDict(dict[Any, Any]):
         super().__init__()
 
 
+_BUILTINS: dict[str, Any] = {
+    "set": checked_set,
+    "frozenset": checked_frozenset,
+    "complex": complex,
+    "list": list,
+    "dict": checked_dict,
+    "tuple": tuple,
+    "slice": slice,
+}
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes, tensor_of: Callable[[SavedTensor], Any]) -> None:
         super().__init__(io.BytesIO(data), encoding="utf-8")
         self._tensor_of = tensor_of
+        self._classes: dict[str, type[Inert]] = {}
         self._functions: dict[str, Callable[..., Any]] = {
             "torch._utils._rebuild_tensor": self._tensor,
             "torch._utils._rebuild_tensor_v2": self._tensor,
@@ -125,7 +139,7 @@ class _Unpickler(pickle.Unpickler):
         if module in ("builtins", "__builtin__") and name in _BUILTINS:
             return _BUILTINS[name]
         if path == "collections.OrderedDict":
-            return collections.OrderedDict
+            return checked_ordered_dict
         if path == "collections.defaultdict":
             return _DefaultDict
         if path in ("torch.Size", "torch._C.Size"):
@@ -134,7 +148,13 @@ class _Unpickler(pickle.Unpickler):
             return _STORAGE_DTYPES[name]
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        return self._functions.get(path) or type(name, (Inert,), {"path": path})
+        if path in self._functions:
+            return self._functions[path]
+        if path not in self._classes:
+            if len(self._classes) >= _MAX_CLASSES:
+                raise pickle.UnpicklingError(f"it names more than {_MAX_CLASSES} classes")
+            self._classes[path] = type(name, (Inert,), {"path": path})
+        return self._classes[path]
 
     def persistent_load(self, pid: Any) -> Any:
         match pid:
@@ -179,4 +199,7 @@ def _encode(text: str, encoding: str = "latin1") -> bytes:
 
 def unpickle(data: bytes, tensor_of: Callable[[SavedTensor], Any]) -> Any:
     """What ``data`` describes. Raises: whatever a broken pickle raises"""
-    return _Unpickler(data, tensor_of).load()
+    check_pickle(data)
+    made = _Unpickler(data, tensor_of).load()
+    check_made(made, 4 * len(data) + 1000)  # without sharing, each object takes a byte or more
+    return made

@@ -206,6 +206,9 @@ def _coordinate(mesh: Inert) -> tuple[tuple[int, ...], tuple[int, ...]]:
         sizes = tuple(math.prod(_flat(size)) for size in (found if isinstance(found, (tuple, list)) else (found,)))
     else:
         sizes = fields["mesh"].shape
+    sizes = tuple(sizes)
+    if not all(type(size) is int and size > 0 for size in sizes):
+        raise failure(f"a DTensor was saved on a mesh of shape {str(sizes)[:100]}", expected="positive numbers of ranks")
     if coordinate is None:
         raise failure("a DTensor was saved by a rank outside of its mesh", expected="files of the ranks that hold the model")
     return tuple(coordinate), sizes

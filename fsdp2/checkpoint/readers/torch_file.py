@@ -21,17 +21,24 @@ import torch
 from ...errors import CheckpointError
 from ..failure import failure
 from ..lazy import LazyTensor, Stored
+from ..regular_file import open_regular
 from ..safetensors_format import NAMES, Entry
 from .inert_pickle import SavedTensor, unpickle
 from .lazy_pieces import Strided, is_contiguous
 
 _LOCAL_HEADER_NBYTES = 30
+_MAX_EXPANDED_NBYTES = 1 << 30
+_MAX_EXPANSION = 16
+"""A tensor that repeats its elements (strides of 0) may be so large, or so many times larger than they: written out, it has no end."""
 
 
 def is_torch_file(path: Path) -> bool:
     """Whether it begins like one of ``torch.save``: a zip, or the format before torch 1.6."""
-    with path.open("rb") as file:
-        start = file.read(64)
+    try:
+        with open_regular(path) as file:
+            start = file.read(64)
+    except OSError as error:
+        raise failure(f"{path} cannot be read: {error.strerror or error}", expected="a readable file", file=path) from error
     return start.startswith(b"PK\x03\x04") or b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19" in start
 
 
@@ -41,7 +48,7 @@ def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> A
     Raises: CheckpointError naming the file: it is cut short, none of torch.save's, or has a dtype that no target can hold
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             nbytes = file.seek(0, io.SEEK_END) - offset if length is None else length
             zipped = zipfile.ZipFile(_Window(file, offset, nbytes))
             return _read(path, zipped, file, offset)
@@ -98,8 +105,11 @@ def _read(path: Path, zipped: zipfile.ZipFile, file: BinaryIO, base: int) -> Any
     if len(names) != 1:
         raise ValueError("it is a zip without a data.pkl")
     prefix = names[0].removesuffix("data.pkl")
+    compressed = [info.filename for info in zipped.infolist() if info.compress_type != zipfile.ZIP_STORED]
+    if compressed:  # a thousand times its size may be in it, and torch.save never does that
+        raise ValueError(f"{compressed[0]} is compressed")
     byteorder = f"{prefix}byteorder"
-    if byteorder in zipped.namelist() and zipped.read(byteorder) != b"little":
+    if byteorder in zipped.NameToInfo and zipped.read(byteorder) != b"little":
         raise ValueError("it was written on a big-endian machine")
     return unpickle(zipped.read(names[0]), _lazily(path, _finder(zipped, prefix, file, base)))
 
@@ -110,8 +120,6 @@ def _finder(zipped: zipfile.ZipFile, prefix: str, file: BinaryIO, base: int) -> 
     def find(key: str) -> _Record:
         if key not in known:
             info = zipped.getinfo(f"{prefix}data/{key}")
-            if info.compress_type != zipfile.ZIP_STORED:
-                raise ValueError("it is compressed")
             file.seek(base + info.header_offset)
             header = file.read(_LOCAL_HEADER_NBYTES)
             extra = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
@@ -133,6 +141,8 @@ def _lazily(path: Path, find: Callable[[str], _Record]) -> Callable[[SavedTensor
             or saved.dtype not in NAMES
         ):
             raise ValueError(f"tensor data/{saved.key} {saved.dtype} {saved.shape} does not fit its storage of {record.nbytes} bytes")
+        if math.prod(saved.shape) * itemsize > max(_MAX_EXPANDED_NBYTES, _MAX_EXPANSION * span * itemsize):
+            raise ValueError(f"tensor data/{saved.key} {saved.shape} repeats the {span * itemsize} bytes that are stored of it")
         where = record.offset + saved.offset * itemsize
         name = f"data/{saved.key}"
         if is_contiguous(saved.shape, saved.stride):

@@ -1,0 +1,19 @@
+"""Which of the ranks' or parts' numbers are missing, where these come from names that anybody may have given.
+
+Worked example: a folder with ``model-00001-of-99999999999.bin`` alone misses more numbers than fit in memory; a hundred are enough.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+
+
+def missing_numbers(numbers: Collection[int], start: int, stop: int) -> list[int]:
+    """Those from ``start`` to ``stop`` that are not in ``numbers``: a few more than these at most, whatever a file's name says."""
+    return list(itertools.islice((number for number in range(start, stop) if number not in numbers), len(numbers) + 100))
+
+
+def shown(numbers: Sequence[int]) -> str:
+    """The first of them."""
+    return f"{list(numbers[:20])}" + (" and more" if len(numbers) > 20 else "")

@@ -1,0 +1,218 @@
+"""Small files that would cost much: readers refuse them, or take them for what they are, in little time and memory."""
+
+from __future__ import annotations
+
+import collections
+import io
+import json
+import os
+import pickle
+import shutil
+import struct
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from fsdp2.checkpoint import CheckpointError, convert, load_safetensors, open_source
+from fsdp2.checkpoint.pickle_limits import check_pickle
+from fsdp2.checkpoint.safetensors_format import parse_header
+from harness.bounded import Outcome, bounded
+
+MAX_GROWTH = 200 << 20
+MAX_SECONDS = 5.0
+
+
+def refused(action: Callable[[], Any]) -> str:
+    """The text of the error, which came in time."""
+    outcome = bounded(action)
+    assert outcome.crash is None, outcome.crash
+    assert_bounded(outcome)
+    assert outcome.error is not None, "nothing was refused"
+    return outcome.error
+
+
+def assert_bounded(outcome: Outcome) -> None:
+    assert outcome.growth < MAX_GROWTH
+    assert outcome.seconds < MAX_SECONDS
+
+
+def torch_zip(path: Path, description: bytes, *, compression: int = zipfile.ZIP_STORED, byteorder: bytes = b"little") -> Path:
+    """A file of ``torch.save``'s format with the given ``data.pkl``, and a storage of 1 KB."""
+    with zipfile.ZipFile(path, "w", compression, compresslevel=1) as zipped:
+        zipped.writestr("archive/data.pkl", description)
+        zipped.writestr("archive/byteorder", byteorder)
+        zipped.writestr("archive/data/0", bytes(1024))
+        zipped.writestr("archive/version", b"3\n")
+    return path
+
+
+def opened(path: Path) -> Callable[[], Any]:
+    return lambda: open_source(path).format
+
+
+def test_a_memo_index_of_a_pickle_takes_no_memory(tmp_path: Path) -> None:
+    """2 GiB were written for these nine bytes."""
+    bomb = b"\x80\x02Nr" + struct.pack("<I", 2**27) + b"."
+    assert "memo" in refused(opened(torch_zip(tmp_path / "a.pt", bomb)))
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp/.metadata").write_bytes(bomb)
+    assert "memo" in refused(opened(tmp_path / "dcp"))
+
+
+@pytest.mark.parametrize("name", ["data.pkl", "byteorder"])
+def test_compressed_entries_are_not_inflated(name: str, tmp_path: Path) -> None:
+    large = bytes(250_000_000)
+    path = torch_zip(
+        tmp_path / "a.pt",
+        pickle.dumps({}, 2) + (large if name == "data.pkl" else b""),
+        compression=zipfile.ZIP_DEFLATED,
+        byteorder=large if name == "byteorder" else b"little",
+    )
+    assert path.stat().st_size < 2_000_000
+    assert "compressed" in refused(opened(path))
+
+
+def test_a_name_that_occurs_often_in_a_header_is_found_in_linear_time(tmp_path: Path) -> None:
+    """All names were counted for each: 200 000 pairs took an hour."""
+    pairs = ",".join(f'"k{index}":0' for index in range(200_000))
+    text = ("{" + pairs + ',"k199999":0}').encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text)
+    assert "'k199999' occurs twice" in refused(opened(tmp_path))
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors", "a": "y.safetensors"}}')
+    assert "'a' occurs twice" in refused(opened(tmp_path))
+
+
+def shared(levels: int, make: Callable[[Any], Any]) -> Any:
+    node: Any = "end"
+    for _ in range(levels):
+        node = make(node)
+    return node
+
+
+
+@pytest.mark.parametrize("make", [lambda x: {"a": x, "b": x}, lambda x: [x, x], lambda x: (x, x)], ids=["dicts", "lists", "tuples"])
+def test_forty_levels_of_shared_containers_are_refused(make: Callable[[Any], Any], tmp_path: Path) -> None:
+    path = torch_zip(tmp_path / "a.pt", pickle.dumps({"model": shared(40, make)}, 2))
+    assert "shared again and again" in refused(opened(path))
+
+
+@pytest.mark.parametrize("where", ["a dict's key", "a set's member", "an argument of a set", "an argument of a dict"])
+def test_shared_tuples_are_not_hashed(where: str, tmp_path: Path) -> None:
+    """Forty levels of them take 2**40 steps to hash."""
+    key = pickle.dumps(shared(40, lambda x: (x, x)), 2)[2:-1]
+    start = b"\x80\x02"
+    description = {
+        "a dict's key": start + b"}" + key + b"Ns.",
+        "a set's member": b"\x80\x04" + b"\x8f(" + key + b"\x90.",
+        "an argument of a set": start + b"c__builtin__\nset\n]" + key + b"a\x85R.",
+        "an argument of a dict": start + b"ccollections\nOrderedDict\n]" + key + b"N\x86a\x85R.",
+    }[where]
+    assert "100 parts" in refused(opened(torch_zip(tmp_path / "a.pt", description)))
+    (tmp_path / "dcp").mkdir()
+    (tmp_path / "dcp/.metadata").write_bytes(description)
+    refused(opened(tmp_path / "dcp"))
+
+
+def test_numbers_of_one_hash_are_no_keys() -> None:
+    """Integers that are equal modulo 2**61 - 1 have one hash: a dict of n of them takes n**2 steps."""
+    with pytest.raises(pickle.UnpicklingError, match="8 bytes"):
+        check_pickle(pickle.dumps({index * (2**61 - 1): 0 for index in range(100)}, 2))
+    check_pickle(pickle.dumps(dict.fromkeys(range(100), 2 ** 200), 2))
+
+
+def test_deep_and_endless_containers_are_refused(tmp_path: Path) -> None:
+    deep = torch_zip(tmp_path / "a.pt", pickle.dumps({"model": shared(300, lambda x: {"a": x})}, 2))
+    assert "nested more than 100 deep" in refused(opened(deep))
+    endless: dict[str, Any] = {}
+    endless["model"] = endless
+    assert "contains itself" in refused(opened(torch_zip(tmp_path / "b.pt", pickle.dumps(endless, 2))))
+
+
+def test_classes_cost_no_more_than_their_names(tmp_path: Path) -> None:
+    names = b"".join(b"cA\n%x\n0" % index for index in range(200_000))
+    assert "more than 10000 classes" in refused(opened(torch_zip(tmp_path / "a.pt", b"\x80\x02" + names + b"N.")))
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_every_pickle_of_a_program_passes(protocol: int) -> None:
+    """The limits know every opcode: what pickle itself writes is within them."""
+    state = collections.OrderedDict(a=[1, -1, 2**40, 2**300, 1.5, True, None, "x" * 300, b"y" * 300, (1, 2, 3, 4), {5}, frozenset({6})])
+    objects: list[Any] = [state, state, Path("x"), torch.Size([2]), collections.defaultdict(list), bytearray(b"z"), 1j, {(1, "a"): 2}]
+    check_pickle(pickle.dumps(objects, protocol))
+    for cut in range(len(pickle.dumps(objects, protocol))):
+        with pytest.raises(pickle.UnpicklingError):
+            check_pickle(pickle.dumps(objects, protocol)[:cut])
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "a.safetensors", "latest", "x_optim_states.pt", ".metadata", "a.pt", "model-00001-of-00002.bin"]
+)
+def test_a_pipe_is_not_waited_for(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    refused(opened(tmp_path))
+    refused(opened(tmp_path / name))
+
+
+def test_a_pipe_or_device_that_another_file_names_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "b.safetensors"}}))
+    (tmp_path / "b.safetensors").symlink_to("/dev/zero")
+    refused(opened(tmp_path))
+    refused(lambda: load_safetensors(nn.Linear(2, 2), tmp_path))
+
+
+def test_a_tensor_that_repeats_its_elements_is_not_written_out(tmp_path: Path) -> None:
+    """1 KB on disk, 256 GB for whoever converts it."""
+    torch.save({"a": torch.zeros(256).expand(2**28, 256)}, tmp_path / "a.pt")
+    message = refused(lambda: convert(tmp_path / "a.pt", tmp_path / "out", to="safetensors"))
+    assert "repeats the 1024 bytes" in message
+    torch.save({"a": torch.arange(3.0).expand(5, 3)}, tmp_path / "b.pt")
+    convert(tmp_path / "b.pt", tmp_path / "b", to="safetensors")
+    assert load_safetensors_file(tmp_path / "b")["a"].equal(torch.arange(3.0).expand(5, 3))
+
+
+def load_safetensors_file(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")  # type: ignore[no-any-return]
+
+
+def test_one_storage_under_many_names_is_not_written_out_for_each(tmp_path: Path) -> None:
+    storage = torch.zeros(200_000)
+    torch.save({f"name{index}": storage for index in range(2000)}, tmp_path / "a.pt")  # 0.8 MB, and 1.6 GB for DCP, which knows no ties
+    message = refused(lambda: convert(tmp_path / "a.pt", tmp_path / "out", to="dcp"))
+    assert "at most 64 times as much" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_does_not_fit_on_the_disk_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"a": torch.zeros(1000)}, tmp_path / "model.safetensors")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil_usage(free=3999))
+    with pytest.raises(CheckpointError, match=r"would have 4000 bytes, and .* has 3999 bytes free"):
+        convert(tmp_path / "model.safetensors", tmp_path.parent / f"{tmp_path.name}.pt", to="torch")
+
+
+def shutil_usage(free: int) -> Any:
+    return collections.namedtuple("usage", "total used free")(10**6, 0, free)
+
+
+@pytest.mark.parametrize(
+    "name", ["model-00001-of-99999999999.bin", "rank_99999999999.pt", "zero_pp_rank_99999999999_mp_rank_00_optim_states.pt"]
+)
+def test_numbers_in_names_of_files_are_not_counted_up_to(name: str, tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    torch.save({"a": torch.zeros(3)}, buffer)
+    (tmp_path / name).write_bytes(buffer.getvalue())
+    assert "0, 1, 2" in refused(opened(tmp_path)) or "2, 3, 4" in refused(opened(tmp_path))
+
+
+def test_headers_with_wrong_numbers_are_refused_before_anything_is_allocated() -> None:
+    text = b'{"a":{"dtype":"F32","shape":[4294967296,4294967296,4294967296],"data_offsets":[0,0]}}'
+    with pytest.raises(CheckpointError):
+        parse_header(Path("x"), text, 8 + len(text))

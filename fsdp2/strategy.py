@@ -240,4 +240,4 @@ def accumulate(model: nn.Module, last: bool = False) -> Iterator[None]:
             unit.reshard_after_backward, unit.keeps_smaller = reshards, keeps_smaller
         for each, (sync, all_reduce, keeps_shards) in zip(gradients, of_gradients, strict=True):
             each.sync, each.all_reduce, each.keeps_shards = sync, all_reduce, keeps_shards
-        STEPS.waiting.update(each for each in gradients if each.kept)
+        STEPS.waiting.update(each for each in gradients if each.holds_unreduced)

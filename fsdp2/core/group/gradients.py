@@ -47,6 +47,7 @@ class Gradients:
         self._accumulated: Tensor | None = None
         self._used: list[bool] = []
         self.partial: Tensor | None = None  # reduce-scattered, and not all-reduced or handed out yet
+        self._adding: InFlight | None = None  # on its way to ``partial``
         self._reduction: tuple[object, collectives.GradientReduction] | None = None
 
     def adopt_settings(self, other: Gradients) -> None:
@@ -111,7 +112,7 @@ class Gradients:
 
     def is_waiting(self) -> bool:
         """At the end of backward: whether a gradient was not collected yet, or what accumulated without sync is to be reduced now."""
-        if self.reached or (self.sync and (self._accumulated is not None or (self.all_reduce and self.partial is not None))):
+        if self.reached or (self.sync and (self._accumulated is not None or (self.all_reduce and self._holds_partial))):
             return True
         for param in self.group.params:  # noqa: SIM110 (a generator would cost every unit of every backward a call more)
             if param.unsharded is not None and param.unsharded.grad is not None:
@@ -121,7 +122,11 @@ class Gradients:
     @property
     def holds_unreduced(self) -> bool:
         """Whether something that accumulated has not reached the sharded parameters yet."""
-        return self._accumulated is not None or self.partial is not None
+        return self._accumulated is not None or self._holds_partial
+
+    @property
+    def _holds_partial(self) -> bool:
+        return self.partial is not None or self._adding is not None
 
     def take(self) -> list[Tensor | None]:
         """Take the gradients off the unsharded parameters, in the plan's order; empty if none is trainable."""
@@ -156,7 +161,7 @@ class Gradients:
                 dtype = plan.grad_dtype  # added as they are, so that the sum alone is rounded
             buffer = torch.empty(plan.layout.unsharded_numel, dtype=dtype, device=self.group.device)
         else:
-            adds_up = not self.sync or not self.hands_out or self._accumulated is not None or self.partial is not None
+            adds_up = not self.sync or not self.hands_out or self.holds_unreduced
             whole = adds_up or self.reduce_unused
             if not whole and not any(used):
                 return None
@@ -183,7 +188,7 @@ class Gradients:
     def discard(self) -> None:
         """Forget every gradient that has not reached the sharded parameters."""
         self._accumulated = None
-        self.partial = None
+        self.partial = self._adding = None
         self.reached = False
         for param in self.group.params:
             if param.unsharded is not None:
@@ -221,8 +226,19 @@ class Gradients:
     def reduce(self, buffer: Tensor) -> InFlight:
         """Start reducing what ``collect`` returned. Collective: yes, over the shard axis, then the replicate axis."""
         assert self._collected is not None
-        return InFlight(self, self._collected, self._used, buffer)
+        if self._adding is not None:
+            self._adding.advance()
+        reduction = InFlight(self, self._collected, self._used, buffer)
+        if not reduction.hands_out and self.group.streams.host_waits:
+            self._adding = reduction
+        return reduction
 
     def add_partial(self, output: Tensor) -> None:
         """Keep a reduce-scattered gradient, in reduce dtype, that is not to be all-reduced or handed out yet."""
         self.partial = output if self.partial is None else self.partial.add_(output)
+        self._adding = None
+
+    def take_partial(self) -> Tensor | None:
+        """What was kept, for the reduction that hands it out: from now on nothing waits for another one."""
+        partial, self.partial = self.partial, None
+        return partial

@@ -35,16 +35,17 @@ class InFlight:
         "_advanced",
         "_all_reduce",
         "_gradients",
-        "_hands_out",
         "_held",
         "_input",
         "_late",
         "_output",
+        "_partial",
         "_pending",
         "_plan",
         "_reduced",
         "_scattered",
         "_used",
+        "hands_out",
     )
 
     def __init__(self, gradients: Gradients, plan: ReducePlan, used: list[bool], buffer: Tensor) -> None:
@@ -56,7 +57,9 @@ class InFlight:
         self._held: Tensor | None = None
         self._pending: collectives.Pending | None = None
         self._all_reduce: collectives.Pending | None = None
-        self._hands_out = gradients.all_reduce or gradients.hands_out  # on the host, the rest may come after the user has changed it
+        # On the host, the rest may come after the user has changed what is asked here, and after others have asked.
+        self.hands_out = gradients.all_reduce or gradients.hands_out
+        self._partial = gradients.take_partial() if self.hands_out else None
         self._scattered: Any = None  # event behind the reduce-scatter
         self._reduced: Any = None  # event behind everything
         self._late: list[int] = []
@@ -112,14 +115,14 @@ class InFlight:
         assert output is not None
         process_group = gradients.group.mesh.replicate_group
         stream = streams.reduce
-        if not self._hands_out:
+        if not self.hands_out:
             gradients.add_partial(output)
             self._output = None
             self._reduced = self._scattered
             return
-        if gradients.partial is not None:
-            output.add_(gradients.partial)
-            gradients.partial = None
+        if self._partial is not None:
+            output.add_(self._partial)
+            self._partial = None
         if process_group is not None:
             stream = streams.all_reduce
             streams.order(stream, streams.mark(streams.reduce))
@@ -203,7 +206,7 @@ class InFlight:
             if pending is not None:
                 pending.finish()
         streams.order(streams.compute, self._reduced)
-        self._pending = self._all_reduce = self._input = self._output = self._held = None
+        self._pending = self._all_reduce = self._input = self._output = self._held = self._partial = None
 
     def _hand_out(self, stream: Any) -> None:
         gradients, plan = self._gradients, self._plan

@@ -339,11 +339,11 @@ class Schedule:
         unit.calls = [weakref.ref(call) for call in kept]
 
     def _reduce(self, unit: Unit, at_end: bool) -> None:
-        """Reduce the gradients of the unit's own groups; of those that others borrow at the end of backward only."""
+        """Reduce the gradients of the unit's own groups: now those that nobody borrows, at the end of backward what is left."""
         taken = [
             (group.gradients, group.gradients.take())
             for group in reversed(unit.groups)
-            if group.holders is None or (at_end and group.gradients.is_waiting())
+            if (group.gradients.is_waiting() if at_end else group.holders is None)
         ]
         if compat.functorch_is_active():  # the backward of a transform, to which parameters are constants
             taken = []

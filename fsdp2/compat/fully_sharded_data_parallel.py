@@ -1,17 +1,23 @@
 """``FullyShardedDataParallel`` as an FSDP1 script knows it, on our own core: the names of the torch module of the same name.
 
-``FSDP(module, ...)`` shards ``module`` in place and returns it: it keeps its class (below a new one), its attributes and the names of
-its parameters, which are DTensors between steps. ``isinstance(module, FSDP)`` is true, ``module.module`` is the module itself.
+``FSDP(module, ...)`` shards ``module`` in place and returns it: it keeps its class (below a new one of the same name), its attributes
+and the names of its parameters, which are DTensors between steps. ``isinstance(module, FSDP)`` is true, ``module.module`` is the module
+itself. A subclass of FSDP comes in front of the module's class, too: ``Mine(module)`` is ``module``, with the methods of both.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+from abc import ABCMeta
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
+from ..core.modules.sharded_class import set_class
+from ..core.torch_compat import TorchFSDPModule
 from ..errors import ModuleError, message
 from .api import (
     BackwardPrefetch,
@@ -37,55 +43,45 @@ from .wrap import CustomPolicy, ModuleWrapPolicy
 from .wrapping import wrap_module
 
 
-class _Wrapping(type):
-    """Makes ``FSDP(module, ...)`` return ``module``, and ``isinstance`` find all modules it was called on."""
+class _Wrapping(ABCMeta):
+    """Makes ``FSDP(module, ...)`` return ``module``, and ``isinstance`` find all modules it was called on.
 
-    def __call__(
-        cls,
-        module: nn.Module,
-        process_group: Any = None,
-        sharding_strategy: ShardingStrategy | None = None,
-        cpu_offload: CPUOffload | None = None,
-        auto_wrap_policy: Any = None,
-        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
-        mixed_precision: MixedPrecision | None = None,
-        ignored_modules: Iterable[nn.Module] | None = None,
-        param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
-        sync_module_states: bool = False,
-        forward_prefetch: bool = False,
-        limit_all_gathers: bool = True,
-        use_orig_params: bool = False,
-        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
-        device_mesh: Any = None,
-        *,
-        fsdp_auto_wrap_policy: Any = None,
-    ) -> Any:
-        options = Options(
-            process_group=process_group,
-            sharding_strategy=sharding_strategy,
-            cpu_offload=cpu_offload,
-            auto_wrap_policy=fsdp_auto_wrap_policy if auto_wrap_policy is None else auto_wrap_policy,
-            backward_prefetch=backward_prefetch,
-            mixed_precision=mixed_precision,
-            ignored_modules=ignored_modules,
-            param_init_fn=param_init_fn,
-            device_id=device_id,
-            sync_module_states=sync_module_states,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            use_orig_params=use_orig_params,
-            ignored_states=ignored_states,
-            device_mesh=device_mesh,
-        )
-        wrap_module(module, options, FSDP1Module)
+    It is an ABCMeta, so that a subclass can be put in front of a module's class that has that metaclass.
+    """
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        _self, *others = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
+        return inspect.Signature(others)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if issubclass(cls, TorchFSDPModule):  # type(module)(...), of a module that is sharded: ``FSDPModule.__new__`` makes a plain one
+            return super().__call__(*args, **kwargs)
+        made = object.__new__(cls)
+        try:
+            cls.__init__(made, *args, **kwargs)  # that of a subclass may build the module itself: only ours is sure to be given it
+            module = _modules.get(id(made))
+        finally:
+            _modules.pop(id(made), None)
+        if module is None:
+            raise ModuleError(
+                message(
+                    f"{cls.__name__}.__init__ has not called that of FullyShardedDataParallel",
+                    expected="super().__init__(module, ...), which shards the module",
+                    fix="call it with the module to shard",
+                )
+            )
         return module
 
     def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, FSDP1Module)
+        return super().__instancecheck__(instance) or (cls is FullyShardedDataParallel and isinstance(instance, FSDP1Module))
 
     def __subclasscheck__(cls, subclass: type) -> bool:
-        return subclass is cls or issubclass(subclass, FSDP1Module)
+        return super().__subclasscheck__(subclass) or (cls is FullyShardedDataParallel and issubclass(subclass, FSDP1Module))
+
+
+_modules: dict[int, nn.Module] = {}
+"""What ``FullyShardedDataParallel.__init__`` has sharded, by ``id`` of the instance that is being made."""
 
 
 class FullyShardedDataParallel(FSDP1Module, nn.Module, metaclass=_Wrapping):
@@ -114,14 +110,52 @@ class FullyShardedDataParallel(FSDP1Module, nn.Module, metaclass=_Wrapping):
     Source:             torch.distributed.fsdp.FullyShardedDataParallel; docs/fsdp1.md lists every difference
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> NoReturn:
-        raise ModuleError(
-            message(
-                f"{cls.__name__} subclasses FullyShardedDataParallel",
-                expected="FSDP(module, ...): it is no wrapper, so there is nothing that a subclass could be an instance of",
-                fix="subclass the module's own class, or write a function that calls FSDP",
-            )
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: Any = None,
+        *,
+        fsdp_auto_wrap_policy: Any = None,
+    ) -> None:
+        options = Options(
+            process_group=process_group,
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            auto_wrap_policy=fsdp_auto_wrap_policy if auto_wrap_policy is None else auto_wrap_policy,
+            backward_prefetch=backward_prefetch,
+            mixed_precision=mixed_precision,
+            ignored_modules=ignored_modules,
+            param_init_fn=param_init_fn,
+            device_id=device_id,
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+            ignored_states=ignored_states,
+            device_mesh=device_mesh,
         )
+        subclass = None if type(self) is FullyShardedDataParallel else type(self)
+        wrap_module(module, options, subclass or FSDP1Module, FSDP1Module)
+        # From here on ``self`` is the module: what the __init__ of a subclass has set and will set on it is the module's.
+        vars(module).update(vars(self))
+        with contextlib.suppress(TypeError):  # the module's class lays out its instances otherwise: ``self`` then lacks its methods
+            set_class(self, type(module))
+        object.__setattr__(self, "__dict__", vars(module))
+        _modules[id(self)] = module
 
 
 __all__ = [

@@ -35,14 +35,17 @@ _PREFETCH: dict[BackwardPrefetch | None, Literal["pre", "post"] | None] = {
 }
 
 
-def wrap_module(module: nn.Module, options: Options, mixin: type) -> None:
-    """Shard ``module`` by FSDP1's arguments, in place; ``mixin`` is the class whose methods it gets.
+def wrap_module(module: nn.Module, options: Options, mixin: type, mixin_below: type) -> None:
+    """Shard ``module`` by FSDP1's arguments, in place.
+
+    mixin:       the class whose methods it gets
+    mixin_below: the same for the modules that a policy chooses below it
 
     Collective: where process groups are made for the first time, and with ``sync_module_states``.
     Raises:     an FSDPError; before anything is changed, unless it is about one of the modules that a policy chose
     """
     checked_modules(module)
-    sharded_class(module, mixin)  # a class that refuses to be subclassed does so before anything is changed
+    sharded_class(module, mixin, prefix="")  # a class that refuses to be subclassed does so before anything is changed
     strategy = member(ShardingStrategy, options.sharding_strategy or ShardingStrategy.FULL_SHARD, "sharding_strategy")
     if options.backward_prefetch is not None:
         prefetch = member(BackwardPrefetch, options.backward_prefetch, "backward_prefetch")
@@ -59,9 +62,9 @@ def wrap_module(module: nn.Module, options: Options, mixin: type) -> None:
         below = dataclasses.replace(options, auto_wrap_policy=None, ignored_modules=None, ignored_states=ignored_params)
         chosen = chosen_modules(module, options.auto_wrap_policy, ignored_modules, ignored_params, mixed_precision)
         for each, _ in chosen:
-            sharded_class(each, mixin)
+            sharded_class(each, mixin_below, prefix="")
         for each, overrides in chosen:
-            wrap_module(each, _overridden(below, overrides), mixin)
+            wrap_module(each, _overridden(below, overrides), mixin_below, mixin_below)
             if mixed_precision is not None and isinstance(each, tuple(mixed_precision._module_classes_to_ignore)):
                 _run_in_fp32(each)
     own = Own(module, ignored_modules, ignored_params)
@@ -83,7 +86,7 @@ def wrap_module(module: nn.Module, options: Options, mixin: type) -> None:
         )
     for buffer, data in zip(left_alone, before, strict=True):
         buffer.data = data
-    swap_class(module, mixin)
+    swap_class(module, mixin, prefix="")  # type(model.module).__name__ is the user's, as in FSDP1
     give_settings(module, settings)
     _choose_casts(module)
     unit.backward_prefetch = _PREFETCH[options.backward_prefetch]

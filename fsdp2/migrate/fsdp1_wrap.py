@@ -351,9 +351,9 @@ def class_reference(editor: Editor, old: cst.Name | cst.Attribute, new: cst.Base
     if not _in_annotation(editor, old):
         above = editor.names.parent_of(parent) if parent is not None else None
         if isinstance(above, cst.ClassDef):
-            editor.refuse("fsdp1", old, "a subclass of FSDP: there is no wrapper; subclass the module's class", on_compat=False)
+            editor.refuse("fsdp1", old, "a subclass of FSDP: parallelize changes a module in place, there is no class of wrappers")
         else:
-            editor.refuse("fsdp1", old, "FSDP as a value: fully_shard changes a module in place, there is no class of wrappers")
+            editor.refuse("fsdp1", old, "FSDP as a value: parallelize changes a module in place, there is no class of wrappers")
     return new
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from abc import ABC
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -62,6 +63,90 @@ def test_module_is_returned_itself_with_names_types_and_attributes() -> None:
     assert [name for name, _ in wrapped.named_parameters()] == names
     assert all(isinstance(param, DTensor) for param in wrapped.parameters())
     assert wrapped.module is wrapped
+
+
+@on_ranks(2)
+def test_name_of_the_class_inside_is_the_users() -> None:
+    """Scripts choose by ``type(model.module).__name__``, and transformers writes it into config.json."""
+    model = FSDP(mlp(), auto_wrap_policy=BLOCKS)
+    assert type(model.module).__name__ == type(model.module).__qualname__ == "MLP"
+    assert type(model.blocks[0]).__name__ == "Block"
+    assert repr(model).startswith("MLP(")
+
+
+def doubled_by(kind: Any) -> Any:
+    """A subclass of ``kind``'s FSDP, as adapters have: arguments and attributes of its own, overridden methods."""
+
+    class Doubled(kind.FullyShardedDataParallel):
+        calls = 0
+
+        def __init__(self, module: nn.Module, *, factor: float, **kwargs: Any) -> None:
+            self.factor = factor
+            super().__init__(module, device_id=torch.device("cpu"), use_orig_params=True, **kwargs)
+            self.tracked = [self.factor]
+
+        def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+            type(self).calls += 1
+            return super().forward(*args, **kwargs) * self.factor
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            self.tracked.append("saved")
+            return super().state_dict(*args, **kwargs)
+
+    return Doubled
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("by_policy", [False, True])
+def test_subclass_of_fsdp_trains_and_saves_as_torchs(by_policy: bool) -> None:
+    losses, states = {}, {}
+    for kind in (torchs, fsdp2.compat):
+        cls, policy = doubled_by(kind), kind.wrap.ModuleWrapPolicy({Block}) if kind is torchs else BLOCKS
+        with quiet():
+            model = cls(mlp(), factor=2.0, **({"auto_wrap_policy": policy} if by_policy else {}))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            losses[kind] = []
+            for x in batches(3):
+                loss = model(own_chunk(x)).square().mean()
+                loss.backward()
+                model.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses[kind].append(loss.item())
+            states[kind] = model.state_dict()
+        assert isinstance(model, cls)
+        assert isinstance(model, kind.FullyShardedDataParallel)
+        assert not isinstance(model.module.blocks[0], cls), "a policy's modules are plain FSDP"
+        assert isinstance(model.module.blocks[0], kind.FullyShardedDataParallel) is by_policy
+        assert model.tracked == [2.0, "saved"]
+    assert losses[fsdp2.compat] == pytest.approx(losses[torchs], rel=1e-6)
+    assert states[fsdp2.compat].keys() == states[torchs].keys()
+    for name, value in states[fsdp2.compat].items():
+        torch.testing.assert_close(value, states[torchs][name], rtol=1e-5, atol=1e-5)
+
+
+class Abstract(ABC, nn.Linear):
+    pass
+
+
+@on_ranks(2)
+def test_subclass_of_fsdp_is_the_module_with_the_methods_of_both() -> None:
+    cls, inside = doubled_by(fsdp2.compat), mlp()
+    model = cls(inside, factor=3.0)
+    assert model is inside
+    assert isinstance(model, MLP)
+    assert not isinstance(FSDP(nn.Linear(2, 2)), cls)
+    other = copy.deepcopy(model)
+    assert isinstance(other, cls)
+    assert (other.factor, other.calls) == (3.0, 0)
+    model.load_state_dict(other.state_dict())
+    with fsdp2.compat.enable_wrap(wrapper_cls=cls, factor=4.0):
+        assert fsdp2.compat.wrap(nn.Linear(2, 2)).factor == 4.0
+    abstract = cls(Abstract(2, 2), factor=5.0)
+    weight, bias = (param.full_tensor() for param in abstract.parameters())
+    assert torch.equal(abstract(torch.ones(1, 2)), 5.0 * nn.functional.linear(torch.ones(1, 2), weight, bias))
+    sliced = cls(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), factor=1.0)[:1]
+    assert type(sliced) is nn.Sequential
 
 
 @on_ranks(2)
@@ -245,7 +330,7 @@ def test_wrong_ignored_things_are_refused() -> None:
     with pytest.raises(ArgumentError, match="modules and parameters"):
         FSDP(model, ignored_states=[model.first, model.last.bias])
     FSDP(model.first)
-    with pytest.raises(ArgumentError, match="to ignore a FSDPLinear"):
+    with pytest.raises(ArgumentError, match="to ignore a Linear"):
         FSDP(model, ignored_modules=[model.first])
 
 

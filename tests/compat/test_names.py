@@ -15,6 +15,7 @@ import torch.distributed.fsdp as theirs
 from torch import nn
 
 import fsdp2.compat as ours
+from fsdp2.errors import ModuleError
 
 MODULES = ("", ".api", ".wrap", ".fully_sharded_data_parallel", ".sharded_grad_scaler")
 
@@ -132,8 +133,21 @@ def test_classes_and_instances_are_told_apart() -> None:
     assert not isinstance(nn.Parameter(nn.Linear(2, 2).weight), ours.FlatParameter)
 
 
-def test_subclassing_is_refused_with_a_reason() -> None:
-    with pytest.raises(TypeError, match=r"Mine subclasses FullyShardedDataParallel[\s\S]*fix: "):
+def test_the_constructor_takes_the_same_arguments() -> None:
+    mine, torchs = parameters(ours.FullyShardedDataParallel), parameters(theirs.FullyShardedDataParallel)
+    assert [name for name, _ in mine] == [name for name, _ in torchs]
 
-        class Mine(ours.FullyShardedDataParallel):
-            pass
+    class Mine(ours.FullyShardedDataParallel):
+        def __init__(self, width: int = 3) -> None:
+            super().__init__(nn.Linear(width, width))
+
+    assert parameters(Mine) == [("width", "3")]
+
+
+def test_a_subclass_that_shards_nothing_is_an_error() -> None:
+    class Mine(ours.FullyShardedDataParallel):
+        def __init__(self) -> None:
+            self.width = 3
+
+    with pytest.raises(ModuleError, match=r"Mine.__init__ has not called[\s\S]*fix: "):
+        Mine()

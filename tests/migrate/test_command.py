@@ -14,6 +14,8 @@ from fsdp2.cli import main
 IMPORT_ONLY = "from torch.distributed.fsdp import fully_shard\n\nfully_shard(model)\n"
 IMPORT_FSDP1 = "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
 CUSTOM = f"{IMPORT_FSDP1}\n\ndef mine(module, recurse, nonwrapped_numel):\n    return True\n\n\nFSDP(net, auto_wrap_policy=mine)\n"
+THEIRS = "from lightning.strategies import FSDPStrategy\nfrom torch.distributed.fsdp import ShardingStrategy\n"
+TO_LIGHTNING = f"{THEIRS}\nFSDPStrategy(sharding_strategy=ShardingStrategy.NO_SHARD)\n"
 SUBCLASS = f"{IMPORT_FSDP1}\n\nclass Mine(FSDP):\n    pass\n"
 
 
@@ -59,15 +61,22 @@ def test_what_is_left_is_listed_with_its_line_and_status_1(file: Any, capsys: py
 
 
 def test_what_compat_refuses_too_stays_on_torch_with_a_comment(file: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    path = file("train.py", SUBCLASS)
+    path = file("train.py", TO_LIGHTNING)
     assert main(["migrate", "--write", str(path)]) == 1
-    assert f"{path}:4: left: a subclass of FSDP" in capsys.readouterr().out
+    assert f"{path}:4: left: FSDPStrategy(ShardingStrategy.NO_SHARD): FSDPStrategy takes torch's FSDP1" in capsys.readouterr().out
     lines = path.read_text().splitlines()
     comments = [line for line in lines if line.startswith("#")]
-    assert comments[0].startswith("# fsdp2: not migrated: a subclass of FSDP")
-    assert [line for line in lines if line not in comments] == SUBCLASS.splitlines()
+    assert comments[0].startswith("# fsdp2: not migrated: FSDPStrategy(")
+    assert [line for line in lines if line not in comments] == TO_LIGHTNING.splitlines()
     assert main(["migrate", str(path)]) == 1
     assert "+++" not in capsys.readouterr().out, "a second time changes nothing"
+
+
+def test_subclass_of_fsdp_goes_to_compat(file: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = file("train.py", SUBCLASS)
+    assert main(["migrate", "--write", str(path)]) == 1
+    assert f"{path}:4: compat: a subclass of FSDP" in capsys.readouterr().out
+    assert path.read_text().startswith("from fsdp2.compat import FullyShardedDataParallel as FSDP\n")
 
 
 @pytest.mark.parametrize(

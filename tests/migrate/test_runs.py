@@ -21,6 +21,7 @@ SAME = [
     *("fsdp1_auto_wrap", "fsdp1_checkpointing", "fsdp1_cpu_offload", "fsdp1_custom_policy", "fsdp1_ema", "fsdp1_hybrid"),
     *("fsdp1_ignored", "fsdp1_kwargs", "fsdp1_legacy_optim", "fsdp1_manual_wrap", "fsdp1_meta", "fsdp1_no_shard", "fsdp1_no_sync"),
     *("fsdp1_partial", "fsdp1_precision", "fsdp1_resume_full", "fsdp1_sharded_checkpoint", "fsdp1_star"),
+    *("fsdp1_subclass",),
     *("fsdp1_containers", "fsdp1_t5", "ddp_compress_hook", "ddp_containers", "ddp_flag", "ddp_no_sync", "ddp_plain", "ddp_zero"),
     *("fsdp2_hsdp", "fsdp2_import", "fsdp2_state_dict"),
 ]
@@ -29,7 +30,7 @@ SAME = [
 ONLY_AFTER = ["deepspeed_json", "deepspeed_trainer", "deepspeed_zero2", "fsdp1_hybrid_nodes"]
 """Scripts that need DeepSpeed, or the GPUs of a node, before the rewrite."""
 
-UNCHANGED = ["ddp_custom_hook", "ddp_join", "deepspeed_left", "fsdp1_subclass"]
+UNCHANGED = ["ddp_custom_hook", "ddp_join", "deepspeed_left"]
 
 TOLERANCE = {  # rounding in bf16 and fp16: whose sum is rounded when differs between the frameworks
     "fsdp1_precision": "2e-2",

@@ -21,9 +21,10 @@ _classes: dict[tuple[type, type], type] = {}
 _originals: dict[type, type] = {}
 
 
-def sharded_class(module: nn.Module, mixin: type) -> type:
+def sharded_class(module: nn.Module, mixin: type, prefix: str = "FSDP") -> type:
     """``FSDP<Name>`` for ``module``, which stays as it is, and for all of its class.
 
+    prefix: of the name; one for all classes of a mixin
     Raises: whatever the user's class, or its metaclass, has against being subclassed; TypeError if ``module`` cannot become an
             instance of it
     """
@@ -31,12 +32,12 @@ def sharded_class(module: nn.Module, mixin: type) -> type:
     new = _classes.get((mixin, cls))
     if new is None:
         bases = (mixin, cls, compat.TorchFSDPModule)
-        name, attributes = f"FSDP{cls.__name__}", {"__module__": cls.__module__}
+        name, attributes = f"{prefix}{cls.__name__}", {"__module__": cls.__module__}
         new = type(name, bases, attributes)
         try:
             _try(module, new)
         except TypeError:
-            new = _mixin_first(type(cls), bases)(name, (cls, mixin, compat.TorchFSDPModule), attributes)
+            new = _mixin_first(type(new), bases)(name, (cls, mixin, compat.TorchFSDPModule), attributes)
             _try(module, new)
         _classes[(mixin, cls)] = new
         _originals[new] = cls
@@ -58,7 +59,7 @@ def _mixin_first(metaclass: type[type], bases: tuple[type, ...]) -> type[type]:
             usual: list[type] = super().mro()
             if set(self.__bases__) != set(bases):  # a subclass: its bases have their order
                 return usual
-            mixins = bases[0].__mro__[:-1]
+            mixins = [each for each in bases[0].__mro__ if each not in bases[1].__mro__]
             return [self, *mixins, *(each for each in usual[1:] if each not in mixins)]
 
     return MixinFirst
@@ -69,9 +70,9 @@ def set_class(module: nn.Module, cls: type) -> None:
     object.__setattr__(module, "__class__", cls)
 
 
-def swap_class(module: nn.Module, mixin: type) -> None:
+def swap_class(module: nn.Module, mixin: type, prefix: str = "FSDP") -> None:
     """Make ``module`` an instance of its ``sharded_class``."""
-    set_class(module, sharded_class(module, mixin))
+    set_class(module, sharded_class(module, mixin, prefix))
 
 
 def original_class(cls: type) -> type:

@@ -3,12 +3,13 @@ import os
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as shard
+import fsdp2.compat
 from torch import nn
 
 
-# fsdp2: not migrated: a subclass of FSDP: there is no wrapper; subclass the module's class
-class Logged(shard.FullyShardedDataParallel):
+# fsdp2: on fsdp2.compat: a subclass of FSDP: parallelize changes a module in place, there is no
+#   class of wrappers
+class Logged(fsdp2.compat.FullyShardedDataParallel):
     calls = 0
 
     def forward(self, *args, **kwargs):
@@ -22,7 +23,7 @@ def build(wrapper, **kwargs):
 
 
 dist.init_process_group("gloo")
-model = build(Logged, device_id=torch.device("cpu"), sharding_strategy=shard.ShardingStrategy.SHARD_GRAD_OP)
+model = build(Logged, device_id=torch.device("cpu"), sharding_strategy=fsdp2.compat.ShardingStrategy.SHARD_GRAD_OP)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 torch.manual_seed(dist.get_rank())
 for _ in range(2):

@@ -360,16 +360,18 @@ class FSDPModule:
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for unit in _units(self, recurse):
             for group in unit.groups:
-                gradients = group.gradients
-                if not enable or group.mesh.shard_group is None:
-                    gradients.process_group = None
+                gradients, shard_group = group.gradients, group.mesh.shard_group
+                if shard_group is None:
                     continue
-                ranks = tuple(dist.get_process_group_ranks(group.mesh.shard_group))
-                if ranks not in made:
-                    made[ranks] = gradients.process_group or another_over(
-                        group.mesh.shard_group, group.device, "reduce_scatter"
-                    )
-                gradients.process_group = made[ranks]
+                if enable:
+                    ranks = tuple(dist.get_process_group_ranks(shard_group))
+                    if ranks not in made:
+                        made[ranks] = gradients.process_group or another_over(shard_group, group.device, "reduce_scatter")
+                    gradients.process_group = made[ranks]
+                else:
+                    gradients.process_group = None
+                if isinstance(gradients.comm, (ProcessGroupReduceScatter, SymmetricReduceScatter)):
+                    gradients.comm = gradients.comm.over(gradients.process_group or shard_group)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """All-gather through ``comm`` (see ``AllGather``): it allocates the whole output, of which the input is a slice."""
@@ -394,7 +396,8 @@ class FSDPModule:
                 )
                 continue
             group.set_all_gather_comm(ProcessGroupAllGather(process_group) if enable and process_group else None)
-            gradients.comm = ProcessGroupReduceScatter(process_group) if enable and process_group else None
+            scatter_group = gradients.scatter_group
+            gradients.comm = ProcessGroupReduceScatter(scatter_group) if enable and scatter_group else None
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Allocate communication buffers in symmetric memory, for the collectives that can use it; not with a custom comm.
@@ -410,7 +413,7 @@ class FSDPModule:
                 continue
             group.set_all_gather_comm(SymmetricAllGather(process_group, backend))
             if gradients.sum_only:
-                gradients.comm = SymmetricReduceScatter(process_group, backend)
+                gradients.comm = SymmetricReduceScatter(gradients.process_group or process_group, backend)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """An event behind the optimizer step, for the next forward's all-gathers to wait on; used once.

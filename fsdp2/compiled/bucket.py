@@ -25,7 +25,6 @@ from ..core.comm import collectives
 from ..core.comm.collectives import GradientReduction, Reduction, reduction_for
 from ..core.group.param import ShardedParam
 from ..core.plan.layout import Cut, Slot, rows_of
-from ..core.plan.mesh import DataParallelMesh
 from . import operators
 from . import torch_compat as compiler
 from .face import Face, Landing
@@ -55,7 +54,9 @@ class Bucket:
         self.reduce_dtype = group.reduce_dtype
         self.reduction = _reduction_of(members[0].face)
         self._options = group.options
-        self._backend = _backend_of(group.mesh)
+        self.scatter_group = group.gradients.scatter_group
+        self._gather_backend = "" if group.mesh.shard_group is None else dist.get_backend(group.mesh.shard_group)
+        self._scatter_backend, _ = group.gradients.backends
         self.landings = tuple(member.landing for member in members if member.landing is not None)
         self.used: tuple[set[int], ...] = tuple(set() for _ in self.landings)
 
@@ -109,9 +110,9 @@ class Bucket:
         summed = torch.cat(pieces, dim=1).to(self.reduce_dtype).view(-1)
         scatter, all_reduce = self.reduction.reduce_scatter, self.reduction.all_reduce
         if self.mesh.shard_size > 1:
-            assert self.mesh.shard_group is not None
+            assert self.scatter_group is not None
             collective = functools.partial(operators.reduce_scatter, algorithm=self._reduce_scatter_algorithm(summed))
-            summed = _reduced(summed, scatter, collective, self.mesh.shard_group)
+            summed = _reduced(summed, scatter, collective, self.scatter_group)
         elif self.mesh.replicate_size == 1:
             summed = _divided(_divided(summed, scatter.predivide), scatter.postdivide)
         if self.mesh.replicate_size > 1:
@@ -126,13 +127,13 @@ class Bucket:
         num_ranks, chosen = self.mesh.shard_size, self._options.all_gather
         if not _has_operators(shard):
             return "stock"
-        return chosen or collectives.choose_all_gather(self._backend, num_ranks, num_ranks * shard.nbytes)
+        return chosen or collectives.choose_all_gather(self._gather_backend, num_ranks, num_ranks * shard.nbytes)
 
     def _reduce_scatter_algorithm(self, tensor: Tensor) -> collectives.ReduceScatterAlgorithm:
         chosen = self._options.reduce_scatter
         if chosen == "all_reduce" or not _has_operators(tensor):
             return "stock"
-        return chosen or collectives.choose_reduce_scatter(self._backend, self.mesh.shard_size, tensor.nbytes)
+        return chosen or collectives.choose_reduce_scatter(self._scatter_backend, self.mesh.shard_size, tensor.nbytes)
 
     def _laid_out(
         self, params: Sequence[ShardedParam], slots: Sequence[Slot], grads: Sequence[Tensor | None]
@@ -212,14 +213,16 @@ def _reduction_of(face: Face) -> GradientReduction:
     group, gradients = face.group, face.group.gradients
     mesh = group.mesh
     factor = gradients.divide_factor
+    backend, all_reduce_backend = gradients.backends
     return reduction_for(
-        mesh.shard_size, mesh.replicate_size, group.reduce_dtype, _backend_of(mesh), factor, gradients.sum_only or factor is not None
+        mesh.shard_size,
+        mesh.replicate_size,
+        group.reduce_dtype,
+        backend,
+        factor,
+        gradients.sum_only or factor is not None,
+        all_reduce_backend,
     )
-
-
-def _backend_of(mesh: DataParallelMesh) -> str:
-    process_group = mesh.shard_group or mesh.replicate_group
-    return "" if process_group is None else dist.get_backend(process_group)
 
 
 def _reduced(

@@ -120,7 +120,7 @@ def _first_uses(graph: fx.Graph, of_param: dict[fx.Node, tuple[Face, int]]) -> d
 
 
 def _buckets(faces: Sequence[tuple[Face, bool]], nbytes: int) -> list[Bucket]:
-    """Merge neighbours that agree in ranks, dtypes and reduction while their sum stays within ``nbytes``."""
+    """Merge neighbours that agree in process groups, dtypes and reduction while their sum stays within ``nbytes``."""
     buckets: list[Bucket] = []
     for face, keep in faces:
         own = Bucket([Member(face, face.landing)], keep)
@@ -133,6 +133,8 @@ def _buckets(faces: Sequence[tuple[Face, bool]], nbytes: int) -> list[Bucket]:
 
 
 def _go_together(one: Bucket, other: Bucket) -> bool:
+    if one.scatter_group is not other.scatter_group:
+        return False
     return (one.mesh.groups, one.param_dtype, one.reduce_dtype, one.keep, one.reduction) == (
         other.mesh.groups,
         other.param_dtype,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -191,3 +192,105 @@ def test_training_through_a_custom_communicator():
         module.set_custom_all_gather(OurGather(log, ""))
         module.set_custom_reduce_scatter(OurScatter(log, ""))
     assert_equal_training(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_replicas_of_shards_through_a_custom_reduce_scatter(policy):
+    """It is told to average, and gloo, which all-reduces between the replicas, knows sums only.
+
+    Symptom: AssertionError in the all-reduce of small buffers. Smallest shape: a (2, 2) mesh, and any module.
+    """
+    model = mlp()
+    reference = copy.deepcopy(model)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=cpu_mesh(2, 2), mp_policy=MixedPrecisionPolicy(**POLICIES[policy]))
+    without = copy.deepcopy(model)
+    log: list[Any] = []
+    for module in (*model.blocks, model):
+        module.set_custom_reduce_scatter(OurScatter(log, ""))
+    steps = fed_own_chunk(model, batches(1))
+    assert {str(entry[5]) for entry in log if entry[1] == "call"} == {"RedOpType.SUM" if policy == "fp16" else "RedOpType.AVG"}
+    if policy == "fp32":
+        assert_equal_training(steps, fed_in_chunks(reference, batches(1)))
+    else:  # of low precision only the order of additions differs from what goes through no communicator
+        assert_equal_training(steps, fed_own_chunk(without, batches(1)), ulps=2.0**16, bound=1e-3)
+
+
+@on_ranks(2)
+def test_replicas_alone_never_come_to_a_custom_reduce_scatter():
+    model = mlp()
+    reference = copy.deepcopy(model)
+    log: list[Any] = []
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=cpu_mesh(2, 1))
+        module.set_custom_reduce_scatter(OurScatter(log, ""))
+    assert_equal_training(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+    assert log == []
+
+
+class GroupOf(Scatter):
+    """Writes down over which process group it is asked to reduce."""
+
+    def __init__(self, log: list[Any], name: str) -> None:
+        super().__init__(log, name)
+        self.groups: list[dist.ProcessGroup] = []
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False):
+        self.groups.append(group)
+        return compat.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+
+
+class OurGroupOf(GroupOf, ReduceScatter): ...
+
+
+class TheirGroupOf(GroupOf, TorchReduceScatter): ...
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "apply", [fully_shard, pytest.param(torch_fully_shard, marks=needs_torch("2.13", "set_separate_reduce_scatter_group"))]
+)
+def test_a_custom_reduce_scatter_is_given_the_process_group_that_reduce_scatters_have(apply):
+    comm = (OurGroupOf if apply is fully_shard else TheirGroupOf)([], "")
+    model = nn.Linear(4, 4)
+    apply(model, mesh=cpu_mesh())
+    model.set_custom_reduce_scatter(comm)
+    gathers = cpu_mesh().get_group()
+    for separate in (False, True, False):
+        model.set_separate_reduce_scatter_group(separate)
+        forward_backward(model, torch.ones(2, 4))
+        group = comm.groups.pop()
+        assert not comm.groups
+        assert (group is not gathers) == separate
+        assert dist.get_process_group_ranks(group) == [0, 1]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("separate_first", [True, False])
+def test_memory_of_process_groups_is_that_of_the_group_that_communicates(separate_first):
+    model = nn.Linear(4, 4)
+    fully_shard(model, mesh=cpu_mesh())
+    asked: list[dist.ProcessGroup] = []
+
+    def empty(group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        asked.append(group)
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    with (
+        mock.patch.object(compat, "process_group_allocates", return_value=True),
+        mock.patch.object(compat, "process_group_empty", empty),
+    ):
+        if separate_first:
+            model.set_separate_reduce_scatter_group()
+        model.set_allocate_memory_from_process_group_for_comm(True)
+        model.set_separate_reduce_scatter_group()
+        forward_backward(model, torch.ones(2, 4))
+        gathers, *scatters = asked
+        assert gathers is cpu_mesh().get_group()
+        assert len(set(scatters)) == 1
+        assert scatters[0] is not gathers
+        model.set_separate_reduce_scatter_group(False)
+        asked.clear()
+        forward_backward(model, torch.ones(2, 4))
+        assert set(asked) == {gathers}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -179,6 +181,23 @@ def test_changed_settings_and_dtypes_are_captured_again():
     model.double()
     out = model(own_chunk(batches(1)[0]).double())
     assert out.dtype == torch.float64
+
+
+@on_ranks(2, timeout=300)
+def test_reduce_scatters_with_a_process_group_of_their_own_use_it():
+    reference, model = mlp(), graphed(mlp())
+    model.set_separate_reduce_scatter_group()
+    exchanges: list[dist.ProcessGroup] = []
+
+    def exchange(*args, group: dist.ProcessGroup, **kwargs):
+        exchanges.append(group)
+        return dist.distributed_c10d.all_to_all_single(*args, group=group, **kwargs)
+
+    with mock.patch.object(dist, "all_to_all_single", exchange):
+        steps = fed_own_chunk(model, batches(2))
+    assert_equal_training(steps, fed_in_chunks(reference, batches(2)))
+    assert len(set(exchanges)) == 1
+    assert exchanges[0] is not cpu_mesh().get_group()
 
 
 @on_ranks(2, timeout=300)

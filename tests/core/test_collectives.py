@@ -87,6 +87,11 @@ def assert_within_rounding(actual: Tensor, expected: Tensor) -> None:
         ((1, 8, torch.float16, "gloo"), ("SUM", None, None, None, "SUM", None, 4, 2)),
         ((8, 1, torch.float16, "gloo", 0.5), ("SUM", None, None, 0.5, "SUM", None, None, None)),
         ((4, 1, torch.float64, "gloo"), ("SUM", None, None, 4, "SUM", None, None, None)),
+        ((4, 2, torch.float32, "nccl", None, False, "gloo"), ("AVG", None, None, None, "SUM", None, None, 2)),
+        ((4, 2, torch.float32, "nccl", 5.0, False, "gloo"), ("PREMUL_SUM", 0.2, None, None, "SUM", None, None, None)),
+        ((1, 2, torch.float32, "nccl", None, False, "gloo"), ("SUM", None, None, None, "SUM", None, None, 2)),
+        ((4, 2, torch.float32, "gloo", None, False, "nccl"), ("SUM", None, None, None, "SUM", None, None, 8)),
+        ((1, 2, torch.float32, "", None, False, "nccl"), ("SUM", None, None, None, "AVG", None, None, None)),
         ((4, 2, torch.float32, "a backend that nobody knows"), ("SUM", None, None, None, "SUM", None, None, 8)),
     ],
 )

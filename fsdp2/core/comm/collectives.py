@@ -123,19 +123,25 @@ def reduction_for(
     backend: str,
     divide_factor: float | None = None,
     sum_only: bool = False,
+    all_reduce_backend: str = "",
 ) -> GradientReduction:
     """Divide a gradient by ``divide_factor`` (by default all data-parallel ranks) over reduce-scatter and all-reduce together.
+
+    backend:            of the reduce-scatter
+    all_reduce_backend: of the all-reduce; "": the same
 
     A leg of one rank communicates nothing; it divides only where both legs have one rank. Examples:
 
         (4, 1, fp32, "nccl")      AVG;           -
         (4, 2, fp32, "nccl")      AVG;           AVG
         (4, 2, fp32, "nccl", 6)   x 1/6 and SUM; SUM
+        (4, 2, fp32, "nccl" and "gloo")  AVG;    SUM, / 2
         (4, 2, bf16, "gloo")      SUM;           SUM, / 8     (the output: it is the smallest buffer)
         (4, 1, fp16, any)         / 2, SUM, / 2; -
         (4, 2, fp16, any)         / 4, SUM;      SUM, / 2
     """
     total_ranks = shard_ranks * replicate_ranks
+    between = all_reduce_backend or backend
     factor = float(total_ranks if divide_factor is None else divide_factor)
     predivide: float | None = None
     postdivide: float | None = factor
@@ -145,9 +151,11 @@ def reduction_for(
         if factor > 1:
             predivide = 2.0 ** math.ceil(math.log2(factor) / 2)
             postdivide = factor / predivide
-    elif backend in _AVERAGES and not sum_only and total_ranks > 1:  # division inside the collective costs no kernel
+    elif (backend if shard_ranks > 1 else between) in _AVERAGES and not sum_only and total_ranks > 1:
+        # Division inside the collective costs no kernel.
         if divide_factor is None:
-            return GradientReduction(_AVG if shard_ranks > 1 else SUM, _AVG if replicate_ranks > 1 else SUM)
+            all_reduce = _AVG if between in _AVERAGES else Reduction(postdivide=replicate_ranks)
+            return GradientReduction(_AVG if shard_ranks > 1 else SUM, all_reduce if replicate_ranks > 1 else SUM)
         if factor == shard_ranks:
             return GradientReduction(_AVG if shard_ranks > 1 else SUM, SUM)
         scaled = Reduction(op=dist.ReduceOp.PREMUL_SUM, premultiply=1 / factor)

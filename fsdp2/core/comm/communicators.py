@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from torch import Tensor
 from ...policy import AllGather, ReduceScatter
 from .. import torch_compat as compat
 from .collectives import Pending, Reduction
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class CommWork:
@@ -62,6 +65,10 @@ class _ProcessGroupMemory:
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self._process_group = process_group
 
+    def over(self, process_group: dist.ProcessGroup) -> Self:
+        """The same over another process group. Collective: no."""
+        return type(self)(process_group)
+
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return compat.process_group_empty(self._process_group, math.prod(size), dtype, device)
 
@@ -70,8 +77,12 @@ class _SymmetricMemory:
     """Buffers from the symmetric memory pool of a device."""
 
     def __init__(self, process_group: dist.ProcessGroup, backend: str) -> None:
-        self._process_group = process_group
+        self._backend = backend
         compat.init_symmetric_memory(process_group, backend)
+
+    def over(self, process_group: dist.ProcessGroup) -> Self:
+        """The same over another process group. Collective: yes, over ``process_group``."""
+        return type(self)(process_group, self._backend)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return compat.symmetric_empty(math.prod(size), dtype, device)

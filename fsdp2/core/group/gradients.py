@@ -207,18 +207,28 @@ class Gradients:
 
     # --- to the sharded parameters ---
 
+    @property
+    def scatter_group(self) -> dist.ProcessGroup | None:
+        """Over which gradients are reduce-scattered; None: parameters are replicated everywhere."""
+        return self.process_group or self.group.mesh.shard_group
+
+    @property
+    def backends(self) -> tuple[str, str]:
+        """Of the reduce-scatter and of the all-reduce; "" for one that there is not."""
+        groups = (self.scatter_group, self.group.mesh.replicate_group)
+        scatter, all_reduce = ("" if group is None else str(dist.get_backend(group)) for group in groups)
+        return scatter, all_reduce
+
     def reduction(self) -> collectives.GradientReduction:
         mesh = self.group.mesh
         dtype = self.group.reduce_dtype
-        key = (self.divide_factor, self.sum_only, dtype, self.comm is not None)
+        key = (self.divide_factor, self.sum_only, dtype, self.comm is not None, self.process_group)
         if self._reduction is None or self._reduction[0] != key:
-            process_group = mesh.shard_group or mesh.replicate_group
-            assert process_group is not None
-            backend: str = dist.get_backend(process_group)
+            backend, all_reduce_backend = self.backends
             if self.comm is not None and self.divide_factor is None:
                 backend = "nccl"  # whose operation upstream shows to a custom communicator on every backend
             reduction = collectives.reduction_for(
-                mesh.shard_size, mesh.replicate_size, dtype, backend, self.divide_factor, self.sum_only
+                mesh.shard_size, mesh.replicate_size, dtype, backend, self.divide_factor, self.sum_only, all_reduce_backend
             )
             self._reduction = (key, reduction)
         return self._reduction[1]

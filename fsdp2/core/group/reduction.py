@@ -78,7 +78,7 @@ class InFlight:
 
     def _scatter(self, buffer: Tensor) -> None:
         group, plan = self._gradients.group, self._plan
-        process_group = group.mesh.shard_group
+        process_group = self._gradients.scatter_group
         if process_group is None:  # parameters are replicated: there is one "shard", which is the input
             self._output = buffer
             return
@@ -88,7 +88,6 @@ class InFlight:
             reduction = self._gradients.reduction().reduce_scatter
             self._pending = comm_reduce_scatter(comm, self._output, buffer, process_group, reduction)
             return
-        process_group = self._gradients.process_group or process_group
         if plan.num_shards == 1:
             self._output = buffer
         else:

@@ -26,8 +26,8 @@ from .core.comm.communicators import (
     warn_without_effect,
 )
 from .core.comm.process_groups import another_over
-from .core.iteration.schedule import refuse_meta, schedule_of
-from .core.iteration.unit import Unit, unit_of
+from .core.iteration.first_forward import refuse_meta
+from .core.iteration.module_state import ModuleState, schedule_of, unit_of
 from .core.modules.sharded_class import original_class, sharded_class, swap_class
 from .core.plan.mesh import read_mesh
 from .core.setup.arguments import (
@@ -143,7 +143,7 @@ fully_shard.state = unit_of  # type: ignore[attr-defined]  # as torch's
 class UnshardHandle:
     """What ``FSDPModule.unshard(async_op=True)`` returns."""
 
-    def __init__(self, unit: Unit | None = None) -> None:
+    def __init__(self, unit: ModuleState | None = None) -> None:
         self._unit = unit
 
     def wait(self) -> None:
@@ -431,7 +431,7 @@ class FSDPModule:
 
     # --- how others see it ---
 
-    def _get_fsdp_state(self) -> Unit:
+    def _get_fsdp_state(self) -> ModuleState:
         return _unit(self)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
@@ -456,7 +456,7 @@ class FSDPModule:
         return result
 
 
-def _unit(module: Any) -> Unit:
+def _unit(module: Any) -> ModuleState:
     unit = unit_of(module)
     assert unit is not None, f"{type(module).__name__} has lost its FSDP state"
     return unit
@@ -468,7 +468,7 @@ def _unshard_for_weights(module: Any) -> None:
         schedule.unshard_for_weights()
 
 
-def _units(module: Any, recurse: bool) -> list[Unit]:
+def _units(module: Any, recurse: bool) -> list[ModuleState]:
     if not recurse:
         return [_unit(module)]
     return [_unit(each) for each in cast(nn.Module, module).modules() if isinstance(each, FSDPModule)]

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from .core import torch_compat as compat
 from .core.group.extensions import needs_own_memory
 from .core.group.param import ShardedParam, own_shard
+from .core.iteration.module_state import unit_of
 from .core.iteration.unit import Unit
 from .core.modules.shown_parameters import set_parameter
 from .core.plan.model_axes import own_piece
@@ -174,7 +175,7 @@ class _Found:
 
 
 def _find(model: nn.Module) -> _Found:
-    units = {id(unit): unit for module in model.modules() if isinstance(unit := compat.module_state(module), Unit)}
+    units = {id(unit): unit for module in model.modules() if (unit := unit_of(module)) is not None}
     managed = {id(p.sharded): p for unit in units.values() for group in unit.groups for p in group.params}
     sharded: dict[int, str] = {}
     plain: dict[int, _Plain] = {}

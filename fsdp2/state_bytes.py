@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .core import torch_compat as compat
-from .core.iteration.unit import unit_of
+from .core.iteration.module_state import unit_of
 from .errors import ArgumentError, message
 from .strategy import STRATEGIES
 

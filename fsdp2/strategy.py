@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .api import FSDPModule, fully_shard
-from .core.iteration.unit import unit_of
+from .core.iteration.module_state import unit_of
 from .core.modules.optimizer_steps import STEPS
 from .core.modules.sharded_class import sharded_class
 from .core.plan.mesh import read_mesh

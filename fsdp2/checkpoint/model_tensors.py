@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from ..core import torch_compat as compat
+from ..core.iteration.module_state import unit_of
 from ..core.iteration.unit import Unit
 from ..errors import ArgumentError, ParameterError, message
 from .boxes import Cut, Piece, in_order, local_shape_of, pieces_of
@@ -160,13 +161,13 @@ def reshard(model: nn.Module) -> list[Unit]:
     """Let the modules show their sharded parameters; returns the units. Collective: no."""
     units: dict[int, Unit] = {}
     for module in model.modules():
-        unit = compat.module_state(module)
-        if isinstance(unit, Unit):
+        unit = unit_of(module)
+        if unit is not None:
             units[id(unit)] = unit
         elif isinstance(module, compat.TorchFSDPModule):
             module.reshard()
-    for unit in units.values():
-        unit.reshard_for_all()
+    for each in units.values():
+        each.reshard_for_all()
     return list(units.values())
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.iteration.unit import unit_of
+from ..core.iteration.module_state import unit_of
 from ..errors import ArgumentError, ModuleError, message
 from ..grouping.tree import CONTAINERS, OPAQUE
 from .api import MixedPrecision

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..core.iteration.unit import unit_of
+from ..core.iteration.module_state import unit_of
 from ..errors import ArgumentError, OrderError, message
 from ..policy import ReduceScatter
 from .api import ShardingStrategy

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..core.iteration.unit import unit_of
+from ..core.iteration.module_state import unit_of
 from ..errors import ArgumentError, message
 from .settings import Options
 

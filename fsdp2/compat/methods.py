@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..api import FSDPModule
 from ..clip import clip_grad_norm_
-from ..core.iteration.unit import unit_of
+from ..core.iteration.module_state import unit_of
 from ..errors import OrderError, message
 from . import model_state, optim_state
 from .api import CPUOffload, MixedPrecision, OptimStateKeyType, StateDictSettings

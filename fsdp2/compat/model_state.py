@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint.named_state import clean_name
 from ..core import torch_compat as compat
-from ..core.iteration.unit import unit_of
+from ..core.iteration.module_state import unit_of
 from ..errors import ArgumentError, ModuleError, message
 from .api import (
     FullOptimStateDictConfig,

@@ -22,7 +22,7 @@ from ..checkpoint.failure import failure
 from ..checkpoint.named_state import clean_name, map_values, names_in, numbered_optimizer_state
 from ..core import torch_compat as compat
 from ..core.group.param import ShardedParam
-from ..core.iteration.unit import unit_of
+from ..core.iteration.module_state import unit_of
 from .api import OptimStateKeyType, StateDictSettings, StateDictType, member
 from .model_state import fsdp_modules_of
 from .whole import cut_like, is_first_rank, sharded_params, whole

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..core import torch_compat as compat
 from ..core.group.param import ShardedParam, own_shard
-from ..core.iteration.unit import Unit, unit_of
+from ..core.iteration.module_state import ModuleState, unit_of
 from ..core.modules.shown_parameters import set_parameter
 from ..core.plan.placement import in_dtype
 from ..errors import ArgumentError, OrderError, message
@@ -72,13 +72,13 @@ def summoned(
             unit.summoned = False
 
 
-def _units(module: nn.Module, recurse: bool) -> list[Unit]:
+def _units(module: nn.Module, recurse: bool) -> list[ModuleState]:
     modules = module.modules() if recurse else [module]
     found = {unit: None for each in modules if (unit := unit_of(each)) is not None}
     return list(found)
 
 
-def _refuse_busy(units: list[Unit]) -> None:
+def _refuse_busy(units: list[ModuleState]) -> None:
     in_backward = compat.current_graph_task() != -1
     for unit in units:
         if unit.summoned or unit.running or in_backward:

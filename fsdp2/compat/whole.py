@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..core import torch_compat as compat
 from ..core.group.param import ShardedParam
-from ..core.iteration.unit import unit_of
+from ..core.iteration.module_state import unit_of
 from ..core.modules.whole_tensors import cut_whole
 from ..core.plan.mesh import DataParallelMesh
 

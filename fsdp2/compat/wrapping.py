@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..core.iteration.unit import unit_of
+from ..core.iteration.module_state import unit_of
 from ..core.modules.sharded_class import sharded_class, swap_class
 from ..core.setup.arguments import check_policies, checked_modules
 from ..core.setup.build import build_unit

@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..core import torch_compat as compat
-from ..core.iteration.unit import Unit
+from ..core.iteration.module_state import ModuleState, unit_of
 from ..core.modules.hooks import units_below
 from ..errors import ArgumentError, ModuleError, OrderError, message
 from .backend import BACKENDS, CompileOptions
@@ -98,9 +97,9 @@ def _refuse_modes_below(model: nn.Module) -> None:
         )
 
 
-def _root_of(model: Any, caller: str) -> Unit:
-    unit = compat.module_state(model) if isinstance(model, nn.Module) else None
-    if not isinstance(unit, Unit):
+def _root_of(model: Any, caller: str) -> ModuleState:
+    unit = unit_of(model)
+    if unit is None:
         raise ModuleError(
             message(
                 f"fsdp2.{caller} got {type(model).__name__}, to which fully_shard was not applied",

@@ -15,8 +15,9 @@ from torch import Tensor, fx, nn
 
 from ..core import torch_compat as compat
 from ..core.group.memory import GroupState
-from ..core.iteration.schedule import Schedule, adopt
-from ..core.iteration.unit import Unit
+from ..core.iteration.first_forward import adopt
+from ..core.iteration.module_state import ModuleState
+from ..core.iteration.schedule import Schedule
 from ..core.modules.hooks import units_below
 from ..core.modules.nested_tensors import find_tensors, map_tensors
 from ..core.modules.unmanaged_parameters import REGISTRATIONS, warn_of_plain_parameters
@@ -34,13 +35,14 @@ class FullGraph:
     summaries: of the graphs so far, in the order in which they were compiled
     """
 
-    def __init__(self, model: nn.Module, root: Unit, options: CompileOptions) -> None:
+    def __init__(self, model: nn.Module, root: ModuleState, options: CompileOptions) -> None:
         self._model = model
         self._root = root
         self._options = options
-        self._units: list[Unit] = []
+        self._schedule: Schedule | None = None  # that the units were taken from
+        self._units: list[ModuleState] = []
         self._faces: list[Face] = []
-        self._unit_of: dict[int, Unit] = {}
+        self._unit_of: dict[int, ModuleState] = {}
         self._settings: Any = None
         self._agreed = False
         self._runs: dict[Any, Callable[..., Any]] = {}  # for each choice of settings and of what is trainable
@@ -85,8 +87,9 @@ class FullGraph:
         elif schedule.num_registrations != REGISTRATIONS.count:
             warn_of_plain_parameters(self._model, [below for _, below in units_below(self._model)])
             schedule.num_registrations = REGISTRATIONS.count
-        if self._units is not schedule.units:
-            self._units, self._faces = schedule.units, []
+        if self._schedule is not schedule:
+            self._schedule = schedule
+            self._units, self._faces = [unit for _, unit in units_below(self._model)], []
         self._refuse_units_around(schedule)
         settings = self._settings_now()
         if settings != self._settings:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
@@ -42,7 +42,7 @@ def not_captured(model: nn.Module, error: BaseException) -> CompileError:
     )
 
 
-def refuse_what_graphs_lack(units: list[Unit]) -> None:
+def refuse_what_graphs_lack(units: Sequence[Unit]) -> None:
     """Refuse everything about ``units`` that a captured graph cannot do.
 
     Collective: no.

@@ -28,7 +28,7 @@ from fsdp2.compat import (
     default_auto_wrap_policy,
 )
 from fsdp2.compat import FullyShardedDataParallel as FSDP
-from fsdp2.core.iteration.unit import unit_of
+from fsdp2.core.iteration.module_state import unit_of
 from fsdp2.errors import ArgumentError, FSDPError, MaterializationError, MeshError, ModuleError
 from harness import device_type, on_ranks
 from harness.memory import PeakBytes

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp2.compat import CPUOffload, CustomPolicy, MixedPrecision, ModuleWrapPolicy, ShardingStrategy
 from fsdp2.compat import FullyShardedDataParallel as FSDP
-from fsdp2.core.iteration.unit import unit_of
+from fsdp2.core.iteration.module_state import unit_of
 from fsdp2.errors import ArgumentError, OrderError
 from harness import device_type, on_ranks
 from harness.models import Block, batches, mlp

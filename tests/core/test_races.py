@@ -31,7 +31,8 @@ from fsdp2.core import torch_compat as compat
 from fsdp2.core.comm.streams import streams_of
 from fsdp2.core.group.all_gather import Gather
 from fsdp2.core.group.reduction import InFlight
-from fsdp2.core.iteration.schedule import Schedule, schedule_of
+from fsdp2.core.iteration.module_state import schedule_of
+from fsdp2.core.iteration.schedule import Schedule
 from fsdp2.testing.recording import Race, RaceError, RecordingStreams, recording
 from harness import cpu_mesh, on_ranks
 from harness.models import MLP, batches, mlp

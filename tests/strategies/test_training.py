@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fsdp2
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, accumulate, fully_shard, parallelize
 from fsdp2.checkpoint import Checkpointer
-from fsdp2.core.iteration.unit import unit_of
+from fsdp2.core.iteration.module_state import unit_of
 from fsdp2.errors import OrderError
 from fsdp2.strategy import STRATEGIES
 from harness import cpu_mesh, device_type, on_ranks

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard, parallelize
-from fsdp2.core.iteration.unit import unit_of
+from fsdp2.core.iteration.module_state import unit_of
 from fsdp2.wrap import by_class, by_name, by_size, enable_wrap, plan, wrap
 from harness import on_ranks
 from harness.models import Block, batches, mlp, token_batches, transformer

@@ -16,49 +16,19 @@ Worked example, units a and b in a root; this rank's loss ignores what b returne
 
 from __future__ import annotations
 
-import weakref
+import itertools
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
 
-from .. import torch_compat as compat
+from .unit import Call, Unit, Visit
 
-if TYPE_CHECKING:
-    from .unit import Call, Unit
-
-
-class Visit:
-    """One forward call of a unit as the log knows it; it outlives the call's autograd graph, which may be freed on some ranks only.
-
-    has_inputs:  an input needs a gradient, so that its backward has an end
-    end_at, begin_at:  its moments in the log; the second is None while forward runs, and if no output needs a gradient
-    begun, ended:  the backward (id of the outermost graph task) in which these moments came last
-    """
-
-    __slots__ = ("begin_at", "begun", "call", "end_at", "ended", "has_inputs", "log", "unit")
-
-    def __init__(self, log: ForwardLog, call: Call, end_at: int) -> None:
-        self.log = weakref.ref(log)  # which has its visits
-        self.unit = call.unit
-        self.call = weakref.ref(call)
-        self.has_inputs = False
-        self.end_at = end_at
-        self.begin_at: int | None = None
-        self.begun = -1
-        self.ended = -1
-
-    def has_end(self) -> bool:
-        return self.has_inputs and self.begin_at is not None
-
-    def will_end_itself(self) -> bool:
-        """Whether this rank's backward, which is running, is still going to pass its inputs."""
-        call = self.call()
-        return call is not None and call.ended != compat.current_graph_task() and bool(call.nodes) and call.will_pass_inputs()
+_numbers = itertools.count()
 
 
 class ForwardLog:
     """The calls of one forward of a root, with autograd; alive as long as the graph of one of them, whose Call has it."""
 
     def __init__(self) -> None:
+        self.number = next(_numbers)
         self.moments: list[tuple[Visit, bool] | None] = []  # with True: the end of its backward
         self.visits: dict[Unit, list[Visit]] = {}
         self.task = -1  # the backward that reads it
@@ -68,7 +38,7 @@ class ForwardLog:
         """The forward of ``call`` begins; once for a list of modules that run in one pass."""
         if call.visit is None:
             call.log = self
-            call.visit = Visit(self, call, len(self.moments))
+            call.visit = Visit(self.number, call, len(self.moments))
             self.moments.append((call.visit, True))
             self.visits.setdefault(call.unit, []).append(call.visit)
 
@@ -95,6 +65,7 @@ class Reading:
         """logs: all that are alive, in order."""
         self._task = task
         self._logs = list(logs)
+        self._numbered = {log.number: log for log in self._logs}  # a backward keeps all logs
         for log in self._logs:
             if log.is_in_this_backward():
                 self._open(log)
@@ -105,8 +76,7 @@ class Reading:
 
     def left_out_before(self, visit: Visit, is_end: bool) -> Iterator[tuple[Visit, bool]]:
         """The moments before this one that this rank's backward left out (True: an end), in order; that of ``visit`` is passed then."""
-        log = visit.log()
-        assert log is not None  # a backward keeps all logs
+        log = self._numbered[visit.log]
         if log.task != self._task:
             self._open(log)
         for later in reversed(self._logs):

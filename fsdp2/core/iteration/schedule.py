@@ -19,31 +19,26 @@ Worked example, units a, b, c; the second iteration (R: reduce):
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
-from ...errors import CompileError, OrderError, message, meta_error
+from ...errors import CompileError, OrderError, message
 from .. import torch_compat as compat
 from ..comm.streams import Event, Streams, streams_of
 from ..group.memory import GroupState
 from ..group.param_group import ParamGroup
 from ..group.reduction import InFlight
-from .forward_log import ForwardLog, Reading, Visit
-from .unit import Call, Unit
-
-if TYPE_CHECKING:
-    from torch import nn
+from .forward_log import ForwardLog, Reading
+from .unit import Call, Unit, Visit
 
 
 class Schedule:
     """The iteration of all units under one root module."""
 
-    def __init__(self, root: Unit, units: list[Unit]) -> None:
+    def __init__(self, root: Unit, units: Sequence[Unit]) -> None:
         self.root = root
         self.num_registrations = 0  # on managed modules, when parameters that are nobody's were last looked for
         self.settled = False  # True once the first forward has found all units below the root
@@ -465,44 +460,6 @@ class Schedule:
         self._task = -1
 
 
-def adopt(root: Unit, units_below: Callable[[nn.Module], list[tuple[str, Unit]]]) -> Schedule:
-    """The first forward: ``root`` and all units below its module share one schedule from now on.
-
-    units_below: all units in a module's tree with the names of their first modules, in order, the module's own first
-    Raises:      OrderError if ``root`` is a list of modules; MaterializationError if parameters are on the meta device.
-    """
-    if len(root.modules) > 1:
-        raise OrderError(
-            message(
-                f"the root of a forward is a list of modules: {[type(module).__name__ for module in root.modules]}",
-                expected="one root module, so that one forward has one beginning and one end",
-                fix="call fully_shard on the module that holds them all, and run that",
-            )
-        )
-    found = units_below(root.modules[0])
-    for name, unit in found:
-        unit.fqn = name
-        for group in unit.groups:
-            group.fqn = name
-    units = [unit for _, unit in found]
-    refuse_meta(units)
-    _refuse_strange_ties(units)
-    _refuse_cut_ties(units, root.modules[0])
-    schedule = Schedule(root, units)
-    varying: set[str] = set()
-    for unit in schedule.units:
-        for group in unit.groups:
-            varying |= group.gradients.varying
-            group.gradients.varying = varying
-        if unit.schedule is not None:
-            schedule.is_last_backward &= unit.schedule.is_last_backward
-            schedule.post_optim_event = schedule.post_optim_event or unit.schedule.post_optim_event
-            schedule._kept += unit.schedule._kept
-        unit.schedule = schedule
-    schedule.settled = True
-    return schedule
-
-
 def _compiled_autograd_error() -> CompileError:
     """There a parameter's gradient is put into place behind the end of backward: it would not be reduced, and nobody would notice."""
     return CompileError(
@@ -512,65 +469,3 @@ def _compiled_autograd_error() -> CompileError:
             fix="leave torch._dynamo.config.compiled_autograd off; fsdp2.compile(model) has all of backward in one graph",
         )
     )
-
-
-def _refuse_strange_ties(units: list[Unit]) -> None:
-    own = {id(group) for unit in units for group in unit.groups}
-    for unit in units:
-        strange = [param.fqn for group in unit.uses if id(group) not in own for param in group.params if len(param.owners) > 1]
-        if strange:
-            raise OrderError(
-                message(
-                    f"{unit.fqn or 'the root'} is tied to parameters that belong to a module outside of the root: {strange}",
-                    expected="all modules that share a parameter below one root, so that one backward has all its gradients",
-                    fix="call fully_shard on a module that holds them all, and run forward through it",
-                )
-            )
-
-
-def _refuse_cut_ties(units: list[Unit], module: nn.Module) -> None:
-    """Raise if a module still has an original parameter that was sharded elsewhere: the two would drift apart in silence."""
-    originals: dict[int, tuple[str, object]] = {}
-    for unit in units:
-        for group in unit.groups:
-            for param in group.params:
-                original = param.original() if param.original is not None else None
-                if original is not None:
-                    originals[id(original)] = (param.fqn, original)
-    if not originals:
-        return
-    # Somebody holds them still: a module that is tied to them, or just a variable of the user's.
-    cut = []
-    for holder in gc.get_referrers(*(original for _, original in originals.values())):
-        if not isinstance(holder, dict):
-            continue
-        owner = next((d for d in gc.get_referrers(holder) if isinstance(d, dict) and d.get("_parameters") is holder), None)
-        if owner is not None:
-            tied = [(name, originals[id(value)][0]) for name, value in holder.items() if id(value) in originals]
-            cut += [f"{fqn} is also {name!r} of another module" for name, fqn in tied]
-    if cut:
-        raise OrderError(
-            message(
-                f"{len(cut)} parameters were sharded while modules outside of any fully_shard call are tied to them",
-                items=cut,
-                expected="every module that shares a sharded parameter below a fully_shard call of its own or of a parent",
-                fix=f"call fully_shard on the root as well, after its children, before the first forward of {type(module).__name__}",
-            )
-        )
-
-
-def schedule_of(unit: Unit) -> Schedule:
-    """The schedule of the root above, or one of its own until the first forward."""
-    if unit.schedule is None:
-        unit.schedule = Schedule(unit, [unit])
-    return unit.schedule
-
-
-def refuse_meta(units: list[Unit]) -> None:
-    """Raise MaterializationError naming every parameter that is still on the meta device."""
-    for unit in units:
-        if any(group.is_meta for group in unit.groups):
-            unit.notice_changes()  # ``load_state_dict(assign=True)`` may have put parameters with values in their place
-    missing = [name for unit in units for group in unit.groups for name in group.on_meta()]
-    if missing:
-        raise meta_error(missing, str(units[0].device))

@@ -14,20 +14,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from .. import torch_compat as compat
 from ..group.max_norm import shrinking_weights
-from ..group.param import Owner, ShardedParam
+from ..group.param import Owner
 from ..group.param_group import ParamGroup
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from .forward_log import ForwardLog, Visit
-    from .schedule import Schedule
 
 
 class Call:
@@ -38,7 +33,7 @@ class Call:
     begun, ended:  the graph task (one ``backward()``) in which its backward last began and ended
     again:  that backward made a graph of its own, through which a later one may come back
     is_watched:  an output needs a gradient, so that its backward will begin
-    log, visit:  the log of this forward, if one is kept, and its place there
+    log, visit:  the log of this forward, if one is kept, which lives as long as the graph; and the call's place there
     """
 
     __slots__ = ("__weakref__", "_counted", "_inputs_left", "again", "begun", "ended", "is_watched", "log", "nodes", "unit", "visit")
@@ -50,7 +45,7 @@ class Call:
         self.ended = -1
         self.again = False
         self.is_watched = False
-        self.log: ForwardLog | None = None
+        self.log: object = None
         self.visit: Visit | None = None
         self._counted = -1
         self._inputs_left = 0
@@ -68,7 +63,37 @@ class Call:
         return self._inputs_left == 0
 
 
-class Unit(compat.ModuleStateBase):
+class Visit:
+    """One forward call of a unit as the log knows it; it outlives the call's autograd graph, which may be freed on some ranks only.
+
+    log:  number of the log
+    has_inputs:  an input needs a gradient, so that its backward has an end
+    end_at, begin_at:  its moments in the log; the second is None while forward runs, and if no output needs a gradient
+    begun, ended:  the backward (id of the outermost graph task) in which these moments came last
+    """
+
+    __slots__ = ("begin_at", "begun", "call", "end_at", "ended", "has_inputs", "log", "unit")
+
+    def __init__(self, log: int, call: Call, end_at: int) -> None:
+        self.log = log
+        self.unit = call.unit
+        self.call = weakref.ref(call)
+        self.has_inputs = False
+        self.end_at = end_at
+        self.begin_at: int | None = None
+        self.begun = -1
+        self.ended = -1
+
+    def has_end(self) -> bool:
+        return self.has_inputs and self.begin_at is not None
+
+    def will_end_itself(self) -> bool:
+        """Whether this rank's backward, which is running, is still going to pass its inputs."""
+        call = self.call()
+        return call is not None and call.ended != compat.current_graph_task() and bool(call.nodes) and call.will_pass_inputs()
+
+
+class Unit:
     """What one ``fully_shard`` call made.
 
     groups:                 its own
@@ -87,7 +112,6 @@ class Unit(compat.ModuleStateBase):
         reshard_after_forward: bool | int,
         reshard_is_default: bool,
     ) -> None:
-        super().__init__()
         self.modules = tuple(modules)
         self.groups = list(groups)
         self.uses = [*self.groups, *borrowed]
@@ -101,11 +125,9 @@ class Unit(compat.ModuleStateBase):
         self.accumulates_whole = False  # over micro-batches gradients stay unsharded, without communication
         self.unshard_in_backward = True
         self.ignored: list[Owner] = []  # where parameters are that the user takes care of
-        self.hooks: Any = None  # its UnitHooks
         self.max_reductions = 1  # reduce-scatter inputs in flight; the largest of all units counts
-        self.prefetch_forward: list[Unit] = []
-        self.prefetch_backward: list[Unit] = []
-        self.schedule: Schedule | None = None
+        self.prefetch_forward: Sequence[Unit] = []
+        self.prefetch_backward: Sequence[Unit] = []
         self.fqn = ""
         self.summoned = False  # its modules show whole parameters that are not its own; forward takes them as they are
         self.backward_prefetch: Literal["pre", "post"] | None = "pre"  # before its gradients are computed, after that, or not at all
@@ -118,18 +140,10 @@ class Unit(compat.ModuleStateBase):
         self.order_indices: list[int] = []  # its places in this iteration's order of forward calls
         for group in self.borrowed:
             group.holders = group.holders or set()
-        for group in self.groups:
-            for param in group.params:
-                _units[param] = weakref.ref(self)
 
     @property
     def borrowed(self) -> list[ParamGroup]:
         return self.uses[len(self.groups) :]
-
-
-    def reduce_accumulated(self) -> None:
-        if self.schedule is not None:  # it has run
-            self.schedule.end_of_backward()
 
     def issue(self, copy: bool = False) -> None:
         """Start unsharding. Collective: yes, over the shard axis."""
@@ -202,24 +216,3 @@ class Unit(compat.ModuleStateBase):
             if not group.registry.verify():
                 group.rebuild()
                 group.registry.show([param.sharded for param in group.params])  # ``_apply`` unties what it replaces
-
-
-_units: weakref.WeakKeyDictionary[ShardedParam, weakref.ref[Unit]] = weakref.WeakKeyDictionary()
-
-
-def unit_with(param: ShardedParam) -> Unit:
-    """The unit that ``param`` belongs to."""
-    unit = _units[param]()
-    assert unit is not None
-    return unit
-
-
-def group_with(param: ShardedParam) -> ParamGroup:
-    """The group that ``param`` belongs to."""
-    return next(group for group in unit_with(param).groups if param in group.params)
-
-
-def unit_of(module: Any) -> Unit | None:
-    """The unit that the ``fully_shard`` call on ``module`` made, or None if there was no such call."""
-    state = compat.module_state(module) if hasattr(module, "__dict__") else None
-    return state if isinstance(state, Unit) else None

@@ -12,14 +12,11 @@ costs was measured, see docs/compile.md:
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
 
 from ...errors import LosingOrderWarning, message
 from .. import torch_compat as compat
-
-if TYPE_CHECKING:
-    from ..iteration.schedule import Schedule
-    from ..iteration.unit import Unit
+from ..iteration.schedule import Schedule
+from ..iteration.unit import Unit
 
 
 def look_around(unit: Unit, schedule: Schedule) -> None:

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from ...errors import CompileError, OrderError, message
 from .. import torch_compat as compat
-from ..iteration.forward_log import Visit
-from ..iteration.schedule import adopt
-from ..iteration.unit import Call, Unit
+from ..iteration.first_forward import adopt
+from ..iteration.module_state import ModuleState, unit_of
+from ..iteration.unit import Call, Visit
 from ..plan.model_axes import varying_axes
 from .compiler_orders import look_around
 from .nested_tensors import find_tensors, map_tensors
@@ -40,7 +40,7 @@ from .whole_tensors import cut_whole_tensors
 class UnitHooks:
     """The hooks of one unit. ``install`` registers them, ``remove`` undoes it."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: ModuleState) -> None:
         self._unit = unit
         policy = unit.mp_policy
         self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
@@ -290,7 +290,7 @@ class UnitHooks:
             find_tensors(output, found)
         if compat.functorch_is_active() or compat.forward_ad._current_level >= 0:
             found = [each for tensor in found for each in compat.levels_of(tensor)]
-        hook = functools.partial(_begin_backward, call)
+        hook = functools.partial(_begin_backward, self._unit, call)
         seen: list[Any] = []
         for tensor in found:
             if not tensor.requires_grad:
@@ -307,12 +307,14 @@ class UnitHooks:
                     each.register_prehook(hook)
         if seen:
             call.is_watched = True
-        if call.log is not None:
-            call.log.leave(call)
+        if call.visit is not None:
+            assert self._unit.schedule is not None
+            assert self._unit.schedule.log is not None
+            self._unit.schedule.log.leave(call)
         return output
 
 
-def _refuse_autograd(unit: Unit) -> None:
+def _refuse_autograd(unit: ModuleState) -> None:
     if torch.is_grad_enabled():
         raise OrderError(
             message(
@@ -334,30 +336,30 @@ def _outlive_parameters(output: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def _around(moment: str, unit: Unit) -> Iterator[None]:
+def _around(moment: str, unit: ModuleState) -> Iterator[None]:
     """A label for the profiler; and no transform of ``torch.func``: parameters are the same to all of them."""
     with torch.profiler.record_function(f"fsdp2::{moment} ({unit.fqn})"), compat.functorch_disabled():
         yield
 
 
 @compat.dynamo_disabled
-def _begin_backward(call: Call, grads: Any) -> None:
-    schedule = call.unit.schedule
+def _begin_backward(unit: ModuleState, call: Call, grads: Any) -> None:
+    schedule = unit.schedule
     assert schedule is not None
     if compat.profiler_is_on() or compat.functorch_is_active():
-        with _around("pre_backward", call.unit):
-            schedule.begin_backward(call, call.unit)
+        with _around("pre_backward", unit):
+            schedule.begin_backward(call, unit)
     else:
-        schedule.begin_backward(call, call.unit)
+        schedule.begin_backward(call, unit)
 
 
 @compat.dynamo_disabled
-def _end_backward(reference: weakref.ref[Call], unit: Unit, visit: Visit | None, grads: Any) -> None:
+def _end_backward(reference: weakref.ref[Call], unit: ModuleState, visit: Visit | None, grads: Any) -> None:
     schedule = unit.schedule
     assert schedule is not None
     call = reference()
     if call is not None and torch.is_grad_enabled():
-        _watch_gradients(call, grads)
+        _watch_gradients(unit, call, grads)
     if compat.profiler_is_on() or compat.functorch_is_active():
         with _around("post_backward", unit):
             schedule.end_backward_of(call, unit, visit)
@@ -365,18 +367,18 @@ def _end_backward(reference: weakref.ref[Call], unit: Unit, visit: Visit | None,
         schedule.end_backward_of(call, unit, visit)
 
 
-def _watch_gradients(call: Call, grads: tuple[Tensor | None, ...]) -> None:
+def _watch_gradients(unit: ModuleState, call: Call, grads: tuple[Tensor | None, ...]) -> None:
     """A backward with ``create_graph`` made a graph: a backward through that needs the parameters from here on."""
     for grad in grads:
         for each in () if grad is None else compat.levels_of(grad):
             if each.grad_fn is not None:
-                each.grad_fn.register_prehook(functools.partial(_begin_backward, call))
+                each.grad_fn.register_prehook(functools.partial(_begin_backward, unit, call))
 
 
 class _Saving:
     """A state dict hook: sharded parameters are what is saved, maybe by one rank alone."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: ModuleState) -> None:
         self._unit = unit
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
@@ -397,15 +399,15 @@ class _Loading(_Saving):
 # --- finding -------------------------------------------------------------------------------------------------------------------
 
 
-def units_below(root: nn.Module) -> list[tuple[str, Unit]]:
+def units_below(root: nn.Module) -> list[tuple[str, ModuleState]]:
     """The units in the tree of ``root`` in the order of ``named_modules()``, with the name of their first module there.
 
     Also gives every parameter its name from ``root``.
     """
-    found: dict[int, tuple[str, Unit]] = {}
+    found: dict[int, tuple[str, ModuleState]] = {}
     for name, module in root.named_modules():
-        unit = compat.module_state(module)
-        if isinstance(unit, Unit):
+        unit = unit_of(module)
+        if unit is not None:
             found.setdefault(id(unit), (name, unit))
     names = {id(param): name for name, param in root.named_parameters(remove_duplicate=False)}
     for _, unit in found.values():

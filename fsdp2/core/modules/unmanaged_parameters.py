@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 from ...errors import message
 from .. import torch_compat as compat
 from ..group.param import sharded_from
+from ..iteration.module_state import unit_of
 from ..iteration.unit import Unit
 
 
@@ -54,7 +55,7 @@ def warn_of_plain_parameters(root: nn.Module, units: Sequence[Unit]) -> None:
     foreign = {
         below
         for module in root.modules()
-        if {"fully_shard", "replicate"} & set(compat.applied_apis(module)) and not isinstance(compat.module_state(module), Unit)
+        if {"fully_shard", "replicate"} & set(compat.applied_apis(module)) and unit_of(module) is None
         for below in module.modules()
     }
     plain = [

@@ -17,7 +17,7 @@ from ...policy import AllGather, ReduceScatter
 from .. import torch_compat as compat
 from ..comm.communicators import ProcessGroupAllGather, ProcessGroupReduceScatter, SymmetricAllGather, SymmetricReduceScatter
 from ..group.param_group import ParamGroup
-from ..iteration.unit import Unit, unit_of
+from ..iteration.module_state import ModuleState, unit_of
 from ..plan.mesh import DataParallelMesh
 
 
@@ -221,7 +221,7 @@ def check_method(module: nn.Module, method_name: str) -> None:
         )
 
 
-def groups_of_one_mesh(unit: Unit, caller: str) -> list[ParamGroup]:
+def groups_of_one_mesh(unit: ModuleState, caller: str) -> list[ParamGroup]:
     """The groups of ``unit``. Raises: ArgumentError if they do not all communicate over one process group."""
     groups = unit.groups
     if len({id(group.mesh.shard_group) for group in groups}) > 1:
@@ -248,7 +248,7 @@ def refuse_custom(gather: AllGather | None, scatter: ReduceScatter | None, calle
             )
 
 
-def checked_units(modules: Sequence[Any], caller: str) -> list[Unit]:
+def checked_units(modules: Sequence[Any], caller: str) -> list[ModuleState]:
     if not isinstance(modules, (list, tuple)):
         raise ModuleError(
             message(

@@ -19,7 +19,7 @@ from ..group.extensions import cut_out, needs_own_memory, refuse_unextendable
 from ..group.memory import GroupOptions
 from ..group.param import Owner, ShardedParam, new_sharded_param, sharded_from
 from ..group.param_group import ParamGroup
-from ..iteration.unit import Unit, group_with
+from ..iteration.module_state import ModuleState, group_with
 from ..modules.hooks import UnitHooks
 from ..modules.shown_parameters import ModuleRegistry
 from ..modules.unmanaged_parameters import REGISTRATIONS
@@ -40,7 +40,7 @@ def build_unit(
     mp_policy: Any,
     offload_policy: Any,
     ignored_params: set[nn.Parameter],
-) -> Unit:
+) -> ModuleState:
     """Shard what ``modules`` own and hook them. Collective: only for an int ``reshard_after_forward``.
 
     mesh: of parameters for which ``shard_placement_fn`` names no other
@@ -77,7 +77,7 @@ def build_unit(
             group_with(sharded).registry.add_owner(sharded, owner)
     if any(group.smaller is not None for group in groups):
         after = reshard_after_forward
-    unit = Unit(
+    unit = ModuleState(
         modules,
         groups,
         borrowed,

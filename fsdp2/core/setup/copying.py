@@ -24,7 +24,7 @@ from .. import torch_compat as compat
 from ..group.memory import GroupState
 from ..group.param import Owner, ShardedParam
 from ..group.param_group import ParamGroup
-from ..iteration.unit import Unit, unit_with
+from ..iteration.module_state import ModuleState, unit_of, unit_with
 from ..modules.hooks import UnitHooks
 from ..modules.sharded_class import set_class, unswap_class
 from ..modules.shown_parameters import ModuleRegistry
@@ -40,7 +40,7 @@ def deepcopy_module(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     """
     if _PENDING in memo:
         return _copy_module(module, memo)
-    pending: list[Unit] = []
+    pending: list[ModuleState] = []
     memo[_PENDING] = pending
     try:
         new = _copy_module(module, memo)
@@ -49,7 +49,7 @@ def deepcopy_module(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
                 copy.deepcopy(other, memo)
     finally:
         del memo[_PENDING]
-    copies: dict[Unit, Unit] = {}
+    copies: dict[ModuleState, ModuleState] = {}
     for unit in pending:
         _copy_unit(unit, memo, copies)
     for unit, made in copies.items():
@@ -58,13 +58,13 @@ def deepcopy_module(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     return new
 
 
-def _lenders(unit: Unit) -> list[Unit]:
+def _lenders(unit: ModuleState) -> list[ModuleState]:
     return [unit_with(group.params[0]) for group in unit.borrowed]
 
 
 def _copy_module(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
-    unit = compat.module_state(module)
-    assert isinstance(unit, Unit)
+    unit = unit_of(module)
+    assert unit is not None
     if unit not in memo[_PENDING]:
         memo[_PENDING].append(unit)
         for group in unit.uses:
@@ -110,7 +110,7 @@ def _copy_sharded(param: ShardedParam, memo: dict[Any, Any]) -> nn.Parameter:
     return new
 
 
-def _copy_unit(unit: Unit, memo: dict[Any, Any], copies: dict[Unit, Unit]) -> Unit:
+def _copy_unit(unit: ModuleState, memo: dict[Any, Any], copies: dict[ModuleState, ModuleState]) -> ModuleState:
     if unit in copies:
         return copies[unit]
     borrowed = []
@@ -118,7 +118,7 @@ def _copy_unit(unit: Unit, memo: dict[Any, Any], copies: dict[Unit, Unit]) -> Un
         lender = unit_with(group.params[0])
         index = lender.groups.index(group)
         borrowed.append(_copy_unit(lender, memo, copies).groups[index])
-    new = copies[unit] = Unit(
+    new = copies[unit] = ModuleState(
         [memo[id(module)] for module in unit.modules],
         [_copy_group(group, memo) for group in unit.groups],
         borrowed,

@@ -1,0 +1,109 @@
+"""The first forward of a root: all units below its module share one schedule from then on, and what cannot work is refused by name.
+
+It refuses to know what the schedule does.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from ...errors import OrderError, message, meta_error
+from .module_state import ModuleState
+from .schedule import Schedule
+from .unit import Unit
+
+
+def adopt(root: ModuleState, units_below: Callable[[nn.Module], list[tuple[str, ModuleState]]]) -> Schedule:
+    """The first forward: ``root`` and all units below its module share one schedule from now on.
+
+    units_below: all units in a module's tree with the names of their first modules, in order, the module's own first
+    Raises:      OrderError if ``root`` is a list of modules; MaterializationError if parameters are on the meta device.
+    """
+    if len(root.modules) > 1:
+        raise OrderError(
+            message(
+                f"the root of a forward is a list of modules: {[type(module).__name__ for module in root.modules]}",
+                expected="one root module, so that one forward has one beginning and one end",
+                fix="call fully_shard on the module that holds them all, and run that",
+            )
+        )
+    found = units_below(root.modules[0])
+    for name, unit in found:
+        unit.fqn = name
+        for group in unit.groups:
+            group.fqn = name
+    units = [unit for _, unit in found]
+    refuse_meta(units)
+    _refuse_strange_ties(units)
+    _refuse_cut_ties(units, root.modules[0])
+    schedule = Schedule(root, units)
+    varying: set[str] = set()
+    for unit in units:
+        for group in unit.groups:
+            varying |= group.gradients.varying
+            group.gradients.varying = varying
+        if unit.schedule is not None:
+            schedule.is_last_backward &= unit.schedule.is_last_backward
+            schedule.post_optim_event = schedule.post_optim_event or unit.schedule.post_optim_event
+            schedule._kept += unit.schedule._kept
+        unit.schedule = schedule
+    schedule.settled = True
+    return schedule
+
+
+def _refuse_strange_ties(units: Sequence[Unit]) -> None:
+    own = {id(group) for unit in units for group in unit.groups}
+    for unit in units:
+        strange = [param.fqn for group in unit.uses if id(group) not in own for param in group.params if len(param.owners) > 1]
+        if strange:
+            raise OrderError(
+                message(
+                    f"{unit.fqn or 'the root'} is tied to parameters that belong to a module outside of the root: {strange}",
+                    expected="all modules that share a parameter below one root, so that one backward has all its gradients",
+                    fix="call fully_shard on a module that holds them all, and run forward through it",
+                )
+            )
+
+
+def _refuse_cut_ties(units: Sequence[Unit], module: nn.Module) -> None:
+    """Raise if a module still has an original parameter that was sharded elsewhere: the two would drift apart in silence."""
+    originals: dict[int, tuple[str, object]] = {}
+    for unit in units:
+        for group in unit.groups:
+            for param in group.params:
+                original = param.original() if param.original is not None else None
+                if original is not None:
+                    originals[id(original)] = (param.fqn, original)
+    if not originals:
+        return
+    # Somebody holds them still: a module that is tied to them, or just a variable of the user's.
+    cut = []
+    for holder in gc.get_referrers(*(original for _, original in originals.values())):
+        if not isinstance(holder, dict):
+            continue
+        owner = next((d for d in gc.get_referrers(holder) if isinstance(d, dict) and d.get("_parameters") is holder), None)
+        if owner is not None:
+            tied = [(name, originals[id(value)][0]) for name, value in holder.items() if id(value) in originals]
+            cut += [f"{fqn} is also {name!r} of another module" for name, fqn in tied]
+    if cut:
+        raise OrderError(
+            message(
+                f"{len(cut)} parameters were sharded while modules outside of any fully_shard call are tied to them",
+                items=cut,
+                expected="every module that shares a sharded parameter below a fully_shard call of its own or of a parent",
+                fix=f"call fully_shard on the root as well, after its children, before the first forward of {type(module).__name__}",
+            )
+        )
+
+
+def refuse_meta(units: Sequence[Unit]) -> None:
+    """Raise MaterializationError naming every parameter that is still on the meta device."""
+    for unit in units:
+        if any(group.is_meta for group in unit.groups):
+            unit.notice_changes()  # ``load_state_dict(assign=True)`` may have put parameters with values in their place
+    missing = [name for unit in units for group in unit.groups for name in group.on_meta()]
+    if missing:
+        raise meta_error(missing, str(units[0].device))

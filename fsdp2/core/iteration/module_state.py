@@ -1,0 +1,64 @@
+"""What ``fully_shard`` leaves on a module: its unit, and the schedule that runs it.
+
+torch and other libraries find the same object by ``fully_shard.state(module)``. It refuses to know what hooks do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from .. import torch_compat as compat
+from ..group.param import ShardedParam
+from ..group.param_group import ParamGroup
+from .schedule import Schedule
+from .unit import Unit
+
+
+class ModuleState(Unit, compat.ModuleStateBase):
+    """A unit as its modules have it.
+
+    schedule: of the root above, or one of its own until the first forward; None before anybody asked
+    hooks:    its UnitHooks
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        compat.ModuleStateBase.__init__(self)
+        Unit.__init__(self, *args, **kwargs)
+        self.schedule: Schedule | None = None
+        self.hooks: Any = None
+        for group in self.groups:
+            for param in group.params:
+                _units[param] = weakref.ref(self)
+
+    def reduce_accumulated(self) -> None:
+        if self.schedule is not None:  # it has run
+            self.schedule.end_of_backward()
+
+
+_units: weakref.WeakKeyDictionary[ShardedParam, weakref.ref[ModuleState]] = weakref.WeakKeyDictionary()
+
+
+def unit_with(param: ShardedParam) -> ModuleState:
+    """The unit that ``param`` belongs to."""
+    unit = _units[param]()
+    assert unit is not None
+    return unit
+
+
+def group_with(param: ShardedParam) -> ParamGroup:
+    """The group that ``param`` belongs to."""
+    return next(group for group in unit_with(param).groups if param in group.params)
+
+
+def unit_of(module: Any) -> ModuleState | None:
+    """What the ``fully_shard`` call on ``module`` made, or None if there was no such call."""
+    state = compat.module_state(module) if hasattr(module, "__dict__") else None
+    return state if isinstance(state, ModuleState) else None
+
+
+def schedule_of(unit: ModuleState) -> Schedule:
+    """The schedule of the root above, or one of its own until the first forward."""
+    if unit.schedule is None:
+        unit.schedule = Schedule(unit, [unit])
+    return unit.schedule

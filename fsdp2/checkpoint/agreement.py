@@ -6,17 +6,27 @@ rank 2's CheckpointError.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import pickle
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from .. import errors
 from ..core import torch_compat as compat
-from ..errors import FSDPError
+from ..errors import CheckpointError, FSDPError, message
 
 T = TypeVar("T")
+Axis = tuple[dist.ProcessGroup, torch.device]
+"""Ranks, and the device on which they communicate."""
+
+
+class LostRankError(CheckpointError):
+    """A rank is gone or cannot be reached: there is nobody left to agree with, and nothing collective may follow."""
 
 
 def default_group() -> dist.ProcessGroup | None:
@@ -27,16 +37,66 @@ def default_group() -> dist.ProcessGroup | None:
 def agree(process_group: dist.ProcessGroup | None, problem: FSDPError | None, said: T) -> list[T]:
     """What every rank says, by rank of the group. Collective: yes.
 
-    Raises: the problem of the lowest rank that has one, on every rank
+    Raises: the problem of the lowest rank that has one, on every rank; LostRankError if a rank does not answer
     """
-    everyone: list[tuple[FSDPError | None, T]] = [(problem, said)]
-    if process_group is not None:
-        everyone *= process_group.size()
-        dist.all_gather_object(everyone, (problem, said), group=process_group)
+    if process_group is None:
+        if problem is not None:
+            raise problem
+        return [said]
+    parcels = [b""] * process_group.size()
+    with reached(process_group, problem):
+        dist.all_gather_object(parcels, _packed(problem, said), group=process_group)
+    everyone: list[tuple[FSDPError | None, T]] = [pickle.loads(parcel) for parcel in parcels]
     problems = [each for each, _ in everyone if each is not None]
     if problems:
         raise problem if problem is not None and str(problem) == str(problems[0]) else problems[0]
     return [each for _, each in everyone]
+
+
+def _packed(problem: FSDPError | None, said: object) -> bytes:
+    """Both as bytes that every rank can take; what cannot be pickled is a problem of this rank."""
+    if problem is not None and type(problem).__module__ != errors.__name__:  # a class of the user's, which others may not have
+        problem = CheckpointError(str(problem))
+    try:
+        return pickle.dumps((problem, said))
+    except Exception as error:
+        text = f"this rank cannot tell the others what it has: {type(error).__name__}: {error}"
+        problem = problem or CheckpointError(message(text, expected="values that can be pickled", fix="mend the cause"))
+        return pickle.dumps((CheckpointError(str(problem)), None))
+
+
+@contextlib.contextmanager
+def reached(process_group: dist.ProcessGroup | None, problem: FSDPError | None = None) -> Iterator[None]:
+    """Around something collective: what the backend raises because a rank is gone becomes a LostRankError, now and from now on.
+
+    problem: of this rank, told as well
+    """
+    if isinstance(problem, LostRankError):
+        raise problem
+    try:
+        if is_lost(process_group):
+            raise RuntimeError("an earlier collective has failed")
+        yield
+    except Exception as error:
+        if process_group is not None:
+            _lost.add(process_group)
+        told = (str(error).strip().splitlines() or [""])[0]
+        raise LostRankError(
+            message(
+                f"a rank is gone, or cannot be reached: {type(error).__name__}: {told}",
+                items=[] if problem is None else [f"and this rank has a problem of its own: {problem}"],
+                expected="every rank to take part until all are done",
+                fix="look at the other ranks' errors, and start again from the latest checkpoint, which is unchanged",
+            )
+        ) from error
+
+
+_lost: WeakSet[dist.ProcessGroup] = WeakSet()
+
+
+def is_lost(process_group: dist.ProcessGroup | None) -> bool:
+    """Whether a collective of it has failed, so that its ranks no longer are at the same one."""
+    return process_group in _lost
 
 
 def agree_on_meshes(meshes: Sequence[DeviceMesh], problem: FSDPError | None) -> None:
@@ -52,19 +112,34 @@ def agree_on_meshes(meshes: Sequence[DeviceMesh], problem: FSDPError | None) -> 
     """
     outer = _outermost(meshes)
     axes = [(mesh, axis) for _ in outer for mesh in outer for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    agree_over([(mesh.get_group(axis), device_of(mesh)) for mesh, axis in axes], problem)
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """This rank's device of the mesh."""
+    kind = mesh.device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, compat.device_module(kind).current_device())
+
+
+def agree_over(axes: Sequence[Axis], problem: FSDPError | None) -> None:
+    """All ranks that ``axes`` reach one after another go on, or raise if one of them has a problem.
+
+    Collective: yes, over each of ``axes``, in this order, which is the same on all of their ranks
+    Raises:     the problem of this rank, or one of those that there are
+    """
     failed = problem is not None
-    for mesh, axis in axes:
-        kind = mesh.device_type
-        device = torch.device(kind) if kind == "cpu" else torch.device(kind, compat.device_module(kind).current_device())
-        flag = torch.tensor(int(failed), device=device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.get_group(axis))
-        failed = bool(flag.item())
+    for group, device in axes:
+        with reached(group, problem):
+            flag = torch.tensor(int(failed), device=device)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+            failed = bool(flag.item())
     if not failed:
         return
-    for mesh, axis in axes:
-        told: list[FSDPError | None] = [None] * mesh.size(axis)
-        dist.all_gather_object(told, problem, group=mesh.get_group(axis))
-        problem = problem or next((each for each in told if each is not None), None)
+    for group, _ in axes:
+        told: list[bytes] = [b""] * group.size()
+        with reached(group, problem):
+            dist.all_gather_object(told, _packed(problem, None), group=group)
+        problem = problem or next((each for each, _ in map(pickle.loads, told) if each is not None), None)
     assert problem is not None
     raise problem
 

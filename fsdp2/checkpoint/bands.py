@@ -1,81 +1,136 @@
 """Bands of tensors on their way from the ranks that keep them to the ranks that write them, with bounded memory.
 
-In each step every writer gets one band: the ranks that keep parts of it send these, and the writer lays them side by side. It refuses
-to know files.
+In each step every writer gets some bands: the ranks that keep parts of them send these, and the writer lays them side by side. Before
+anything is sent all ranks agree that each is ready: what fails on one rank, here or in what a writer does with its bands, ends
+the stream on every rank. It refuses to know files.
 
 Worked example, 2 ranks, rank 0 writes, an (8, 4) parameter under Shard(1), bands of 4 rows: in the first step rank 1 sends its
 (4, 2) of rows [0, 4), rank 0 puts it right of its own; in the second the same with rows [4, 8).
+
+Note: first collective of a group. NCCL makes a group's communicator in its first collective, in which all of its ranks have to take
+part; point-to-point operations of some of them are none. The agreement before is one.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..core import torch_compat as compat
+from ..errors import FSDPError
+from .agreement import device_of, reached
 from .boxes import Box, Piece, pieces_of
+from .every_rank import tried
 from .kept import wanted
 from .model_tensors import ModelTensor, cuts_of
 from .save_plan import Band, PlannedTensor
 
 Receive = Callable[[Band, Tensor], None]
+Ready = Callable[[FSDPError | None], None]
+"""All ranks of a stream go on, or raise if one of them has a problem. Collective: yes, over them"""
+
+MAX_BANDS = 64
+"""In one step, for a writer: more small tensors at a time cost more operations than they save agreements."""
 
 
 class BandStream:
     """Brings bands to their writers.
 
-    Memory: a writer has one band and what it receives of it; a sender what it keeps of the bands of one step
+    process_group: whose ranks send to each other
+    ready:         over all ranks that call ``run``. If these are not all of ``process_group``, pairs of ranks talk by themselves
+    step_nbytes:   of a writer's bands in one step; a larger band is one step
+
+    Memory: a writer has the bands of one step and what it receives of them; a sender what it keeps of the bands of one step
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup | None, ready: Ready, step_nbytes: int, *, what: str, everybody: bool = True
+    ) -> None:
         self._group = process_group
+        self._ready = ready
+        self._step_nbytes = step_nbytes
+        self._what = what
+        self._everybody = everybody
         self._me = 0 if process_group is None else dist.get_rank()
         self._keepers: dict[int, tuple[PlannedTensor, dict[int, list[tuple[int, list[Piece]]]]]] = {}
 
-    def run(self, bands_of_writers: Mapping[int, Iterable[Band]], receive: Receive) -> None:
+    def run(self, bands_of_writers: Mapping[int, Iterable[Band]], receive: Receive, problem: FSDPError | None = None) -> None:
         """Call ``receive`` with every band of this rank and its whole value (CPU, contiguous), in order.
 
         bands_of_writers: for each writer (global rank) its bands; the same on all ranks
-        Collective:       yes, over the process group
+        problem:          of this rank, if it has one already
+        Collective:       yes, over the ranks of ``ready``
+        Raises:           on every rank, what went wrong on one: a problem, in preparing a step, or in ``receive``
         """
-        writers = list(bands_of_writers)
-        for step in itertools.zip_longest(*bands_of_writers.values()):
-            self._step([(writer, band) for writer, band in zip(writers, step, strict=True) if band is not None], receive)
+        steps = self._steps(bands_of_writers)
+        while True:
+            prepared: list[_Step | None] = []
+            if problem is None:
+                prepared, problem = tried(self._what, lambda: self._prepared(next(steps, None)))
+            self._ready(problem)
+            step = prepared.pop()
+            if step is None:
+                return
+            if step.operations:
+                with reached(self._group):
+                    self._communicate(step.operations)
+            _, problem = tried(self._what, lambda step=step: step.hand_out(receive))  # type: ignore[misc]
+            del step  # before the next one is prepared
 
-    def _step(self, bands: Sequence[tuple[int, Band]], receive: Receive) -> None:
-        operations: list[dist.P2POp] = []
-        mine: tuple[Band, Tensor] | None = None
-        arriving: list[tuple[Tensor, Tensor]] = []  # what to copy when it is there, and where to
+    def _steps(self, bands_of_writers: Mapping[int, Iterable[Band]]) -> Iterator[list[tuple[int, Band]]]:
+        writers = list(bands_of_writers)
+        for step in itertools.zip_longest(*(self._together(bands) for bands in bands_of_writers.values()), fillvalue=()):
+            yield [(writer, band) for writer, bands in zip(writers, step, strict=True) for band in bands]
+
+    def _together(self, bands: Iterable[Band]) -> Iterator[list[Band]]:
+        """Small bands at a time, in order."""
+        step: list[Band] = []
+        filled = 0
+        for band in bands:
+            if step and (filled + band.nbytes > self._step_nbytes or len(step) == MAX_BANDS):
+                yield step
+                step, filled = [], 0
+            step.append(band)
+            filled += band.nbytes
+        if step:
+            yield step
+
+    def _prepared(self, bands: list[tuple[int, Band]] | None) -> _Step | None:
+        """Everything that may fail before the ranks of a step talk."""
+        if bands is None:
+            return None
+        step = _Step()
         for writer, band in bands:
             value = torch.empty(band.box.shape, dtype=band.tensor.dtype, device="cpu" if writer == self._me else "meta")
             if writer == self._me:
-                mine = band, value
+                step.mine.append((band, value))
             for keeper, part in self._parts_of(band, value, writer):
                 if keeper == self._me and writer == self._me:
                     part.place.copy_(part.local)
                 elif keeper == self._me:
                     sent = part.local.to(_wire_device(part.source), band.tensor.dtype).contiguous()
-                    operations.append(dist.P2POp(dist.isend, _flat_bytes(sent), writer, self._group))
+                    step.operations.append(dist.P2POp(dist.isend, _flat_bytes(sent), writer, self._group))
                 elif writer == self._me:
                     device = _wire_device(part.source)
                     received = part.place
                     if device.type != "cpu" or not received.is_contiguous():
                         received = torch.empty(part.box.shape, dtype=band.tensor.dtype, device=device)
-                        arriving.append((received, part.place))
-                    operations.append(dist.P2POp(dist.irecv, _flat_bytes(received), keeper, self._group))
-        if operations:
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-        for received, place in arriving:
-            place.copy_(received)
-        if mine is not None:
-            receive(*mine)
+                        step.arriving.append((received, part.place))
+                    step.operations.append(dist.P2POp(dist.irecv, _flat_bytes(received), keeper, self._group))
+        return step
+
+    def _communicate(self, operations: list[dist.P2POp]) -> None:
+        if self._everybody:
+            works = dist.batch_isend_irecv(operations)
+        else:  # see Note: first collective of a group; alone, each operation has a communicator of its two ranks
+            works = [each.op(each.tensor, each.peer, each.group) for each in operations]
+        for work in works:
+            work.wait()
 
     def _parts_of(self, band: Band, value: Tensor, writer: int) -> Iterator[tuple[int, _Part]]:
         """Who brings which part of ``band``, and where in ``value`` it belongs; together they are all of it."""
@@ -97,6 +152,25 @@ class BandStream:
         if id(source) not in known[1]:
             known[1][id(source)] = keepers_of(source, writer)
         return known[1][id(source)]
+
+
+@dataclass
+class _Step:
+    """What this rank does in a step.
+
+    mine:     its bands, and what they are put together in
+    arriving: what to copy when it is there, and where to
+    """
+
+    operations: list[dist.P2POp] = field(default_factory=list)
+    mine: list[tuple[Band, Tensor]] = field(default_factory=list)
+    arriving: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def hand_out(self, receive: Receive) -> None:
+        for received, place in self.arriving:
+            place.copy_(received)
+        for band, value in self.mine:
+            receive(band, value)
 
 
 @dataclass(frozen=True)
@@ -137,8 +211,7 @@ def keepers_of(source: ModelTensor, writer: int) -> list[tuple[int, list[Piece]]
 def _wire_device(source: ModelTensor) -> torch.device:
     """Where parts must be to be sent: on the mesh's device, even if they are kept on the host."""
     tensor = source.tensor
-    kind = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, compat.device_module(kind).current_device())
+    return device_of(tensor.device_mesh) if isinstance(tensor, DTensor) else torch.device("cpu")
 
 
 def _flat_bytes(tensor: Tensor) -> Tensor:

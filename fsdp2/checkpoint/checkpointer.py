@@ -18,6 +18,7 @@ import os
 from collections.abc import MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
@@ -31,8 +32,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 from ..errors import ArgumentError, FSDPError, OrderError, message
+from .agreement import LostRankError, default_group
 from .checkpoint_folder import CheckpointFolder
-from .every_rank import describe, from_rank_0, on_every_rank
+from .every_rank import from_rank_0, on_every_rank
 from .failure import failure
 from .host_copy import host_copy
 from .model_tensors import checked_model
@@ -101,8 +103,11 @@ class Checkpointer:
         asynchronous: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._model = checked_model(model, "Checkpointer")
-        _check(optimizer, scheduler, data, keep_last)
+        def check() -> nn.Module:
+            _check(optimizer, scheduler, data, keep_last)
+            return checked_model(model, "Checkpointer")
+
+        self._model = on_every_rank(process_group or default_group(), "cannot make a Checkpointer", check)
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._data = data
@@ -140,18 +145,8 @@ class Checkpointer:
                 message("this Checkpointer is closed", expected="to be called before close()", fix="make another Checkpointer")
             )
         pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        try:
+        if pending is not None:
             pending.result()
-        except FSDPError:
-            raise
-        except Exception as error:  # a rank is gone, so that they could not agree
-            raise failure(
-                f"the save under way has failed: {describe(error)}",
-                expected="every rank to take part",
-                fix="start again from the latest checkpoint, which is unchanged",
-            ) from error
 
     def _state(self, step: int) -> dict[str, Any]:
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
@@ -171,19 +166,27 @@ class Checkpointer:
         folder, what = self._folder, f"cannot save step {step} in {self._folder.path}"
         try:
             from_rank_0(self._group, what, folder.begin)
-            on_every_rank(self._group, what, lambda: self._write_files(state))
+            self._write_files(state, what)
             from_rank_0(self._group, what, lambda: folder.commit(step))
+        except LostRankError:
+            raise  # the next save removes what there is
         except FSDPError:
             from_rank_0(self._group, f"{what}, nor remove what there is of it", folder.discard)
             raise
         from_rank_0(self._group, f"step {step} is saved, but earlier ones in {folder.path} cannot be removed", folder.prune)
 
-    def _write_files(self, state: dict[str, Any]) -> None:
-        own = take_own_values({name: state[name] for name in ("model", "optimizer") if name in state}, self._group)
-        if own:
-            state["own"] = {f"rank_{dist.get_rank(self._group)}": pack(own, "what differs between the ranks")}
-        writer = FileSystemWriter(self._folder.partial)
-        dcp_save(state, storage_writer=writer, planner=DefaultSavePlanner(), process_group=self._group)
+    def _write_files(self, state: dict[str, Any], what: str) -> None:
+        parts: dict[str, Any] = {name: state[name] for name in ("model", "optimizer") if name in state}
+        own = take_own_values(parts, self._group, what)
+
+        def prepare() -> tuple[FileSystemWriter, DefaultSavePlanner]:
+            if own:
+                state["own"] = {f"rank_{dist.get_rank(self._group)}": pack(own, "what differs between the ranks")}
+            return FileSystemWriter(self._folder.partial), DefaultSavePlanner()
+
+        writer, planner = on_every_rank(self._group, what, prepare)
+        save = partial(dcp_save, state, storage_writer=writer, planner=planner, process_group=self._group)
+        on_every_rank(self._group, what, save)
 
     # --- loading ---
 

@@ -13,20 +13,24 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .agreement import default_group
+from ..errors import FSDPError
+from .agreement import agree_on_meshes, agree_over, default_group, device_of
 from .bands import BandStream
-from .every_rank import from_rank_0
+from .every_rank import from_rank_0, on_every_rank, tried
 from .kept import Kept
-from .model_tensors import ModelTensor, checked_model, reshard
+from .model_tensors import ModelTensor, checked_model, meshes_of, reshard
 from .named_state import (
     State,
     clean_name,
@@ -48,17 +52,18 @@ def full_state_dict(model: nn.Module) -> State:
 
     Collective: yes, over the meshes of the parameters
     Memory:     see Note: memory of full state
+    Raises:     on every rank of these meshes, what went wrong on one
     """
-    with torch.inference_mode(False), torch.no_grad():
-        state = named_model_state(checked_model(model, "full_state_dict"))
-    owned = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    first_name: dict[int, str] = {}
-    tied_to = {clean_name(name): first_name.setdefault(id(tensor), clean_name(name)) for name, tensor in owned}
-    result: State = {}
-    for name, value in state.items():
-        first = tied_to.get(name, name)
-        result[name] = result[first] if first in result else _on_rank_0(value)
-    return result if _is_rank_0() else {}
+    checked_model(model, "full_state_dict")
+
+    def take() -> State:
+        state = named_model_state(model)
+        owned = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        first_name: dict[int, str] = {}
+        tied_to = {clean_name(name): first_name.setdefault(id(tensor), clean_name(name)) for name, tensor in owned}
+        return {name: state[first] if (first := tied_to.get(name, name)) in state else value for name, value in state.items()}
+
+    return _on_rank_0(model, "cannot gather the model's state", take)
 
 
 def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, *, by_name: bool = False) -> State:
@@ -68,13 +73,16 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, *, by_name
                 True: with their names, what ``torch.distributed.checkpoint.state_dict.set_optimizer_state_dict`` takes
     Collective: yes, over the meshes of the parameters
     Memory:     see Note: memory of full state
+    Raises:     on every rank of these meshes, what went wrong on one
     """
-    reshard(checked_model(model, "full_optimizer_state_dict"))
-    names = names_in(model, optimizer)
-    whole: State = map_values(_on_rank_0, named_optimizer_state(model, optimizer))
-    if not _is_rank_0():
-        return {}
-    return whole if by_name else numbered_optimizer_state(whole, names)
+    checked_model(model, "full_optimizer_state_dict")
+
+    def take() -> State:
+        reshard(model)
+        state = named_optimizer_state(model, optimizer)
+        return state if by_name else numbered_optimizer_state(state, names_in(model, optimizer))
+
+    return _on_rank_0(model, "cannot gather the optimizer's state", take)
 
 
 def save_full_state(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> None:
@@ -87,12 +95,17 @@ def save_full_state(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     Memory:     see Note: memory of full state
     Raises:     CheckpointError on every rank if the file cannot be written; what was there before is still there
     """
-    state = full_state_dict(model)
-    if optimizer is not None:
+    def take() -> State:
+        state = full_state_dict(model)
+        if optimizer is None:
+            return state
         names = [name for group in names_in(model, optimizer) for name in group]
         whole = full_optimizer_state_dict(model, optimizer) | {"param_names": names}  # load_state_dict does not look at these
-        state = {"model": state, "optimizer": whole}
-    from_rank_0(default_group(), f"cannot write the full state to {path}", lambda: _write(state, Path(path)))
+        return {"model": state, "optimizer": whole}
+
+    what = f"cannot write the full state to {path}"
+    state = on_every_rank(default_group(), what, take)
+    from_rank_0(default_group(), what, lambda: _write(state, Path(path)))
 
 
 def _write(state: State, path: Path) -> None:
@@ -108,36 +121,102 @@ def _write(state: State, path: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
+# --- gathering --------------------------------------------------------------------------------------------------------------------
+
+
 @torch.inference_mode(False)
 @torch.no_grad()
-def _on_rank_0(value: Any) -> Any:
-    """A leaf of a state dict, whole, in host memory, sharing nothing; on the other ranks None."""
-    if isinstance(value, DTensor):
-        return _brought(value)
-    if not _is_rank_0():
-        return None
-    if not isinstance(value, Tensor):
-        return copy.deepcopy(value)
-    return value.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+def _on_rank_0(model: nn.Module, what: str, take: Callable[[], State]) -> State:
+    """What ``take`` returns on each rank, with every tensor whole, in host memory, sharing nothing; {} on the other ranks.
+
+    take:       not collective
+    Collective: yes, over the meshes of the model. A mesh without rank 0 only hears whether all went well
+    Raises:     on every rank of these, what went wrong on one
+    """
+    taken, problem = tried(what, lambda: _Gathered(take(), what))
+    meshes = meshes_of(model)
+    agree_on_meshes(meshes, problem)
+    problem = taken[0].gather()
+    result, problem = tried(what, taken[0].result) if problem is None else ([], problem)
+    agree_on_meshes(meshes, problem)
+    return result[0]
 
 
-def _brought(value: DTensor) -> Tensor | None:
-    """``value`` on rank 0, in bands; None on the others, and where rank 0 is not on its mesh. Collective: yes, over its mesh."""
-    mesh = value.device_mesh
-    if mesh.get_coordinate() is None or not (mesh.mesh == 0).any():
-        return None
-    source = ModelTensor(["value"], [({"value": value}, "value")])
-    if source.problem() is not None:  # a reduction that is pending, a tensor subclass, ...: torch knows
-        whole = value.full_tensor()
-        return whole.to("cpu", copy=True) if _is_rank_0() else None
-    planned = PlannedTensor(Kept(source), "value", tuple(value.shape), value.dtype)
-    whole = torch.empty(value.shape, dtype=value.dtype, device="cpu" if _is_rank_0() else "meta")
+class _Gathered:
+    """The leaves of ``state``, on their way to rank 0."""
 
-    def receive(band: Band, values: Tensor) -> None:
-        whole[band.box.slices] = values
+    def __init__(self, state: State, what: str) -> None:
+        self._state = state
+        self._what = what
+        self._whole: dict[int, Tensor] = {}  # on rank 0, by id of the DTensor
+        self._streamed: dict[DeviceMesh, list[PlannedTensor]] = {}
+        self._others: list[DTensor] = []  # a reduction that is pending, a tensor subclass, ...: torch knows
+        leaves: dict[int, DTensor] = {}
+        map_values(lambda leaf: leaves.setdefault(id(leaf), leaf) if isinstance(leaf, DTensor) else None, state)
+        for leaf in leaves.values():
+            mesh = leaf.device_mesh
+            if mesh.get_coordinate() is None or not (mesh.mesh == 0).any():
+                continue
+            source = ModelTensor([str(id(leaf))], [({"value": leaf}, "value")])
+            if source.problem() is not None:
+                self._others.append(leaf)
+            else:
+                planned = PlannedTensor(Kept(source), source.name, tuple(leaf.shape), leaf.dtype)
+                self._streamed.setdefault(mesh, []).append(planned)
 
-    BandStream(default_group()).run({0: planned.bands(BAND_NBYTES)}, receive)
-    return whole if _is_rank_0() else None
+    def gather(self) -> FSDPError | None:
+        """What went wrong, if something did. Collective: yes, over every mesh that has rank 0, whatever goes wrong before."""
+        problem: FSDPError | None = None
+        for mesh, tensors in self._streamed.items():
+            bands = (band for tensor in tensors for band in tensor.bands(BAND_NBYTES))
+            _, problem = tried(self._what, partial(_stream_over(mesh, self._what).run, {0: bands}, self._receive, problem))
+        for leaf in self._others:
+            _, problem = tried(self._what, partial(self._gather_other, leaf, problem))
+        return problem
+
+    def _receive(self, band: Band, values: Tensor) -> None:
+        key = int(band.tensor.key)
+        if key not in self._whole:
+            self._whole[key] = torch.empty(band.tensor.shape, dtype=band.tensor.dtype)
+        self._whole[key][band.box.slices] = values
+
+    def _gather_other(self, leaf: DTensor, problem: FSDPError | None) -> None:
+        agree_on_meshes([leaf.device_mesh], problem)
+        whole = leaf.full_tensor()
+        if _is_rank_0():
+            self._whole[id(leaf)] = whole.to("cpu", copy=True)
+
+    def result(self) -> State:
+        return map_values(self._result_of, self._state) if _is_rank_0() else {}
+
+    def _result_of(self, leaf: Any) -> Any:
+        """Of a tensor that has several names, one for all of them."""
+        if not isinstance(leaf, Tensor):
+            return copy.deepcopy(leaf)
+        if isinstance(leaf, DTensor) and leaf.device_mesh.get_coordinate() is None:
+            return None  # rank 0 has nothing of it
+        if id(leaf) not in self._whole:
+            if isinstance(leaf, DTensor):  # without elements there are no bands
+                self._whole[id(leaf)] = torch.empty(leaf.shape, dtype=leaf.dtype)
+            else:
+                self._whole[id(leaf)] = leaf.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        return self._whole[id(leaf)]
+
+
+def _stream_over(mesh: DeviceMesh, what: str) -> BandStream:
+    """Its ranks send in a group whose other ranks, if there are some, need not take part (see Note: first collective of a group)."""
+    group, everybody = default_group(), True
+    if group is not None and mesh.size() < group.size():
+        everybody = mesh.ndim == 1
+        group = mesh.get_group(0) if everybody else group
+
+    def ready(problem: FSDPError | None) -> None:
+        if group is not None and everybody:
+            agree_over([(group, device_of(mesh))], problem)
+        else:
+            agree_on_meshes([mesh], problem)
+
+    return BandStream(group, ready, BAND_NBYTES, what=what, everybody=everybody)
 
 
 def _is_rank_0() -> bool:

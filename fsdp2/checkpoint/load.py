@@ -29,7 +29,7 @@ from .every_rank import tried
 from .hf_folder import open_checkpoint
 from .key_map import KeyMap, Tensors, apply_key_map
 from .lazy import LazyTensor
-from .model_tensors import ModelTensor, checked_model, give_storage, model_tensors, reshard, still_on_meta, take_storage
+from .model_tensors import ModelTensor, checked_model, give_storage, meshes_of, model_tensors, reshard, still_on_meta, take_storage
 from .progress import progress_bar
 from .safetensors_format import DTYPES
 
@@ -107,8 +107,9 @@ def load_safetensors(
     Memory:     beside the model, two buffers of 16 MiB; while parameters come from the meta device, one group's shard; of what has
                 values already, a copy of this rank's shards in host memory, unless ``in_place``.
                 No full tensor on any rank, unless a placement replicates it or ``init_fn`` needs it whole
-    Collective: yes, over the meshes that the parameters lie on, so that all ranks succeed or all fail: 8 bytes for each mesh axis, at
-                the end. No data travels between ranks. A model without DTensors: no.
+    Collective: yes, over the meshes that the parameters lie on, so that all ranks succeed or all fail: 8 bytes for each mesh axis when
+                all has been read, and again when values that the model had are replaced or ``init_fn`` has run. No data travels
+                between ranks. A model without DTensors: no.
                 And where ``materialize`` is, for what does not come from the checkpoint
     Raises:     CheckpointError (with ``file``, ``key`` and ``report``) on all ranks, whichever it happened on, with the model
                 unchanged: parameters on the meta device are there again.
@@ -125,7 +126,7 @@ def load_safetensors(
 
 def load_opened(
     model: nn.Module,
-    what: str | os.PathLike[str],
+    checkpoint: str | os.PathLike[str],
     opened: Callable[[], tuple[Path, Tensors, int]],
     key_map: KeyMap | None,
     strict: bool,
@@ -137,36 +138,62 @@ def load_opened(
 ) -> LoadReport:
     """Load lazy tensors of any origin; everything else is as in ``load_safetensors``.
 
-    opened: opens the checkpoint ``what``: its path, its tensors by key, and the number of bytes of headers that were read
+    opened: opens ``checkpoint``: its path, its tensors by key, and the number of bytes of headers that were read
     """
-    units = reshard(model)
-    tensors = model_tensors(model)
-    at = _device(units, device)
-    on_meta = [each for each in tensors if each.is_meta]
+    meshes = meshes_of(model)
+
+    def look() -> _Look:
+        units = reshard(model)
+        tensors = model_tensors(model)
+        return _Look(units, tensors, [each for each in tensors if each.is_meta], _device(units, device))
 
     def read() -> tuple[LoadReport, list[tuple[ModelTensor, Tensor]]]:
         path, stored, header_bytes = opened()
-        shapes = {name: tuple(each.tensor.shape) for each in tensors for name in each.names}
+        shapes = {name: tuple(each.tensor.shape) for each in at.tensors for name in each.names}
         report = LoadReport(header_bytes=header_bytes)
-        matched = _match(tensors, apply_key_map(stored, shapes, key_map), report)
+        matched = _match(at.tensors, apply_key_map(stored, shapes, key_map), report)
         _refuse(report, path, strict, ignore_mismatched)
-        new = {id(each) for each in on_meta}
-        give_storage([each for each, _ in matched], units, at)
+        new = {id(each) for each in at.on_meta}
+        give_storage([each for each, _ in matched], at.units, at.device)
         targets = [(each, lazy, _target(each, in_place or id(each) in new)) for each, lazy in matched]
         bytes_read = _read(targets, progress)
         return replace(report, bytes_read=bytes_read), [(each, to) for each, _, to in targets if not in_place and id(each) not in new]
 
+    def hand_out() -> LoadReport:
+        with torch.inference_mode(False), torch.no_grad():
+            for each, values in aside:
+                each.local.copy_(values)
+        return _with_the_rest(model, at.tensors, report, init_fn, at.device, strict)
+
+    what = f"cannot load {checkpoint}"
     with torch.inference_mode(False), torch.no_grad():
-        result, problem = tried(f"cannot load {what}", read)
+        looked, problem = tried(what, look)
+        result: list[tuple[LoadReport, list[tuple[ModelTensor, Tensor]]]] = []
+        if looked:
+            at = looked[0]
+            result, problem = tried(what, read)
         try:
-            agree_on_meshes([each.mesh for each in tensors if each.mesh is not None], problem)
+            agree_on_meshes(meshes, problem)
         except FSDPError:
-            take_storage(on_meta, units)
+            if looked:
+                take_storage(at.on_meta, at.units)
             raise
-        report, aside = result[0]
-        for each, values in aside:
-            each.local.copy_(values)
-    return _with_the_rest(model, tensors, report, init_fn, at, strict)
+    report, aside = result[0]
+    if not aside and not any(still_on_meta(at.tensors)):
+        return report
+    done, problem = tried(f"{what}, or give the rest of the model values", hand_out)
+    agree_on_meshes(meshes, problem)
+    return done[0]
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What the model has; ``device`` is where what is not sharded goes."""
+
+    units: list[Unit]
+    tensors: list[ModelTensor]
+    on_meta: list[ModelTensor]
+    device: torch.device
 
 
 def _target(each: ModelTensor, in_place: bool) -> Tensor:

@@ -8,6 +8,7 @@ Worked example: a tied ``Transformer`` has one ModelTensor with names ``["embedd
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -159,16 +160,24 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
 
 def reshard(model: nn.Module) -> list[Unit]:
     """Let the modules show their sharded parameters; returns the units. Collective: no."""
-    units: dict[int, Unit] = {}
     for module in model.modules():
-        unit = unit_of(module)
-        if unit is not None:
-            units[id(unit)] = unit
-        elif isinstance(module, compat.TorchFSDPModule):
+        if isinstance(module, compat.TorchFSDPModule) and unit_of(module) is None:
             module.reshard()
-    for each in units.values():
-        each.reshard_for_all()
-    return list(units.values())
+    units = units_of(model)
+    for unit in units:
+        unit.reshard_for_all()
+    return units
+
+
+def units_of(model: nn.Module) -> list[Unit]:
+    return list({id(unit): unit for module in model.modules() if (unit := unit_of(module)) is not None}.values())
+
+
+def meshes_of(model: nn.Module) -> list[DeviceMesh]:
+    """Where its sharded parameters and buffers lie, in the model's order; also where it shows unsharded ones. Collective: no."""
+    sharded = [param.sharded for unit in units_of(model) for group in unit.groups for param in group.params]
+    shown = itertools.chain.from_iterable((*each._parameters.values(), *each._buffers.values()) for each in model.modules())
+    return [each.device_mesh for each in (*sharded, *shown) if isinstance(each, DTensor)]
 
 
 # --- storage for what is on the meta device ---------------------------------------------------------------------------------------

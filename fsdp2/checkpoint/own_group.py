@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from ..errors import OrderError, message
+from .agreement import is_lost
 
 _free: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], list[dist.ProcessGroup]]] = WeakKeyDictionary()
 """By the default group, which ends with ``destroy_process_group()``, and by ranks: those that nobody uses."""
@@ -36,8 +37,8 @@ def borrow_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def give_back(group: dist.ProcessGroup, process_group: dist.ProcessGroup | None) -> None:
-    """On all its ranks alike, with nothing under way in it."""
-    if dist.is_initialized():
+    """On all its ranks alike, with nothing under way in it. Nobody gets it again if a rank of it is gone."""
+    if dist.is_initialized() and not is_lost(group):
         _free_for(process_group).append(group)
 
 

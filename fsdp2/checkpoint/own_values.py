@@ -15,29 +15,39 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .agreement import agree
+from .every_rank import of_every_rank, on_every_rank
 
 Path = tuple[Any, ...]
 
 
-def take_own_values(state: dict[str, Any], process_group: dist.ProcessGroup | None) -> dict[Path, Tensor]:
+def take_own_values(state: dict[str, Any], process_group: dist.ProcessGroup | None, what: str) -> dict[Path, Tensor]:
     """Take out of ``state`` the plain tensors, in host memory, that differ from those of the lowest rank that has them.
 
     Returns:    them, by their path of keys; empty on the lowest rank
     Collective: yes, over ``process_group``
+    Raises:     on every rank, what went wrong on one
     """
-    plain = _plain_tensors(state, ())
-    digests = {path: _digest(tensor) for path, tensor in plain.items()}
+    digests: dict[Path, bytes] = {}
+
+    def digest() -> dict[Path, bytes]:
+        digests.update({path: _digest(tensor) for path, tensor in _plain_tensors(state, ()).items()})
+        return digests
+
+    of_ranks = of_every_rank(process_group, what, digest)
+    return on_every_rank(process_group, what, lambda: _taken(state, digests, of_ranks))
+
+
+def _taken(state: dict[str, Any], digests: dict[Path, bytes], of_ranks: list[dict[Path, bytes]]) -> dict[Path, Tensor]:
     first: dict[Path, bytes] = {}
-    for each in agree(process_group, None, digests):
+    for each in of_ranks:
         for path, digest in each.items():
             first.setdefault(path, digest)
-    own = {path: tensor for path, tensor in plain.items() if digests[path] != first[path]}
-    for path in own:
+    own: dict[Path, Tensor] = {}
+    for path in [path for path, digest in digests.items() if digest != first[path]]:
         into = state
         for key in path[:-1]:
             into = into[key]
-        del into[path[-1]]
+        own[path] = into.pop(path[-1])
     return own
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,14 @@ def read_state(
         metadata = read_metadata(path)
         return _Reading(path, metadata, dist.get_rank(process_group), dist.get_world_size(process_group))
 
-    def read() -> None:
-        reader = SafeReader(path, reading.metadata)
-        dcp_load(reading.flat, storage_reader=reader, planner=SafePlanner(), process_group=process_group)
+    def prepare() -> tuple[SafeReader, SafePlanner]:
+        reading.prepare(model, optimizer, given)
+        return SafeReader(path, reading.metadata), SafePlanner()
 
     reading = on_every_rank(process_group, what, look)
-    on_every_rank(process_group, what, lambda: reading.prepare(model, optimizer, given))
-    on_every_rank(process_group, what, read)
+    reader, planner = on_every_rank(process_group, what, prepare)
+    load = partial(dcp_load, reading.flat, storage_reader=reader, planner=planner, process_group=process_group)
+    on_every_rank(process_group, what, load)
     return on_every_rank(process_group, what, lambda: reading.result(model, optimizer))
 
 

@@ -19,15 +19,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import ArgumentError, CheckpointError, FSDPError, MaterializationError, message
-from .agreement import agree, default_group
-from .bands import BandStream
+from ..errors import ArgumentError, FSDPError, MaterializationError, message
+from .agreement import LostRankError, agree, agree_over, default_group, device_of
+from .bands import BandStream, Ready
 from .byte_ranges import bytes_of
 from .commit import Names, NewFile, choose_names, commit, make_folder, rename, taken_away, temporary_path
+from .every_rank import tried
 from .failure import failure
 from .hf_config import config_files, has_config
 from .key_map import KeyMap
-from .model_tensors import ModelTensor, checked_model, model_tensors, reshard, still_on_meta
+from .model_tensors import ModelTensor, checked_model, meshes_of, model_tensors, reshard, still_on_meta
 from .progress import progress_bar
 from .save_plan import Band, PlannedFile, fingerprint, nbytes_of, plan_files, writers_of, written_tensors
 
@@ -88,26 +89,31 @@ def save_safetensors(
     group = process_group or default_group()
     world_size = 1 if group is None else group.size()
     path = Path(folder)
-    reshard(model)
+    what = f"cannot save the model to {path}"
+
     def plan() -> list[PlannedFile]:
+        reshard(model)
         tensors = [each for each in model_tensors(model) if each.persistent]
         _refuse_meta(tensors)
         _refuse_other_ranks(tensors, group)
         return plan_files(written_tensors(tensors, key_map), max_nbytes, writers_of(world_size, num_writers), dtype)
 
-    files, names, configs = _agreed_plan(plan, model, path, config, group)
+    files, names, configs = _agreed_plan(plan, what, model, path, config, group)
     total = sum(tensor.nbytes for file in files for tensor in file.tensors)
     with _temporary_files() as new_files, torch.inference_mode(False), torch.no_grad():
-        problem = _write(files, names, path, group, new_files, progress)
+        _, problem = tried(what, lambda: _write(files, names, path, group, _ready(model, group), new_files, progress, what))
         _agree_or_remove(group, problem, new_files)
-        problem = None
         if group is None or group.rank() == 0:
-            try:
-                _commit(path, names, files, configs, new_files)
-            except CheckpointError as error:
-                problem = error
+            _, problem = tried(what, lambda: _commit(path, names, files, configs, new_files))
         _agree_or_remove(group, problem, new_files)
     return SavedCheckpoint(path, names.final, total)
+
+
+def _ready(model: nn.Module, group: dist.ProcessGroup | None) -> Ready:
+    """Over ``group``, on the device on which its ranks send; without sharded tensors they send nothing, and agree at the end."""
+    meshes = meshes_of(model)
+    axes = [(group, device_of(meshes[0]))] if group is not None and meshes else []
+    return lambda problem: agree_over(axes, problem)
 
 
 def _check(num_writers: int | None, dtype: torch.dtype | None) -> None:
@@ -118,27 +124,31 @@ def _check(num_writers: int | None, dtype: torch.dtype | None) -> None:
 
 
 def _agreed_plan(
-    plan: Callable[[], list[PlannedFile]], model: nn.Module, folder: Path, config: bool | None, group: dist.ProcessGroup | None
+    plan: Callable[[], list[PlannedFile]],
+    what: str,
+    model: nn.Module,
+    folder: Path,
+    config: bool | None,
+    group: dist.ProcessGroup | None,
 ) -> tuple[list[PlannedFile], Names, dict[str, bytes]]:
     """The plan, if all ranks can make it and made the same; the names that rank 0 chose, and there the files of ``config``.
 
     Collective: yes
     """
-    files: list[PlannedFile] = []
-    names: Names | None = None
-    configs: dict[str, bytes] = {}
-    problem: FSDPError | None = None
-    try:
+
+    def prepare() -> tuple[list[PlannedFile], dict[str, bytes], str, Names | None]:
         files = plan()
         wanted = config if config is not None else has_config(model)
-        if wanted:
-            configs = config_files(model, {tensor.dtype for file in files for tensor in file.tensors})
+        dtypes = {tensor.dtype for file in files for tensor in file.tensors}
+        configs = config_files(model, dtypes) if wanted else {}
+        names = None
         if group is None or group.rank() == 0:
             make_folder(folder)
             names = choose_names(folder, len(files), uuid.uuid4().hex[:8])
-    except FSDPError as error:
-        problem = error
-    said = agree(group, problem, (fingerprint(files), names))
+        return files, configs, fingerprint(files), names
+
+    prepared, problem = tried(what, prepare)
+    said = agree(group, problem, prepared[0][2:] if prepared else ("", None))
     differing = [rank for rank, (print_, _) in enumerate(said) if print_ != said[0][0]]
     if differing:
         raise failure(
@@ -146,6 +156,7 @@ def _agreed_plan(
             expected="the same model and arguments on every rank",
             fix="pass process_group if only some ranks have this model; nothing was written",
         )
+    files, configs, *_ = prepared[0]
     chosen = said[0][1]
     assert chosen is not None
     return files, chosen, configs
@@ -214,14 +225,15 @@ def _temporary_files() -> Iterator[list[NewFile]]:
             file.remove()
 
 
-def _agree_or_remove(group: dist.ProcessGroup | None, problem: CheckpointError | None, new_files: list[NewFile]) -> None:
+def _agree_or_remove(group: dist.ProcessGroup | None, problem: FSDPError | None, new_files: list[NewFile]) -> None:
     """Go on together; or raise together, when no rank has left anything. Collective: yes."""
     try:
         agree(group, problem, None)
-    except FSDPError:
+    except FSDPError as error:
         for file in new_files:
             file.remove()
-        agree(group, None, None)
+        if not isinstance(error, LostRankError):
+            agree(group, None, None)
         raise
 
 
@@ -230,29 +242,38 @@ def _write(
     names: Names,
     folder: Path,
     group: dist.ProcessGroup | None,
+    ready: Ready,
     new_files: list[NewFile],
     progress: bool | None,
-) -> CheckpointError | None:
-    """Write this rank's files under their temporary names; what went wrong, if something did. Collective: yes.
+    what: str,
+) -> None:
+    """Write this rank's files under their temporary names. Collective: yes, over the ranks of ``ready``.
 
-    After an error the rank goes on receiving, since the others send.
+    Raises: on every rank, what went wrong on one; but for what comes after the last band, which the caller tells
     """
     me = 0 if group is None else group.rank()
     writers = sorted({file.writer for file in files})
     band_nbytes = BUFFER_NBYTES // len(writers)
-    writer = _Writer([(file, names.temporary(folder, index)) for index, file in enumerate(files) if file.writer == me], new_files)
     global_rank = {each: each if group is None else dist.get_global_rank(group, each) for each in writers}
     bands = {global_rank[each]: _bands_of(each, files, band_nbytes) for each in writers}
     mine = sum(tensor.nbytes for file in files if file.writer == me for tensor in file.tensors)
-    with progress_bar("saving", mine, progress) as advance:
+    with contextlib.ExitStack() as stack:
+
+        def begin() -> tuple[_Writer, Callable[[int], None]]:
+            advance = stack.enter_context(progress_bar("saving", mine, progress))
+            own = [(file, names.temporary(folder, index)) for index, file in enumerate(files) if file.writer == me]
+            return _Writer(own, new_files), advance
+
+        begun, problem = tried(what, begin)
 
         def receive(band: Band, value: Tensor) -> None:
+            writer, advance = begun[0]
             writer.write(band, value)
             advance(value.nbytes)
 
-        BandStream(group).run(bands, receive)
-    writer.finish()
-    return writer.problem
+        BandStream(group, ready, band_nbytes, what=what).run(bands, receive, problem)
+        if begun:
+            begun[0][0].finish()
 
 
 def _bands_of(writer: int, files: list[PlannedFile], max_nbytes: int) -> Iterator[Band]:
@@ -260,46 +281,31 @@ def _bands_of(writer: int, files: list[PlannedFile], max_nbytes: int) -> Iterato
 
 
 class _Writer:
-    """Writes bands into this rank's files, one file after another, until something goes wrong."""
+    """Writes bands into this rank's files, one file after another. Raises: CheckpointError naming file and key"""
 
     def __init__(self, files: list[tuple[PlannedFile, Path]], new_files: list[NewFile]) -> None:
-        self.problem: CheckpointError | None = None
         self._todo = files
         self._new_files = new_files
         self._left = 0  # bytes of the open file's tensors to come
         self._open_next()
 
     def write(self, band: Band, value: Tensor) -> None:
-        if self.problem is not None:
-            return
-        try:
-            self._new_files[-1].write(bytes_of(value), band.tensor.key)
-        except CheckpointError as error:
-            self.problem = error
+        self._new_files[-1].write(bytes_of(value), band.tensor.key)
         self._left -= value.nbytes
         self._open_next()
 
     def _open_next(self) -> None:
         """Finish the file that is complete, and begin the next one with bytes to come."""
-        while self.problem is None and self._left == 0 and self._todo:
+        while self._left == 0 and self._todo:
             file, path = self._todo.pop(0)
-            try:
-                self._finish_last()
-                self._new_files.append(NewFile(path, file.header))
-            except CheckpointError as error:
-                self.problem = error
+            self.finish()
+            self._new_files.append(NewFile(path, file.header))
             self._left = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in file.tensors)
 
-    def _finish_last(self) -> None:
+    def finish(self) -> None:
+        """Have the last file on the disk."""
         if self._new_files:
             self._new_files[-1].finish()
-
-    def finish(self) -> None:
-        if self.problem is None:
-            try:
-                self._finish_last()
-            except CheckpointError as error:
-                self.problem = error
 
 
 def _weight_map(files: list[PlannedFile], names: Names) -> dict[str, str]:

@@ -56,6 +56,10 @@ class Band:
     tensor: PlannedTensor
     box: Box
 
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.tensor.dtype.itemsize
+
 
 @dataclass(frozen=True)
 class PlannedFile:

@@ -218,8 +218,9 @@ class FSDPModule:
             unit.schedule.reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last of this iteration: only then are pending reductions waited for.
+        """Whether the next backward is the last of this iteration: only then does the device's current stream wait for reductions.
 
+        Gradients are there after every backward. Where several roots train together, it is enough to tell one of them.
         Collective: as ``set_requires_gradient_sync``.
         """
         check_bool("set_is_last_backward", "is_last_backward", is_last_backward)

@@ -22,6 +22,7 @@ from harness.models import batches, mlp
 from harness.training import (
     adamw_foreach,
     adamw_one_by_one,
+    assert_equal_grads,
     assert_equal_training,
     assert_same_bits,
     assert_same_tensors,
@@ -413,6 +414,34 @@ def test_roots_that_share_a_communication_context_and_are_all_last(order):
     for model, whole in zip((first, second), plain, strict=True):
         for name, param in model.named_parameters():
             torch.testing.assert_close(param.full_tensor(), whole.get_parameter(name), msg=name)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("order", ["one after another", "one backward"])
+@pytest.mark.parametrize("last", [(True, False), (False, True), (False, False)])
+def test_chained_roots_of_which_some_are_not_told_that_this_is_their_last_backward(last, order):
+    """Upstream has all gradients, too, but for the second backward of two where the later root alone is told (an IndexError)."""
+    roots = mlp(seed=0), nn.Sequential(nn.Linear(5, 10), nn.Linear(10, 3))
+    wholes = copy.deepcopy(roots)
+    shard(roots[0])
+    fully_shard(roots[1][0], mesh=cpu_mesh())
+    fully_shard(roots[1], mesh=cpu_mesh())
+    share_comm_ctx(list(roots))
+    for model, is_last in zip(roots, last, strict=True):
+        model.set_is_last_backward(is_last)
+
+    def run(one: nn.Module, two: nn.Module, x: Tensor) -> None:
+        hidden = one(x)
+        leaf = hidden if order == "one backward" else hidden.detach().requires_grad_()
+        two(leaf).square().mean().backward()
+        if order != "one backward":
+            hidden.backward(leaf.grad)
+
+    for x in batches(2):  # gradients add up
+        run(*roots, own_chunk(x))
+        run(*wholes, x)
+        for model, whole in zip(roots, wholes, strict=True):
+            assert_equal_grads(grads_of(model), grads_of(whole), ulps=32)
 
 
 # --- offloading without an accelerator ------------------------------------------------------------------------------------------------

@@ -599,11 +599,32 @@ def train_with_unshards_on_a_side_stream(scenario: Scenario, mesh: DeviceMesh) -
     return []
 
 
+def train_two_roots_of_which_one_is_told_that_it_is_the_last(scenario: Scenario, mesh: DeviceMesh) -> list[Any]:
+    """Its backward ends before the other's in one graph, after it in one graph, and after it in a graph of its own."""
+    first, second = scenario.model(), nn.Sequential(nn.Linear(5, 10), nn.Linear(10, 3))
+    for module in [*first.blocks, first, second[0], second]:
+        fully_shard(module, mesh=mesh)
+    models: list[Any] = [first, second]
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    for index, x in enumerate(batches(3, ROWS)):
+        for model, is_last in zip(models, (index == 1, index != 1), strict=True):
+            model.set_is_last_backward(is_last)
+        hidden = first(x)
+        if index == 2:
+            hidden.sum().backward()
+            hidden = hidden.detach().requires_grad_()
+        second(hidden).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return []
+
+
 FAKE_SCENARIOS = {
     **{name: scenario for name, scenario in SCENARIOS.items() if "reduce_scatter" not in scenario.private},
     **SCENARIOS_OF_FOUR,
     "optimizer_on_its_own_stream": Scenario(train=train_with_an_optimizer_on_its_own_stream),
     "unshard_on_a_side_stream": Scenario(train=train_with_unshards_on_a_side_stream),
+    "two_roots": Scenario(train=train_two_roots_of_which_one_is_told_that_it_is_the_last),
 }
 
 # Each order of the runtime, and a scenario in which it alone prevents a race.
@@ -647,7 +668,10 @@ def test_without_this_order_of_a_gather_over_one_rank_there_is_a_race(place):
 
 @pytest.mark.parametrize(
     "name",
-    [*SCENARIOS_OF_FOUR, "plain", "direct", "mixed", "bf16_direct", "optimizer_on_its_own_stream", "unshard_on_a_side_stream"],
+    [
+        *SCENARIOS_OF_FOUR,
+        *("plain", "direct", "mixed", "bf16_direct", "optimizer_on_its_own_stream", "unshard_on_a_side_stream", "two_roots"),
+    ],
 )
 @pytest.mark.parametrize("passes_at_once", [False, True])
 def test_no_race_on_the_path_of_nccl_in(name, passes_at_once):

@@ -22,6 +22,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -34,9 +35,14 @@ from ..group.reduction import InFlight
 from .forward_log import ForwardLog, Reading
 from .unit import Call, Unit, Visit
 
+_unfinished: weakref.WeakSet[Schedule] = weakref.WeakSet()
+"""Roots with reductions that compute is not ordered behind yet: the next backward that is the last of any root's iteration does it."""
+
 
 class Schedule:
     """The iteration of all units under one root module."""
+
+    _last_task: ClassVar[int] = -2  # in which a root's last backward ended: another root's, which it runs into, may end after it
 
     def __init__(self, root: Unit, units: Sequence[Unit]) -> None:
         self.root = root
@@ -402,7 +408,14 @@ class Schedule:
             self._order.clear()
             for unit in self.units:
                 unit.order_indices.clear()
+            Schedule._last_task = task
+        if self.is_last_backward or self.streams.host_waits or task == Schedule._last_task:
             self.finish_reductions()
+            for schedule in _unfinished:
+                schedule.finish_reductions()
+            _unfinished.clear()
+        else:  # gradients are there, in the order of the reduce stream
+            _unfinished.add(self)
         self._await_host_reads()
 
     def _end_recomputations(self) -> None:

@@ -201,11 +201,12 @@ def _device(found: _Found, device: torch.device | str | None) -> torch.device:
     return torch.device(compat.default_device_type())
 
 
-def _in_apply_order(module: nn.Module) -> Iterator[nn.Module]:
-    """Children first, and a shared module once for each parent, exactly as ``nn.Module.apply`` calls."""
-    for child in module.children():
-        yield from _in_apply_order(child)
-    yield module
+def _in_apply_order(module: nn.Module, above: tuple[nn.Module, ...] = ()) -> Iterator[nn.Module]:
+    """Children first, and a shared module once for each parent, exactly as ``nn.Module.apply`` calls. No module inside of itself."""
+    if not any(module is each for each in above):
+        for child in module.children():
+            yield from _in_apply_order(child, (*above, module))
+        yield module
 
 
 def _reset_method(module: nn.Module) -> Callable[[], object] | None:
@@ -225,10 +226,12 @@ def _reset(module: nn.Module) -> None:
 def _refuse_without_reset(model: nn.Module, found: _Found) -> None:
     """Modules with parameters that neither they nor a module above can initialise."""
     stuck: list[str] = []
+    seen: set[nn.Module] = set()
 
     def look(module: nn.Module, name: str) -> None:
-        if _reset_method(module) is not None:
+        if module in seen or _reset_method(module) is not None:
             return  # its method may well reach into the modules below
+        seen.add(module)
         own = [
             f"{key} {tuple(param.shape)}" for key, param in module._parameters.items() if param is not None and found.is_missing(param)
         ]

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Placement
 from ..core import torch_compat as compat
 from ..core.iteration.module_state import unit_of
 from ..core.iteration.unit import Unit
+from ..core.modules.walk import all_names
 from ..errors import ArgumentError, ParameterError, message
 from .boxes import Cut, Piece, in_order, local_shape_of, pieces_of
 
@@ -135,7 +136,7 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
     Raises: ParameterError naming those that cannot be read or written
     """
     found: dict[int, ModelTensor] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    for prefix, module in all_names(model):
         path = [part for part in prefix.split(".") if part and part not in WRAPPERS]
         for registry, is_buffer in ((module._parameters, False), (module._buffers, True)):
             for name, tensor in registry.items():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..checkpoint.named_state import clean_name
 from ..core import torch_compat as compat
 from ..core.group.param import sharded_from
+from ..core.modules.walk import all_names
 from ..core.plan.mesh import DataParallelMesh
 from ..core.setup.build import managed_modules
 from ..errors import ArgumentError, MaterializationError, message
@@ -150,7 +151,11 @@ def cast_own_buffers(own: Own, dtype: torch.dtype | None) -> dict[str, torch.dty
     if dtype is None:
         return {}
     before = {id(buffer): buffer.dtype for buffer in own.buffers().values() if buffer.is_floating_point()}
-    names = own.root.named_buffers(remove_duplicate=False)
+    names = (
+        named
+        for prefix, module in all_names(own.root)
+        for named in module.named_buffers(prefix, recurse=False, remove_duplicate=False)
+    )
     dtypes = {clean_name(name): before[id(buffer)] for name, buffer in names if id(buffer) in before}
     for buffer in own.buffers().values():
         if id(buffer) in before:

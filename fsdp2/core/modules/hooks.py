@@ -409,7 +409,7 @@ def units_below(root: nn.Module) -> list[tuple[str, ModuleState]]:
         unit = unit_of(module)
         if unit is not None:
             found.setdefault(id(unit), (name, unit))
-    names = {id(param): name for name, param in root.named_parameters(remove_duplicate=False)}
+    names = {id(param): name for name, param in root.named_parameters()}
     for _, unit in found.values():
         for group in unit.groups:
             for param in group.params:

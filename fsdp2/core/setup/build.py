@@ -205,7 +205,7 @@ def _owners(modules: Sequence[nn.Module], managed: Sequence[nn.Module], ignored:
     inside = set(managed)
     for index, root in enumerate(modules):
         prefix = f"{index}." if len(modules) > 1 else ""
-        for module_name, module in root.named_modules(remove_duplicate=False):
+        for module_name, module in root.named_modules():
             if module not in inside:
                 continue
             for name, param in module._parameters.items():

@@ -108,3 +108,26 @@ def test_no_getter_communicates(after):
                 look_everywhere()
                 loss.backward()
                 look_everywhere()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("method", ["parameters", "state_dict"])
+def test_one_rank_may_look_between_two_forwards_of_one_backward(method):
+    """Symptom: at the second forward that rank gathered again what the others still had, and gloo aborted."""
+    model, reference = sharded_blocks(False)
+
+    def iteration(model: nn.Module, x: Tensor) -> Tensor:
+        first, second = x.chunk(2)
+        loss = model(first).square().mean()
+        if isinstance(model, FSDPModule) and dist.get_rank() == 0:
+            list(getattr(model, method)())
+        loss = loss + model(second).square().mean()
+        loss.backward()
+        model(first)  # and a forward without a backward, before the gradients that it leaves are used
+        if isinstance(model, FSDPModule) and dist.get_rank() == 0:
+            list(getattr(model, method)())
+        with torch.no_grad():
+            model(second)
+        return loss
+
+    assert_same_bits(fed_own_chunk(model, inputs(), iteration=iteration), fed_in_chunks(reference, inputs(), iteration=iteration))

@@ -118,7 +118,7 @@ class Schedule:
 
     def _begin_iteration(self, unit: Unit) -> None:
         for group, version in self._kept:
-            if group.state is GroupState.HIDDEN or group.is_out_of_date(version):
+            if group.is_out_of_date(version):  # all ranks see that alike; whether one is HIDDEN may depend on who looked
                 group.reshard()
         self._kept.clear()
         self.kept_by_forward.clear()

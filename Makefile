@@ -4,13 +4,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-.PHONY: help demo test test-slow check bench clean
+.PHONY: help demo test test-slow fuzz check bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        train a small language model, sharded over two processes"
 	@echo "make test        all tests but the slow ones"
 	@echo "make test-slow   the slow ones"
+	@echo "make fuzz        random programs, sharded and unsharded: SEEDS=first:last"
 	@echo "make check       lint and types"
 	@echo "make bench       the benchmarks"
 	@echo "make clean       remove caches and .venv"
@@ -30,6 +31,12 @@ test: $(INSTALLED)
 # Exit status 5 is pytest's "no test was selected": fine while nothing is marked slow.
 test-slow: $(INSTALLED)
 	$(BIN)/python -m pytest -m slow || test $$? -eq 5
+
+# Failures are shrunk and printed. LOG=file keeps results, and goes on where it was stopped; LIB=torch runs torch's FSDP2 instead.
+SEEDS ?= 0:1000
+fuzz: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz $(SEEDS) $(if $(LOG),--log $(LOG)) $(if $(LIB),--lib $(LIB))
+	test ! -e tests/fuzz/test_checkpoint_mutants.py || FUZZ_MUTANTS=1000 $(BIN)/python -m pytest tests/fuzz/test_checkpoint_mutants.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

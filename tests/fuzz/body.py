@@ -1,0 +1,85 @@
+"""Run a program on the ranks of the pool, and say in one word what came of it.
+
+``right``      every rank saw what the unsharded model says
+``refused``    every rank raised the same of our errors
+``pointless``  a loss has no graph, on some rank
+``fault``      anything else: other numbers, another exception, an error on some ranks only, a hang
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import re
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch.distributed as dist
+
+from fuzz.comparing import differences
+from fuzz.program import Program
+from fuzz.running import NoGraphError, run_sharded, run_unsharded
+from harness.pool import run_on_pool
+from harness.worker import Job
+
+TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Result:
+    kind: str
+    text: str = ""
+
+    @property
+    def headline(self) -> str:
+        return self.text.partition("\n")[0]
+
+
+def run(program: Program, lib: str = "fsdp2", timeout_s: float = TIMEOUT_S) -> Result:
+    """Run it on ``program.world`` ranks, which stay for the next one unless it is a fault.
+
+    lib: "fsdp2", or a module with the same names; "torch" is torch's FSDP2
+    """
+    arguments = {"program": pickle.dumps(program), "lib": pickle.dumps(lib)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        job = Job(__name__, __file__, "_body", arguments, pickle.dumps(list(warnings.filters)))
+    outcome = run_on_pool(program.world, job, timeout_s)
+    if outcome.kind == "passed":
+        return Result("right")
+    if outcome.kind == "skipped":
+        return Result("pointless", outcome.text)
+    if outcome.kind == "xfailed":
+        return Result("refused", outcome.text)
+    return Result("fault", re.sub(r"^\[rank \d+ of \d+\] ", "", outcome.text) + "".join(outcome.output))
+
+
+class _Body:
+    """What the ranks of the pool look for under a test's name."""
+
+    @staticmethod
+    def on_ranks_body(program: Program, lib: str) -> None:
+        module = importlib.import_module("torch.distributed.fsdp" if lib == "torch" else lib)
+        from fsdp2 import FSDPError
+
+        rank = dist.get_rank()
+        unsharded = run_unsharded(program, rank)
+        steps = run_sharded(program, rank, module)
+        for index in range(len(program.steps)):
+            try:
+                expected = next(unsharded)
+            except NoGraphError:
+                pytest.skip("a loss without a graph")
+            try:
+                actual = next(steps)
+            except FSDPError as error:
+                refusal = f"{type(error).__name__}: {re.sub(r'^.rank .*?. ', '', str(error))}"
+            else:
+                if found := differences(actual, expected, program, index):
+                    pytest.fail("\n".join(found), pytrace=False)
+                continue
+            pytest.xfail(refusal)  # outside of the handler, so that nothing holds the frames of the error
+
+
+_body = _Body

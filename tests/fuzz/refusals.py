@@ -1,0 +1,26 @@
+"""What fsdp2 refuses on purpose, of what programs do: the beginning of each error, and where the user reads about it."""
+
+from __future__ import annotations
+
+DOCUMENTED = {
+    "OrderError: the root of a forward is a list of modules": "fully_shard: a root is one module",
+    "OrderError: {} is tied to parameters that belong to a module outside of the root": "compatibility.md: ties",
+    "OrderError: {} parameters were sharded while modules outside of any fully_shard call are tied to them": "compatibility.md: ties",
+    "ParameterError: {} is tied to {}, which an earlier fully_shard call took with another param_dtype or re": "compatibility.md: ties",
+    "OrderError: requires_grad of parameters of {} changed while": "compatibility.md: requires_grad",
+}
+
+
+def is_documented(headline: str) -> bool:
+    """Whether an error that begins so is one of those."""
+    return any(_fits(headline, known) for known in DOCUMENTED)
+
+
+def _fits(headline: str, known: str) -> bool:
+    at = 0
+    for index, piece in enumerate(known.split("{}")):
+        found = headline.find(piece, at)
+        if found < 0 or (index == 0 and found != 0):
+            return False
+        at = found + len(piece)
+    return True

@@ -1,0 +1,77 @@
+"""The fuzzer itself: programs are values, faults and hangs are found, and failing programs become small."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fuzz.body import run
+from fuzz.drawing import FEATURES, draw
+from fuzz.program import Action, Failure, Micro, Node, Program, Step, Unit, nodes, tidy, units, walk
+from fuzz.refusals import is_documented
+from fuzz.shrinking import shrink
+
+NAMES = {each.__name__: each for each in (Action, Failure, Micro, Node, Program, Step, Unit)}
+
+
+def test_a_program_prints_as_what_makes_it():
+    for seed in range(50):
+        assert eval(repr(draw(seed)), NAMES) == draw(seed)
+
+
+def test_programs_are_drawn_tidy():
+    for seed in range(200):
+        assert tidy(draw(seed)) == draw(seed), seed
+
+
+def test_every_feature_is_drawn():
+    programs = [draw(seed) for seed in range(300)]
+    found = [node for program in programs for node, _ in walk(program.root)]
+    micros = [micro for program in programs for step in program.steps for micro in step.micros]
+    for field in ("frozen", "ignored", "extension", "tied_to", "borrows", "checkpoint", "skip", "detach", "in_place", "container"):
+        assert any(getattr(node, field) for node in found), field
+    for field in ("method", "hook", "stored"):
+        assert any(getattr(node, field) for node in found), field
+    for field in ("unused", "ignores", "in_hooks", "force_sum", "separate_group", "prefetch", "gather"):
+        assert any(getattr(program, field) for program in programs), field
+    assert {program.world for program in programs} == {1, 2, 3, 4}
+    assert {micro.order for micro in micros} == {"each", "sum", "fifo", "lifo"}
+    assert any(len(members) > 1 for program in programs for _, members in units(program))
+    assert len(FEATURES) == len(set(FEATURES))
+
+
+def test_a_failing_program_is_shrunk_to_what_it_takes_to_fail():
+    def has_tie(program: Program) -> bool:
+        return any(node.tied_to for node in nodes(program).values())
+
+    big = next(program for program in map(draw, range(1000)) if has_tie(program) and len(program.steps) > 2)
+    small = shrink(big, has_tie, seconds=60)
+    assert len(small.steps) == 1
+    assert len(nodes(small)) == 3  # the root, and two that are tied
+    assert not units(small)
+
+
+SHARDED = Program(root=Node("root", children=(Node("a", "linear"),), unit=Unit()))
+
+
+def test_wrong_numbers_are_a_fault():
+    result = run(SHARDED, lib="fuzz.planted_faults")
+    assert result.kind == "fault"
+    assert "gradient of a.weight" in result.text
+    assert "about 2 times" in result.text
+
+
+@pytest.mark.slow
+def test_a_hang_is_a_fault_that_shows_stacks():
+    stuck = replace(SHARDED, max_buffers=2)  # by which planted_faults knows it
+    result = run(stuck, lib="fuzz.planted_faults", timeout_s=3.0)
+    assert result.kind == "fault"
+    assert "did not finish within 3 s" in result.headline
+    assert "planted_faults.py" in result.text
+
+
+def test_refusals_are_known_by_their_beginning():
+    assert is_documented("OrderError: the root of a forward is a list of modules: ['A', 'B']")
+    assert is_documented("OrderError: b.c is tied to parameters that belong to a module outside of the root: ['weight']")
+    assert not is_documented("OrderError: something else")

@@ -1,0 +1,30 @@
+"""Random programs are right, sharded, or refused by name: 10 of them in ``make test``, 300 in ``make test-slow``, any by ``make fuzz``.
+
+A failure prints the program; ``python tests/fuzz SEED`` makes it small, and what it finds goes to ``test_kept_programs.py``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from fuzz.body import run
+from fuzz.drawing import draw
+from fuzz.refusals import is_documented
+
+NUM_QUICK, NUM_SLOW = 10, 300
+
+
+def _seeds() -> list[object]:
+    """All of them; the first ones on two ranks are quick, for the pool of two is there in any case."""
+    quick = [seed for seed in range(NUM_SLOW) if draw(seed).world == 2][:NUM_QUICK]
+    return [pytest.param(seed, marks=[] if seed in quick else [pytest.mark.slow]) for seed in range(NUM_SLOW)]
+
+
+@pytest.mark.parametrize("seed", _seeds())
+def test_a_random_program_is_right_or_refused_by_name(seed):
+    program = draw(seed)
+    result = run(program)
+    if result.kind == "fault":
+        pytest.fail(f"{program}\n\n{result.text}", pytrace=False)
+    if result.kind == "refused":
+        assert is_documented(result.headline), f"{program}\n\n{result.text}"

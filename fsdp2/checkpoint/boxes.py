@@ -191,3 +191,33 @@ def split(box: Box, max_numel: int) -> Iterator[Box]:
     step = max(max_numel // row, 1)
     for start in range(box.start[dim], box.stop[dim], step):
         yield from split(box.with_range(dim, start, min(start + step, box.stop[dim])), max_numel)
+
+
+def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
+    """Why ``boxes`` are not every element of ``shape`` once, if so: one reaches beyond, two meet, or elements are in none."""
+    full = [box for box in boxes if box.numel]
+    for box in full:
+        if any(start < 0 or stop > size or start > stop for start, stop, size in zip(box.start, box.stop, shape, strict=True)):
+            return f"{box.start} to {box.stop} is beyond"
+    numel = sum(box.numel for box in full)
+    pair = _meeting(full)
+    if pair is not None:
+        return f"{pair[0].start} to {pair[0].stop} and {pair[1].start} to {pair[1].stop} overlap"
+    return None if numel == math.prod(shape) else f"{numel} of {math.prod(shape)} elements are there"
+
+
+def _meeting(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Two boxes with an element in common. They are walked along the dim where most begin apart, so that few are looked at together."""
+    if len(boxes) < 2:
+        return None
+    if not boxes[0].start:
+        return boxes[0], boxes[1]
+    dim = max(range(len(boxes[0].start)), key=lambda each: len({box.start[each] for box in boxes}))
+    open_ones: list[Box] = []
+    for box in sorted(boxes, key=lambda each: each.start[dim]):
+        open_ones = [each for each in open_ones if each.stop[dim] > box.start[dim]]
+        for other in open_ones:
+            if other.intersect(box).numel:
+                return other, box
+        open_ones.append(box)
+    return None

@@ -40,7 +40,7 @@ class CheckpointFolder:
         """What ``latest`` names; if that is gone, the newest of the others."""
         if self._pointer.is_file():
             named = self.path / self._pointer.read_text().strip()
-            if named.parent == self.path and (named / METADATA).is_file():
+            if named.parent == self.path and _NAME.fullmatch(named.name) and (named / METADATA).is_file():
                 return named
         return next(reversed(self.checkpoints()), None)
 

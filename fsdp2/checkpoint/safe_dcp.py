@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
+from ..errors import CheckpointError
+from .dcp_metadata import check_metadata
 from .failure import failure
 from .pickle_limits import check_key, check_pickle, checked_ordered_dict
 from .regular_file import open_regular
@@ -110,9 +112,12 @@ def read_metadata(folder: Path) -> Metadata:
         shapes = {type(each) for each in metadata.state_dict_metadata.values()}
         if not isinstance(metadata, Metadata) or not shapes <= {BytesStorageMetadata, TensorStorageMetadata}:
             raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+        check_metadata(path, metadata)
         wanted: dict[str, tuple[int, str]] = {}  # of each file, where its last tensor ends, and that tensor's key
         for index, info in (metadata.storage_data or {}).items():
             wanted[info.relative_path] = max(wanted.get(info.relative_path, (0, "")), (info.offset + info.length, str(index.fqn)))
+    except CheckpointError:
+        raise
     except Exception as error:  # whatever a broken pickle raises
         raise failure(f"{path} cannot be read: {error}", expected="metadata as dcp.save writes them", file=path) from error
     sizes = {name: (folder / name).stat().st_size if (folder / name).is_file() else None for name in wanted}

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..failure import failure
+from ..hf_folder import is_inside
 from ..lazy import LazyTensor
 from ..named_state import State
 from .inert_pickle import Inert
@@ -44,7 +45,7 @@ def find_deepspeed(path: Path) -> Path | None:
     latest = path / "latest"
     if latest.is_file() and latest.stat().st_size < 1000:
         tag = latest.read_text(errors="replace").strip()
-        if tag and Path(tag).name == tag and (any((path / tag).glob("*_states.pt")) or not (path / tag).exists()):
+        if is_inside(tag) and Path(tag).name == tag and (any((path / tag).glob("*_states.pt")) or not (path / tag).exists()):
             return path / tag
     return None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import ArgumentError, message
+from ...errors import ArgumentError, FSDPError, message
 from ..failure import failure
 from ..hf_folder import open_checkpoint
 from ..lazy import LazyTensor
@@ -54,8 +54,23 @@ def open_source(
     """
     if format is not None and format not in FORMATS:
         raise ArgumentError(message(f"format is {format!r}", expected=" or ".join(FORMATS), fix="leave it out to have it detected"))
-    known = shapes_of(shapes)
-    source = _read(Path(path), format or detect(Path(path)), known)
+    try:
+        return _opened(Path(path), format, optimizer, shapes_of(shapes), with_optimizer)
+    except FSDPError:
+        raise
+    except Exception as error:  # readers look for what programs write; damage may be anywhere in it
+        raise failure(
+            f"{path} cannot be understood: {type(error).__name__}: {error}",
+            expected="what the program writes that has this format",
+            fix="copy it again; nothing was changed",
+            file=Path(path),
+        ) from error
+
+
+def _opened(
+    path: Path, format: str | None, optimizer: str | os.PathLike[str] | None, known: Shapes | None, with_optimizer: bool
+) -> Source:
+    source = _read(path, format or detect(path), known)
     if optimizer is not None and with_optimizer:
         other = _read(Path(optimizer), detect(Path(optimizer)), known)
         source.optimizer = other.optimizer

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..boxes import Box, Cut, in_order, local_shape_of, pieces_of
+from ..boxes import Box, Cut, cover_problem, in_order, local_shape_of, pieces_of
 from ..failure import failure
 from ..lazy import LazyTensor, Narrowed
 from .inert_pickle import Inert
@@ -121,9 +121,10 @@ def _assembled(files: Sequence[tuple[Path, Any]], key: str) -> LazyTensor:
     if len(dtypes) > 1:
         raise _mixed(key, files, list(dtypes.values())[-1], f"dtype {list(dtypes)[-1]}")
     missing = [f"{box.start} to {box.stop}: {who}" for box, who in expected.items() if box.numel > 0 and box not in shards]
-    if missing or sum(box.numel for box in shards) != math.prod(shape):
+    problem = cover_problem(shape, list(shards))
+    if missing or problem is not None:
         raise failure(
-            f"{key} {shape} is not whole: {sum(box.numel for box in shards)} of {math.prod(shape)} elements are in {len(files)} files",
+            f"{key} {shape} is not whole: {problem or 'parts are missing'} in {len(files)} files",
             items=missing or [f"{each.box.start} to {each.box.stop}: {each.path.name}" for each in shards.values()],
             expected="every element once: the files of all ranks of one save",
             fix="add the missing ranks' files, and remove those of other saves",

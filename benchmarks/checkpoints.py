@@ -77,7 +77,7 @@ def trained(size: tuple[int, int]) -> tuple[models.GPT, torch.optim.AdamW]:
 
 def checkpointer_and_dcp(folder: Path, size: tuple[int, int], rounds: int, profile: bool) -> TIMES:
     model, optimizer = trained(size)
-    checkpointer = Checkpointer(folder / "ours", model, optimizer, asynchronous=False, keep_last=1)
+    checkpointer = Checkpointer(folder / "ours", model, optimizer, asynchronous=False, keep_last=None)
     upstream = folder / "upstream"
 
     def state() -> dict[str, object]:

@@ -27,13 +27,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 from ..errors import ArgumentError, FSDPError, OrderError, message
 from .agreement import LostRankError, default_group
 from .checkpoint_folder import CheckpointFolder
+from .dcp_writer import DigestingWriter
 from .every_rank import from_rank_0, on_every_rank
 from .failure import failure
 from .host_copy import host_copy
@@ -150,9 +150,10 @@ class Checkpointer:
 
     def _state(self, step: int) -> dict[str, Any]:
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        state: dict[str, Any] = {"step": step, "world_size": size, "model": host_copy(named_model_state(self._model))}
+        copied = partial(host_copy, shared=not self._asynchronous)
+        state: dict[str, Any] = {"step": step, "world_size": size, "model": copied(named_model_state(self._model))}
         if self._optimizer is not None:
-            state["optimizer"] = host_copy(named_optimizer_state(self._model, self._optimizer))
+            state["optimizer"] = copied(named_optimizer_state(self._model, self._optimizer))
         if self._scheduler is not None:
             state["scheduler"] = pack(self._scheduler.state_dict(), "the scheduler")
         if self._data is not None:
@@ -179,10 +180,10 @@ class Checkpointer:
         parts: dict[str, Any] = {name: state[name] for name in ("model", "optimizer") if name in state}
         own = take_own_values(parts, self._group, what)
 
-        def prepare() -> tuple[FileSystemWriter, DefaultSavePlanner]:
+        def prepare() -> tuple[DigestingWriter, DefaultSavePlanner]:
             if own:
                 state["own"] = {f"rank_{dist.get_rank(self._group)}": pack(own, "what differs between the ranks")}
-            return FileSystemWriter(self._folder.partial), DefaultSavePlanner()
+            return DigestingWriter(self._folder.partial), DefaultSavePlanner()
 
         writer, planner = on_every_rank(self._group, what, prepare)
         save = partial(dcp_save, state, storage_writer=writer, planner=planner, process_group=self._group)

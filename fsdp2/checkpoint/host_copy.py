@@ -18,9 +18,10 @@ from .dcp_chunks import tell_chunks
 from .named_state import map_values
 
 
-def host_copy(state: Any) -> Any:
+def host_copy(state: Any, *, shared: bool = False) -> Any:
     """``state`` with every tensor copied; of a DTensor, this rank's part. Waits for the device. Collective: no.
 
+    shared: tensors that are in host memory are not copied: for who has done with them before they change
     Memory: this rank's part of ``state``, in host memory
     """
     devices: set[torch.device] = set()
@@ -30,6 +31,8 @@ def host_copy(state: Any) -> Any:
             return tell_chunks(compat.new_dtensor(copied(compat.local_tensor(value)), compat.spec_of(value)))
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
+        if shared and value.device.type == "cpu":
+            return value.detach()
         devices.add(value.device)
         return _host_space(value).copy_(value.detach(), non_blocking=True)
 
@@ -46,7 +49,7 @@ def host_space(like: Tensor, dtype: torch.dtype) -> Tensor:
         spec = compat.spec_of(like)
         assert spec.tensor_meta is not None
         local = host_space(compat.local_tensor(like), dtype)
-        return tell_chunks(compat.new_dtensor(local, replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))))
+        return compat.new_dtensor(local, replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype)))
     return torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import set_model_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..core import torch_compat as compat
+from .boxes import pieces_of
+from .byte_ranges import ByteReader
 from .every_rank import on_every_rank
 from .failure import failure
 from .host_copy import host_space
+from .model_tensors import cuts_of
 from .named_state import State, clean_name, named_model_state, named_optimizer_state, names_in
 from .own_values import put_own_values
-from .safe_dcp import SafePlanner, SafeReader, read_metadata, unflatten, unpack
+from .readers.dcp import DcpChunks
+from .safe_dcp import read_metadata, unflatten, unpack
 
 
 @dataclass
@@ -55,25 +59,18 @@ def read_state(
     Memory:     this rank's shards of model and optimizer, in host memory
     Raises:     CheckpointError, on every rank, with nothing changed
     """
-    what = f"cannot read {path}"
-
-    def look() -> _Reading:
+    def read() -> Restored:
         metadata = read_metadata(path)
-        return _Reading(path, metadata, dist.get_rank(process_group), dist.get_world_size(process_group))
-
-    def prepare() -> tuple[SafeReader, SafePlanner]:
+        reading = _Reading(path, metadata, dist.get_rank(process_group), dist.get_world_size(process_group))
         reading.prepare(model, optimizer, given)
-        return SafeReader(path, reading.metadata), SafePlanner()
+        reading.read()
+        return reading.result(model, optimizer)
 
-    reading = on_every_rank(process_group, what, look)
-    reader, planner = on_every_rank(process_group, what, prepare)
-    load = partial(dcp_load, reading.flat, storage_reader=reader, planner=planner, process_group=process_group)
-    on_every_rank(process_group, what, load)
-    return on_every_rank(process_group, what, lambda: reading.result(model, optimizer))
+    return on_every_rank(process_group, f"cannot read {path}", read)
 
 
 class _Reading:
-    """``flat``: what DCP reads into, by the metadata's keys; values that are no tensors come into places of None."""
+    """``flat``: what is read, by the metadata's keys: tensors into the memory that is there, other values in place of None."""
 
     def __init__(self, path: Path, metadata: Metadata, rank: int, world_size: int) -> None:
         self.path = path
@@ -156,13 +153,28 @@ class _Reading:
             self.flat[key] = self._space(key, like)
 
     def _space(self, key: str, like: Tensor | None) -> Tensor | None:
-        """Where DCP reads ``key`` into: sharded like ``like``, if that has the same shape."""
+        """Where ``key`` is read into: sharded like ``like``, if that has the same shape."""
         found = self.metadata.state_dict_metadata[key]
         if not isinstance(found, TensorStorageMetadata):
             return None
         if like is not None and like.shape == found.size:
             return host_space(like.detach(), found.properties.dtype)
         return torch.empty(found.size, dtype=found.properties.dtype)
+
+    # --- reading ---
+
+    def read(self) -> None:
+        """Read this rank's part of each tensor straight to where it belongs, and the rest. Collective: no."""
+        chunks = DcpChunks(self.path, self.metadata)
+        wanted = [(key, value) for key, value in self.flat.items() if value is not None]
+        with ByteReader() as reader:
+            for key, value in wanted:
+                local = compat.local_tensor(value) if isinstance(value, DTensor) else value
+                coordinate = value.device_mesh.get_coordinate() or () if isinstance(value, DTensor) else ()
+                for piece in pieces_of(value.shape, cuts_of(value, coordinate) if isinstance(value, DTensor) else ()):
+                    chunks.read(key, piece.box, local[piece.local.slices], reader)
+        for key in [key for key, value in self.flat.items() if value is None]:
+            self.flat[key] = unpack(chunks.content(key))
 
     # --- after ---
 

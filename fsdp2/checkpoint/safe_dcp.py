@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from ..errors import CheckpointError
@@ -68,27 +66,6 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and isinstance(value := getattr(torch, name, None), (torch.dtype, torch.layout, torch.memory_format)):
             return value
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of DCP's metadata")
-
-
-class SafeReader(FileSystemReader):
-    """Reads a folder that ``dcp.save`` wrote."""
-
-    def __init__(self, folder: Path, metadata: Metadata) -> None:
-        super().__init__(folder)
-        self._metadata = metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata
-
-
-class SafePlanner(DefaultLoadPlanner):
-    """Loads into a flat dict, whose keys are those of the metadata."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
 
 
 def read_metadata(folder: Path) -> Metadata:

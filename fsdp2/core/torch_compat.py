@@ -90,6 +90,15 @@ __all__ = [
 REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE = _rebuild_tensor_v2, _rebuild_tensor_v3
 """What ``torch.load`` calls to make a tensor of a typed storage, and of an untyped one."""
 
+
+
+def storage_info(path: str, offset: int, nbytes: int) -> Any:
+    """Where a chunk lies, as DCP's metadata has it. DCP is imported when a checkpoint is saved, not with fsdp2."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(path, offset, nbytes)
+
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 # --- collectives: looked up on torch.distributed when called, so that tools which patch or count them see ours ----------------

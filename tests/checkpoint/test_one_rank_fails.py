@@ -98,17 +98,17 @@ SAVING: list[Names] = [
     (f"{CHECKPOINT}.own_values._digest", 1, 0, "memory"),
     (f"{CHECKPOINT}.own_values._taken", 1, 0, "memory"),
     (f"{CHECKPOINT}.checkpointer.pack", 1, 1, "memory"),  # of what differs between ranks; before it of random states
-    (f"{CHECKPOINT}.checkpointer.FileSystemWriter", 1, 0, "permission"),
+    (f"{CHECKPOINT}.checkpointer.DigestingWriter", 1, 0, "permission"),
     (f"{CHECKPOINT}.checkpointer.DefaultSavePlanner", 0, 0, "memory"),
-    ("torch.distributed.checkpoint.filesystem.FileSystemWriter._write_data", 1, 0, "disk"),
+    ("os.writev", 1, 0, "disk"),
     ("torch.distributed.checkpoint.filesystem.FileSystemWriter.finish", 0, 0, "disk"),
     (f"{CHECKPOINT}.checkpoint_folder._sync", 0, 1, "disk"),
 ]
 LOADING: list[Names] = [
     (f"{CHECKPOINT}.restore.read_metadata", 1, 0, "permission"),
     (f"{CHECKPOINT}.restore._Reading.prepare", 1, 0, "memory"),
-    (f"{CHECKPOINT}.restore.SafeReader", 1, 0, "memory"),
-    ("torch.distributed.checkpoint.filesystem.FileSystemReader.read_data", 1, 0, "disk"),
+    (f"{CHECKPOINT}.restore.ByteReader", 1, 0, "memory"),
+    ("os.preadv", 1, 0, "disk"),
     (f"{CHECKPOINT}.restore._Reading.result", 0, 0, "memory"),
     (f"{CHECKPOINT}.checkpointer.set_random_state", 1, 0, "memory"),
 ]

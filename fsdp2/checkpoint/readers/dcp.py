@@ -20,10 +20,13 @@ from ..byte_ranges import ByteReader
 from ..failure import failure
 from ..lazy import LazyTensor, Stored
 from ..named_state import State
-from ..safe_dcp import METADATA, read_metadata
+from ..regular_file import open_regular
+from ..safe_dcp import METADATA, read_metadata, unpack
 from ..safetensors_format import NAMES
 from .lazy_pieces import Assembled, dtype_of
 from .torch_file import read_torch_file, stored
+
+Infos = dict[tuple[str, tuple[int, ...]], Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,13 +78,56 @@ def read_dcp(folder: Path) -> State:
     return _with_lists(root)  # type: ignore[no-any-return]
 
 
-def _value(folder: Path, key: str, metadata: Metadata, infos: dict[tuple[str, tuple[int, ...]], Any]) -> Any:
-    entry = metadata.state_dict_metadata[key]
-    if not isinstance(entry, TensorStorageMetadata):
-        info = infos.get((key, ()))
+class DcpChunks:
+    """Where the values of a folder's keys lie."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        self.folder = folder
+        self.metadata = metadata
+        self._infos: Infos = {(index.fqn, tuple(index.offset or ())): info for index, info in (metadata.storage_data or {}).items()}
+
+    def read(self, key: str, box: Box, out: Tensor, reader: ByteReader) -> None:
+        """Fill ``out`` with ``box`` of a tensor. Raises: CheckpointError"""
+        entry = self.metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        if entry.properties.dtype in NAMES:
+            _tensor(self.folder, key, self.metadata, self._infos).read(box, out, reader)
+            return
+        for chunk in entry.chunks:  # complex128, for instance
+            place = Box(tuple(chunk.offsets), tuple(start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)))
+            common = box.intersect(place)
+            if common.numel > 0:
+                value = unpack(self.content(key, place.start))
+                out[common.seen_from(box.start).slices].copy_(value[common.seen_from(place.start).slices])
+
+    def content(self, key: str, offsets: tuple[int, ...] = ()) -> bytes:
+        """The bytes of a value that is no tensor, or of a tensor's chunk: a file of ``torch.save``. Raises: CheckpointError"""
+        info = self._infos.get((key, offsets))
         if info is None:
-            raise _missing(folder, key, "its bytes")
-        return read_torch_file(folder / info.relative_path, info.offset, info.length)
+            raise _missing(self.folder, key, f"the chunk at {offsets}" if offsets else "the bytes")
+        path = self.folder / info.relative_path
+        try:
+            with open_regular(path) as file:
+                file.seek(info.offset)
+                return file.read(info.length)
+        except OSError as error:
+            reason = error.strerror or error
+            raise failure(f"{path} cannot be read at {key}: {reason}", expected="a readable file", file=path, key=key) from error
+
+
+def _value(folder: Path, key: str, metadata: Metadata, infos: Infos) -> Any:
+    entry = metadata.state_dict_metadata[key]
+    if isinstance(entry, TensorStorageMetadata):
+        return _tensor(folder, key, metadata, infos)
+    info = infos.get((key, ()))
+    if info is None:
+        raise _missing(folder, key, "its bytes")
+    return read_torch_file(folder / info.relative_path, info.offset, info.length)
+
+
+def _tensor(folder: Path, key: str, metadata: Metadata, infos: Infos) -> Assembled:
+    entry = metadata.state_dict_metadata[key]
+    assert isinstance(entry, TensorStorageMetadata)
     shape, dtype = tuple(entry.size), entry.properties.dtype
     if dtype not in NAMES:
         raise failure(f"{key} has dtype {dtype}", expected="a dtype that safetensors knows", fix="convert it", file=folder, key=key)

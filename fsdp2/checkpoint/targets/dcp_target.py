@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ..boxes import Box
+from ..dcp_writer import DigestingWriter
 from ..lazy import LazyTensor
 from ..named_state import State, map_values
 from ..readers.lazy_pieces import dtype_of
@@ -83,7 +83,7 @@ def write_dcp(folder: Path, state: State, model: State, stream: Stream) -> None:
         lazy_of[id(described)] = value
         return described
 
-    writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
+    writer = DigestingWriter(folder)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # which is how it is meant
         try:

@@ -8,6 +8,7 @@ that are the same bytes of the source share a storage, so that ties survive. It 
 from __future__ import annotations
 
 import collections
+import functools
 import io
 import math
 import pickle
@@ -17,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...core import torch_compat as compat
 from ..byte_ranges import bytes_of
-from ..lazy import LazyTensor
+from ..lazy import LazyTensor, Stored
 from ..named_state import State
 from ..readers.lazy_pieces import dtype_of
 from ..readers.source import place_of
+from ..safetensors_format import NAMES, Entry
 from .streaming import Stream, converted
 
 _ALIGN = 64
@@ -78,6 +81,20 @@ class _Pickler(pickle.Pickler):
         if dtype in _TYPED:
             return compat.REBUILD_TENSOR, arguments
         return compat.REBUILD_TENSOR_OF_DTYPE, (*arguments, dtype)
+
+
+def described(tensor: Tensor) -> bytes | None:
+    """The ``data.pkl`` of a contiguous tensor alone, whose storage is "0"; None where that does not tell all of it."""
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.dtype in NAMES
+    return _described(tensor.dtype, tuple(tensor.shape)) if plain and not tensor.is_conj() and not tensor.is_neg() else None
+
+
+@functools.lru_cache(maxsize=10_000)
+def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    description = io.BytesIO()
+    nbytes = math.prod(shape) * dtype.itemsize
+    _Pickler(description, None, set()).dump(Stored(Path(), "", Entry(NAMES[dtype], shape, 0, nbytes)))
+    return description.getvalue()
 
 
 def write_torch(path: Path, state: State, model: State, stream: Stream) -> None:

@@ -1,0 +1,103 @@
+"""DCP's storage writer, as fast as the disk: each tensor is one write, of which the CRC-32 is computed on the way.
+
+The files are those that DCP's own writer makes, and anything of DCP reads them; beside them lies ``digests.json``. It refuses to know
+what is saved, and ranks.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ..core import torch_compat as compat
+from .byte_ranges import bytes_of
+from .digests import FileDigest, directory_digest, write_digests
+from .safe_dcp import METADATA
+from .targets.torch_target import described
+from .torch_zip import around
+
+
+class _Written(NamedTuple):
+    info: Any
+    directory: int | None
+
+
+class DigestingWriter(FileSystemWriter):
+    """Writes one file a rank. Memory: of tensors that are not contiguous, or not in host memory, a copy of one at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._folder = folder
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name = f"{plan.storage_data.prefix}0.distcp"
+        results: list[WriteResult] = []
+        if plan.items:
+            file = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            try:
+                at = 0
+                for item in plan.items:
+                    value: Any = planner.resolve_data(item)  # kept until it is written: the parts are views of it
+                    if item.type == WriteItemType.BYTE_IO:
+                        parts = [value.getbuffer()]
+                    else:
+                        value = value.detach().cpu().contiguous()
+                        parts = _parts(value)
+                    nbytes = sum(map(len, parts))
+                    directory = zlib.crc32(parts[-1]) if len(parts) > 1 else directory_digest(parts[0])
+                    _write(file, parts)
+                    results.append(WriteResult(item.index, nbytes, _Written(compat.storage_info(name, at, nbytes), directory)))
+                    at += nbytes
+                os.fsync(file)
+            finally:
+                os.close(file)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """On one rank, with what all have written."""
+        files: dict[str, FileDigest] = {}
+        for result in (result for of_rank in results for result in of_rank):
+            info, directory = result.storage_data
+            digest = files.setdefault(info.relative_path, FileDigest(0))
+            digest.nbytes = max(digest.nbytes, info.offset + info.length)
+            if directory is not None:
+                digest.directories[info.offset] = directory
+        super().finish(metadata, [[replace(each, storage_data=each.storage_data.info) for each in of_rank] for of_rank in results])
+        write_digests(self._folder, files, [METADATA])
+
+
+def _parts(tensor: Tensor) -> list[memoryview]:
+    """Its file in three, of which the last is the directory; or in one."""
+    description = described(tensor)
+    if description is None:
+        buffer = io.BytesIO()
+        torch.save(tensor.clone(), buffer)  # not the storage of which it is a part
+        return [buffer.getbuffer()]
+    data = bytes_of(tensor)
+    head, tail = around(description, data)
+    return [memoryview(head), data, memoryview(tail)]
+
+
+def _write(file: int, parts: Sequence[memoryview]) -> None:
+    left = [part for part in parts if len(part)]
+    while left:
+        done = os.writev(file, left)
+        while left and done >= len(left[0]):
+            done -= len(left.pop(0))
+        if left:
+            left[0] = left[0][done:]

@@ -9,6 +9,7 @@ import functools
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Literal, cast, overload
 
 import torch
@@ -237,17 +238,14 @@ class FSDPModule:
         """
         check_bool("set_requires_gradient_sync", "requires_gradient_sync", requires_gradient_sync)
         for unit in _units(self, recurse):
-            for group in unit.groups:
-                group.gradients.sync = requires_gradient_sync
-                group.gradients.all_reduce = requires_gradient_sync
+            unit.set_micro_batch(replace(unit.micro_batch, reduces=requires_gradient_sync, all_reduces=requires_gradient_sync))
         _unshard_for_weights(self)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """HSDP: whether backward all-reduces after the reduce-scatter; if not, reduce-scattered gradients accumulate. Recursive."""
         check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
         for unit in _units(self, recurse):
-            for group in unit.groups:
-                group.gradients.all_reduce = requires_all_reduce
+            unit.set_micro_batch(replace(unit.micro_batch, all_reduces=requires_all_reduce))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """``nn.Module.zero_grad``, also for parameters that are unsharded now, and for gradients accumulated without sync."""
@@ -274,7 +272,7 @@ class FSDPModule:
         """
         check_bool("set_reshard_after_backward", "reshard_after_backward", reshard_after_backward)
         for unit in _units(self, recurse):
-            unit.reshard_after_backward = reshard_after_backward
+            unit.set_micro_batch(replace(unit.micro_batch, reshards=reshard_after_backward))
         _unshard_for_weights(self)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -310,19 +308,18 @@ class FSDPModule:
                         fix="leave stream out: the hook runs on the all-reduce stream",
                     )
                 )
-            gradients.all_reduce_hook = hook
-            gradients.all_reduce_hook_stream = stream
+            gradients.choose(all_reduce_hook=hook, all_reduce_hook_stream=stream)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks; None: by that number again."""
         check_divide_factor(factor)
         for group in _unit(self).groups:
-            group.gradients.divide_factor = factor
+            group.gradients.choose(divide_factor=factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Use only SUM in collectives, and divide in kernels of our own."""
         for group in _unit(self).groups:
-            group.gradients.sum_only = enable
+            group.gradients.choose(sum_only=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Give parameters that no rank used a zero gradient instead of None. Recursive.
@@ -332,7 +329,7 @@ class FSDPModule:
         """
         for unit in _units(self, recurse):
             for group in unit.groups:
-                group.gradients.reduce_unused = reduce_scatter_unused_params
+                group.gradients.choose(reduce_unused=reduce_scatter_unused_params)
             if unit.schedule is not None:
                 unit.schedule.choose_logs()
 
@@ -367,12 +364,12 @@ class FSDPModule:
                 if enable:
                     ranks = tuple(dist.get_process_group_ranks(shard_group))
                     if ranks not in made:
-                        made[ranks] = gradients.process_group or another_over(shard_group, group.device, "reduce_scatter")
-                    gradients.process_group = made[ranks]
+                        made[ranks] = gradients.options.process_group or another_over(shard_group, group.device, "reduce_scatter")
+                    gradients.choose(process_group=made[ranks])
                 else:
-                    gradients.process_group = None
-                if isinstance(gradients.comm, (ProcessGroupReduceScatter, SymmetricReduceScatter)):
-                    gradients.comm = gradients.comm.over(gradients.process_group or shard_group)
+                    gradients.choose(process_group=None)
+                if isinstance(gradients.options.comm, (ProcessGroupReduceScatter, SymmetricReduceScatter)):
+                    gradients.choose(comm=gradients.options.comm.over(gradients.options.process_group or shard_group))
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """All-gather through ``comm`` (see ``AllGather``): it allocates the whole output, of which the input is a slice."""
@@ -382,13 +379,13 @@ class FSDPModule:
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce-scatter through ``comm`` (see ``ReduceScatter``): it allocates input and output."""
         for group in groups_of_one_mesh(_unit(self), "set_custom_reduce_scatter"):
-            group.gradients.comm = comm
+            group.gradients.choose(comm=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Allocate communication buffers with the process group's own allocator, if its backend has one; not with a custom comm."""
         for group in _unit(self).groups:
             gradients = group.gradients
-            refuse_custom(group.all_gather_comm, gradients.comm, "set_allocate_memory_from_process_group_for_comm")
+            refuse_custom(group.all_gather_comm, gradients.options.comm, "set_allocate_memory_from_process_group_for_comm")
             process_group = group.mesh.shard_group
             if enable and (process_group is None or not compat.process_group_allocates(process_group, group.device)):
                 warn_without_effect(
@@ -398,7 +395,7 @@ class FSDPModule:
                 continue
             group.set_all_gather_comm(ProcessGroupAllGather(process_group) if enable and process_group else None)
             scatter_group = gradients.scatter_group
-            gradients.comm = ProcessGroupReduceScatter(scatter_group) if enable and scatter_group else None
+            gradients.choose(comm=ProcessGroupReduceScatter(scatter_group) if enable and scatter_group else None)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Allocate communication buffers in symmetric memory, for the collectives that can use it; not with a custom comm.
@@ -407,14 +404,14 @@ class FSDPModule:
         """
         for group in _unit(self).groups:
             gradients = group.gradients
-            refuse_custom(group.all_gather_comm, gradients.comm, "set_symm_mem_for_comm")
+            refuse_custom(group.all_gather_comm, gradients.options.comm, "set_symm_mem_for_comm")
             process_group = group.mesh.shard_group
             if process_group is None or group.device.type != "cuda" or dist.get_backend(process_group) != "nccl":
                 warn_without_effect("set_symm_mem_for_comm", f"symmetric memory needs CUDA and NCCL, and this is {group.device}")
                 continue
             group.set_all_gather_comm(SymmetricAllGather(process_group, backend))
-            if gradients.sum_only:
-                gradients.comm = SymmetricReduceScatter(gradients.process_group or process_group, backend)
+            if gradients.options.sum_only:
+                gradients.choose(comm=SymmetricReduceScatter(gradients.options.process_group or process_group, backend))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """An event behind the optimizer step, for the next forward's all-gathers to wait on; used once.

@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .api import FSDPModule, fully_shard
+from .core.group.micro_batch import MicroBatch
 from .core.iteration.module_state import unit_of
 from .core.modules.optimizer_steps import STEPS
 from .core.modules.sharded_class import sharded_class
@@ -224,20 +225,21 @@ def accumulate(model: nn.Module, last: bool = False) -> Iterator[None]:
     if last:
         yield
         return
-    gradients = [group.gradients for unit in units for group in unit.groups]
-    of_units = [(unit.reshard_after_backward, unit.keeps_smaller) for unit in units]
-    of_gradients = [(each.sync, each.all_reduce, each.keeps_shards) for each in gradients]
+    before = [unit.micro_batch for unit in units]
     for unit in units:
-        unit.reshard_after_backward &= unit.reshard_after_forward is not False
-        unit.keeps_smaller = any(group.smaller is not None for group in unit.groups)
-        for group in unit.groups:
-            group.gradients.sync &= not unit.accumulates_whole
-            group.gradients.all_reduce, group.gradients.keeps_shards = False, True
+        usual = unit.micro_batch
+        unit.set_micro_batch(
+            MicroBatch(
+                reduces=usual.reduces and not unit.accumulates_whole,
+                all_reduces=False,
+                keeps_shards=True,
+                reshards=usual.reshards and unit.reshard_after_forward is not False,
+                reshards_to_smaller=any(group.smaller is not None for group in unit.groups),
+            )
+        )
     try:
         yield
     finally:
-        for unit, (reshards, keeps_smaller) in zip(units, of_units, strict=True):
-            unit.reshard_after_backward, unit.keeps_smaller = reshards, keeps_smaller
-        for each, (sync, all_reduce, keeps_shards) in zip(gradients, of_gradients, strict=True):
-            each.sync, each.all_reduce, each.keeps_shards = sync, all_reduce, keeps_shards
-        STEPS.waiting.update(each for each in gradients if each.holds_unreduced)
+        for unit, usual in zip(units, before, strict=True):
+            unit.set_micro_batch(usual)
+        STEPS.waiting.update(group.gradients for unit in units for group in unit.groups if group.gradients.holds_unreduced)

@@ -69,8 +69,8 @@ def register(root: nn.Module, state: object, hook: Callable[..., Any]) -> None:
         settings.has_comm_hook = True
         for group in unit.groups:
             gradients = group.gradients
-            gradients.divide_factor = 1.0  # the hook averages
+            gradients.choose(divide_factor=1.0)  # the hook averages
             if settings.strategy is ShardingStrategy.NO_SHARD:
-                gradients.all_reduce_instead = functools.partial(hook, state)
+                gradients.choose(all_reduce_instead=functools.partial(hook, state))
             elif group.mesh.shard_size > 1:
-                gradients.comm = _HookReduceScatter(state, hook)
+                gradients.choose(comm=_HookReduceScatter(state, hook))

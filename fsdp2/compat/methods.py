@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from opcode import opname
 from typing import Any, cast
 
@@ -110,19 +111,16 @@ class FSDP1Module(FSDPModule):
         _require_root(self, "no_sync")
         module = cast(nn.Module, self)
         units = [unit for below in module.modules() if isinstance(below, FSDPModule) and (unit := unit_of(below)) is not None]
-        gradients = [group.gradients for unit in units for group in unit.groups]
-        before = [(each.sync, each.all_reduce) for each in gradients]
-        resharded = [unit.reshard_after_backward for unit in units]
+        before = [unit.micro_batch for unit in units]
         self.set_requires_gradient_sync(False)
         for unit in units:
-            unit.reshard_after_backward &= unit.reshard_after_forward is not False
+            keeps = unit.reshard_after_forward is False
+            unit.set_micro_batch(replace(unit.micro_batch, reshards=unit.micro_batch.reshards and not keeps))
         try:
             yield
         finally:
-            for each, (sync, all_reduce) in zip(gradients, before, strict=True):
-                each.sync, each.all_reduce = sync, all_reduce
-            for unit, reshards in zip(units, resharded, strict=True):
-                unit.reshard_after_backward = reshards
+            for unit, usual in zip(units, before, strict=True):
+                unit.set_micro_batch(usual)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their ``norm_type``-norm, as of one vector, is at most ``max_norm``.

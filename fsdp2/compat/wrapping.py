@@ -92,7 +92,7 @@ def wrap_module(module: nn.Module, options: Options, mixin: type, mixin_below: t
     unit.backward_prefetch = _PREFETCH[options.backward_prefetch]
     if mixed_precision is not None and mixed_precision.keep_low_precision_grads:
         for group in unit.groups:
-            group.gradients.grad_dtype = mixed_precision.param_dtype
+            group.gradients.choose(grad_dtype=mixed_precision.param_dtype)
 
 
 def _overridden(options: Options, overrides: dict[str, Any]) -> Options:

@@ -212,7 +212,7 @@ def _reduction_of(face: Face) -> GradientReduction:
     """As in eager mode, by operations that functional collectives know: sums and averages."""
     group, gradients = face.group, face.group.gradients
     mesh = group.mesh
-    factor = gradients.divide_factor
+    factor = gradients.options.divide_factor
     backend, all_reduce_backend = gradients.backends
     return reduction_for(
         mesh.shard_size,
@@ -220,7 +220,7 @@ def _reduction_of(face: Face) -> GradientReduction:
         group.reduce_dtype,
         backend,
         factor,
-        gradients.sum_only or factor is not None,
+        gradients.options.sum_only or factor is not None,
         all_reduce_backend,
     )
 

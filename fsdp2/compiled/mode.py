@@ -134,12 +134,12 @@ class FullGraph:
                 unit.reshard_is_default,
                 tuple(
                     (
-                        group.gradients.divide_factor,
-                        group.gradients.sum_only,
-                        id(group.gradients.process_group),
-                        (group.all_gather_comm or group.gradients.comm) is None,
-                        (group.gradients.all_reduce_hook or group.gradients.all_reduce_instead) is None,
-                        group.gradients.grad_dtype,
+                        group.gradients.options.divide_factor,
+                        group.gradients.options.sum_only,
+                        id(group.gradients.options.process_group),
+                        (group.all_gather_comm or group.gradients.options.comm) is None,
+                        (group.gradients.options.all_reduce_hook or group.gradients.options.all_reduce_instead) is None,
+                        group.gradients.options.grad_dtype,
                     )
                     for group in unit.groups
                 ),

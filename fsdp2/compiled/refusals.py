@@ -62,12 +62,12 @@ def refuse_what_graphs_lack(units: Sequence[Unit]) -> None:
                 found.append(f"{where}: {names} are DTensors beside data parallelism (tensor, sequence or expert parallelism)")
             if group.options.offload:
                 found.append(f"{where}: its parameters are offloaded to the host")
-            if group.all_gather_comm is not None or gradients.comm is not None:
+            if group.all_gather_comm is not None or gradients.options.comm is not None:
                 found.append(f"{where}: it has a custom communicator")
-            if gradients.all_reduce_hook is not None or gradients.all_reduce_instead is not None:
+            if gradients.options.all_reduce_hook is not None or gradients.options.all_reduce_instead is not None:
                 found.append(f"{where}: it has an all-reduce hook")
-            if gradients.grad_dtype not in (None, group.dtype):
-                found.append(f"{where}: its gradients are kept in {gradients.grad_dtype}, which is not the parameters' own")
+            if gradients.options.grad_dtype not in (None, group.dtype):
+                found.append(f"{where}: its gradients are kept in {gradients.options.grad_dtype}, which is not the parameters' own")
             if gradients.holds_unreduced:
                 raise OrderError(
                     message(

@@ -45,9 +45,9 @@ def count_collectives(run) -> dict[str, int]:
         counts["gather"] += 1
         start(self, *args)
 
-    def counted_reduce(self, *args):
+    def counted_reduce(self, *args, **kwargs):
         counts["reduce"] += 1
-        reduce(self, *args)
+        reduce(self, *args, **kwargs)
 
     with mock.patch.object(Gather, "start", counted_start), mock.patch.object(InFlight, "__init__", counted_reduce):
         run()

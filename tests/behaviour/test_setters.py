@@ -142,11 +142,11 @@ def test_as_many_reductions_are_in_flight_as_asked_for():
 def test_the_separate_group_carries_the_reductions():
     model = shard(mlp())
     model.set_separate_reduce_scatter_group()
-    groups = {group.gradients.process_group for module in every(model) for group in module._get_fsdp_state().groups}
+    groups = {group.gradients.options.process_group for module in every(model) for group in module._get_fsdp_state().groups}
     assert len(groups) == 1
     assert cpu_mesh().get_group() not in groups
     model.set_separate_reduce_scatter_group()
-    assert {group.gradients.process_group for module in every(model) for group in module._get_fsdp_state().groups} == groups
+    assert {group.gradients.options.process_group for module in every(model) for group in module._get_fsdp_state().groups} == groups
 
 
 @on_ranks(2, timeout=30)

@@ -185,9 +185,9 @@ def test_settings_and_prefetch_are_copied():
     model.set_reshard_after_backward(False)
     twin = copy.deepcopy(model)
     unit = twin._get_fsdp_state()
-    assert unit.groups[0].gradients.divide_factor == 1.0
-    assert not unit.groups[0].gradients.sync
-    assert not unit.reshard_after_backward
+    assert unit.groups[0].gradients.options.divide_factor == 1.0
+    assert not unit.micro_batch.reduces
+    assert not unit.micro_batch.reshards
     assert twin.blocks[0]._get_fsdp_state().prefetch_forward == [block._get_fsdp_state() for block in list(twin.blocks)[1:]]
     alone = copy.deepcopy(model.blocks[0])
     assert alone._get_fsdp_state().prefetch_forward == []

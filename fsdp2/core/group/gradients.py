@@ -6,6 +6,7 @@ It refuses to know when a reduction starts and in which order.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import OrderError, message
-from ...policy import ReduceScatter
 from ..comm import collectives
 from .memory import GroupMemory
+from .micro_batch import MicroBatch
 from .reduce_plan import ReducePlan
 from .reduction import InFlight
+from .reduction_options import ReductionOptions
 
 
 class Gradients:
@@ -25,20 +27,10 @@ class Gradients:
 
     def __init__(self, group: GroupMemory) -> None:
         self.group = group
-        self.sync = True
-        self.all_reduce = True
-        self.keeps_shards = False  # ``all_reduce`` False keeps what was reduce-scattered, even where there is no replicate axis
-        self.divide_factor: float | None = None
-        self.sum_only = False
-        self.reduce_unused = False
+        self.options = ReductionOptions()
+        self.micro_batch = MicroBatch()  # of its unit
         self.varying: set[str] = set()  # mesh axes over which something was seen to vary; shared by all units under a root
         self.reached = False  # a backward has begun in a unit that uses the group, and nothing was reduced since
-        self.comm: ReduceScatter | None = None  # a custom communicator
-        self.all_reduce_instead: Callable[[Tensor], None] | None = None  # done to the gradients, in place, instead of the all-reduce
-        self.grad_dtype: torch.dtype | None = None  # of the sharded parameters' gradients, where it is not the parameters' own
-        self.all_reduce_hook: Callable[[Tensor], None] | None = None
-        self.all_reduce_hook_stream: Any = None
-        self.process_group: dist.ProcessGroup | None = None  # for the reduce-scatter, if it has one of its own
         self._plan: ReducePlan | None = None
         self._planned_layout: object = None
         self._planned_trainable: list[bool] = []
@@ -50,13 +42,9 @@ class Gradients:
         self._adding: InFlight | None = None  # on its way to ``partial``
         self._reduction: tuple[object, collectives.GradientReduction] | None = None
 
-    def adopt_settings(self, other: Gradients) -> None:
-        """Reduce as ``other`` was told to."""
-        self.sync, self.all_reduce, self.keeps_shards = other.sync, other.all_reduce, other.keeps_shards
-        self.divide_factor, self.sum_only, self.reduce_unused = other.divide_factor, other.sum_only, other.reduce_unused
-        self.comm, self.process_group = other.comm, other.process_group
-        self.all_reduce_instead, self.grad_dtype = other.all_reduce_instead, other.grad_dtype
-        self.all_reduce_hook, self.all_reduce_hook_stream = other.all_reduce_hook, other.all_reduce_hook_stream
+    def choose(self, **changes: Any) -> None:
+        """From the next reduction on, reduce with these ``ReductionOptions``; the others stay."""
+        self.options = replace(self.options, **changes)
 
     # --- from backward ---
 
@@ -103,7 +91,7 @@ class Gradients:
     @property
     def hands_out(self) -> bool:
         """Whether a reduction ends at the sharded parameters; else its result is added up here."""
-        return self.all_reduce or not (self.keeps_shards or self.group.mesh.replicate_group is not None)
+        return self.micro_batch.all_reduces or not (self.micro_batch.keeps_shards or self.group.mesh.replicate_group is not None)
 
     @property
     def kept(self) -> list[Tensor]:
@@ -112,7 +100,8 @@ class Gradients:
 
     def is_waiting(self) -> bool:
         """At the end of backward: whether a gradient was not collected yet, or what accumulated without sync is to be reduced now."""
-        if self.reached or (self.sync and (self._accumulated is not None or (self.all_reduce and self._holds_partial))):
+        switches = self.micro_batch
+        if self.reached or (switches.reduces and (self._accumulated is not None or (switches.all_reduces and self._holds_partial))):
             return True
         for param in self.group.params:  # noqa: SIM110 (a generator would cost every unit of every backward a call more)
             if param.unsharded is not None and param.unsharded.grad is not None:
@@ -143,7 +132,7 @@ class Gradients:
                     grad = grad.detach()
             grads.append(grad)
         if plan.has_dtensors:
-            plan.to_local(grads, self.varying, self.divide_factor is not None)
+            plan.to_local(grads, self.varying, self.options.divide_factor is not None)
         return grads
 
     def collect(self, grads: list[Tensor | None]) -> Tensor | None:
@@ -154,15 +143,15 @@ class Gradients:
         plan = self._plan
         assert plan is not None
         used = [grad is not None for grad in grads]
-        comm = self.comm if self.group.mesh.shard_size > 1 else None
+        comm = self.options.comm if self.group.mesh.shard_size > 1 else None
         if comm is None:
             dtype = plan.reduce_dtype
             if self._accumulated is not None and dtype.itemsize < plan.grad_dtype.itemsize:
                 dtype = plan.grad_dtype  # added as they are, so that the sum alone is rounded
             buffer = torch.empty(plan.layout.unsharded_numel, dtype=dtype, device=self.group.device)
         else:
-            adds_up = not self.sync or not self.hands_out or self.holds_unreduced
-            whole = adds_up or self.reduce_unused
+            adds_up = not self.micro_batch.reduces or not self.hands_out or self.holds_unreduced
+            whole = adds_up or self.options.reduce_unused
             if not whole and not any(used):
                 return None
             plan = self._compact_plan([True] * len(used) if whole else used)
@@ -170,7 +159,8 @@ class Gradients:
                 grads[:] = [grad for grad in grads if grad is not None]
                 used = [True] * len(grads)
             size = (plan.layout.unsharded_numel,)
-            allocate: Callable[..., Tensor] = comm.allocate if self.sync else torch.empty  # what stays here is none of its business
+            # What stays here is none of the communicator's business.
+            allocate: Callable[..., Tensor] = comm.allocate if self.micro_batch.reduces else torch.empty
             buffer = allocate(size, dtype=plan.reduce_dtype, device=self.group.device)
         plan.copy_in(grads, buffer)
         grads.clear()
@@ -179,7 +169,7 @@ class Gradients:
             buffer = buffer.add_(self._accumulated) if comm is not None else self._accumulated.add_(buffer)
             used = [a or b for a, b in zip(used, self._used, strict=True)]
         self._used = used
-        if self.sync:
+        if self.micro_batch.reduces:
             self._accumulated = None
             return buffer
         self._accumulated = buffer
@@ -210,7 +200,7 @@ class Gradients:
     @property
     def scatter_group(self) -> dist.ProcessGroup | None:
         """Over which gradients are reduce-scattered; None: parameters are replicated everywhere."""
-        return self.process_group or self.group.mesh.shard_group
+        return self.options.process_group or self.group.mesh.shard_group
 
     @property
     def backends(self) -> tuple[str, str]:
@@ -220,15 +210,15 @@ class Gradients:
         return scatter, all_reduce
 
     def reduction(self) -> collectives.GradientReduction:
-        mesh = self.group.mesh
+        mesh, options = self.group.mesh, self.options
         dtype = self.group.reduce_dtype
-        key = (self.divide_factor, self.sum_only, dtype, self.comm is not None, self.process_group)
+        key = (options, dtype)
         if self._reduction is None or self._reduction[0] != key:
             backend, all_reduce_backend = self.backends
-            if self.comm is not None and self.divide_factor is None:
+            if options.comm is not None and options.divide_factor is None:
                 backend = "nccl"  # whose operation upstream shows to a custom communicator on every backend
             reduction = collectives.reduction_for(
-                mesh.shard_size, mesh.replicate_size, dtype, backend, self.divide_factor, self.sum_only, all_reduce_backend
+                mesh.shard_size, mesh.replicate_size, dtype, backend, options.divide_factor, options.sum_only, all_reduce_backend
             )
             self._reduction = (key, reduction)
         return self._reduction[1]
@@ -238,8 +228,19 @@ class Gradients:
         assert self._collected is not None
         if self._adding is not None:
             self._adding.advance()
-        reduction = InFlight(self, self._collected, self._used, buffer)
-        if not reduction.hands_out and self.group.streams.host_waits:
+        # On the host, the rest may come after the user has changed what is asked here, and after others have asked.
+        hands_out = self.micro_batch.all_reduces or self.hands_out
+        reduction = InFlight(
+            self.group,
+            self._collected,
+            self._used,
+            buffer,
+            self.reduction(),
+            self.options,
+            partial=self.take_partial() if hands_out else None,
+            keep=None if hands_out else self.add_partial,
+        )
+        if not hands_out and self.group.streams.host_waits:
             self._adding = reduction
         return reduction
 

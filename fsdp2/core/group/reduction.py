@@ -9,7 +9,8 @@ held to the end of backward.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,9 @@ from .. import torch_compat as compat
 from ..comm import collectives
 from ..comm.communicators import comm_reduce_scatter
 from ..plan.placement import in_dtype
+from .memory import GroupMemory
 from .reduce_plan import GradView, ReducePlan
-
-if TYPE_CHECKING:
-    from .gradients import Gradients
+from .reduction_options import ReductionOptions
 
 
 class InFlight:
@@ -34,10 +34,13 @@ class InFlight:
     __slots__ = (
         "_advanced",
         "_all_reduce",
-        "_gradients",
+        "_group",
         "_held",
+        "_how",
         "_input",
+        "_keep",
         "_late",
+        "_options",
         "_output",
         "_partial",
         "_pending",
@@ -45,26 +48,44 @@ class InFlight:
         "_reduced",
         "_scattered",
         "_used",
-        "hands_out",
     )
 
-    def __init__(self, gradients: Gradients, plan: ReducePlan, used: list[bool], buffer: Tensor) -> None:
-        self._gradients = gradients
+    def __init__(
+        self,
+        group: GroupMemory,
+        plan: ReducePlan,
+        used: list[bool],
+        buffer: Tensor,
+        how: collectives.GradientReduction,
+        options: ReductionOptions,
+        partial: Tensor | None,
+        keep: Callable[[Tensor], None] | None,
+    ) -> None:
+        """Start reducing ``buffer``. Collective: yes, over the shard axis, then the replicate axis.
+
+        buffer:  (plan.layout.unsharded_numel,), reduce dtype, as ``plan`` lays it out
+        used:    which of the plan's parameters have a gradient there
+        how:     what each leg divides by, and where
+        partial: what earlier reduce-scatters have left, which goes the rest of the way with this one
+        keep:    takes what was reduce-scattered; None: it goes the rest of the way
+        """
+        self._group = group
         self._plan = plan
         self._used = used
+        self._how = how
+        self._options = options
         self._input: Tensor | None = buffer
         self._output: Tensor | None = None
         self._held: Tensor | None = None
         self._pending: collectives.Pending | None = None
         self._all_reduce: collectives.Pending | None = None
-        # On the host, the rest may come after the user has changed what is asked here, and after others have asked.
-        self.hands_out = gradients.all_reduce or gradients.hands_out
-        self._partial = gradients.take_partial() if self.hands_out else None
+        self._keep = keep
+        self._partial = partial
         self._scattered: Any = None  # event behind the reduce-scatter
         self._reduced: Any = None  # event behind everything
         self._late: list[int] = []
         self._advanced = False
-        streams = gradients.group.streams
+        streams = group.streams
         streams.order(streams.reduce, streams.mark(streams.compute))
         with streams.on(streams.reduce):
             self._scatter(buffer)
@@ -72,21 +93,16 @@ class InFlight:
                 self._finish_pending()
                 self._after_scatter()
 
-    @property
-    def gradients(self) -> Gradients:
-        return self._gradients
-
     def _scatter(self, buffer: Tensor) -> None:
-        group, plan = self._gradients.group, self._plan
-        process_group = self._gradients.scatter_group
+        group, plan = self._group, self._plan
+        process_group = self._options.process_group or group.mesh.shard_group
         if process_group is None:  # parameters are replicated: there is one "shard", which is the input
             self._output = buffer
             return
-        comm = self._gradients.comm
+        comm = self._options.comm
         if comm is not None and plan.num_shards > 1:
             self._output = comm.allocate((plan.layout.shard_numel,), dtype=buffer.dtype, device=buffer.device)
-            reduction = self._gradients.reduction().reduce_scatter
-            self._pending = comm_reduce_scatter(comm, self._output, buffer, process_group, reduction)
+            self._pending = comm_reduce_scatter(comm, self._output, buffer, process_group, self._how.reduce_scatter)
             return
         if plan.num_shards == 1:
             self._output = buffer
@@ -100,22 +116,21 @@ class InFlight:
             self._output,
             buffer,
             process_group,
-            self._gradients.reduction().reduce_scatter,
+            self._how.reduce_scatter,
             algorithm,
             not collectives.is_stream_ordered(backend),
         )
 
     def _after_scatter(self) -> None:
         """The rest, queued behind the reduce-scatter on the current stream (or run now, on the host)."""
-        gradients = self._gradients
-        streams = gradients.group.streams
+        streams = self._group.streams
         self._scattered = streams.mark(streams.reduce)
         output = self._output
         assert output is not None
-        process_group = gradients.group.mesh.replicate_group
+        process_group = self._group.mesh.replicate_group
         stream = streams.reduce
-        if not self.hands_out:
-            gradients.add_partial(output)
+        if self._keep is not None:
+            self._keep(output)
             self._output = None
             self._reduced = self._scattered
             return
@@ -133,8 +148,8 @@ class InFlight:
             self._hand_out(stream)
 
     def _start_all_reduce(self, output: Tensor, process_group: dist.ProcessGroup) -> None:
-        group = self._gradients.group
-        instead = self._gradients.all_reduce_instead
+        group = self._group
+        instead = self._options.all_reduce_instead
         if instead is not None:
             flags = self._plan.flags_slot
             if flags is None:
@@ -149,14 +164,14 @@ class InFlight:
         self._all_reduce = collectives.all_reduce(
             output,
             process_group,
-            self._gradients.reduction().all_reduce,
+            self._how.all_reduce,
             algorithm,
             not collectives.is_stream_ordered(backend),
         )
 
     def poll(self) -> None:
         """Free the reduce input if the reduce-scatter is complete. Local: nothing that other ranks see depends on it."""
-        streams = self._gradients.group.streams
+        streams = self._group.streams
         if not streams.host_waits:
             if streams.has_passed(self._scattered):
                 self._input = None
@@ -174,7 +189,7 @@ class InFlight:
         if self._advanced:
             return
         self._advanced = True
-        streams = self._gradients.group.streams
+        streams = self._group.streams
         if streams.host_waits:
             self._finish_pending()
             self._input = None
@@ -188,11 +203,11 @@ class InFlight:
     def finish(self) -> None:
         """After this the sharded parameters have their gradients, as compute sees them."""
         self.advance()
-        streams = self._gradients.group.streams
+        streams = self._group.streams
         if self._all_reduce is not None and streams.host_waits:
             self._hand_out(None)
         streams.order(streams.compute, self._reduced)
-        if self._gradients.group.options.offload:
+        if self._group.options.offload:
             streams.synchronize(self._reduced)  # the optimizer runs on the host
         if self._late:
             self._hand_out_late()
@@ -200,7 +215,7 @@ class InFlight:
 
     def abandon(self) -> None:
         """Wait for what is under way and forget it."""
-        streams = self._gradients.group.streams
+        streams = self._group.streams
         for pending in (self._pending, self._all_reduce):
             if pending is not None:
                 pending.finish()
@@ -208,26 +223,25 @@ class InFlight:
         self._pending = self._all_reduce = self._input = self._output = self._held = self._partial = None
 
     def _hand_out(self, stream: Any) -> None:
-        gradients, plan = self._gradients, self._plan
-        group = gradients.group
+        group, plan, options = self._group, self._plan, self._options
         streams = group.streams
         if self._all_reduce is not None:
             self._all_reduce.finish()
             self._all_reduce = None
         output = self._output
         assert output is not None
-        hook = gradients.all_reduce_hook
+        hook = options.all_reduce_hook
         if hook is not None:
-            if gradients.all_reduce_hook_stream is not None:
-                streams.order(gradients.all_reduce_hook_stream, streams.mark(stream))
-                stream = gradients.all_reduce_hook_stream
+            if options.all_reduce_hook_stream is not None:
+                streams.order(options.all_reduce_hook_stream, streams.mark(stream))
+                stream = options.all_reduce_hook_stream
             with streams.on(stream):
                 hook(output if plan.flags_slot is None else output[: plan.flags_slot.offset])  # which is behind all gradients
         with streams.on(stream):
-            reduced = output.to(gradients.grad_dtype or group.dtype)
+            reduced = output.to(options.grad_dtype or group.dtype)
             if group.options.offload:
                 reduced = self._offload(reduced, stream)
-            if not all(self._used) and not gradients.reduce_unused:
+            if not all(self._used) and not options.reduce_unused:
                 self._late = [index for index, used in enumerate(self._used) if not used]
             late = set(self._late)
             self._give(reduced, [view for index, view in enumerate(plan.views) if index not in late] if late else plan.views)
@@ -235,11 +249,11 @@ class InFlight:
         if stream is not streams.reduce:  # it may be reading an output that is not its own; the cast does not keep that alive
             self._held = output
         # Without an all-reduce nothing but the gradients' own views needs the output from here on.
-        self._output = reduced if self._late or gradients.group.mesh.replicate_group is not None else None
+        self._output = reduced if self._late or group.mesh.replicate_group is not None else None
 
     def _offload(self, reduced: Tensor, stream: Any) -> Tensor:
         """Copy to the host, without waiting where nobody reads the gradient before the end of backward."""
-        group = self._gradients.group
+        group = self._group
         host = torch.empty(reduced.shape, dtype=reduced.dtype, device="cpu", pin_memory=group.options.pin_memory)
         host.copy_(reduced, non_blocking=group.options.pin_memory)
         if any(v.param.sharded.grad is not None or v.param.sharded._post_accumulate_grad_hooks for v in self._plan.views):
@@ -259,7 +273,7 @@ class InFlight:
 
     def _give(self, reduced: Tensor, views: list[GradView]) -> None:
         """Let the sharded parameters of ``views`` have their gradients, views of ``reduced``."""
-        is_usual = reduced.dtype is self._gradients.group.dtype
+        is_usual = reduced.dtype is self._group.dtype
         for view in views:
             param = view.param
             sharded = param.sharded
@@ -276,7 +290,7 @@ class InFlight:
                 self._run_hooks(sharded)
 
     def _run_hooks(self, sharded: nn.Parameter) -> None:
-        self._gradients.group.wait()  # a hook may write the shard: close its lease
+        self._group.wait()  # a hook may write the shard: close its lease
         with torch.enable_grad():
             for hook in tuple(sharded._post_accumulate_grad_hooks.values()):
                 hook(sharded)

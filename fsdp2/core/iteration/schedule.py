@@ -85,7 +85,7 @@ class Schedule:
 
     def choose_logs(self) -> None:
         """Ranks keep the order of each other's backward, whatever they leave out of it, if any unit asks for unused parameters."""
-        self._keeps_logs = any(group.gradients.reduce_unused for unit in self.units for group in unit.groups)
+        self._keeps_logs = any(group.gradients.options.reduce_unused for unit in self.units for group in unit.groups)
 
     # --- forward ---
 
@@ -206,7 +206,7 @@ class Schedule:
         """The flags of the next backward were set: see Note: weights differentiated apart. Collective: yes, over the shard axis."""
         if self.is_last_backward or self.forward_root is not None or compat.current_graph_task() != -1:
             return
-        waiting = [unit for unit in self.units if unit.order_indices and not unit.reshard_after_backward and not unit.reduces()]
+        waiting = [unit for unit in self.units if unit.order_indices and not unit.micro_batch.reshards and not unit.reduces()]
         for unit in waiting:
             unit.issue()
         for unit in waiting:
@@ -348,9 +348,9 @@ class Schedule:
         ]
         if compat.functorch_is_active():  # the backward of a transform, to which parameters are constants
             taken = []
-        if unit.reshard_after_backward:
+        if unit.micro_batch.reshards:
             # First, for the unsharded parameters' memory can then hold the reduce-scatter input.
-            unit.reshard(to_smaller=unit.keeps_smaller)
+            unit.reshard(to_smaller=unit.micro_batch.reshards_to_smaller)
         if unit.prefetch_after is not None:
             if not at_end:
                 self._prefetch(unit.prefetch_after)
@@ -395,9 +395,9 @@ class Schedule:
                     self._reduce(unit, at_end=True)
                     break
             else:
-                if unit.reshard_after_backward:
-                    unit.reshard(to_smaller=unit.keeps_smaller)
-            if unit.keeps_smaller or not unit.reshard_after_backward:
+                if unit.micro_batch.reshards:
+                    unit.reshard(to_smaller=unit.micro_batch.reshards_to_smaller)
+            if unit.micro_batch.reshards_to_smaller or not unit.micro_batch.reshards:
                 self.keep(unit)
             if unit.calls:
                 self._drop_ended(unit, task)

@@ -21,6 +21,7 @@ from torch import nn
 
 from .. import torch_compat as compat
 from ..group.max_norm import shrinking_weights
+from ..group.micro_batch import MicroBatch
 from ..group.param import Owner
 from ..group.param_group import ParamGroup
 
@@ -120,8 +121,7 @@ class Unit:
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
         self.reshard_is_default = reshard_is_default
-        self.reshard_after_backward = True
-        self.keeps_smaller = False  # ... but only to each group's ``smaller`` mesh: another micro-batch follows
+        self.micro_batch = MicroBatch()
         self.accumulates_whole = False  # over micro-batches gradients stay unsharded, without communication
         self.unshard_in_backward = True
         self.ignored: list[Owner] = []  # where parameters are that the user takes care of
@@ -144,6 +144,12 @@ class Unit:
     @property
     def borrowed(self) -> list[ParamGroup]:
         return self.uses[len(self.groups) :]
+
+    def set_micro_batch(self, micro_batch: MicroBatch) -> None:
+        """From the next backward on, do what ``micro_batch`` says."""
+        self.micro_batch = micro_batch
+        for group in self.groups:
+            group.gradients.micro_batch = micro_batch
 
     def issue(self, copy: bool = False) -> None:
         """Start unsharding. Collective: yes, over the shard axis."""
@@ -208,7 +214,7 @@ class Unit:
 
     def reduces(self) -> bool:
         """Whether a backward reduces gradients of its own."""
-        return any(group.gradients.sync for group in self.groups)
+        return self.micro_batch.reduces
 
     def notice_changes(self) -> None:
         """Parameters may have been moved or cast: take them over now, so that memory holds one group more at most."""

@@ -127,14 +127,14 @@ def _copy_unit(unit: ModuleState, memo: dict[Any, Any], copies: dict[ModuleState
         unit.reshard_after_forward,
         unit.reshard_is_default,
     )
-    new.reshard_after_backward = unit.reshard_after_backward
+    new.set_micro_batch(unit.micro_batch)
     new.unshard_in_backward = unit.unshard_in_backward
     new.max_reductions = unit.max_reductions
-    new.keeps_smaller, new.accumulates_whole = unit.keeps_smaller, unit.accumulates_whole
+    new.accumulates_whole = unit.accumulates_whole
     new.backward_prefetch = unit.backward_prefetch
     new.ignored = [Owner(memo[id(owner.module)], owner.name) for owner in unit.ignored if id(owner.module) in memo]
     for group, made in zip(unit.groups, new.groups, strict=True):
-        made.gradients.adopt_settings(group.gradients)
+        made.gradients.options = group.gradients.options
     new.hooks = UnitHooks(new)
     new.hooks.adopt_casts(unit.hooks)
     new.hooks.install()

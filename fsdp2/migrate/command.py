@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=5, help="with --parity: optimizer steps to compare (default: 5)")
     parser.add_argument("--ranks", type=int, default=2, help="with --parity: processes of each run (default: 2)")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="with --parity: relative difference that is none (default: 1e-4)")
+    parser.add_argument("--timeout", type=float, default=600, help="with --parity: seconds that each run may take (default: 600)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -39,7 +40,8 @@ def run(options: argparse.Namespace) -> int:
     if options.parity is not None:
         from .parity import compare
 
-        return compare(options.parity, [str(each) for each in options.paths], options.steps, options.ranks, options.tolerance)
+        arguments = [str(each) for each in options.paths]
+        return compare(options.parity, arguments, options.steps, options.ranks, options.tolerance, options.timeout)
     if not options.paths:
         raise ArgumentError(
             message("fsdp2 migrate got no PATH", expected="files or folders", fix="for instance: fsdp2 migrate train.py")

@@ -1,7 +1,8 @@
 """``fsdp2 migrate --parity``: the old script and the rewritten one run for a few steps; the first difference is shown with its place.
 
 Both run on CPU processes (gloo), so a script that asks for a GPU or for NCCL by name has to have a switch for it. Compared are, at each
-optimizer step and in this order: the loss of every rank, the norm of the gradients, each whole parameter. It refuses to know torch.
+optimizer step and in this order: the loss of every rank, the norm of the gradients, each whole parameter. A run that takes too long is
+ended, and counts as a difference. It refuses to know torch.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -27,14 +29,20 @@ class Run:
     status: int
     said: str
     ranks: list[list[dict[str, Any]]]
+    hangs: str = ""  # where, and what it printed last, if it was ended because it took too long
 
     @property
     def num_steps(self) -> int:
         return min((len(steps) for steps in self.ranks), default=0)
 
 
-def compare(script: Path, arguments: list[str], num_steps: int, num_ranks: int, tolerance: float) -> int:
-    """0: the same within ``tolerance``; 1: different, or a side failed, or nothing was recorded. Says which, and where."""
+def compare(script: Path, arguments: list[str], num_steps: int, num_ranks: int, tolerance: float, timeout: float) -> int:
+    """0: the same within ``tolerance``; 1: different, or a side failed, or nothing was recorded. Says which, and where.
+
+    timeout: seconds that each side may take
+    """
+    if not timeout > 0:
+        raise ArgumentError(message(f"--timeout is {timeout:g}", expected="seconds, more than 0", fix="for instance --timeout 600"))
     if not script.is_file():
         raise ArgumentError(message(f"--parity: there is no file {script}", expected="a Python script", fix="check the path"))
     with tempfile.TemporaryDirectory(prefix="fsdp2_parity_") as name:
@@ -46,9 +54,11 @@ def compare(script: Path, arguments: list[str], num_steps: int, num_ranks: int, 
         if new_source is None:
             sys.stdout.write(f"{script}: nothing to migrate\n")
             return 0
-        old = _run(folder / "old", script, script, folder, arguments, num_steps, num_ranks)
-        new = _run(folder / "new", new_source, script, overlay, arguments, num_steps, num_ranks)
-        found = _failure("old", old) or _failure("new", new) or first_difference(old, new, tolerance)
+        old = _run(folder / "old", script, script, folder, arguments, num_steps, num_ranks, timeout)
+        found = _failure("old", old)
+        if not found:
+            new = _run(folder / "new", new_source, script, overlay, arguments, num_steps, num_ranks, timeout)
+            found = _failure("new", new) or first_difference(old, new, tolerance)
     if found:
         sys.stdout.write(f"{script}: different: {found}\n")
         return 1
@@ -80,23 +90,76 @@ def _may_matter(path: Path, script: Path) -> bool:
     return path.name == script.name or path.stem in imported_names(script.read_text())
 
 
-def _run(folder: Path, source: Path, claimed: Path, overlay: Path, arguments: list[str], num_steps: int, num_ranks: int) -> Run:
+def _run(
+    folder: Path,
+    source: Path,
+    claimed: Path,
+    overlay: Path,
+    arguments: list[str],
+    num_steps: int,
+    num_ranks: int,
+    timeout: float,
+) -> Run:
     folder.mkdir()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    probe = ["-m", "fsdp2.migrate.probe", str(folder), str(num_steps), str(source), str(claimed), str(overlay)]
+    probe = ["-m", "fsdp2.migrate.probe", str(folder), str(num_steps), str(timeout), str(source), str(claimed), str(overlay)]
     package = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     env = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    done = subprocess.run([*torchrun, *probe, *arguments], env=env, capture_output=True, text=True, check=False)
+    printed, said = folder / "stdout", folder / "stderr"
+    with printed.open("wb") as stdout, said.open("wb") as stderr:
+        # Not the terminal's input: a script that waits for some would wait for ever.
+        process = subprocess.Popen([*torchrun, *probe, *arguments], env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
+        is_late = _ends_late(process, timeout)
     ranks = []
     for rank in range(num_ranks):
         file = folder / f"rank{rank}.jsonl"
         ranks.append([json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [])
-    return Run(folder, done.returncode, done.stderr, ranks)
+    stacks = {rank: file.read_text() for rank in range(num_ranks) if (file := folder / f"rank{rank}.stack").exists()}
+    hangs = ""
+    if is_late or any(stack.startswith("Timeout") for stack in stacks.values()):
+        places = [f"rank {rank} is in {place}" for rank, stack in stacks.items() if (place := _place(stack, claimed))]
+        last = [line.strip() for line in printed.read_text(errors="replace").splitlines() if line.strip()]
+        where = "; ".join(places) or "it has not come to the script yet, or left it"
+        output = f"last output: {' | '.join(last[-3:])}" if last else "it has printed nothing"
+        hangs = f"had not ended after {timeout:g} s (--timeout): {where}; {output}"
+    return Run(folder, process.returncode, said.read_text(errors="replace"), ranks, hangs)
+
+
+_GRACE_S = 60
+"""The ranks end themselves at the time limit, which they know from the moment at which they have imported torch. This is for those that
+can't, torchrun itself first of all."""
+
+
+def _ends_late(process: subprocess.Popen[bytes], timeout: float) -> bool:
+    """Wait for ``process``; end it, and let it end its ranks, if it is not done long after the time limit."""
+    try:
+        process.wait(timeout + _GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        try:
+            process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        return True
+    except BaseException:
+        process.terminate()
+        raise
+    return False
+
+
+def _place(stack: str, script: Path) -> str:
+    """The innermost line of the script, or of a file beside it, in what ``faulthandler`` wrote; else the innermost of all."""
+    frames = [(Path(file), line) for file, line in re.findall(r'File "(.*)", line (\d+) in', stack)]
+    own = [frame for frame in frames if frame[0].parent in (script.parent, script.resolve().parent)]
+    return next((f"{file.name}:{line}" for file, line in own or frames), "")
 
 
 def _failure(which: str, run: Run) -> str:
     """Why a side has nothing to compare. A script that fails after some steps is compared up to there by ``first_difference``."""
+    if run.hangs:
+        return f"the {which} script {run.hangs}; it had taken {run.num_steps} steps"
     if run.num_steps:
         return ""
     if run.status == 0:

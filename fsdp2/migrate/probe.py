@@ -1,6 +1,6 @@
 """One process of one side of ``--parity``: runs a script and writes down losses, gradient norm and whole parameters at each step.
 
-    torchrun ... -m fsdp2.migrate.probe RECORDS STEPS SOURCE CLAIMED OVERLAY ARGUMENTS...
+    torchrun ... -m fsdp2.migrate.probe RECORDS STEPS SECONDS SOURCE CLAIMED OVERLAY ARGUMENTS...
 
 The text of SOURCE runs as if it were the file CLAIMED; modules are first looked for in OVERLAY, then beside CLAIMED. It watches through
 hooks of torch on every optimizer and every module, and by wrapping ``Tensor.backward``. It refuses to know the other side.
@@ -8,8 +8,10 @@ hooks of torch on every optimizer and every module, and by wrapping ``Tensor.bac
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -131,7 +133,11 @@ def _whole(param: Tensor) -> Tensor:
 
 
 def main(arguments: list[str]) -> None:
-    folder, num_steps, source, claimed, overlay, *rest = arguments
+    folder, num_steps, seconds, source, claimed, overlay, *rest = arguments
+    # A thread of its own writes where the others are and ends the process, also while they wait inside of a collective.
+    stack = (Path(folder) / f"rank{os.environ.get('RANK', '0')}.stack").open("w")
+    faulthandler.dump_traceback_later(float(seconds), exit=True, file=stack)
+    faulthandler.register(signal.SIGTERM, file=stack, chain=True)  # which torchrun sends to the others when the first one has ended
     Probe(Path(folder), int(num_steps)).install()
     sys.argv = [claimed, *rest]
     sys.path[:0] = [overlay, str(Path(claimed).resolve().parent)]

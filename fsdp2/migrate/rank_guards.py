@@ -1,71 +1,110 @@
 """``if rank == 0: torch.save(model.state_dict())``: what DDP lets one rank do alone, all ranks have to do together.
 
-The state is taken before the ``if``, on every rank, and used inside of it. It refuses to know state dicts.
+The state is taken before the ``if``, on every rank, and used inside of it. Which ranks pass is read from where the value comes from
+(``ranks.py``): behind ``if local_rank == 0`` one of each node does, so each rank is given the state. It refuses to know state dicts.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import libcst as cst
 
 from .editor import Editor
 from .names import Names
-from .trees import code, dotted
+from .ranks import Which, asks_for_all_but, asks_for_first, mentions_rank
+from .trees import code
 
-_A_RANK = r"(\w+\.)*\w*rank\w*(\(\))?"
-_RANK = re.compile(rf"not {_A_RANK}|{_A_RANK} == 0|0 == {_A_RANK}|(\w+\.)*is_(main|master|rank\w*0|first)\w*(\(\))?")
+
+@dataclass(frozen=True)
+class _Guard:
+    """What keeps ``old`` from running on every rank.
+
+    at:    the statement before which all ranks still are together; None: the open one
+    which: rank 0 alone, or one rank of each of several
+    test:  as it is written, in words
+    rest:  what else has to hold, "" if nothing; None if that depends on the rank, too
+    """
+
+    at: cst.CSTNode | None
+    which: Which
+    test: str
+    rest: str | None = ""
 
 
 def on_every_rank(editor: Editor, old: cst.Call, state: Callable[[bool], str], name: str) -> cst.BaseExpression:
-    """The expression for the state, ``state(False)``; or a variable that ``state(True)``, which gives it to rank 0 alone, is assigned
-    to before the guard around ``old``."""
-    guard = _guard(editor, old)
+    """The expression for the state, ``state(False)``; or a variable that is assigned to before the guard around ``old``:
+    ``state(True)``, which gives it to rank 0 alone, where rank 0 alone passes."""
+    guard = _guard(editor.names, old)
     if guard is None:
         return editor.make(state(False))
-    on_rank_0 = state(True)
-    rest = _other_conditions(editor.names, guard.test)
-    if rest is None:
-        editor.left(old, f"a state dict under `if {code(guard.test)}`: call {on_rank_0} on every rank")
-        return editor.make(on_rank_0)
+    value = state(guard.which is Which.FIRST)
+    if guard.rest is None:
+        editor.left(old, f"a state dict {guard.test}: call {value} on every rank")
+        return editor.make(value)
+    if guard.which is Which.SEVERAL:
+        editor.note(old, f"{guard.test} holds on several ranks, one of each node or group, so every rank is given the whole state.")
     variable = _unused(editor, name)
-    value = f"{on_rank_0} if {rest} else None" if rest else on_rank_0
-    editor.before(f"{variable} = {value}", guard)
+    editor.before(f"{variable} = {value} if {guard.rest} else None" if guard.rest else f"{variable} = {value}", guard.at)
     return editor.make(variable)
 
 
-def is_rank_test(names: Names, test: cst.BaseExpression) -> bool:
-    """Whether ``test`` asks which rank this is, or is a name for the answer: ``writes = rank == 0``."""
-    values = names.values_of(dotted(test)) if isinstance(test, (cst.Name, cst.Attribute)) else []
-    return any(_RANK.fullmatch(code(each)) for each in [test, *values])
-
-
-def _guard(editor: Editor, node: cst.CSTNode) -> cst.If | None:
-    """The outermost ``if`` around ``node``, in the same function, that asks for a rank; the first one of its elif chain."""
-    found: cst.If | None = None
-    below, above = node, editor.names.parent_of(node)
+def _guard(names: Names, node: cst.CSTNode) -> _Guard | None:
+    """The outermost guard around ``node``, in the same function."""
+    found: _Guard | None = None
+    below, above = node, names.parent_of(node)
     while above is not None and not isinstance(above, (cst.FunctionDef, cst.Lambda)):
-        if isinstance(above, cst.If) and below is above.body and _is_rank_guard(editor.names, above):
-            found = above
-        below, above = above, editor.names.parent_of(above)
+        if isinstance(above, (cst.If, cst.IfExp)):
+            statement = above if isinstance(above, cst.If) else None
+            if below is above.body:
+                found = _of_test(names, above.test, statement) or found
+            elif below is above.orelse and not isinstance(below, cst.If):
+                which = asks_for_all_but(names, above.test)
+                found = _Guard(statement, which, f"`not ({code(above.test)})`") if which is not None else found
+        elif isinstance(above, (cst.IndentedBlock, cst.Module)):
+            found = _of_those_that_left(names, above, below) or found
+        below, above = above, names.parent_of(above)
     return found
 
 
-def _is_rank_guard(names: Names, guard: cst.If) -> bool:
-    return any(is_rank_test(names, each) for each in _conjuncts(guard.test))
+def _of_test(names: Names, test: cst.BaseExpression, statement: cst.If | None) -> _Guard | None:
+    parts = _conjuncts(test)
+    kinds = [kind for each in parts if (kind := asks_for_first(names, each)) is not None]
+    rest = [each for each in parts if asks_for_first(names, each) is None]
+    odd = any(mentions_rank(names, each) for each in rest)
+    if not kinds and not odd:
+        return None
+    which = Which.FIRST if Which.FIRST in kinds else Which.SEVERAL
+    if odd:
+        return _Guard(statement, which, f"under `if {code(test)}`", None)
+    return _Guard(statement, which, f"`{code(test)}`", " and ".join(code(each) for each in rest))
+
+
+def _of_those_that_left(names: Names, block: cst.IndentedBlock | cst.Module, node: cst.CSTNode) -> _Guard | None:
+    """``if rank != 0: return`` further up in the block."""
+    for each in block.body:
+        if each is node:
+            return None
+        if isinstance(each, cst.If) and each.orelse is None and _leaves(each.body):
+            which = asks_for_all_but(names, each.test)
+            if which is not None:
+                return _Guard(None, which, f"behind `if {code(each.test)}`, where other ranks leave", None)
+    return None
+
+
+def _leaves(body: cst.BaseSuite) -> bool:
+    last = body.body[-1] if body.body else None
+    if isinstance(last, cst.SimpleStatementLine):
+        last = last.body[-1]
+    return isinstance(last, (cst.Return, cst.Continue, cst.Break, cst.Raise))
 
 
 def _conjuncts(test: cst.BaseExpression) -> list[cst.BaseExpression]:
     if isinstance(test, cst.BooleanOperation) and isinstance(test.operator, cst.And):
         return [*_conjuncts(test.left), *_conjuncts(test.right)]
     return [test]
-
-
-def _other_conditions(names: Names, test: cst.BaseExpression) -> str | None:
-    """The test without the rank; None if it depends on the rank otherwise too."""
-    rest = [code(each) for each in _conjuncts(test) if not is_rank_test(names, each)]
-    return None if any("rank" in text for text in rest) else " and ".join(rest)
 
 
 def _unused(editor: Editor, name: str) -> str:

@@ -54,6 +54,39 @@ def test_first_difference_is_shown_with_its_place(
     assert status == (0 if "the same" in said else 1)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["old", "new"])
+def test_script_that_hangs_is_ended_and_named_with_its_place_and_last_output(
+    which: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was waited for without end. Rank 1 waits here for something that never comes, rank 0 in the next collective."""
+    script = tmp_path / "train.py"
+    wait = f"print('step', step, flush=True); step == 2 and is_new == {which == 'new'} and dist.get_rank() and threading.Event().wait()"
+    script.write_text("import threading\n" + SCRIPT.replace("{change}", wait))
+    assert main(["migrate", "--parity", str(script), "--timeout", "10"]) == 1
+    printed = capsys.readouterr().out
+    assert f"different: the {which} script had not ended after 10 s (--timeout)" in printed
+    assert f"rank 1 is in train.py:{script.read_text()[: script.read_text().index(wait)].count(chr(10)) + 1}" in printed
+    assert "last output: " in printed
+    assert "step 2" in printed
+    assert "it had taken 2 steps" in printed
+
+
+@pytest.mark.slow
+def test_script_that_asks_for_input_gets_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.replace("{change}", "sys.stdin.read()"))
+    assert main(["migrate", "--parity", str(script), "--timeout", "60"]) == 0
+    assert "the same for 3 steps" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("timeout", ["0", "-1", "nan"])
+def test_time_limit_is_a_positive_number_of_seconds(timeout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    assert main(["migrate", "--parity", str(tmp_path / "train.py"), "--timeout", timeout]) == 1
+    assert "--timeout is " in capsys.readouterr().err
+
+
 def test_script_that_needs_no_migration_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit('it ran')\n")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import libcst as cst
 
+from .devices import device_type
 from .editor import Editor, Rules, enclosing_call
 from .fsdp1_wrap import in_isinstance
 from .trees import arguments, code, is_none, keyword, literal, with_args
@@ -96,8 +97,7 @@ def _mapped(editor: Editor, old: cst.Call, name: str, value: cst.BaseExpression,
     if name == "process_group":
         editor.needs("from torch.distributed.device_mesh import DeviceMesh")
         editor.note(old, "process_group is a mesh over the ranks of that group.")
-        kind = "cpu" if editor.state.get("on_cpu") else "cuda"
-        return keyword("mesh", editor.make(f'DeviceMesh.from_group({code(arg.value)}, "{kind}")'), arg)
+        return keyword("mesh", editor.make(f"DeviceMesh.from_group({code(arg.value)}, {device_type(editor)})"), arg)
     editor.refuse("ddp", old, f"{name}: not an argument that has an equivalent")
     return None
 

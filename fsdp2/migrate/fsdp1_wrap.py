@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import libcst as cst
 
+from .devices import device_type
 from .editor import Editor, Rules, enclosing_call
 from .fsdp1_values import partial_policy, strategy_by_getattr
 from .trees import arguments, code, dotted, expression, is_none, keyword, string_of, with_args, without_comment
@@ -76,7 +77,7 @@ def map_argument(
             return None
         editor.needs("from torch.distributed.device_mesh import DeviceMesh")
         editor.note(at, "process_group is a mesh over the ranks of that group.")
-        return "mesh", f"DeviceMesh.from_group({code(new)}, {_device_type(editor)})"
+        return "mesh", f"DeviceMesh.from_group({code(new)}, {device_type(editor)})"
     if name == "param_init_fn":
         _param_init_fn(editor, at, old)
         return None
@@ -129,10 +130,6 @@ def _ignored_states(editor: Editor, new: cst.BaseExpression) -> str:
         return f"set({code(new.args[0].value)})" if isinstance(new, cst.Call) and is_list else f"set({text})"
     editor.needs("from torch import nn")
     return f"{{param for each in {text} for param in (each.parameters() if isinstance(each, nn.Module) else [each])}}"
-
-
-def _device_type(editor: Editor) -> str:
-    return '"cpu"' if editor.state.get("on_cpu") else '"cuda"'
 
 
 def _param_init_fn(editor: Editor, at: cst.CSTNode, old: cst.BaseExpression) -> None:

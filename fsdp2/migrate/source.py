@@ -38,7 +38,7 @@ def migrate_source(text: str, path: Path | None = None, *, off: Collection[str] 
     strangers = list(unresolved.find(names))
     names.off = set(off)
     while True:
-        editor = _editor(names, text, path, upstream_too=not _stays_on_torch(refused))
+        editor = _editor(names, path, upstream_too=not _stays_on_torch(refused))
         for _, statement, finding in refused:
             editor.say_refused(statement, finding)
         if names.frameworks() - names.off:
@@ -67,7 +67,7 @@ def _stays_on_torch(refused: list[tuple[str, int, Finding]]) -> bool:
     return any(framework == "fsdp1" and finding.kind is Kind.LEFT for framework, _, finding in refused)
 
 
-def _editor(names: Names, text: str, path: Path | None, upstream_too: bool) -> Editor:
+def _editor(names: Names, path: Path | None, upstream_too: bool) -> Editor:
     rules = Rules()
     active = [framework for framework in FRAMEWORKS if framework not in names.off]
     if active:
@@ -84,7 +84,6 @@ def _editor(names: Names, text: str, path: Path | None, upstream_too: bool) -> E
         rules.add(upstream.RULES)
     editor = Editor(names, rules)
     editor.state["path"] = path
-    editor.state["on_cpu"] = '"gloo"' in text and "nccl" not in text
     return editor
 
 

@@ -171,3 +171,30 @@ def test_a_model_that_comes_from_elsewhere_is_known_by_its_context(file: Any) ->
     path = file("saving.py", imports + body)
     assert main(["migrate", "--write", str(path)]) == 0
     assert "return get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))" in path.read_text()
+
+
+AT_RUN_TIME = '"cuda" if torch.cuda.is_available() else "cpu"'
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [
+        ("dist.init_process_group('gloo')", '"cpu"'),
+        ('dist.init_process_group(backend="gloo")  # not "nccl"', '"cpu"'),
+        ('BACKEND = "gloo"\ndist.init_process_group(BACKEND)', '"cpu"'),
+        ('dist.init_process_group("nccl")\nmeta = dist.new_group(backend="gloo")', '"cuda"'),
+        ('print("gloo")\ndist.init_process_group("cpu:gloo,cuda:nccl")', '"cuda"'),
+        ('dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")', AT_RUN_TIME),
+        ('parser.add_argument("--backend", default="gloo")\ndist.init_process_group(args.backend)', AT_RUN_TIME),
+        ("dist.init_process_group()", AT_RUN_TIME),
+        ("", AT_RUN_TIME),
+    ],
+)
+@pytest.mark.parametrize("wrapper", ["FSDP", "DDP"])
+def test_device_of_a_mesh_is_that_of_the_backend_that_is_started(file: Any, wrapper: str, start: str, expected: str) -> None:
+    """It was "cpu" where the text had the word "gloo" in double quotes and nowhere the word nccl, comments included; else "cuda"."""
+    ddp = "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+    imports = f"import torch\nimport torch.distributed as dist\n{IMPORT_FSDP1 if wrapper == 'FSDP' else ddp}"
+    path = file("train.py", f"{imports}{start}\nmodel = {wrapper}(net, process_group=group)\n")
+    main(["migrate", "--write", str(path)])
+    assert f"DeviceMesh.from_group(group, {expected})" in path.read_text()

@@ -1,0 +1,41 @@
+"""On which kind of device a script trains: by the backends that it starts; at run time where they are not written.
+
+It refuses to know what needs a device.
+"""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from .editor import Editor
+from .names import Names
+from .trees import arguments, dotted, string_of
+
+_CPU_ONLY = ("gloo", "mpi", "cpu:gloo")
+_STARTS = ("torch.distributed.init_process_group", "torch.distributed.distributed_c10d.init_process_group")
+
+
+def device_type(editor: Editor) -> str:
+    """The text of an expression: ``"cpu"``, ``"cuda"``, or one that asks when it runs."""
+    backends: set[str | None] = set()
+    for call in editor.names.facts.calls:
+        if editor.names.origin_of(call.func) in _STARTS:
+            backends |= _strings(editor.names, arguments(call.args, ("backend",)).value("backend"))
+    on_cpu = {backend in _CPU_ONLY for backend in backends}
+    if len(on_cpu) == 1 and None not in backends:
+        return '"cpu"' if on_cpu == {True} else '"cuda"'
+    editor.needs("import torch")
+    return '"cuda" if torch.cuda.is_available() else "cpu"'
+
+
+def _strings(names: Names, node: cst.BaseExpression | None, depth: int = 0) -> set[str | None]:
+    """What an expression may be, as far as it is written in this file; None for what is not."""
+    text = string_of(node)
+    if text is not None:
+        return {text.lower()}
+    if isinstance(node, cst.IfExp):
+        return _strings(names, node.body, depth) | _strings(names, node.orelse, depth)
+    if isinstance(node, (cst.Name, cst.Attribute)) and depth < 5:
+        values = names.values_of(dotted(node))
+        return set().union(*(_strings(names, value, depth + 1) for value in values)) if values else {None}
+    return {None}

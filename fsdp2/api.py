@@ -450,7 +450,7 @@ class FSDPModule:
         unit = _unit(self)
         unit.reshard_for_all()  # nn.Module changes what is registered
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        unit.notice_changes()
+        unit.notice_changes(more_may_come=len(unit.modules) > 1)
         return result
 
 

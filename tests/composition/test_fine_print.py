@@ -1,5 +1,7 @@
 """What users do to a sharded model beside training it: cast it, replace and add parameters, slice, load, and ask what it is."""
 
+from __future__ import annotations
+
 import copy
 import pickle
 
@@ -7,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as upstream
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate as replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_by_fsdp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -29,6 +31,7 @@ from harness.models import Block, batches, mlp, transformer
 from harness.training import (
     adamw,
     assert_equal_grads,
+    assert_equal_training,
     assert_same_bits,
     assert_same_tensors,
     fed_in_chunks,
@@ -78,6 +81,77 @@ def test_casting_with_gradients_casts_them_too():
         each.double()
         each(batches(1)[0].double()).sum().backward()
     assert_equal_grads(grads_of(model), grads_of(reference), ulps=2.0**31)  # one of the two summands has the precision of fp32
+
+
+class NormAndHead(nn.Module):
+    """The parts that share a group are apart in the tree, with another unit between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(7)
+        self.block = nn.Linear(7, 7)
+        self.tail = nn.ModuleDict({"head": nn.Linear(7, 5)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail["head"](self.block(self.norm(x)))
+
+    def shard(self) -> NormAndHead:
+        fully_shard(self.block, mesh=cpu_mesh())
+        fully_shard([self.norm, self.tail["head"]], mesh=cpu_mesh())
+        return fully_shard(self, mesh=cpu_mesh())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("cast", [nn.Module.double, nn.Module.bfloat16])
+@pytest.mark.parametrize("swaps", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_casting_modules_that_are_one_group_part_by_part(cast, steps_before, swaps):
+    """Symptom: ParameterError in the middle of ``model.double()``, with one part cast. Smallest shape: a list unit below any module."""
+    reference, model = NormAndHead(), NormAndHead().shard()
+    inputs = batches(3)
+    optimizer = sgd(model.parameters())
+    fed_own_chunk(model, inputs[:steps_before], optimizer=optimizer)
+    plain_optimizer = sgd(reference.parameters())
+    fed_in_chunks(reference, inputs[:steps_before], lambda _: plain_optimizer)
+    before = list(model.parameters())
+    swapped = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
+    try:
+        assert cast(model) is model
+        cast(reference)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swapped)
+    assert all(now is then for now, then in zip(model.parameters(), before, strict=True))
+    dtype = reference.block.weight.dtype
+    assert {param.dtype for param in model.parameters()} == {dtype}
+    inputs = [x.to(dtype) for x in inputs[steps_before:]]
+    steps = fed_own_chunk(model, inputs, optimizer=optimizer)
+    expected = fed_in_chunks(reference, inputs, lambda _: plain_optimizer)
+    if dtype is torch.float64:
+        assert_same_bits(steps, expected)
+    else:
+        assert_equal_training(steps, expected, bound=1e-2)
+
+
+@on_ranks(2)
+def test_moving_modules_that_are_one_group_off_the_meta_device_part_by_part():
+    with torch.device("meta"):
+        model = NormAndHead().shard()
+    model.to_empty(device="cpu")
+    model.load_state_dict(NormAndHead().state_dict())
+    assert_same_bits(fed_own_chunk(model, batches(1)), fed_in_chunks(NormAndHead(), batches(1)))
+
+
+@on_ranks(2)
+def test_casting_one_of_the_modules_that_are_one_group_is_refused_when_they_run():
+    model = NormAndHead().shard()
+    model.norm.double()
+    with pytest.raises(ParameterError, match=r"(?s)norm.weight \(7,\) torch.float64.*head.weight.*float32.*fix:.*whole module"):
+        model(batches(1)[0])
+    model.reset_iter_state()
+    model.double()
+    model(batches(1)[0].double()).sum().backward()
 
 
 @on_ranks(2)

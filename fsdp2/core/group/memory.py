@@ -167,8 +167,12 @@ class GroupMemory:
                 place.copy_(param.local_now())
                 param.place(place)
 
+    def has_mixed_dtypes(self) -> bool:
+        """Whether some of the parameters were cast and others not."""
+        return any(param.dtype is not self.params[0].dtype for param in self.params)
+
     def _refuse_mixed_dtypes(self) -> None:
-        if any(param.dtype is not self.params[0].dtype for param in self.params):
+        if self.has_mixed_dtypes():
             raise ParameterError(
                 message(
                     "parameters that fully_shard grouped by dtype have different ones now",

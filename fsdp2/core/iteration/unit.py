@@ -216,9 +216,14 @@ class Unit:
         """Whether a backward reduces gradients of its own."""
         return self.micro_batch.reduces
 
-    def notice_changes(self) -> None:
-        """Parameters may have been moved or cast: take them over now, so that memory holds one group more at most."""
+    def notice_changes(self, more_may_come: bool = False) -> None:
+        """Parameters may have been moved or cast: take them over now, so that memory holds one group more at most.
+
+        more_may_come: the modules of a list are cast one after another; a group that is half cast waits for its last module. If
+                       that never comes, the next unshard refuses it.
+        Raises:        ParameterError naming the parameters of a group that is half cast
+        """
         for group in self.groups:
-            if not group.registry.verify():
+            if not group.registry.verify() and not (more_may_come and group.has_mixed_dtypes()):
                 group.rebuild()
                 group.registry.show([param.sharded for param in group.params])  # ``_apply`` unties what it replaces

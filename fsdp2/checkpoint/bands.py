@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..core.comm.agreement import device_of, reached
 from ..errors import FSDPError
-from .agreement import device_of, reached
 from .boxes import Box, Piece, pieces_of
 from .every_rank import tried
 from .kept import wanted

@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
+from ..core.comm.agreement import LostRankError, default_group
 from ..errors import ArgumentError, FSDPError, OrderError, message
-from .agreement import LostRankError, default_group
 from .checkpoint_folder import CheckpointFolder
 from .dcp_writer import DigestingWriter
 from .every_rank import from_rank_0, on_every_rank

@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ..core.comm.agreement import agree
 from ..errors import FSDPError
-from .agreement import agree
 from .failure import failure
 
 T = TypeVar("T")

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core import torch_compat as compat
+from ..core.comm.agreement import agree_on_meshes
 from ..core.iteration.unit import Unit
 from ..errors import CheckpointError, FSDPError, MaterializationError, message
 from ..materialize import RESET_NAMES, materialize
-from .agreement import agree_on_meshes
 from .boxes import Piece
 from .byte_ranges import ByteReader
 from .every_rank import tried

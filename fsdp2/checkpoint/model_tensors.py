@@ -220,8 +220,7 @@ def _device(each: ModelTensor, device: torch.device) -> torch.device:
     tensor = each.tensor
     if not isinstance(tensor, DTensor):
         return device
-    kind = tensor.device_mesh.device_type
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, compat.device_module(kind).current_device())
+    return compat.current_device(tensor.device_mesh.device_type)
 
 
 def _allocate(each: ModelTensor, device: torch.device) -> None:

@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from ..core.comm.agreement import is_lost
 from ..errors import OrderError, message
-from .agreement import is_lost
 
 _free: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], list[dist.ProcessGroup]]] = WeakKeyDictionary()
 """By the default group, which ends with ``destroy_process_group()``, and by ranks: those that nobody uses."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..core import torch_compat as compat
+from ..core.comm.agreement import agree
 from ..core.group.memory import GroupState
 from ..core.iteration.first_forward import adopt
 from ..core.iteration.module_state import ModuleState
@@ -219,8 +220,6 @@ class FullGraph:
 
         Collective: yes, over the data-parallel ranks, the first time.
         """
-        from ..checkpoint.agreement import agree
-
         if self._agreed:
             return
         self._agreed = True

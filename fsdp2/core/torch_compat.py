@@ -50,6 +50,7 @@ __all__ = [
     "chunk_cat",
     "coalescing_manager",
     "concatenate_meshes",
+    "current_device",
     "current_graph_task",
     "default_device_type",
     "device_module",
@@ -199,6 +200,11 @@ def default_device_type() -> str:
 def device_module(device_type: str) -> Any:
     """``torch.cuda`` for "cuda" and so on; a stand-in with the same names for "cpu"."""
     return _get_device_module(device_type)
+
+
+def current_device(device_type: str) -> torch.device:
+    """This rank's device of that type."""
+    return torch.device("cpu") if device_type == "cpu" else torch.device(device_type, device_module(device_type).current_device())
 
 
 def flatten_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

@@ -91,9 +91,7 @@ def broadcast(mesh: DeviceMesh, device: torch.device, tensors: Sequence[tuple[st
 
 def device_of(mesh: DeviceMesh) -> torch.device:
     """This rank's device: the current one of the mesh's type."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, compat.device_module(mesh.device_type).current_device())
+    return compat.current_device(mesh.device_type)
 
 
 def _process_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:

@@ -37,8 +37,8 @@ from fsdp2.checkpoint import (
     save_full_state,
     save_safetensors,
 )
-from fsdp2.checkpoint import agreement as agreement_module
-from fsdp2.checkpoint.agreement import LostRankError, agree, agree_over
+from fsdp2.core.comm import agreement as agreement_module
+from fsdp2.core.comm.agreement import LostRankError, agree, agree_over
 from fsdp2.errors import FSDPError
 from harness import cpu_mesh, on_ranks
 from harness.models import mlp, transformer

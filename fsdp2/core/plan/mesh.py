@@ -216,9 +216,7 @@ def world_mesh() -> DeviceMesh:
 
 def mesh_device(mesh: DataParallelMesh) -> torch.device:
     """The device of this rank: the current one of the mesh's type."""
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, compat.device_module(mesh.device_type).current_device())
+    return compat.current_device(mesh.device_type)
 
 
 _smaller: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, DataParallelMesh]] = weakref.WeakKeyDictionary()

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from .. import errors
-from ..core import torch_compat as compat
-from ..errors import CheckpointError, FSDPError, message
+from ... import errors
+from ...errors import CheckpointError, FSDPError, message
+from .. import torch_compat as compat
 
 T = TypeVar("T")
 Axis = tuple[dist.ProcessGroup, torch.device]
@@ -117,8 +117,7 @@ def agree_on_meshes(meshes: Sequence[DeviceMesh], problem: FSDPError | None) -> 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
     """This rank's device of the mesh."""
-    kind = mesh.device_type
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, compat.device_module(kind).current_device())
+    return compat.current_device(mesh.device_type)
 
 
 def agree_over(axes: Sequence[Axis], problem: FSDPError | None) -> None:

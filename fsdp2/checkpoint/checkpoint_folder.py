@@ -3,11 +3,13 @@
     runs/a/latest          one line, "step_000200"; replaced in one rename
     runs/a/step_000100/    complete
     runs/a/step_000200/    complete
-    runs/a/partial/        being written, or being removed, or what a crash left of either; the next save removes it
+    runs/a/partial_1f0c/   being written, or being removed, or what a crash left of either; the next save removes it
+    runs/a/.lock           of the run that writes here
 
-A checkpoint is written as ``partial``, renamed when it is complete, and then named in ``latest``. One is removed by renaming it to
-``partial`` first. So what is named is whole at every moment. One run at a time may write to a folder. It refuses to know what is
-in a checkpoint, and other ranks.
+A checkpoint is written as ``partial_...``, renamed when it is complete, and then named in ``latest``. One is removed by renaming it to
+such a name first. So what is named is whole at every moment. One run at a time writes to a folder, from its first save until it is
+closed or dead; every folder that is not complete has a name of its own, so that two runs do not meet even where the file system
+has no locks. It refuses to know what is in a checkpoint, and other ranks.
 """
 
 from __future__ import annotations
@@ -15,10 +17,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import uuid
 from pathlib import Path
 
+from . import folder_lock
 from .safe_dcp import METADATA
 
+_PARTIAL = re.compile(r"partial(_[0-9a-f]{32})?|latest(_[0-9a-f]{32})?\.partial")
 _NAME = re.compile(r"step_(\d+)(?:_(\d+))?")
 
 
@@ -27,7 +32,8 @@ class CheckpointFolder:
 
     def __init__(self, path: Path, keep_last: int | None) -> None:
         self.path = path
-        self.partial = path / "partial"
+        self.partial = self._new_partial()
+        self._locked: bool | None = None  # None: nobody asked; False: the file system has no locks
         self._pointer = path / "latest"
         self._keep_last = keep_last
 
@@ -44,15 +50,34 @@ class CheckpointFolder:
                 return named
         return next(reversed(self.checkpoints()), None)
 
-    def begin(self) -> None:
-        """Make an empty ``partial``."""
+    def _new_partial(self) -> Path:
+        return self.path / f"partial_{uuid.uuid4().hex}"
+
+    def lock(self) -> None:
+        """Keep other runs from writing here, until ``unlock`` or the end of the process. Raises: CheckpointError naming who does"""
+        if self._locked is None:
+            self._locked = folder_lock.take(self.path / folder_lock.NAME)
+
+    def unlock(self) -> None:
+        if self._locked:
+            folder_lock.give_up(self.path / folder_lock.NAME)
+        self._locked = None
+
+    def begin(self) -> Path:
+        """Make an empty ``partial``, and remove what dead runs have left."""
+        self.lock()
+        for each in self.path.iterdir() if self._locked else ():
+            if _PARTIAL.fullmatch(each.name):
+                _remove(each)
         self.discard()
+        self.partial = self._new_partial()
         self.partial.mkdir(parents=True)
+        return self.partial
 
     def discard(self) -> None:
         """Remove ``partial``, if there is one."""
         if self.partial.exists():
-            shutil.rmtree(self.partial)
+            _remove(self.partial)
 
     def commit(self, step: int) -> Path:
         """Name the complete ``partial``, and make it the latest."""
@@ -64,7 +89,7 @@ class CheckpointFolder:
         _sync(self.partial)
         self.partial.rename(final)
         _sync(self.path)
-        written = self.path / "latest.partial"
+        written = self.path / f"latest_{uuid.uuid4().hex}.partial"
         with written.open("w") as file:
             file.write(final.name)
             file.flush()
@@ -83,6 +108,13 @@ class CheckpointFolder:
             self.discard()
             old.rename(self.partial)
         self.discard()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _order(path: Path) -> tuple[int, int]:

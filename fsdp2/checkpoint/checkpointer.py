@@ -74,7 +74,8 @@ class Resumed:
 class Checkpointer:
     """Saves and loads model, optimizer, scheduler, data position, random number generators and step. All methods are collective.
 
-    folder:        of the checkpoints, seen by all ranks; see ``checkpoint_folder.py``. One run at a time
+    folder:        of the checkpoints, seen by all ranks; see ``checkpoint_folder.py``. One run at a time: from the first save to
+                   ``close`` or the end of its process it keeps others from saving there
     data:          the position in the data: an object with ``state_dict`` and ``load_state_dict``, or a dict; of every rank its own
     keep_last:     how many checkpoints stay; None for all. While one is written there is one more
     asynchronous:  False: ``save`` returns when the checkpoint is complete
@@ -118,6 +119,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2_checkpointer")
         self._pending: Future[None] | None = None
         self._closed = False
+        self._locked = False  # whether the folder is ours to write to
 
     # --- saving ---
 
@@ -127,12 +129,12 @@ class Checkpointer:
         step:   counts from 0
         Raises: CheckpointError, also of the save before
         """
-        if type(step) is not int or step < 0:
-            headline = f"Checkpointer.save got step {step!r}"[:300]
-            raise ArgumentError(message(headline, expected="a number of steps, an int that is not negative", fix="pass int(step)"))
         self.wait()
         with torch.inference_mode(False), torch.no_grad():
             state = on_every_rank(self._group, f"cannot take the state of step {step}", lambda: self._state(step))
+        if not self._locked:
+            from_rank_0(self._group, f"cannot save step {step} in {self._folder.path}", self._folder.lock)
+            self._locked = True
         self._pending = self._thread.submit(self._write, state, step)
         del state  # the thread drops it when it is written
         if not self._asynchronous:
@@ -149,6 +151,9 @@ class Checkpointer:
             pending.result()
 
     def _state(self, step: int) -> dict[str, Any]:
+        if type(step) is not int or step < 0:
+            headline = f"Checkpointer.save got step {step!r}"[:300]
+            raise ArgumentError(message(headline, expected="a number of steps, an int that is not negative", fix="pass int(step)"))
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
         copied = partial(host_copy, shared=not self._asynchronous)
         state: dict[str, Any] = {"step": step, "world_size": size, "model": copied(named_model_state(self._model))}
@@ -166,8 +171,7 @@ class Checkpointer:
         """In the thread. Nobody else talks in our group meanwhile."""
         folder, what = self._folder, f"cannot save step {step} in {self._folder.path}"
         try:
-            from_rank_0(self._group, what, folder.begin)
-            self._write_files(state, what)
+            self._write_files(state, from_rank_0(self._group, what, folder.begin), what)
             from_rank_0(self._group, what, lambda: folder.commit(step))
         except LostRankError:
             raise  # the next save removes what there is
@@ -176,14 +180,14 @@ class Checkpointer:
             raise
         from_rank_0(self._group, f"step {step} is saved, but earlier ones in {folder.path} cannot be removed", folder.prune)
 
-    def _write_files(self, state: dict[str, Any], what: str) -> None:
+    def _write_files(self, state: dict[str, Any], into: Path, what: str) -> None:
         parts: dict[str, Any] = {name: state[name] for name in ("model", "optimizer") if name in state}
         own = take_own_values(parts, self._group, what)
 
         def prepare() -> tuple[DigestingWriter, DefaultSavePlanner]:
             if own:
                 state["own"] = {f"rank_{dist.get_rank(self._group)}": pack(own, "what differs between the ranks")}
-            return DigestingWriter(self._folder.partial), DefaultSavePlanner()
+            return DigestingWriter(into), DefaultSavePlanner()
 
         writer, planner = on_every_rank(self._group, what, prepare)
         save = partial(dcp_save, state, storage_writer=writer, planner=planner, process_group=self._group)
@@ -264,6 +268,7 @@ class Checkpointer:
             self._closed = True
             self._thread.shutdown()
             give_back(self._group, self._process_group)
+            self._folder.unlock()
 
     def __enter__(self) -> Checkpointer:
         return self

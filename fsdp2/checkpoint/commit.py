@@ -8,10 +8,10 @@ checkpoint still needs, so that until the decisive rename a reader finds the ear
     ... over a single     as before, but what decides is that the old model.safetensors goes
 
 A ``config.json`` that changes is away meanwhile, so that nobody reads weights beside the config of others: after a crash between
-these renames ``from_pretrained`` finds none, and says so. One that stays the same is left alone.
+these renames ``from_pretrained`` finds none, and says so, until the next save gives it back. One that stays the same is left alone.
 
-What a crash leaves behind, the next save removes; so one save at a time may write to a folder. It refuses to know what is in the
-files, and models and ranks.
+What a crash leaves behind, the next save removes; so one save at a time may write to a folder, which ``folder_lock.py`` sees to. It
+refuses to know what is in the files, and models and ranks.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ UNCHANGED = "make room, or choose another folder; the earlier checkpoint is unch
 
 _NUMBERED = re.compile(r"model(-[0-9a-f]{8})?-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _TEMPORARY = re.compile(r"\.(model|config|generation_config).*\.[0-9a-f]{8}\.tmp")
+_EARLIER = re.compile(r"\.(?P<name>.+\.json)\.earlier-(?P<decides>single|index)\.(?P<token>[0-9a-f]{8})\.tmp")
 
 
 @dataclass(frozen=True)
@@ -57,22 +58,41 @@ def rename(path: Path, to: Path) -> None:
         os.replace(path, to)
 
 
-@contextlib.contextmanager
-def taken_away(paths: Iterable[Path], token: str) -> Iterator[None]:
-    """Those of ``paths`` that exist are not there inside; after an error they are again, else they are gone. Raises: CheckpointError"""
-    aside = {path: temporary_path(path.parent, f"{path.name}.earlier", token) for path in paths if path.exists()}
+def take_away(paths: Iterable[Path], names: Names) -> dict[Path, Path]:
+    """Rename those of ``paths`` that exist, and say where they are now; the next save gives back what a crash leaves there.
+
+    Raises: CheckpointError, with all of them where they were
+    """
+    decides = "single" if len(names.final) == 1 else "index"
+    aside: dict[Path, Path] = {}
     try:
-        for path, to in aside.items():
-            rename(path, to)
-        yield
-    except CheckpointError:
-        for path, to in aside.items():
-            with contextlib.suppress(OSError):
-                to.replace(path)
+        for path in paths:
+            if path.exists():
+                to = temporary_path(path.parent, f"{path.name}.earlier-{decides}", names.token)
+                rename(path, to)
+                aside[path] = to
+    except Exception:
+        put_back(aside)
         raise
-    for to in aside.values():
+    return aside
+
+
+def put_back(aside: Mapping[Path, Path]) -> None:
+    for path, to in aside.items():
         with contextlib.suppress(OSError):  # the next save tries again
-            to.unlink()
+            to.replace(path)
+
+
+def _finish_interrupted(folder: Path) -> None:
+    """Give configs that a crash has left away their places: the earlier ones if the earlier weights are there, else the new ones."""
+    for aside in list(folder.iterdir()):
+        match = _EARLIER.fullmatch(aside.name)
+        if match is None or (folder / match["name"]).exists():
+            continue
+        undecided = any(folder.glob(f".model*.{match['token']}.tmp")) or (match["decides"] == "index" and (folder / SINGLE).exists())
+        source = aside if undecided else temporary_path(folder, match["name"], match["token"])
+        if source.exists():
+            rename(source, folder / match["name"])
 
 
 def choose_names(folder: Path, num_files: int, token: str) -> Names:
@@ -93,6 +113,7 @@ def make_folder(folder: Path) -> None:
     """Make it, or free it of temporary files that a crash has left."""
     with _reported(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        _finish_interrupted(folder)
         for path in folder.iterdir():
             if _TEMPORARY.fullmatch(path.name):
                 path.unlink()

@@ -26,6 +26,7 @@ from .failure import failure
 from .lazy import LazyTensor
 from .named_state import State
 from .progress import progress_bar
+from .quantized import scale_lost, scales_of
 from .readers.files import FORMATS
 from .readers.opened import open_source
 from .readers.source import Shapes, Source, nbytes_of, place_of, tensors_of
@@ -99,6 +100,7 @@ def convert(
     _check_target(Path(src), target, to, force)
     source = open_source(src, format=format, optimizer=optimizer, shapes=shapes, with_optimizer=with_optimizer)
     model = source.model
+    _refuse_scaled(source, dtype)
     has_optimizer = source.optimizer is not None and to != "safetensors"
     if to == "safetensors":
         model, unheld = _tensors_alone(source)
@@ -117,6 +119,21 @@ def convert(
         else:
             write_safetensors(partial, model, stream, max_nbytes)
     return Converted(target, source.format, len(tensors_of(model)), reader.bytes_read, has_optimizer, tuple(source.left_out))
+
+
+def _refuse_scaled(source: Source, dtype: torch.dtype | None) -> None:
+    model = {name: value for name, value in source.model.items() if isinstance(value, LazyTensor)}
+    scales = scales_of(model) if dtype is not None else {}
+    lost = [f"{name}: is scaled by {scale}" for name, lazy in model.items() if dtype and (scale := scale_lost(lazy, dtype, scales))]
+    if lost:
+        raise failure(
+            f"{source.path} has {len(lost)} float8 tensors whose scales nothing here applies",
+            items=lost,
+            expected="weights that may be converted to another dtype as they are",
+            fix="convert without dtype, or have the library that made them dequantise them",
+            file=source.path,
+            key=lost[0].partition(":")[0],
+        )
 
 
 def _tensors_alone(source: Source) -> tuple[dict[str, LazyTensor], list[str]]:

@@ -29,6 +29,7 @@ from ..core.comm.agreement import agree_on_meshes, agree_over, default_group, de
 from ..errors import FSDPError
 from .bands import BandStream
 from .every_rank import from_rank_0, on_every_rank, tried
+from .folder_lock import locked
 from .kept import Kept
 from .model_tensors import ModelTensor, checked_model, meshes_of, reshard
 from .named_state import (
@@ -109,16 +110,16 @@ def save_full_state(path: str | os.PathLike[str], model: nn.Module, optimizer: O
 
 
 def _write(state: State, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
-    try:
-        with partial.open("wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with locked(path.with_name(f".{path.name}.lock")):
+        try:
+            with partial.open("wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 # --- gathering --------------------------------------------------------------------------------------------------------------------

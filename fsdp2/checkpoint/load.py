@@ -11,7 +11,7 @@ converts them on the way into its shard.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -31,22 +31,28 @@ from .key_map import KeyMap, Tensors, apply_key_map
 from .lazy import LazyTensor
 from .model_tensors import ModelTensor, checked_model, give_storage, meshes_of, model_tensors, reshard, still_on_meta, take_storage
 from .progress import progress_bar
+from .quantized import Place, scale_lost, scales_of
 from .safetensors_format import DTYPES
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A tensor that is there, and does not fit."""
+    """A tensor that is there, and does not fit.
+
+    scale: of a float8 tensor that would be converted without it: the name of the tensor that it would have to be multiplied by
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     stored_shape: tuple[int, ...]
     stored_dtypes: tuple[str, ...]
+    scale: str | None = None
 
     def __str__(self) -> str:
         ours, theirs = (str(self.dtype).removeprefix("torch."), "/".join(self.stored_dtypes))
-        return f"{self.name}: {ours} {self.shape} in the model, {theirs} {self.stored_shape} in the checkpoint"
+        scaled = f", to be scaled by {self.scale}" if self.scale is not None else ""
+        return f"{self.name}: {ours} {self.shape} in the model, {theirs} {self.stored_shape} in the checkpoint{scaled}"
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,8 @@ def load_safetensors(
     in_place:          read over the values that the model has, without a copy aside: if reading fails, it is left partly loaded
     progress:          a bar on rank 0; None: where there is a terminal and rich is installed
 
-    Values are converted to the model's dtypes: floating-point ones to any, integers to wider ones. Tied parameters are read once, under
+    Values are converted to the model's dtypes: floating-point ones to any, integers to wider ones; a float8 tensor with a scale beside
+    it (``weight_scale_inv``) to none, since nothing here applies the scale: it is mismatched. Tied parameters are read once, under
     the first of their names that the checkpoint has.
 
     Reads:      the bytes of this rank's shards. Under Shard(0) exactly these; Shard(dim > 0) and strided shards
@@ -151,7 +158,7 @@ def load_opened(
         path, stored, header_bytes = opened()
         shapes = {name: tuple(each.tensor.shape) for each in at.tensors for name in each.names}
         report = LoadReport(header_bytes=header_bytes)
-        matched = _match(at.tensors, apply_key_map(stored, shapes, key_map), report)
+        matched = _match(at.tensors, apply_key_map(stored, shapes, key_map), scales_of(stored), report)
         _refuse(report, path, strict, ignore_mismatched)
         new = {id(each) for each in at.on_meta}
         give_storage([each for each, _ in matched], at.units, at.device)
@@ -201,7 +208,9 @@ def _target(each: ModelTensor, in_place: bool) -> Tensor:
     return each.local if in_place else torch.empty_like(each.local, device="cpu")
 
 
-def _match(tensors: Sequence[ModelTensor], stored: Tensors, report: LoadReport) -> list[tuple[ModelTensor, LazyTensor]]:
+def _match(
+    tensors: Sequence[ModelTensor], stored: Tensors, scales: Mapping[Place, str], report: LoadReport
+) -> list[tuple[ModelTensor, LazyTensor]]:
     """Which stored tensor goes into which of the model's; fills in all lists of names of ``report``."""
     matched = []
     unexpected = dict(stored)
@@ -216,9 +225,10 @@ def _match(tensors: Sequence[ModelTensor], stored: Tensors, report: LoadReport) 
             continue
         lazy = stored[known[0]]
         dtypes = tuple(dict.fromkeys(part.entry.dtype for part in lazy.stored()))
-        if lazy.shape != tuple(each.tensor.shape) or not all(can_convert(dtype, each.tensor.dtype) for dtype in dtypes):
-            shape = tuple(each.tensor.shape)
-            report.mismatched.append(Mismatch(each.name, shape, each.tensor.dtype, lazy.shape, dtypes))
+        shape, dtype = tuple(each.tensor.shape), each.tensor.dtype
+        scale = scale_lost(lazy, dtype, scales)
+        if lazy.shape != shape or not all(can_convert(stored_dtype, dtype) for stored_dtype in dtypes) or scale is not None:
+            report.mismatched.append(Mismatch(each.name, shape, dtype, lazy.shape, dtypes, scale))
             continue
         report.loaded.append(each.name)
         matched.append((each, lazy))

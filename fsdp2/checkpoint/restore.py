@@ -186,6 +186,7 @@ class _Reading:
         state = {"state": state.get("state", {}), "param_groups": state.get("param_groups", [])}
         if optimizer is not None:
             self._compare_groups(names_in(model, optimizer), state)
+            self._compare_options(optimizer, state)
         return Restored(
             step=nested["step"],
             world_size=nested["world_size"],
@@ -215,6 +216,25 @@ class _Reading:
             fix="make the optimizer as it was when the checkpoint was saved; nothing was changed",
             file=self.path,
         )
+
+    def _compare_options(self, optimizer: Optimizer, state: State) -> None:
+        """Whether the optimizer would have all of its options after ``load_state_dict``, which replaces them by the checkpoint's."""
+        like: Any = object.__new__(type(optimizer))
+        vars(like).update(vars(optimizer))
+        like.__setstate__({"state": {}, "param_groups": [dict(group) for group in state["param_groups"]]})  # adds what older ones lack
+        lost = [
+            f"group {at}: has {', '.join(sorted(map(str, theirs)))}, and no {', '.join(missing)}"
+            for at, (ours, theirs) in enumerate(zip(optimizer.param_groups, like.param_groups, strict=True))
+            if (missing := [key for key in optimizer.defaults if key in ours and key not in theirs])
+        ]
+        if lost:
+            raise failure(
+                f"{self.path} is of another kind of optimizer: it lacks options of {type(optimizer).__name__}",
+                items=lost,
+                expected="the kind of optimizer that was saved",
+                fix="make that, or a Checkpointer without optimizer to load the model alone; nothing was changed",
+                file=self.path,
+            )
 
     def _position(self, data: Mapping[str, bytes]) -> bytes:
         mine = data.get(f"rank_{self._rank}" if self._same_ranks else "rank_0", b"")

@@ -77,7 +77,7 @@ def read_metadata(folder: Path) -> Metadata:
     if not path.is_file():
         raise failure(
             f"{folder} is no checkpoint: it has no {METADATA}" if folder.is_dir() else f"{folder} is no folder",
-            expected="a folder that a save has finished; what one has left behind that was interrupted is named 'partial'",
+            expected="a folder that a save has finished; what one has left behind that was interrupted is named 'partial_...'",
             fix="name another checkpoint, or none for the latest",
             file=path,
         )

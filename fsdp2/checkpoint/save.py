@@ -23,9 +23,11 @@ from ..core.comm.agreement import LostRankError, agree, agree_over, default_grou
 from ..errors import ArgumentError, FSDPError, MaterializationError, message
 from .bands import BandStream, Ready
 from .byte_ranges import bytes_of
-from .commit import Names, NewFile, choose_names, commit, make_folder, rename, taken_away, temporary_path
+from .commit import Names, NewFile, choose_names, commit, make_folder, put_back, rename, take_away, temporary_path
 from .every_rank import tried
 from .failure import failure
+from .folder_lock import NAME as LOCK
+from .folder_lock import locked
 from .hf_config import config_files, has_config
 from .key_map import KeyMap
 from .model_tensors import ModelTensor, checked_model, meshes_of, model_tensors, reshard, still_on_meta
@@ -63,8 +65,8 @@ def save_safetensors(
 ) -> SavedCheckpoint:
     """Write parameters and persistent buffers, whole, in Hugging Face's layout; ``load_safetensors`` and ``from_pretrained`` read it.
 
-    folder:         made if it is not there; shared by all ranks that write. An earlier checkpoint in it is replaced in one rename, see
-                    ``commit.py``; other files are left alone, but for those of ``config``
+    folder:         made if it is not there; shared by all ranks that write, and locked against other jobs meanwhile. An earlier
+                    checkpoint in it is replaced in one rename, see ``commit.py``; other files are left alone, but for ``config``'s
     max_shard_size: of a file, in bytes or like "5GB"; a larger tensor gets a file of its own. With one file there is no index
     num_writers:    1: rank 0 writes all files; more: as many ranks write different files at the same time; None: all ranks
     dtype:          to convert floating-point tensors to
@@ -98,15 +100,15 @@ def save_safetensors(
         _refuse_other_ranks(tensors, group)
         return plan_files(written_tensors(tensors, key_map), max_nbytes, writers_of(world_size, num_writers), dtype)
 
-    files, names, configs = _agreed_plan(plan, what, model, path, config, group)
-    total = sum(tensor.nbytes for file in files for tensor in file.tensors)
-    with _temporary_files() as new_files, torch.inference_mode(False), torch.no_grad():
+    with contextlib.ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
+        files, names, configs = _agreed_plan(plan, what, model, path, config, group, stack)
+        new_files = stack.enter_context(_temporary_files())
         _, problem = tried(what, lambda: _write(files, names, path, group, _ready(model, group), new_files, progress, what))
         _agree_or_remove(group, problem, new_files)
         if group is None or group.rank() == 0:
             _, problem = tried(what, lambda: _commit(path, names, files, configs, new_files))
         _agree_or_remove(group, problem, new_files)
-    return SavedCheckpoint(path, names.final, total)
+    return SavedCheckpoint(path, names.final, sum(tensor.nbytes for file in files for tensor in file.tensors))
 
 
 def _ready(model: nn.Module, group: dist.ProcessGroup | None) -> Ready:
@@ -130,9 +132,11 @@ def _agreed_plan(
     folder: Path,
     config: bool | None,
     group: dist.ProcessGroup | None,
+    stack: contextlib.ExitStack,
 ) -> tuple[list[PlannedFile], Names, dict[str, bytes]]:
     """The plan, if all ranks can make it and made the same; the names that rank 0 chose, and there the files of ``config``.
 
+    stack:      on rank 0 it keeps the folder's lock
     Collective: yes
     """
 
@@ -143,6 +147,7 @@ def _agreed_plan(
         configs = config_files(model, dtypes) if wanted else {}
         names = None
         if group is None or group.rank() == 0:
+            stack.enter_context(locked(folder / LOCK))
             make_folder(folder)
             names = choose_names(folder, len(files), uuid.uuid4().hex[:8])
         return files, configs, fingerprint(files), names
@@ -169,10 +174,17 @@ def _commit(folder: Path, names: Names, files: list[PlannedFile], configs: dict[
     for name, path in changed.items():  # before anything is renamed: the disk may be full
         new_files.append(NewFile(path, configs[name]))
         new_files[-1].finish()
-    with taken_away([folder / name for name in changed], names.token):
+    aside = take_away([folder / name for name in changed], names)
+    try:
         commit(folder, names, [file.nbytes for file in files], _weight_map(files, names), _metadata(files))
+    except Exception:
+        put_back(aside)
+        raise
     for name, path in changed.items():
         rename(path, folder / name)
+    for path in aside.values():
+        with contextlib.suppress(OSError):  # the next save tries again
+            path.unlink()
 
 
 def _content(path: Path) -> bytes | None:

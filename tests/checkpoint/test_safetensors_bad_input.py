@@ -452,6 +452,53 @@ def test_a_crash_leaves_no_weights_beside_the_config_of_others(tmp_path, monkeyp
     assert (away > 0) is not same
 
 
+@pytest.mark.parametrize(
+    ("old", "new"), [pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow) for each in itertools.product(KINDS, KINDS)]
+)
+def test_the_save_after_a_crash_gives_the_config_of_the_weights_back(tmp_path, monkeypatch, old, new):
+    """A kill while the config was away, then a save that writes none or fails, and the config was gone for good."""
+    models = {1: net(), 2: net()}
+    for value, model in models.items():
+        model.config = Config(value)
+        for param in model.parameters():
+            nn.init.constant_(param, value)
+    away = 0
+    for crash_at in itertools.count():
+        folder = tmp_path / str(crash_at)
+        saved(models[1], folder, old)
+        counted = crash_after(crash_at)
+        with monkeypatch.context() as patched:
+            patched.setattr(commit.os, "replace", counted(os.replace))
+            patched.setattr("pathlib.Path.replace", counted(type(folder).replace))
+            patched.setattr("pathlib.Path.unlink", counted(type(folder).unlink))
+            try:
+                saved(models[2], folder, new)
+                break
+            except Killed:
+                pass
+        away += not (folder / "config.json").exists()
+        commit.make_folder(folder)  # what every save begins with
+        found = net()
+        load_safetensors(found, folder)
+        value = next(found.parameters()).flatten()[0].item()
+        assert float((folder / "config.json").read_text()) == value
+        assert not list(folder.glob(".*"))
+    assert away > 1
+
+
+def test_any_error_while_the_config_is_away_gives_it_back(tmp_path, monkeypatch):
+    model = net()
+    model.config = Config(1)
+    saved(model, tmp_path, "several")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    model.config = Config(2)
+    monkeypatch.setattr(commit, "_files_of_index", lambda folder: next(iter(())))  # an error that nobody has foreseen
+    with pytest.raises(CheckpointError, match="StopIteration"):
+        saved(model, tmp_path, "several")
+    monkeypatch.undo()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
 def test_an_error_leaves_the_earlier_weights_and_their_config(tmp_path, monkeypatch):
     model = net()
     model.config = Config(1)

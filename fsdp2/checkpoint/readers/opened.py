@@ -15,8 +15,9 @@ from torch import nn
 from ...errors import ArgumentError, FSDPError, message
 from ..failure import failure
 from ..hf_folder import open_checkpoint
-from ..lazy import LazyTensor
+from ..lazy import LazyTensor, Stored
 from ..named_state import State, clean_name
+from ..safetensors_format import DTYPES
 from .dcp import read_dcp
 from .deepspeed import find_deepspeed, read_deepspeed
 from .files import FORMATS, Family, check_complete, dcp_folders, detect, families, family_of, is_named_part
@@ -165,7 +166,48 @@ def _merged(family: Family) -> Any:
     roots = [(path, read_torch_file(path)) for path in family.paths]
     if len(roots) > 1 or _is_part(*roots[0]):
         check_complete(family)
+    if len(roots) > 1 and not is_named_part(family.paths[0]):
+        _refuse_steps(roots)
     return merge(roots)
+
+
+def _refuse_steps(roots: list[tuple[Path, Any]]) -> None:
+    """Files whose names differ in a number alone, each with all of a state: copies of one, or of several steps of a run.
+
+    Raises: CheckpointError if their values differ, at the beginning or the end of a floating-point tensor
+    """
+    if any(_is_part(path, root) for path, root in roots):
+        return
+    of_files = [{name: next(lazy.stored()) for name, lazy in tensors_of(root) if lazy.shape} for _, root in roots]
+    shapes = [{name: each.shape for name, each in tensors.items()} for tensors in of_files]
+    if any(each != shapes[0] for each in shapes):
+        return  # parts of a flattened state, which its reader knows
+    values = [{name: _ends(each) for name, each in tensors.items() if _is_float(each)} for tensors in of_files]
+    for (path, _), each in zip(roots, values, strict=True):
+        differing = [name for name in each if each[name] != values[0][name]]
+        if differing:
+            raise failure(
+                f"{path} and {roots[0][0].name} are each a whole state, and differ in {len(differing)} tensors",
+                items=differing[:20],
+                expected="files of the ranks of one save; these look like several steps of a run, or buffers differ between ranks",
+                fix="name the file that is meant, not its folder",
+                file=path,
+                key=differing[0],
+            )
+
+
+def _is_float(stored: Stored) -> bool:
+    dtype = DTYPES.get(stored.entry.dtype)
+    return dtype is not None and dtype.is_floating_point
+
+
+def _ends(stored: Stored, nbytes: int = 4096) -> tuple[bytes, bytes]:
+    entry = stored.entry
+    with stored.path.open("rb") as file:
+        file.seek(entry.offset)
+        first = file.read(min(nbytes, entry.nbytes))
+        file.seek(entry.offset + max(entry.nbytes - nbytes, 0))
+        return first, file.read(min(nbytes, entry.nbytes))
 
 
 def _combined(path: Path, kind: str, found: list[Source]) -> Source:

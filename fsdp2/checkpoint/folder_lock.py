@@ -1,0 +1,121 @@
+"""One run at a time writes to a place: a lock that its owner's death takes away.
+
+It is a lock of the operating system on a file, which the kernel gives up with the process, however that ends, also for other hosts of a
+network file system. A process may take it several times. Where a file system knows no locks nobody is refused. It refuses to know
+what is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from .failure import failure
+
+try:
+    from fcntl import LOCK_EX, LOCK_NB, lockf
+
+    HAS_LOCKS = True
+except ImportError:  # a system without them
+    HAS_LOCKS = False
+
+WAIT_S = 30.0
+"""So long a run that is ending may keep the next one waiting."""
+
+NAME = ".lock"
+_POLL_S = 0.05
+_held: dict[Path, tuple[int, int]] = {}
+"""Of this process: the open file, and how often it was taken. Closing another file of that path would give up the lock (POSIX)."""
+
+
+def take(path: Path) -> bool:
+    """Take the lock at ``path``, whose folder is made; whether it is held: False where the file system has no locks.
+
+    Raises: CheckpointError naming its owner, if another process has had it for ``WAIT_S``; or if the file cannot be made
+    """
+    path = Path(os.path.abspath(path))
+    if path in _held:
+        file, count = _held[path]
+        _held[path] = file, count + 1
+        return True
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise failure(
+                f"{path} cannot be written: {error.strerror or error}",
+                expected="a folder that can be written to",
+                fix="name another; nothing was changed",
+                file=path,
+            ) from error
+        owner = _locked(file, path)
+        if owner is None:
+            _held[path] = file, 1
+            return True
+        os.close(file)
+        if owner is _NO_LOCKS:
+            return False
+        if owner and time.monotonic() > deadline:
+            raise failure(
+                f"another run writes to {path.parent}: {owner}",
+                expected="one run at a time",
+                fix="end that run, which gives up the lock, or give this one a folder of its own; nothing was changed",
+                file=path,
+            )
+        if owner:
+            time.sleep(_POLL_S)
+
+
+_NO_LOCKS = "the file system has no locks"
+
+
+def _locked(file: int, path: Path) -> str | None:
+    """None if the lock is ours now; else its owner, or "" if the file was removed by its last one in between."""
+    if not HAS_LOCKS:
+        return _NO_LOCKS
+    try:
+        lockf(file, LOCK_EX | LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EAGAIN):
+            return _NO_LOCKS
+        return os.pread(file, 200, 0).decode(errors="replace") or "it has not said who it is"
+    try:
+        if os.stat(path).st_ino != os.fstat(file).st_ino:
+            return ""
+    except FileNotFoundError:
+        return ""
+    with contextlib.suppress(OSError):  # for messages only
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+    return None
+
+
+def give_up(path: Path) -> None:
+    """As often as it was taken."""
+    path = Path(os.path.abspath(path))
+    file, count = _held[path]
+    if count > 1:
+        _held[path] = file, count - 1
+        return
+    del _held[path]
+    with contextlib.suppress(OSError):
+        os.unlink(path)  # before it is given up: who comes later makes another
+    os.close(file)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Inside, this process alone has the lock at ``path``. Raises: CheckpointError"""
+    held = take(path)
+    try:
+        yield
+    finally:
+        if held:
+            give_up(path)

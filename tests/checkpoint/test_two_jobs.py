@@ -1,0 +1,154 @@
+"""Two jobs that write to one folder, as a dying one and the one that follows it: one at a time, and the dead hold nobody up.
+
+Symptom: both wrote to one ``partial`` folder, so that checkpoints with a name held the state of both, and could not be loaded.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp2 import fully_shard
+from fsdp2.checkpoint import Checkpointer, CheckpointError, folder_lock, load_safetensors, save_full_state, save_safetensors
+from fsdp2.checkpoint.checkpoint_folder import CheckpointFolder
+from harness import on_ranks
+from harness.models import mlp
+
+
+def alone(seed: int) -> tuple[nn.Module, dist.ProcessGroup]:
+    """A model and a process group of this rank, which is a job by itself."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("job", "shard"))["shard"]
+    return fully_shard(mlp(seed=seed), mesh=mesh), mesh.get_group()
+
+
+@on_ranks(2, timeout=60)
+def test_the_second_run_in_a_folder_is_refused_until_the_first_is_closed(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    model, group = alone(seed=rank)
+    with Checkpointer(tmp_path, model, process_group=group) as checkpointer:
+        if rank == 0:
+            checkpointer.save(1)
+            checkpointer.wait()
+        dist.barrier()
+        if rank == 1:
+            with (
+                patch.object(folder_lock, "WAIT_S", 0.0),
+                pytest.raises(CheckpointError, match=r"another run writes to .*: process \d+ on "),
+            ):
+                checkpointer.save(1)
+            assert checkpointer.load().step == 1  # reading is free
+        dist.barrier()
+        if rank == 0:
+            checkpointer.save(2)
+            checkpointer.close()
+        dist.barrier()
+        if rank == 1:
+            checkpointer.save(3)
+            checkpointer.wait()
+            names = sorted(each.name for each in tmp_path.iterdir())
+            assert names == [".lock", "latest", "step_000002", "step_000003"]
+    dist.barrier()
+    assert not (tmp_path / ".lock").exists()
+
+
+@on_ranks(2, timeout=60)
+def test_a_folder_of_weights_and_a_file_are_locked_while_they_are_written(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    model, group = alone(seed=rank)
+    if rank == 0:
+        save_safetensors(model, tmp_path / "folder", process_group=group)
+        (tmp_path / "folder" / ".model.safetensors.0123abcd.tmp").touch()  # what is being written
+        assert folder_lock.take(tmp_path / "folder" / ".lock")
+        assert folder_lock.take(tmp_path / ".full.pt.lock")
+    dist.barrier()
+    if rank == 1:
+        with patch.object(folder_lock, "WAIT_S", 0.0), pytest.raises(CheckpointError, match="another run writes to"):
+            save_safetensors(model, tmp_path / "folder", process_group=group)
+        names = sorted(each.name for each in (tmp_path / "folder").iterdir())
+        assert names == [".lock", ".model.safetensors.0123abcd.tmp", "model.safetensors"]
+    with patch.object(folder_lock, "WAIT_S", 0.0), patch("fsdp2.checkpoint.full_state.default_group", lambda: None):
+        if rank == 1:
+            with pytest.raises(CheckpointError, match="another run writes to"), patch("torch.distributed.get_rank", lambda *_: 0):
+                save_full_state(tmp_path / "full.pt", mlp())
+    dist.barrier()
+    if rank == 0:
+        folder_lock.give_up(tmp_path / "folder" / ".lock")
+        folder_lock.give_up(tmp_path / ".full.pt.lock")
+    dist.barrier()
+    if rank == 1:
+        save_safetensors(model, tmp_path / "folder", process_group=group)
+        load_safetensors(model, tmp_path / "folder")
+        assert [each.name for each in (tmp_path / "folder").iterdir()] == ["model.safetensors"]
+
+
+def test_a_dead_owner_loses_its_lock_even_if_its_children_live(tmp_path: Path) -> None:
+    path = tmp_path / "run" / ".lock"
+    read, write = os.pipe()
+    owner = os.fork()
+    if owner == 0:
+        try:
+            folder_lock.take(path)
+            child = os.fork()
+            if child == 0:  # like a worker of a data loader: it has the open file too
+                os.close(read)
+                signal.pause()
+            os.write(write, str(child).encode())
+            signal.pause()
+        finally:
+            os._exit(1)
+    child = int(os.read(read, 100))
+    try:
+        with patch.object(folder_lock, "WAIT_S", 0.0), pytest.raises(CheckpointError, match=f"process {owner} on "):
+            folder_lock.take(path)
+        os.kill(owner, signal.SIGKILL)
+        os.waitpid(owner, 0)
+        assert folder_lock.take(path)
+        assert folder_lock.take(path)  # the same process may have it several times
+        folder_lock.give_up(path)
+        assert path.exists()
+        folder_lock.give_up(path)
+        assert not path.exists()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.close(read)
+        os.close(write)
+
+
+def write_into(folder: Path, text: str) -> None:
+    for name in ("__0_0.distcp", ".metadata"):
+        (folder / name).write_text(text)
+
+
+def test_runs_do_not_meet_where_the_file_system_has_no_locks(tmp_path: Path) -> None:
+    first, second = CheckpointFolder(tmp_path, keep_last=2), CheckpointFolder(tmp_path, keep_last=2)
+    with patch.object(folder_lock, "lockf", side_effect=OSError(errno.ENOLCK, "No locks available")):
+        for folder, text in ((first, "first"), (second, "second")):
+            write_into(folder.begin(), text)
+        paths = {text: folder.commit(1) for folder, text in ((first, "first"), (second, "second"))}
+        first.prune()
+        second.discard()
+    for text, path in paths.items():
+        assert {each.read_text() for each in path.iterdir()} == {text}
+    assert (tmp_path / "latest").read_text() == paths["second"].name
+
+
+def test_what_a_dead_run_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    for name in ("partial", f"partial_{'0' * 32}"):
+        (tmp_path / name).mkdir()
+        write_into(tmp_path / name, "")
+    (tmp_path / f"latest_{'0' * 32}.partial").touch()
+    (tmp_path / ".lock").write_text("process 1 on another host")
+    (tmp_path / "partial_of_mine").mkdir()
+    folder = CheckpointFolder(tmp_path, keep_last=1)
+    write_into(folder.begin(), "")
+    folder.commit(7)
+    folder.unlock()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["latest", "partial_of_mine", "step_000007"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
 import types
@@ -27,8 +28,8 @@ from torch.distributed._composable_state import _insert_module_state, _module_st
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls as torch_class_map
+from torch.distributed.fsdp._fully_shard._fully_shard import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -423,7 +424,7 @@ def compiled_around() -> CompiledAround | None:
     while frame.f_back is not None:
         frame = frame.f_back
         code = frame.f_code
-        if code is nn.Module._call_impl.__code__:
+        if code.co_name == "_call_impl" and code.co_filename == nn.modules.module.__file__:
             modules.append(frame.f_locals["self"])
         elif code.co_name == "checkpoint" and code.co_filename == torch.utils.checkpoint.__file__:
             is_checkpointed = True
@@ -457,19 +458,27 @@ class ModuleStateBase(_State):
         self.reduce_accumulated()
 
 
+_STATE_OWNER = inspect.unwrap(torch_fully_shard)
+"""Under which torch's ``fully_shard.state`` looks a module's state up: the bare function inside of torch's decorator.
+
+Found once, where it is defined: other libraries put functions of their own in the place of ``torch.distributed.fsdp.fully_shard``, of
+which some do not say what they wrap.
+"""
+
+
 def register_module_state(module: nn.Module, state: ModuleStateBase) -> None:
     """Make ``state`` what ``torch.distributed.fsdp.fully_shard.state(module)`` and torch's registries report."""
     registry = module.__dict__.setdefault(REGISTRY_KEY, {})
     registry["fully_shard"] = RegistryItem()
     states = module.__dict__.setdefault(STATE_KEY, {})
-    states[torch_fully_shard.__wrapped__] = state  # type: ignore[attr-defined]  # contract() files it under the bare function
+    states[_STATE_OWNER] = state
     _insert_module_state(module, state)
 
 
 def forget_module_state(module: nn.Module) -> None:
     """Undo ``register_module_state``."""
     module.__dict__.get(REGISTRY_KEY, {}).pop("fully_shard", None)
-    module.__dict__.get(STATE_KEY, {}).pop(torch_fully_shard.__wrapped__, None)  # type: ignore[attr-defined]
+    module.__dict__.get(STATE_KEY, {}).pop(_STATE_OWNER, None)
     _module_state_mapping.pop(module, None)
 
 
@@ -478,7 +487,7 @@ def without_module_state(module: nn.Module) -> Iterator[None]:
     """Inside, ``module.__dict__`` has nothing of what ``register_module_state`` put there."""
     places = [
         (module.__dict__[REGISTRY_KEY], "fully_shard"),
-        (module.__dict__[STATE_KEY], torch_fully_shard.__wrapped__),  # type: ignore[attr-defined]
+        (module.__dict__[STATE_KEY], _STATE_OWNER),
     ]
     kept = [place.pop(key) for place, key in places]
     try:
@@ -516,7 +525,7 @@ def module_state(module: nn.Module) -> ModuleStateBase | None:
     state = module.__dict__.get(STATE_KEY)
     if state is None:
         return None
-    found = state.get(torch_fully_shard.__wrapped__)  # type: ignore[attr-defined]
+    found = state.get(_STATE_OWNER)
     return found if isinstance(found, ModuleStateBase) else None
 
 

@@ -32,6 +32,7 @@ from ..comm.streams import Event, Streams, streams_of
 from ..group.memory import GroupState
 from ..group.param_group import ParamGroup
 from ..group.reduction import InFlight
+from .agreement import Agreement
 from .forward_log import ForwardLog, Reading
 from .unit import Call, Unit, Visit
 
@@ -73,6 +74,7 @@ class Schedule:
         self.log: ForwardLog | None = None  # of the forward under way
         self._logs: list[weakref.ref[ForwardLog]] = []  # of forwards whose backward may come
         # backward
+        self._agreement: Agreement | None = None  # made in the first
         self._reading: Reading | None = None  # of the backward under way
         self._task = -1  # graph task at whose end ``end_backward`` runs
         self._reductions: deque[InFlight] = deque()
@@ -94,11 +96,12 @@ class Schedule:
         in_backward = compat.current_graph_task() != -1  # recomputing a checkpointed segment
         if self.forward_root is None and not in_backward:
             self._begin_iteration(unit)
-        unit.issue()
-        unit.wait()
         if in_backward:
             # The first thing of ours that happens in this backward may be this recomputation, in the outermost graph task.
             self._expect_end_of_backward()
+        unit.issue()
+        unit.wait()
+        if in_backward:
             self._recomputed.append((unit, len(unit.running)))
             return
         recording = self._recording
@@ -372,11 +375,15 @@ class Schedule:
     def _expect_end_of_backward(self) -> None:
         """Have ``end_of_backward`` run when the outermost graph task ends: the first to call this is in it."""
         if self._task == -1:
+            alive = [log for reference in self._logs if (log := reference()) is not None]
+            if self._agreement is None:
+                self._agreement = Agreement(self.units)
+            if self._agreement.is_needed and not compat.functorch_is_active():
+                self._agreement.check(self._order, alive[-1] if alive else None)
             if not compat.queue_end_of_backward(self.end_of_backward):
                 raise _compiled_autograd_error()
             self._task = compat.current_graph_task()
             if self._logs:
-                alive = [log for reference in self._logs if (log := reference()) is not None]
                 self._reading = Reading(self._task, alive)
 
     def end_of_backward(self) -> None:
@@ -466,6 +473,7 @@ class Schedule:
         self._recomputed.clear()
         self.kept_by_forward.clear()
         self._partial.clear()
+        self._records.clear()  # ranks may have failed in different places, or because they went different ways
         self._order.clear()
         self._recording = []
         self.forward_root = self.log = self._reading = None

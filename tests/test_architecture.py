@@ -1,0 +1,41 @@
+"""docs/architecture.md is the map of the package: a file that is not on it, or that is gone, is found here."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "fsdp2"
+TEXT = (ROOT / "docs" / "architecture.md").read_text()
+
+
+def section(title: str) -> str:
+    """The text below the heading that begins with ``title``, up to the next one."""
+    (found,) = [part for part in TEXT.split("\n## ") if part.startswith(title)]
+    return found
+
+
+def first_cells(text: str) -> list[str]:
+    return [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+
+
+def test_each_file_of_the_core_stands_in_the_table_once():
+    listed = Counter(name for cell in first_cells(section("The files of the core")) for name in re.findall(r"`([^`]+)`", cell))
+    files = {path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / "core").rglob("*.py") if path.name != "__init__.py"}
+    assert listed == Counter(files)
+
+
+def test_each_other_part_of_the_package_stands_in_the_second_table_once():
+    listed = Counter(name for cell in first_cells(section("The rest of the package")) for name in re.findall(r"`([^`]+)`", cell))
+    folders = {f"{path.parent.name}/" for path in PACKAGE.glob("*/__init__.py") if path.parent.name != "core"}
+    assert listed == Counter({path.name for path in PACKAGE.glob("*.py")} | folders)
+
+
+def test_files_that_the_documents_name_exist():
+    """Also those that name a file by its path below the package."""
+    folders = "core|compiled|compat|grouping|strategies|checkpoint|migrate|testing|wrap"
+    pages = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "log.md"]  # which says what was, too
+    named = [(page.name, name) for page in pages for name in re.findall(rf"`((?:{folders})/[\w/]+\.py)`", page.read_text())]
+    assert [f"{page}: {name}" for page, name in named if not (PACKAGE / name).exists()] == []

@@ -32,8 +32,8 @@ from ..comm.streams import Event, Streams, streams_of
 from ..group.memory import GroupState
 from ..group.param_group import ParamGroup
 from ..group.reduction import InFlight
-from .agreement import Agreement
 from .forward_log import ForwardLog, Reading
+from .same_backward import Agreement
 from .unit import Call, Unit, Visit
 
 _unfinished: weakref.WeakSet[Schedule] = weakref.WeakSet()

@@ -25,7 +25,7 @@ STRATEGIES = {
     "_HYBRID_SHARD_ZERO2": "hsdp_zero2",
 }
 
-_PRECISION = (
+PRECISION = (
     "param_dtype",
     "reduce_dtype",
     "buffer_dtype",
@@ -115,7 +115,7 @@ def _table() -> str:
 
 
 def mixed_precision(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression:
-    given = arguments(new.args, _PRECISION)
+    given = arguments(new.args, PRECISION)
     if given.stars or given.extra:
         editor.refuse("fsdp1", old, "MixedPrecision(**...): what it is given is not written here")
         return new
@@ -135,8 +135,7 @@ def mixed_precision(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExp
     if buffers is not None and not is_none(buffers):
         editor.note(
             old,
-            f"buffer_dtype={code(buffers)} dropped: buffers keep their dtype. To cast them, once, before parallelize: "
-            f"for buffer in model.buffers(): buffer.data = buffer.data.to({code(buffers)})",
+            f"buffer_dtype={code(buffers)} is a cast of the buffers beside parallelize; state dicts have them in that dtype, too.",
         )
     call = with_args(new, kept)
     return call.with_changes(func=editor.make("fsdp2.MixedPrecisionPolicy", "import fsdp2"))

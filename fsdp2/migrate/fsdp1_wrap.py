@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import libcst as cst
 
+from .buffers import cast
 from .devices import device_type
 from .editor import Editor, Rules, enclosing_call
 from .fsdp1_values import partial_policy, strategy_by_getattr
@@ -163,6 +164,7 @@ def _param_init_fn(editor: Editor, at: cst.CSTNode, old: cst.BaseExpression) -> 
 def fsdp_call(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression:
     """``FSDP(module, ...)``."""
     args = _mapped(editor, old, new, SIGNATURE, wrap_default=True)
+    cast(editor, old, arguments(new.args, SIGNATURE).value("module"), editor.state["casts"].get(id(old)))
     return with_args(new, args).with_changes(func=editor.make("fsdp2.parallelize", "import fsdp2"))
 
 

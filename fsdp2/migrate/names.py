@@ -149,6 +149,23 @@ class Names(cst.CSTVisitor):
         """Every expression that is assigned to this name."""
         return [value for target, value, _ in self.facts.assigned if dotted(target) == name]
 
+    def passed_or_assigned(self, node: cst.Name | cst.Attribute) -> list[cst.BaseExpression]:
+        """``values_of`` what ``node`` names, and what is passed for it, if it is a parameter of the function around it."""
+        values = [value for value in self.values_of(dotted(node)) if value is not node]
+        function = self.function_of(node)
+        if not isinstance(node, cst.Name) or not isinstance(function, cst.FunctionDef):
+            return values
+        params = [each.name.value for each in parameters(function) if each.name.value not in ("self", "cls")]
+        if node.value not in params:
+            return values
+        for call in self.facts.calls:
+            name = call.func.attr.value if isinstance(call.func, cst.Attribute) else dotted(call.func)
+            for index, arg in enumerate(call.args if name == function.name.value else ()):
+                is_it = arg.keyword.value == node.value if arg.keyword is not None else params[index : index + 1] == [node.value]
+                if is_it and not arg.star:
+                    values.append(arg.value)
+        return values
+
     def is_only_read_by(self, name: str, callees: Sequence[str]) -> bool:
         """Whether every use of ``name``, but assignments to it, is as an argument of one of these."""
         for node in self._uses.get(name, ()):

@@ -18,7 +18,7 @@ import libcst as cst
 from libcst import matchers
 
 from .names import Names
-from .trees import code, dotted, parameters, string_of
+from .trees import code, dotted, string_of
 
 
 class Which(Enum):
@@ -110,7 +110,7 @@ def rank_of(names: Names, node: cst.BaseExpression, depth: int = 0) -> Which | N
     if isinstance(node, cst.IfExp):
         return rank_of(names, node.body, depth + 1) or rank_of(names, node.orelse, depth + 1)
     if isinstance(node, (cst.Name, cst.Attribute)):
-        found = [kind for value in _values(names, node) if (kind := rank_of(names, value, depth + 1)) is not None]
+        found = [kind for value in names.passed_or_assigned(node) if (kind := rank_of(names, value, depth + 1)) is not None]
         if found:
             return Which.SEVERAL if Which.SEVERAL in found else Which.FIRST
         return _by_words(_last(node))
@@ -136,24 +136,6 @@ def _of_call(names: Names, call: cst.Call, depth: int) -> Which | None:
     if found:
         return Which.SEVERAL if Which.SEVERAL in found else Which.FIRST
     return _by_words(name)
-
-
-def _values(names: Names, node: cst.Name | cst.Attribute) -> list[cst.BaseExpression]:
-    """What this file assigns to a name, or passes for it."""
-    values = [value for value in names.values_of(dotted(node)) if value is not node]
-    function = names.function_of(node)
-    if not isinstance(node, cst.Name) or not isinstance(function, cst.FunctionDef):
-        return values
-    params = [each.name.value for each in parameters(function) if each.name.value not in ("self", "cls")]
-    if node.value not in params:
-        return values
-    for call in names.facts.calls:
-        if _last(call.func) == function.name.value:
-            for index, arg in enumerate(call.args):
-                is_it = arg.keyword.value == node.value if arg.keyword is not None else params[index : index + 1] == [node.value]
-                if is_it and not arg.star:
-                    values.append(arg.value)
-    return values
 
 
 def _by_words(name: str) -> Which | None:

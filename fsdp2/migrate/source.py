@@ -14,7 +14,7 @@ from pathlib import Path
 import libcst as cst
 from libcst.metadata import MetadataWrapper
 
-from . import ddp, deepspeed, fsdp1_values, fsdp1_wrap, model_use, state_dicts, unresolved, upstream
+from . import buffers, ddp, deepspeed, fsdp1_values, fsdp1_wrap, model_use, state_dicts, unresolved, upstream
 from .editor import Editor, Rules
 from .imports import fix_imports
 from .names import Names
@@ -91,6 +91,7 @@ def _prepare(editor: Editor) -> None:
     off = editor.names.off
     if "fsdp1" not in off:
         fsdp1_values.find_borders(editor)
+        editor.state["casts"] = buffers.find_casts(editor, fsdp1_wrap.SIGNATURE, fsdp1_values.PRECISION)
         editor.state["kwargs"] = fsdp1_wrap.find_kwargs(editor)
         state_dicts.file_wide(editor)
     if "ddp" not in off:

@@ -198,3 +198,29 @@ def test_device_of_a_mesh_is_that_of_the_backend_that_is_started(file: Any, wrap
     path = file("train.py", f"{imports}{start}\nmodel = {wrapper}(net, process_group=group)\n")
     main(["migrate", "--write", str(path)])
     assert f"DeviceMesh.from_group(group, {expected})" in path.read_text()
+
+
+BF16 = "MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        f"with enable_wrap(wrapper_cls=FSDP, mixed_precision={BF16}):\n    net = wrap(net)\n",
+        f"model = partial(FSDP, mixed_precision={BF16})(net)\n",
+        f"layers = [FSDP(layer, mixed_precision={BF16}) for layer in layers]\n",
+        f"def build():\n    return FSDP(Net(), mixed_precision={BF16})\n",
+        f"model = FSDP(net, mixed_precision={BF16}, ignored_modules=[net.table])\n",
+        f"model = FSDP(net, mixed_precision={BF16} if low else None)\n",
+        f"precision = {BF16}\n",
+    ],
+)
+def test_buffers_whose_cast_has_no_place_stay_with_compat(file: Any, body: str) -> None:
+    """They stayed in fp32, and met weights in bf16: "expected BFloat16 but found Float"."""
+    imports = "from functools import partial\nimport torch\nfrom torch.distributed.fsdp.wrap import enable_wrap, wrap\n"
+    more = "from torch.distributed.fsdp import MixedPrecision\n"
+    path = file("train.py", imports + IMPORT_FSDP1 + more + body)
+    assert main(["migrate", "--write", str(path)]) == 1
+    assert "fsdp2.compat" in (new := path.read_text())
+    assert "buffer_dtype=torch.bfloat16" in new
+    assert ".buffers()" not in new

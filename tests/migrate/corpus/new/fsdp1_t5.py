@@ -12,8 +12,8 @@ import fsdp2.checkpoint
 bf16_ready = True
 
 # Buffer precision.
-# fsdp2: buffer_dtype=torch.bfloat16 dropped: buffers keep their dtype. To cast them, once, before
-#   parallelize: for buffer in model.buffers(): buffer.data = buffer.data.to(torch.bfloat16)
+# fsdp2: buffer_dtype=torch.bfloat16 is a cast of the buffers beside parallelize; state dicts have
+#   them in that dtype, too.
 bfSixteen = fsdp2.MixedPrecisionPolicy(
     param_dtype=torch.bfloat16,
     # Gradient communication precision.
@@ -80,6 +80,10 @@ def fsdp_main(args):
     #   prefetched in backward, as by BACKWARD_PRE.
     # fsdp2: device_id=torch.device("cpu") dropped: parallelize moves the model to the device of its
     #   mesh.
+    if mp_policy is not None:
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(torch.bfloat16)
     model = fsdp2.parallelize(model,
         wrap=t5_auto_wrap_policy,
         mp_policy=mp_policy or fsdp2.MixedPrecisionPolicy(),

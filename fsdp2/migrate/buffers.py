@@ -1,0 +1,130 @@
+"""``MixedPrecision(buffer_dtype=...)``: FSDP1 casts buffers, ``parallelize`` leaves them alone, so statements beside it cast them.
+
+    model = FSDP(net, mixed_precision=bf16)          for buffer in net.buffers():
+                                                         if buffer.is_floating_point():
+                                                             buffer.data = buffer.data.to(torch.bfloat16)
+                                                     model = fsdp2.parallelize(net, wrap=None, mp_policy=bf16)
+
+Left as they are, buffers in fp32 meet activations in bf16, and the next layer raises. Which precision a call gets is read from the
+file; where that is not to be seen, the file stays on ``fsdp2.compat``, which casts. It refuses to know what becomes of the precision.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+import libcst as cst
+
+from .editor import Editor
+from .names import Names
+from .trees import arguments, code, dotted, is_none, string_of
+
+_UNSEEN = "buffer_dtype={}: which buffers it casts is not seen in this file"
+
+
+def find_casts(editor: Editor, signature: tuple[str, ...], precision: tuple[str, ...]) -> dict[int, str]:
+    """Before anything is rewritten: by ``id`` of a call of FSDP, the statement that casts, with {model} for the name of the model.
+
+    signature, precision: the arguments of FSDP and of MixedPrecision
+    """
+    names = editor.names
+    wanted = {
+        id(call): (call, dtype)
+        for call in names.facts.calls
+        if names.origin_of(call.func) == "fsdp:MixedPrecision"
+        and (dtype := arguments(call.args, precision).value("buffer_dtype")) is not None
+        and not is_none(dtype)
+    }
+    if not wanted:
+        return {}
+    casts: dict[int, str] = {}
+    served: set[int] = set()
+    for call in names.facts.calls:
+        made_by = names.origin_of(call.func)
+        if made_by == "functools.partial" and call.args:
+            made_by = f"partial {names.origin_of(call.args[0].value)}"
+        if made_by.removeprefix("partial ") not in ("fsdp:FullyShardedDataParallel", "fsdp:enable_wrap", "fsdp:wrap"):
+            continue
+        given = arguments(call.args, signature)
+        values = [given.value("mixed_precision"), *(_of_key(names, arg.value) for arg in given.stars)]
+        value = next((each for each in values if each is not None), None)
+        found = list(_precisions(names, value)) if value is not None else []
+        dtypes = {code(wanted[id(each)][1]) if id(each) in wanted else "" for each in found if each is not None}
+        if dtypes <= {""}:
+            continue
+        leaves_some = "ignored_modules" in given.by_name or "ignored_states" in given.by_name
+        sometimes = None in found
+        text = max(dtypes)
+        if made_by != "fsdp:FullyShardedDataParallel" or len(dtypes) > 1 or leaves_some or not text.startswith("torch.") or (
+            sometimes and not isinstance(value, (cst.Name, cst.Attribute))
+        ):
+            editor.refuse("fsdp1", call, _UNSEEN.format(text))
+            continue
+        statement = _loop(text)
+        if sometimes and value is not None:
+            statement = f"if {code(value)} is not None:\n{textwrap.indent(statement, '    ')}"
+        casts[id(call)] = statement
+        served |= {id(each) for each in found}
+    for key, (call, dtype) in wanted.items():
+        if key not in served:
+            editor.refuse("fsdp1", call, _UNSEEN.format(code(dtype)))
+    return casts
+
+
+def cast(editor: Editor, old: cst.Call, module: cst.BaseExpression | None, statement: str | None) -> None:
+    """Put ``statement`` before the call ``old`` of FSDP on ``module``, if that has a name, or behind the assignment."""
+    if statement is None:
+        return
+    name, at = dotted(module), editor.statement
+    above = editor.names.parent_of(old)
+    assigned = above.targets[0].target if isinstance(above, cst.Assign) and len(above.targets) == 1 else None
+    in_one_place = isinstance(at, cst.SimpleStatementLine) and not _is_repeated(editor.names, old)
+    if in_one_place and name:
+        editor.before(statement.format(model=name))
+    elif in_one_place and assigned is not None and dotted(assigned):
+        editor.after(statement.format(model=dotted(assigned)))
+    else:
+        editor.refuse("fsdp1", old, "buffer_dtype: the module has no name by which its buffers could be cast")
+
+
+def _loop(dtype: str) -> str:
+    inner = f"if buffer.is_floating_point():\n    buffer.data = buffer.data.to({dtype})\n"
+    return "for buffer in {model}.buffers():\n" + textwrap.indent(inner, "    ")
+
+
+def _is_repeated(names: Names, node: cst.CSTNode) -> bool:
+    """Whether it stands in a comprehension or a lambda, whose variables a statement before it has not."""
+    above = names.parent_of(node)
+    while above is not None and not isinstance(above, cst.BaseStatement):
+        if isinstance(above, (cst.BaseComp, cst.Lambda)):
+            return True
+        above = names.parent_of(above)
+    return False
+
+
+def _of_key(names: Names, kwargs: cst.BaseExpression) -> cst.BaseExpression | None:
+    """``kwargs["mixed_precision"]`` of ``**kwargs``, where it is written once."""
+    found: list[cst.BaseExpression] = []
+    for value in names.values_of(dotted(kwargs)):
+        if isinstance(value, cst.Dict):
+            items = [each for each in value.elements if isinstance(each, cst.DictElement)]
+            found += [each.value for each in items if string_of(each.key) == "mixed_precision"]
+        if isinstance(value, cst.Call):
+            found += [arg.value for arg in value.args if arg.keyword is not None and arg.keyword.value == "mixed_precision"]
+    found += names.values_of(f'{dotted(kwargs)}["mixed_precision"]')
+    return found[0] if len(found) == 1 else None
+
+
+def _precisions(names: Names, node: cst.BaseExpression, depth: int = 0) -> Iterator[cst.CSTNode | None]:
+    """The calls of MixedPrecision, or None, that ``node`` may be; itself, if that is not to be seen."""
+    if is_none(node):
+        yield None
+    elif isinstance(node, cst.IfExp) and depth < 5:
+        yield from _precisions(names, node.body, depth + 1)
+        yield from _precisions(names, node.orelse, depth + 1)
+    elif isinstance(node, (cst.Name, cst.Attribute)) and depth < 5 and (values := names.passed_or_assigned(node)):
+        for value in values:
+            yield from _precisions(names, value, depth + 1)
+    else:
+        yield node

@@ -127,7 +127,7 @@ def _way(unit: Unit) -> int:
             break
         if way is LEFT_OUT and call.will_pass_inputs():
             way = IN_MIDDLE
-    if way is LEFT_OUT and any(group.gradients.sync and group.gradients.holds_unreduced for group in unit.groups):
+    if way is LEFT_OUT and unit.micro_batch.reduces and any(group.gradients.holds_unreduced for group in unit.groups):
         return KEPT
     return KEPT if way is AT_END and _is_resident(unit) else way  # both are reduced last
 

@@ -13,6 +13,7 @@ from .errors import FSDPError
 
 COMMANDS = {
     "convert": ("fsdp2.checkpoint.convert", "turn a checkpoint of one format into another"),
+    "verify": ("fsdp2.checkpoint.verify", "compare a checkpoint's bytes with the digests that were written with them"),
     "migrate": ("fsdp2.migrate.command", "rewrite scripts written for FSDP1, DDP, DeepSpeed or torch's FSDP2"),
 }
 

@@ -9,6 +9,7 @@ from .load import LoadReport, Mismatch, load_safetensors
 from .load_any import load_checkpoint
 from .readers import Source, open_source, write_shapes
 from .save import SavedCheckpoint, save_safetensors
+from .verify import Verified, verify
 
 __all__ = [
     "CheckpointError",
@@ -27,6 +28,7 @@ __all__ = [
     "Stack",
     "Transpose",
     "Unstack",
+    "Verified",
     "convert",
     "full_optimizer_state_dict",
     "full_state_dict",
@@ -35,5 +37,6 @@ __all__ = [
     "open_source",
     "save_full_state",
     "save_safetensors",
+    "verify",
     "write_shapes",
 ]

@@ -200,16 +200,17 @@ class Checkpointer:
         self.wait()
         return from_rank_0(self._group, f"cannot read {self._folder.path}", self._folder.latest)
 
-    def load(self, checkpoint: str | os.PathLike[str] | None = None) -> Resumed:
+    def load(self, checkpoint: str | os.PathLike[str] | None = None, *, verify: bool = False) -> Resumed:
         """Go on from a checkpoint. Everything is read and checked before anything is changed.
 
         checkpoint: a folder, or the name of one in ours; None: the latest
+        verify:     compare its files with their digests before, each rank a part of them
         Raises:     CheckpointError on every rank, with the model and the optimizer as they were
         """
         self.wait()
         path = from_rank_0(self._group, f"cannot read {self._folder.path}", lambda: self._find(checkpoint))
         with torch.inference_mode(False), torch.no_grad():
-            restored = read_state(path, self._group, self._model, self._optimizer, self._given())
+            restored = read_state(path, self._group, self._model, self._optimizer, self._given(), verify)
             # What is not ours may refuse its state, and comes before what is changed for good.
             on_every_rank(self._group, f"cannot go on from {path}", lambda: self._restore_others(restored))
             on_every_rank(self._group, f"cannot go on from {path}", lambda: self._restore(restored))

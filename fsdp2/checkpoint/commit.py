@@ -20,6 +20,7 @@ import contextlib
 import json
 import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from typing import Any
 from ..errors import CheckpointError
 from .failure import failure
 from .hf_folder import INDEX, SINGLE, read_index
+from .safetensors_format import with_digests
 
 UNCHANGED = "make room, or choose another folder; the earlier checkpoint is unchanged"
 
@@ -120,10 +122,16 @@ def make_folder(folder: Path) -> None:
 
 
 class NewFile:
-    """A file that is being written, piece by piece, without a buffer. Raises CheckpointError naming file and key."""
+    """A safetensors file or another that is being written, piece by piece, without a buffer.
+
+    Raises CheckpointError naming file and key.
+    The CRC-32 of each tensor is computed on the way, and put into a safetensors header at the end.
+    """
 
     def __init__(self, path: Path, header: bytes) -> None:
         self.path = path
+        self._header = header
+        self._crcs: dict[str, int] = {}
         with _reported(path):
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
@@ -134,12 +142,15 @@ class NewFile:
 
     def write(self, data: memoryview, key: str | None) -> None:
         with _reported(self.path, key):
+            if key is not None:
+                self._crcs[key] = zlib.crc32(data, self._crcs.get(key, 0))
             while data:
                 data = data[os.write(self._file, data) :]
 
     def finish(self) -> None:
         """Have it all on the disk."""
         with _reported(self.path):
+            os.pwrite(self._file, with_digests(self._header, self._crcs), 0)
             os.fsync(self._file)
         self.close()
 

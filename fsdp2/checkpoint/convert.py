@@ -35,6 +35,7 @@ from .targets.dcp_target import write_dcp
 from .targets.safetensors_target import write_safetensors
 from .targets.streaming import Stream
 from .targets.torch_target import write_torch
+from .verify import verify as verify_checkpoint
 
 _MAX_EXPANSION, _MAX_TIES, _FREE_NBYTES = 16, 64, 1 << 30
 """So many times larger than what is read may be what is written: where tensors repeat elements, and where they have many names."""
@@ -73,6 +74,7 @@ def convert(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     force: bool = False,
+    verify: bool = False,
     progress: bool | None = None,
 ) -> Converted:
     """Write the checkpoint ``src`` to ``dst`` in another format, as if nothing had been sharded.
@@ -84,6 +86,7 @@ def convert(
     dtype:          to convert the model's floating-point tensors to; the optimizer's stay
     max_shard_size: of a safetensors file
     force:          replace ``dst``, at the end; False: an error if it exists
+    verify:         compare the source with its digests before, see ``verify.py``
     progress:       a bar; None: where there is a terminal and rich is installed
 
     Memory:     beside descriptions of the tensors, bands of 64 MiB together and three buffers of 16 MiB; a tensor that was saved
@@ -98,6 +101,9 @@ def convert(
     max_nbytes = size_of(max_shard_size)
     target = Path(os.path.abspath(dst))
     _check_target(Path(src), target, to, force)
+    for path in (src, optimizer) if verify else ():
+        if path is not None:
+            verify_checkpoint(path, format=format if path is src else None)
     source = open_source(src, format=format, optimizer=optimizer, shapes=shapes, with_optimizer=with_optimizer)
     model = source.model
     _refuse_scaled(source, dtype)
@@ -244,6 +250,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=_DTYPES, help="convert the model's floating-point tensors")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (default: 5GB)")
     parser.add_argument("--force", action="store_true", help="replace DST if it exists")
+    parser.add_argument("--verify", action="store_true", help="compare SRC with the digests that were written with it, before")
     parser.add_argument("--quiet", action="store_true", help="no progress bar and no summary")
 
 
@@ -260,6 +267,7 @@ def run(options: argparse.Namespace) -> int:
         dtype=_DTYPES.get(options.dtype),
         max_shard_size=options.max_shard_size,
         force=options.force,
+        verify=options.verify,
         progress=False if options.quiet else None,
     )
     if not options.quiet:

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..core import torch_compat as compat
-from ..core.comm.agreement import agree_on_meshes
+from ..core.comm.agreement import agree_on_meshes, outermost
 from ..core.iteration.unit import Unit
 from ..errors import CheckpointError, FSDPError, MaterializationError, message
 from ..materialize import RESET_NAMES, materialize
@@ -33,6 +34,7 @@ from .model_tensors import ModelTensor, checked_model, give_storage, meshes_of, 
 from .progress import progress_bar
 from .quantized import Place, scale_lost, scales_of
 from .safetensors_format import DTYPES
+from .verify import verify as verify_checkpoint
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ def load_safetensors(
     init_fn: Callable[[nn.Module], object] | None = None,
     device: torch.device | str | None = None,
     in_place: bool = False,
+    verify: bool = False,
     progress: bool | None = None,
 ) -> LoadReport:
     """Load a Hugging Face checkpoint into ``model``, sharded (by fsdp2, torch's FSDP2, any DTensors) or not, on the meta device or not.
@@ -102,6 +105,7 @@ def load_safetensors(
                        (Of a transformers model: ``model._init_weights``.)
     device:            for parameters on the meta device that are not sharded; None: the mesh's device, or the default one
     in_place:          read over the values that the model has, without a copy aside: if reading fails, it is left partly loaded
+    verify:            compare the checkpoint with its digests before, see ``verify.py``; the ranks of one mesh share that work
     progress:          a bar on rank 0; None: where there is a terminal and rich is installed
 
     Values are converted to the model's dtypes: floating-point ones to any, integers to wider ones; a float8 tensor with a scale beside
@@ -125,10 +129,21 @@ def load_safetensors(
     checked_model(model, "load_safetensors")
 
     def opened() -> tuple[Path, Tensors, int]:
+        if verify:
+            verify_checkpoint(path_or_index, format="safetensors", share=share_of(model))
         checkpoint = open_checkpoint(path_or_index)
         return checkpoint.path, dict(checkpoint.tensors), checkpoint.header_bytes
 
     return load_opened(model, path_or_index, opened, key_map, strict, ignore_mismatched, init_fn, device, in_place, progress)
+
+
+def share_of(model: nn.Module) -> tuple[int, int]:
+    """This rank's place among the ranks that load ``model`` together, and their number; (0, 1) if they may not all be there."""
+    outer = outermost(meshes_of(model))
+    if len(outer) != 1:
+        return 0, 1
+    ranks = outer[0].mesh.flatten().tolist()
+    return ranks.index(dist.get_rank()), len(ranks)
 
 
 def load_opened(

@@ -14,10 +14,11 @@ from torch import nn
 
 from .key_map import KeyMap, Tensors
 from .lazy import LazyTensor
-from .load import LoadReport, load_opened
+from .load import LoadReport, load_opened, share_of
 from .model_tensors import checked_model
 from .readers.opened import open_source
 from .readers.source import Shapes
+from .verify import verify as verify_checkpoint
 
 
 def load_checkpoint(
@@ -32,6 +33,7 @@ def load_checkpoint(
     init_fn: Callable[[nn.Module], object] | None = None,
     device: torch.device | str | None = None,
     in_place: bool = False,
+    verify: bool = False,
     progress: bool | None = None,
 ) -> LoadReport:
     """Load the model's part of a checkpoint that ``open_source`` opens: FSDP1's, DCP's, DeepSpeed's, ``torch.save``'s, safetensors.
@@ -45,6 +47,8 @@ def load_checkpoint(
     checked_model(model, "load_checkpoint")
 
     def opened() -> tuple[Path, Tensors, int]:
+        if verify:
+            verify_checkpoint(path, format=format, share=share_of(model))
         source = open_source(path, format=format, shapes=shapes, with_optimizer=False)
         return source.path, {name: value for name, value in source.model.items() if isinstance(value, LazyTensor)}, 0
 

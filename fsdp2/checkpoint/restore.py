@@ -31,6 +31,7 @@ from .named_state import State, clean_name, named_model_state, named_optimizer_s
 from .own_values import put_own_values
 from .readers.dcp import DcpChunks
 from .safe_dcp import read_metadata, unflatten, unpack
+from .verify import verify as verify_checkpoint
 
 
 @dataclass
@@ -51,17 +52,26 @@ class Restored:
 
 
 def read_state(
-    path: Path, process_group: dist.ProcessGroup | None, model: nn.Module, optimizer: Optimizer | None, given: AbstractSet[str]
+    path: Path,
+    process_group: dist.ProcessGroup | None,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    given: AbstractSet[str],
+    verify: bool,
 ) -> Restored:
     """Read all that model, optimizer and ``given`` ("scheduler", "data") need.
 
+    verify:     compare the files with their digests before
     Collective: yes, over ``process_group``
     Memory:     this rank's shards of model and optimizer, in host memory
     Raises:     CheckpointError, on every rank, with nothing changed
     """
     def read() -> Restored:
+        rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        if verify:
+            verify_checkpoint(path, format="dcp", share=(rank, world_size))
         metadata = read_metadata(path)
-        reading = _Reading(path, metadata, dist.get_rank(process_group), dist.get_world_size(process_group))
+        reading = _Reading(path, metadata, rank, world_size)
         reading.prepare(model, optimizer, given)
         reading.read()
         return reading.result(model, optimizer)

@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -152,12 +153,68 @@ def _refuse(path: Path, problem: str, expected: str, key: str | None = None) -> 
     raise failure(f"{path} {problem}", expected=expected, file=path, key=key)
 
 
+_DIGESTS = "fsdp2_crc32"
+"""The key in ``__metadata__``: eight hexadecimal digits for the header itself, with zeros for all of these, and for each tensor."""
+
+
+_PREFIX = f'{{"__metadata__":{{"{_DIGESTS}":"'.encode()
+
+
+@dataclass(frozen=True)
+class Digests:
+    """What a header tells: ``header`` is its own CRC-32, ``found`` what it has; ``tensors`` those of the tensors' bytes."""
+
+    header: int
+    found: int
+    tensors: dict[str, int]
+
+
+def digests_of(start: bytes, keys: Sequence[str]) -> Digests | None:
+    """The digests in the first bytes of a file, its header; None if there are none.
+
+    keys:   of the tensors, in the header's order
+    Raises: CheckpointError if they are damaged themselves
+    """
+    place = _digits(start, len(keys))
+    if place is None:
+        return None
+    try:
+        told = [int(start[at : at + 8], 16) for at in range(place.start, place.stop, 8)]
+    except ValueError as error:
+        raise failure(f"the digests in a header are damaged: {error}", expected="hexadecimal digits") from error
+    zeros = start[: place.start] + b"0" * (place.stop - place.start) + start[place.stop :]
+    return Digests(told[0], zlib.crc32(zeros), dict(zip(keys, told[1:], strict=True)))
+
+
+def with_digests(start: bytes, crcs: Mapping[str, int]) -> bytes:
+    """A header from ``build_header`` with the CRC-32 of each tensor, 0 where ``crcs`` has none; any other text stays as it is."""
+    if not start[8:].startswith(_PREFIX):
+        return start
+    keys = [key for key in json.loads(start[8:]) if key != "__metadata__"]
+    place = _digits(start, len(keys))
+    assert place is not None
+    digits = "".join(f"{crc:08x}" for crc in (zlib.crc32(start), *(crcs.get(key, 0) for key in keys)))
+    return start[: place.start] + digits.encode() + start[place.stop :]
+
+
+def _digits(start: bytes, num_tensors: int) -> range | None:
+    """Where they are: ours is the first key of ``__metadata__``, which is the first of the header."""
+    if start[8 : 8 + len(_PREFIX)] != _PREFIX:
+        return None
+    begin = 8 + len(_PREFIX)
+    end = start.find(b'"', begin)
+    return range(begin, end) if end - begin == 8 * (1 + num_tensors) else None
+
+
 def build_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]) -> bytes:
     """The bytes before the tensors' own, for tensors that follow in this order; padded so that these begin at a multiple of 8.
 
+    With room for digests, see ``with_digests``.
+
     Tensors of wider dtypes should come first, so that each begins at a multiple of its itemsize.
     """
-    fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    tensors = list(tensors)
+    fields: dict[str, Any] = {"__metadata__": {_DIGESTS: "0" * 8 * (1 + len(tensors)), **metadata}}
     at = 0
     for key, dtype, shape in tensors:
         end = at + math.prod(shape) * dtype.itemsize

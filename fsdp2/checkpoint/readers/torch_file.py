@@ -50,7 +50,7 @@ def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> A
     try:
         with open_regular(path) as file:
             nbytes = file.seek(0, io.SEEK_END) - offset if length is None else length
-            zipped = zipfile.ZipFile(_Window(file, offset, nbytes))
+            zipped = zipfile.ZipFile(Window(file, offset, nbytes))
             return _read(path, zipped, file, offset)
     except CheckpointError:
         raise
@@ -63,7 +63,7 @@ def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> A
         ) from error
 
 
-class _Window(io.RawIOBase):
+class Window(io.RawIOBase):
     """A part of a file as a file."""
 
     def __init__(self, file: BinaryIO, offset: int, nbytes: int) -> None:

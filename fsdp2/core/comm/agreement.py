@@ -110,7 +110,7 @@ def agree_on_meshes(meshes: Sequence[DeviceMesh], problem: FSDPError | None) -> 
     Collective: yes, over each mesh
     Raises:     the problem of this rank, or one of those that there are
     """
-    outer = _outermost(meshes)
+    outer = outermost(meshes)
     axes = [(mesh, axis) for _ in outer for mesh in outer for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     agree_over([(mesh.get_group(axis), device_of(mesh)) for mesh, axis in axes], problem)
 
@@ -143,7 +143,7 @@ def agree_over(axes: Sequence[Axis], problem: FSDPError | None) -> None:
     raise problem
 
 
-def _outermost(meshes: Sequence[DeviceMesh]) -> list[DeviceMesh]:
+def outermost(meshes: Sequence[DeviceMesh]) -> list[DeviceMesh]:
     """Those whose ranks are not all in another one."""
     by_ranks: dict[frozenset[int], DeviceMesh] = {}
     for mesh in meshes:

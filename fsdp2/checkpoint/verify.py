@@ -1,0 +1,230 @@
+"""``verify``: whether a checkpoint's bytes are those that were written; ``fsdp2 verify PATH``.
+
+What there is to compare with: safetensors files of ``save_safetensors`` and ``convert`` have the CRC-32 of each tensor in their header;
+files of ``torch.save`` (also DCP's chunks) that of each record in their directory; and folders of ``Checkpointer`` and ``convert`` have
+``digests.json``, for what is around these. It refuses to know what the values mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from ..errors import ArgumentError, message
+from .digests import FileDigest, read_digests
+from .failure import failure
+from .hf_folder import open_checkpoint
+from .readers.deepspeed import find_deepspeed
+from .readers.files import FORMATS, dcp_folders, detect, families
+from .readers.torch_file import Window, is_torch_file
+from .regular_file import open_regular
+from .safe_dcp import METADATA, read_metadata
+from .safetensors_format import digests_of, read_header
+
+_PIECE_NBYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What was compared, and is as it was written.
+
+    nbytes:    that were read and compared
+    unchecked: what has no digest to compare with
+    """
+
+    path: Path
+    format: str
+    nbytes: int
+    unchecked: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """``check`` returns the bytes compared, None if there is nothing to compare with. Raises: ValueError, saying what is wrong"""
+
+    file: Path
+    name: str
+    check: Callable[[], int | None]
+
+
+def verify(path: str | os.PathLike[str], *, format: str | None = None, share: tuple[int, int] = (0, 1)) -> Verified:
+    """Read a checkpoint and compare it with the digests that it has; of a folder of ``Checkpointer``, all checkpoints in it.
+
+    path, format: as for ``open_source``
+    share:        (index, count) compares every ``count``-th part alone, from ``index`` on: ranks share the work
+
+    Collective: no
+    Memory:     a piece of 16 MiB, and the descriptions of the files
+    Raises:     CheckpointError naming files and keys that are damaged, missing or cut short
+    """
+    if format is not None and format not in FORMATS:
+        raise ArgumentError(message(f"format is {format!r}", expected=" or ".join(FORMATS), fix="leave it out to have it detected"))
+    root = Path(path)
+    kind = format or detect(root)
+    index, count = share
+    nbytes, unchecked, damaged = 0, [], []
+    for number, part in enumerate(_parts(root, kind)):
+        if number % count != index:
+            continue
+        try:
+            done = part.check()
+        except (ValueError, OSError, EOFError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+            damaged.append((part, str(getattr(error, "strerror", None) or error)))
+            continue
+        nbytes += done or 0
+        if done is None:
+            unchecked.append(f"{part.file.name}: {part.name}")
+    if damaged:
+        first = damaged[0][0]
+        raise failure(
+            f"{root} is damaged in {len(damaged)} places",
+            items=[f"{part.file.name}: {part.name} {why}" for part, why in damaged],
+            expected="the bytes that were written",
+            fix="take another copy, or another checkpoint",
+            file=first.file,
+            key=first.name,
+        )
+    return Verified(root, kind, nbytes, tuple(unchecked))
+
+
+def _parts(path: Path, kind: str) -> Iterator[_Part]:
+    if kind == "safetensors":
+        files = dict.fromkeys(stored.path for stored in open_checkpoint(path).tensors.values())
+        return (part for file in files for part in _of_safetensors(file))
+    if kind == "dcp":
+        folders = [path] if (path / METADATA).is_file() else dcp_folders(path)
+        return (part for folder in folders for part in _of_dcp(folder))
+    return (part for file in _torch_files(path, kind) for part in _of_zip(file, 0, None, "", None))
+
+
+def _torch_files(path: Path, kind: str) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if kind == "deepspeed":
+        return sorted((find_deepspeed(path) or path).glob("*_states.pt"))
+    return [file for family in families(path) for file in family.paths if is_torch_file(file)]
+
+
+# --- safetensors ------------------------------------------------------------------------------------------------------------------
+
+
+def _of_safetensors(path: Path) -> Iterator[_Part]:
+    header = read_header(path)
+    with open_regular(path) as file:
+        text = file.read(header.nbytes)
+    told = digests_of(text, list(header.entries))
+    yield _Part(path, "the header", lambda: None if told is None else _equal(told.header, told.found, len(text)))
+    for key, entry in header.entries.items():
+        expected = None if told is None else told.tensors[key]
+        yield _Part(path, key, _checked_range(path, entry.offset, entry.nbytes, expected))
+
+
+def _checked_range(path: Path, offset: int, nbytes: int, expected: int | None) -> Callable[[], int | None]:
+    def check() -> int | None:
+        if expected is None:
+            return None
+        with open_regular(path) as file:
+            return _equal(expected, _crc(file, offset, nbytes), nbytes)
+
+    return check
+
+
+def _equal(expected: int, found: int, nbytes: int) -> int:
+    if expected != found:
+        raise ValueError(f"has the CRC-32 {found:08x}, {expected:08x} was written")
+    return nbytes
+
+
+def _crc(file: BinaryIO, offset: int, nbytes: int) -> int:
+    file.seek(offset)
+    crc, left = 0, nbytes
+    while left:
+        data = file.read(min(left, _PIECE_NBYTES))
+        if not data:
+            raise ValueError(f"is cut short by {left} bytes")
+        crc = zlib.crc32(data, crc)
+        left -= len(data)
+    return crc
+
+
+# --- zips of torch.save -----------------------------------------------------------------------------------------------------------
+
+
+def _of_dcp(folder: Path) -> Iterator[_Part]:
+    digests = read_digests(folder)
+    for name, digest in (digests or {}).items():
+        yield _Part(folder / name, "the file", _checked_file(folder / name, digest))
+    if digests is None:
+        yield _Part(folder / METADATA, "the file", lambda: None)
+    for index, info in (read_metadata(folder).storage_data or {}).items():
+        directories = digests[info.relative_path].directories if digests is not None and info.relative_path in digests else None
+        expected = None if directories is None else directories.get(info.offset, -1)
+        yield from _of_zip(folder / info.relative_path, info.offset, info.length, str(index.fqn), expected)
+
+
+def _checked_file(path: Path, digest: FileDigest) -> Callable[[], int | None]:
+    def check() -> int | None:
+        if not path.is_file():
+            raise ValueError("is missing")
+        nbytes = path.stat().st_size
+        if nbytes != digest.nbytes:
+            raise ValueError(f"has {nbytes} bytes, {digest.nbytes} were written")
+        if digest.crc32 is None:
+            return 0
+        with open_regular(path) as file:
+            return _equal(digest.crc32, _crc(file, 0, nbytes), nbytes)
+
+    return check
+
+
+def _of_zip(path: Path, offset: int, length: int | None, key: str, directory: int | None) -> Iterator[_Part]:
+    """One part: opening it takes as long as reading a small one."""
+
+    def check() -> int | None:
+        with open_regular(path) as file:
+            nbytes = file.seek(0, os.SEEK_END) - offset if length is None else length
+            window = Window(file, offset, nbytes)
+            try:
+                zipped = zipfile.ZipFile(window)
+            except zipfile.BadZipFile as error:
+                raise ValueError(f"is no zip: {error}") from error
+            if directory is not None:
+                _equal(directory, _crc(file, offset + zipped.start_dir, nbytes - zipped.start_dir), 0)
+            if sum(info.file_size for info in zipped.infolist()) > nbytes:
+                raise ValueError("has records that overlap, or are compressed")
+            without = [info for info in zipped.infolist() if info.CRC == 0 and info.file_size]
+            for info in zipped.infolist():
+                if info not in without:
+                    with zipped.open(info) as record:
+                        while record.read(_PIECE_NBYTES):
+                            pass  # zipfile compares at the end
+            return None if without else nbytes
+
+    yield _Part(path, key or "its records", check)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What ``fsdp2 verify`` takes."""
+    parser.add_argument("path", help="folder or file")
+    parser.add_argument("--from", dest="format", choices=FORMATS, help="the format of PATH, where it is not what the files look like")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compare, and say what was compared."""
+    done = verify(options.path, format=options.format)
+    sys.stdout.write(f"{done.path}: {done.nbytes / 1e6:.1f} MB of {done.format} are as they were written\n")
+    for each in done.unchecked[:20]:
+        sys.stdout.write(f"  no digest: {each}\n")
+    if len(done.unchecked) > 20:
+        sys.stdout.write(f"  no digest: {len(done.unchecked) - 20} more\n")
+    return 0

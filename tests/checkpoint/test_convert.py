@@ -399,3 +399,12 @@ def test_peak_memory_is_bands_and_buffers_however_large_the_checkpoint(tmp_path:
     command = [sys.executable, "-c", textwrap.dedent(script), str(path), str(tmp_path / "out"), to]
     done = subprocess.run(command, check=True, env=environment, timeout=300, stdout=subprocess.PIPE, text=True)
     assert int(done.stdout.split()[-1]) <= (64 << 20) + 3 * (16 << 20) + 60_000_000
+
+
+def test_a_dtype_that_torch_has_not_is_named(tmp_path: Path) -> None:
+    """Found by a mutant of a header: a KeyError."""
+    header = b'{"a":{"dtype":"F4","shape":[4],"data_offsets":[0,2]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"ab")
+    with pytest.raises(CheckpointError, match="has a in F4") as caught:
+        convert(tmp_path, tmp_path.parent / f"{tmp_path.name}.pt", to="torch")
+    assert caught.value.key == "a"

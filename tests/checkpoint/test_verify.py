@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -66,11 +67,8 @@ def test_any_bit_that_changes_is_noticed_or_means_nothing(kind: str, tmp_path: P
         nbytes = file.stat().st_size
         for at in {*range(0, nbytes, nbytes // 40), *range(20), nbytes - 1, nbytes - 30}:
             flip(file, at)
-            try:
-                verify(path)
-            except CheckpointError as error:
-                assert error.file is not None
-            else:  # a zip's date, for instance
+            with contextlib.suppress(CheckpointError):
+                verify(path)  # it may pass a zip's date, for instance
                 assert all(torch.equal(value, expected[name]) for name, value in load_values(path).items())
             flip(file, at)
     verify(path)
@@ -91,6 +89,7 @@ def test_a_checkpointer_notices_damage_before_anything_is_changed(tmp_path: Path
         path = checkpointer.latest()
         assert path is not None
         assert verify(tmp_path).nbytes > 0
+        dist.barrier()
         if dist.get_rank() == 0:
             flip(path / "__1_0.distcp", (path / "__1_0.distcp").stat().st_size // 2)
         dist.barrier()
@@ -140,7 +139,7 @@ def test_sharded_models_are_written_with_digests_and_compared_when_loaded(num_wr
     report = load_safetensors(model, tmp_path, verify=True)
     assert report.loaded
     dist.barrier()
-    file = sorted(tmp_path.glob("*.safetensors"))[-1]
+    file = max(tmp_path.glob("*.safetensors"))
     if dist.get_rank() == 0:
         flip(file, file.stat().st_size - 3, bit=6)
     dist.barrier()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..boxes import Box, split
 from ..byte_ranges import BUFFER_NBYTES, ByteReader
+from ..failure import failure
 from ..lazy import LazyTensor, Stored
 from ..safetensors_format import DTYPES
 
@@ -34,8 +35,21 @@ def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def dtype_of(lazy: LazyTensor) -> torch.dtype:
-    """Of its first stored part; pieces of one tensor have one dtype, which who puts them together checks."""
-    return DTYPES[next(lazy.stored()).entry.dtype]
+    """Of its first stored part; pieces of one tensor have one dtype, which who puts them together checks.
+
+    Raises: CheckpointError if torch has no such dtype
+    """
+    part = next(lazy.stored())
+    found = DTYPES.get(part.entry.dtype)
+    if found is None:
+        raise failure(
+            f"{part.path} has {part.key} in {part.entry.dtype[:100]}",
+            expected=", ".join(DTYPES),
+            fix="convert it with a library that knows this dtype",
+            file=part.path,
+            key=part.key,
+        )
+    return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -487,8 +487,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     @functools.wraps(method)
     def with_hooks(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # ``self`` is another module in a deepcopy
         hooks = _unit(self).hooks
-        args, kwargs = hooks.pre_forward(self, args, kwargs)
-        return hooks.post_forward(self, args, function(self, *args, **kwargs))
+        try:
+            args, kwargs = hooks.pre_forward(self, args, kwargs)
+            output = function(self, *args, **kwargs)
+        except BaseException:
+            hooks.end_failed_forward()
+            raise
+        return hooks.post_forward(self, args, output)
 
     setattr(module, method_name, types.MethodType(with_hooks, module))
 

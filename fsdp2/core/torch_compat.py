@@ -44,6 +44,7 @@ __all__ = [
     "TensorMeta",
     "TorchDispatchMode",
     "TorchFSDPModule",
+    "a_module_has_failed",
     "all_gather_single",
     "allow_any_grad_dtype",
     "applied_apis",
@@ -340,6 +341,16 @@ def queue_end_of_backward(callback: Callable[[], None]) -> bool:
 
     torch.autograd.Variable._execution_engine.queue_callback(run)
     return True
+
+
+def a_module_has_failed() -> bool:
+    """In a forward hook with ``always_call``: whether it was called because forward, or another hook, has raised."""
+    error = sys.exc_info()[1]
+    # Somebody may also run a whole forward while handling an exception: that was not caught where modules are called.
+    return error is not None and error.__traceback__ is not None and error.__traceback__.tb_frame.f_code is _CALL_IMPL
+
+
+_CALL_IMPL = getattr(nn.Module._call_impl, "__code__", None)  # where a library has replaced it, maybe not
 
 
 def functorch_disabled() -> AbstractContextManager[Any]:

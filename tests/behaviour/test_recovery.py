@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
 from fsdp2.errors import OrderError
 from harness import cpu_mesh, on_ranks
 from harness.models import Block, batches
@@ -23,7 +24,7 @@ class Trap(torch.autograd.Function):
     """Identity that raises in backward."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, error: Exception) -> Tensor:
+    def forward(ctx, x: Tensor, error: BaseException) -> Tensor:
         ctx.error = error
         return x.view_as(x)
 
@@ -41,7 +42,7 @@ class Fails(nn.Module):
         self.blocks = nn.ModuleList(Block(10) for _ in range(3))
         self.last = nn.Linear(10, 5)
         self.where = ""
-        self.error: Exception = RuntimeError("trap")
+        self.error: BaseException = RuntimeError("trap")
 
     def run(self, index: int, x: Tensor) -> Tensor:
         block = self.blocks[index]
@@ -89,7 +90,7 @@ def make(cls: type[Fails], after: bool | None = None, offload: bool = False) -> 
     return shard(model, after, offload), reference
 
 
-def fail(model: Fails, x: Tensor, where: str, error: Exception | None = None) -> None:
+def fail(model: Fails, x: Tensor, where: str, error: BaseException | None = None) -> None:
     """One iteration that raises. ``where="recompute"``: inside a block that is recomputed in backward."""
     model.where, model.error = where, error or RuntimeError("trap")
 
@@ -157,8 +158,6 @@ def test_out_of_memory_then_a_smaller_batch(where):
 @pytest.mark.parametrize("what", ["gather", "collect"])
 def test_our_own_allocations_may_be_what_runs_out_of_memory(what):
     """Allocating the unsharded storage, or a reduce-scatter input, is where memory usually ends."""
-    from unittest import mock
-
     from fsdp2.core.comm.streams import HostStreams
     from fsdp2.core.group.gradients import Gradients
 
@@ -339,3 +338,280 @@ def test_a_failed_iteration_keeps_nothing_alive():
     del x
     gc.collect()
     assert held() is None
+
+
+# --- without reset_iter_state ----------------------------------------------------------------------------------------------------
+
+
+def write_as_ema_does(model: nn.Module, through: str) -> None:
+    """Halve every weight, through what ``state_dict`` gives, or through the parameters that an optimizer holds."""
+    with torch.no_grad():
+        values = model.state_dict().values() if through == "state dict" else model.held
+        for value in values:
+            value.mul_(0.5)
+
+
+def caught_then_written(after: bool | None, through: str, grad: bool, cls: type[Fails] = Fails, where: str = "forward"):
+    """Train a step, fail in a forward, write all weights; returns the model and its reference."""
+    model, reference = make(cls, after)
+    model.held, reference.held = list(model.parameters()), list(reference.parameters())
+    assert_same_bits(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
+    model.where = where
+    with pytest.raises(RuntimeError, match="trap"), torch.set_grad_enabled(grad):
+        model(own_chunk(batches(1, seed=5)[0]))
+    model.where = ""
+    model.error.__traceback__ = None
+    write_as_ema_does(model, through)
+    write_as_ema_does(reference, through)
+    return model, reference
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("after", [True, False, None])
+@pytest.mark.parametrize("through", ["state dict", "held parameters"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_weights_written_after_a_failed_forward_are_what_is_evaluated_and_trained(after, through, grad):
+    """Symptom: what was unsharded when the forward raised stayed so, and the next evaluation and step used the old values."""
+    model, reference = caught_then_written(after, through, grad)
+    x = batches(1, seed=6)[0]
+    with torch.no_grad():
+        assert torch.equal(model(x), reference(x))
+        write_as_ema_does(model, through)
+        write_as_ema_does(reference, through)
+        assert torch.equal(model(x), reference(x))
+    assert_same_bits(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("after", [True, None])
+def test_a_failed_forward_leaves_no_more_unsharded_than_one_that_ended(after):
+    model, _ = make(Fails, after)
+    forward_backward(model, own_chunk(batches(1)[0]))
+    model.where = "forward"
+    with pytest.raises(RuntimeError, match="trap"), torch.no_grad():
+        model(own_chunk(batches(1)[0]))
+    assert_clean(model)
+
+
+@on_ranks(2)
+def test_a_submodule_is_evaluated_with_the_weights_written_after_a_failed_forward_of_its_root():
+    model, reference = caught_then_written(False, "state dict", True)
+    x = torch.randn(3, 10)
+    with torch.no_grad():
+        assert torch.equal(model.blocks[0](x), reference.blocks[0](x))
+
+
+class FallsBack(Fails):
+    """Catches what its second block raises and goes on without it."""
+
+    def run(self, index: int, x: Tensor) -> Tensor:
+        try:
+            return self.blocks[index](x)
+        except RuntimeError:
+            return x
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("after", [True, False, None])
+def test_a_forward_may_catch_what_one_of_its_blocks_raises(after):
+    model, reference = make(FallsBack, after)
+
+    def raises(module: nn.Module, args) -> None:
+        if model.where:
+            raise RuntimeError("trap")
+
+    for each in (model, reference):
+        each.blocks[1].down.register_forward_pre_hook(raises)
+    for fails in ("", "yes", "yes", ""):
+        model.where = fails
+        assert_same_bits(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
+        with torch.no_grad():
+            x = batches(1, seed=6)[0]
+            assert torch.equal(model(x), reference(x))
+            if after is not False:
+                assert_clean(model)
+            write_as_ema_does(model, "state dict")
+            write_as_ema_does(reference, "state dict")
+            assert torch.equal(model(x), reference(x))
+
+
+@on_ranks(2)
+def test_a_failed_forward_of_a_registered_method_is_over():
+    model, reference = make(Fails, False)
+    for each in (model, reference):
+        each.generate = lambda x, model=each: model(x)
+    register_fsdp_forward_method(model, "generate")
+    x = batches(1, seed=6)[0]
+    assert torch.equal(model.generate(x), reference.generate(x))
+    model.where = "forward"
+    with pytest.raises(RuntimeError, match="trap"):
+        model.generate(x)
+    model.where = ""
+    write_as_ema_does(model, "state dict")
+    write_as_ema_does(reference, "state dict")
+    with torch.no_grad():
+        assert torch.equal(model.generate(x), reference.generate(x))
+    assert_same_bits(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("after", [True, False, None])
+def test_an_interrupted_forward_is_over_when_the_next_one_begins(after):
+    """``KeyboardInterrupt`` is no ``Exception``: torch calls no hook then."""
+    model, reference = make(Fails, after)
+    assert_same_bits(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
+    model.where, model.error = "forward", KeyboardInterrupt("trap")
+    for grad in (True, False):
+        with pytest.raises(KeyboardInterrupt, match="trap"), torch.set_grad_enabled(grad):
+            model(own_chunk(batches(1)[0]))
+    model.where = ""
+    x = batches(1, seed=6)[0]
+    for _ in range(2):
+        write_as_ema_does(model, "state dict")
+        write_as_ema_does(reference, "state dict")
+        with torch.no_grad():
+            assert torch.equal(model(x), reference(x))
+    assert_same_bits(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_after_a_failed_step_the_order_of_prefetches_is_that_of_the_last_whole_one(where):
+    from fsdp2.core.group.memory import GroupMemory
+
+    model, _ = make(Fails, True)
+    x = own_chunk(batches(1)[0])
+
+    def order() -> list[str]:
+        issued: list[str] = []
+        issue = GroupMemory.issue
+
+        def recorded(self, *args) -> None:
+            if self.state.name == "SHARDED":
+                issued.append(self.fqn)
+            issue(self, *args)
+
+        with mock.patch.object(GroupMemory, "issue", recorded):
+            forward_backward(model, x)
+        return issued
+
+    order()
+    usual = order()
+    fail(model, x, where)
+    model.zero_grad()
+    assert order() == usual
+    assert order() == usual
+
+
+# --- a failed backward without reset_iter_state ----------------------------------------------------------------------------------
+
+
+def retried(model: Fails, x: Tensor, where: str, error: BaseException, zero_grad: str) -> Tensor:
+    """A step whose first attempt raises in backward; then what every training loop does."""
+    if isinstance(model, FSDPModule):
+        fail(model, x, where, error)
+        optimizer = torch.optim.SGD(model.held, lr=0.1)
+        if zero_grad == "optimizer":
+            optimizer.zero_grad()
+        else:
+            model.zero_grad()
+    return forward_backward(model, x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("after", [True, False, None])
+@pytest.mark.parametrize("zero_grad", ["optimizer", "model"])
+@pytest.mark.parametrize(("cls", "where"), [case for case in CASES if case[1] != "forward"])
+def test_a_failed_backward_then_zero_grad_then_a_retry_gives_each_gradient_once(cls, where, zero_grad, after):
+    """Symptom: a reduction that was under way when backward raised was handed out with the retry: twice the gradient."""
+    model, reference = make(cls, after)
+    model.held = list(model.parameters())
+
+    def iteration(each: Fails, x: Tensor) -> Tensor:
+        return retried(each, x, where, RuntimeError("trap"), zero_grad)
+
+    assert_same_bits(
+        fed_own_chunk(model, batches(), iteration=iteration), fed_in_chunks(reference, batches(), iteration=iteration)
+    )
+    assert_same_bits(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("error", [MemoryError("trap"), KeyboardInterrupt("trap")])
+@pytest.mark.parametrize("buffers", [1, 4])
+def test_what_raises_in_backward_makes_no_difference(error, buffers):
+    model, reference = make(Fails)
+    model.held = list(model.parameters())
+    model.set_reduce_scatter_max_input_buffers(buffers)
+
+    def iteration(each: Fails, x: Tensor) -> Tensor:
+        return retried(each, x, "backward", error, "optimizer")
+
+    assert_same_bits(
+        fed_own_chunk(model, batches(), iteration=iteration), fed_in_chunks(reference, batches(), iteration=iteration)
+    )
+
+
+@on_ranks(2)
+def test_a_failed_backward_without_sync_then_zero_grad_then_a_retry_gives_each_gradient_once():
+    model, reference = make(Fails)
+    model.held = list(model.parameters())
+
+    def iteration(each: Fails, x: Tensor) -> Tensor:
+        one, two = x.chunk(2)
+        if isinstance(each, FSDPModule):
+            each.set_requires_gradient_sync(False)
+        loss = retried(each, one, "backward", RuntimeError("trap"), "optimizer")
+        if isinstance(each, FSDPModule):
+            each.set_requires_gradient_sync(True)
+        return loss + forward_backward(each, two)
+
+    assert_same_bits(
+        fed_own_chunk(model, batches(), iteration=iteration), fed_in_chunks(reference, batches(), iteration=iteration)
+    )
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("drop", ["reset_iter_state", "zero_grad"])
+def test_a_backward_that_failed_among_gradients_that_wait_is_refused_until_they_are_dropped(drop):
+    """Earlier micro-batches and a part of the failed one were added up; ``optimizer.zero_grad()`` cannot reach them."""
+    model, reference = make(Fails)
+    model.set_requires_gradient_sync(False)
+    x = own_chunk(batches(1, seed=5)[0])
+    forward_backward(model, x)
+    fail(model, x, "backward")
+    torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
+    for _ in range(2):
+        with pytest.raises(OrderError, match="reset_iter_state"):
+            model(x)
+    getattr(model, drop)()
+    model.set_requires_gradient_sync(True)
+    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+
+
+@on_ranks(2)
+def test_a_backward_may_be_retried_through_a_graph_that_was_retained():
+    model, reference = make(Fails)
+    fails = True
+
+    def raises(grad: Tensor) -> None:
+        if fails:
+            raise RuntimeError("trap")
+
+    for each in (model, reference):
+        each.blocks[1].register_forward_hook(lambda module, args, output: output.register_hook(raises) and None)
+
+    def iteration(each: Fails, x: Tensor) -> Tensor:
+        nonlocal fails
+        loss = each(x).square().mean()
+        fails = True
+        with pytest.raises(RuntimeError, match="trap"):
+            loss.backward(retain_graph=True)
+        each.zero_grad()
+        fails = False
+        loss.backward()
+        return loss
+
+    assert_same_bits(
+        fed_own_chunk(model, batches(), iteration=iteration), fed_in_chunks(reference, batches(), iteration=iteration)
+    )

@@ -18,7 +18,7 @@ import fsdp2
 from fsdp2 import CPUOffloadPolicy, fully_shard, share_comm_ctx
 from fsdp2.errors import MaterializationError, OrderError
 from harness import cpu_mesh, on_ranks
-from harness.models import batches, mlp
+from harness.models import batches, mlp, token_batches, transformer
 from harness.training import (
     adamw_foreach,
     adamw_one_by_one,
@@ -271,6 +271,45 @@ def test_keeping_parameters_after_backward_over_a_step_is_not_stale():
         for each in (optimizer, plain):
             each.step()
             each.zero_grad()
+
+
+@on_ranks(2)
+def test_what_a_forward_kept_and_the_next_one_skips_is_not_stale_in_the_one_after():
+    """Symptom: only the first forward after it looked whether the parameters that an earlier one had kept were written since."""
+    model = mlp()
+    reference = copy.deepcopy(model)
+    shard(model, False)
+    x = batches()[0]
+    with torch.no_grad():
+        assert torch.equal(model(x), reference(x))
+        whole = [each.blocks for each in (model, reference)]
+        for each, blocks in zip((model, reference), whole, strict=True):
+            each.blocks = nn.ModuleList([blocks[0], blocks[2]])
+        assert torch.equal(model(x), reference(x))
+        for each, blocks in zip((model, reference), whole, strict=True):
+            each.blocks = blocks
+            for value in each.state_dict().values():
+                value.mul_(0.5)
+        assert torch.equal(model(x), reference(x))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("after", [True, None])
+def test_a_tied_embedding_that_a_forward_with_grad_kept_is_not_stale(after):
+    """Symptom: the root's own groups were looked at, not the embedding's, which the root holds as long."""
+    model = transformer(tied=True)
+    reference = copy.deepcopy(model)
+    fully_shard(model.embedding, mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh(), reshard_after_forward=after)
+    ids = token_batches()[0]
+    for _ in range(2):
+        assert torch.equal(model(ids), reference(ids))  # with grad, and no backward
+        with torch.no_grad():
+            for each in (model, reference):
+                for value in each.state_dict().values():
+                    value.mul_(0.5)
+    with torch.no_grad():
+        assert torch.equal(model(ids), reference(ids))
 
 
 @on_ranks(2)

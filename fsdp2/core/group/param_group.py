@@ -29,6 +29,12 @@ class ParamGroup(GroupMemory):
         self.gradients = Gradients(self)
         self.holders: set[Hashable] | None = None
 
+    def reshard_for_all(self) -> None:
+        """Reshard, whoever holds the group."""
+        if self.holders:
+            self.holders.clear()
+        self.reshard()
+
     def discard_gradients(self) -> None:
         """Forget every gradient that has not reached the sharded parameters, and who held the group for a backward."""
         self.gradients.discard()

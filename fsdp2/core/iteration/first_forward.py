@@ -48,7 +48,7 @@ def adopt(root: ModuleState, units_below: Callable[[nn.Module], list[tuple[str, 
         if unit.schedule is not None:
             schedule.is_last_backward &= unit.schedule.is_last_backward
             schedule.post_optim_event = schedule.post_optim_event or unit.schedule.post_optim_event
-            schedule._kept += unit.schedule._kept
+            schedule._kept |= unit.schedule._kept
         unit.schedule = schedule
     schedule.settled = True
     return schedule

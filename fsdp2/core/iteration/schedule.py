@@ -19,9 +19,10 @@ Worked example, units a, b, c; the second iteration (R: reduce):
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
@@ -32,6 +33,7 @@ from ..comm.streams import Event, Streams, streams_of
 from ..group.memory import GroupState
 from ..group.param_group import ParamGroup
 from ..group.reduction import InFlight
+from .caller import Caller
 from .forward_log import ForwardLog, Reading
 from .same_backward import Agreement
 from .unit import Call, Unit, Visit
@@ -65,10 +67,12 @@ class Schedule:
         self._records: dict[Unit, list[Unit]] = {}  # for each unit whose forward began an iteration, the order of the last one
         self._recorded: list[Unit] = []  # the order of the last forward that began as this one
         self._recording: list[Unit] = []
+        self._caller: Caller | None = None  # of the forward under way
         self._keeps_order = False  # this forward may be followed by a backward
         self._order: list[Unit] = []  # forward calls since the last backward, for backward prefetch
+        self._num_ordered = 0  # before the forward under way
         self._open: list[Unit] = []  # prefetched and perhaps not waited for
-        self._kept: list[tuple[ParamGroup, tuple[int, int]]] = []  # unsharded between iterations, and the version of their shards
+        self._kept: dict[ParamGroup, tuple[int, int]] = {}  # unsharded between iterations, and the version of their shards
         self.kept_by_forward: set[Unit] = set()  # units that this forward left unsharded, or on the smaller mesh
         self._partial: list[Unit] = []  # lists of modules of which some ran in this forward, and others may not
         self.log: ForwardLog | None = None  # of the forward under way
@@ -76,7 +80,9 @@ class Schedule:
         # backward
         self._agreement: Agreement | None = None  # made in the first
         self._reading: Reading | None = None  # of the backward under way
-        self._task = -1  # graph task at whose end ``end_backward`` runs
+        self._task = -1  # graph task at whose end ``end_of_backward`` runs
+        self._at_end: weakref.ref[Callable[[], None]] | None = None  # what that graph task calls then, and is the only one to hold
+        self._waiting = False  # gradients of earlier backwards had not reached the sharded parameters when the last one began
         self._reductions: deque[InFlight] = deque()
         self._recomputed: list[tuple[Unit, int]] = []  # in this backward; and how many forwards of the unit were under way
         self._started: list[InFlight] = []  # since the last end of backward that finished them
@@ -94,11 +100,11 @@ class Schedule:
     def begin_forward(self, unit: Unit) -> None:
         """``unit`` is about to run: unshard it, then prefetch the next. Collective: yes."""
         in_backward = compat.current_graph_task() != -1  # recomputing a checkpointed segment
-        if self.forward_root is None and not in_backward:
-            self._begin_iteration(unit)
         if in_backward:
             # The first thing of ours that happens in this backward may be this recomputation, in the outermost graph task.
             self._expect_end_of_backward()
+        elif self.forward_root is None:
+            self._begin_iteration(unit)
         unit.issue()
         unit.wait()
         if in_backward:
@@ -117,24 +123,26 @@ class Schedule:
 
     def keep(self, unit: Unit) -> None:
         """``unit`` is not fully resharded until the next forward, if nobody writes its shards before."""
-        self._kept += [(group, group.shards_version()) for group in unit.groups]
+        for group in unit.uses:
+            self._kept[group] = group.shards_version()
 
     def _begin_iteration(self, unit: Unit) -> None:
-        for group, version in self._kept:
+        if self._has_failed_backward():
+            self._end_failed_backward()
+        for group, version in list(self._kept.items()):  # this forward may run only some of them
             if group.is_out_of_date(version):  # all ranks see that alike; whether one is HIDDEN may depend on who looked
-                group.reshard()
-        self._kept.clear()
+                group.reshard_for_all()
+                del self._kept[group]
         self.kept_by_forward.clear()
         self.forward_root = unit
+        self._caller = Caller()
+        self._num_ordered = len(self._order)
         self._recorded = self._records.get(unit, [])
         self._keeps_order = torch.is_grad_enabled()
         if self._keeps_logs:
             self.log = ForwardLog()
             self._logs = [reference for reference in self._logs if reference() is not None]
             self._logs.append(weakref.ref(self.log))
-        if self._task != -1:  # an exception ended the last backward and nobody called reset()
-            self._task = -1
-            self._end_recomputations()
         if self.post_optim_event is not None:
             self.streams.order(self.streams.gather, self.post_optim_event)
             self.post_optim_event = None
@@ -149,6 +157,14 @@ class Schedule:
             return
         for weight in unit.shrinking:
             weight.write_back()
+        self._free_after_forward(unit, keep)
+        if self._keeps_order:
+            unit.order_indices.append(len(self._order))
+            self._order.append(unit)
+        if self.forward_root is unit:
+            self._end_iteration_forward()
+
+    def _free_after_forward(self, unit: Unit, keep: bool) -> None:
         after = unit.reshard_after_forward
         if after is True:
             # A root is needed again as soon as backward begins; where none can follow, nothing must be left unsharded,
@@ -165,11 +181,33 @@ class Schedule:
                 unit.reshard(to_smaller=True)
             self.keep(unit)
             self.kept_by_forward.add(unit)
-        if self._keeps_order:
-            unit.order_indices.append(len(self._order))
-            self._order.append(unit)
-        if self.forward_root is unit:
-            self._end_iteration_forward()
+
+    def end_failed_forward(self, unit: Unit) -> None:
+        """The forward of ``unit`` raised: keep or free its parameters as if it had ended, for on other ranks it may have.
+
+        Collective: no.
+        """
+        if unit.running or compat.current_graph_task() != -1:
+            return
+        is_root = self.forward_root is unit
+        self._free_after_forward(unit, keep=False)
+        if unit.shrinking:
+            unit.reshard()  # what forward shrank, it shrank on this rank alone
+        if any(group.state is GroupState.UNSHARDING for group in unit.uses):
+            unit.release()
+        if is_root:
+            self._end_iteration_forward(failed=True)
+
+    def end_interrupted_forward(self) -> None:
+        """End a forward that something else than an ``Exception`` has ended, such as ctrl-C: torch calls no hook then."""
+        if self.forward_root is None or compat.current_graph_task() != -1 or self._caller is None or self._caller.is_running():
+            return
+        for unit in reversed(self.units):  # the root last
+            if unit.running:
+                unit.running.clear()
+                unit.end_pass()
+                self.end_failed_forward(unit)
+                unit.reshard()  # its shards may have been written since: nobody knows their version then
 
     def end_part(self, unit: Unit) -> None:
         """One module of the list that ``unit`` is has run, and others of it have not: they may follow in this forward."""
@@ -182,16 +220,21 @@ class Schedule:
         else:
             self._partial.append(unit)
 
-    def _end_iteration_forward(self) -> None:
+    def _end_iteration_forward(self, failed: bool = False) -> None:
         for unit in self._partial:
             if unit.to_run:
                 unit.end_pass()
                 self.end_forward(unit)
         self._partial.clear()
         assert self.forward_root is not None
-        self._records[self.forward_root] = self._recording
+        if failed:  # no backward follows, and the next forward runs what the last whole one ran
+            del self._order[self._num_ordered :]
+            for unit in self.units:
+                unit.order_indices = [index for index in unit.order_indices if index < self._num_ordered]
+        else:
+            self._records[self.forward_root] = self._recording
         self._recording = []
-        self.forward_root = self.log = None
+        self.forward_root = self.log = self._caller = None
         self.close_leases()
         if not self._keeps_order:
             self._await_host_reads()
@@ -245,7 +288,7 @@ class Schedule:
                 return
             call.begun = task
             call.again = torch.is_grad_enabled()
-            if self._task == -1:
+            if self._task != task:
                 self._expect_end_of_backward()
             if call.visit is not None and self._reading is not None and not self._reach(call.visit, is_end=False):
                 if unit.unshard_in_backward:
@@ -374,15 +417,20 @@ class Schedule:
 
     def _expect_end_of_backward(self) -> None:
         """Have ``end_of_backward`` run when the outermost graph task ends: the first to call this is in it."""
+        if self._has_failed_backward():
+            self._end_failed_backward()
         if self._task == -1:
             alive = [log for reference in self._logs if (log := reference()) is not None]
             if self._agreement is None:
                 self._agreement = Agreement(self.units)
             if self._agreement.is_needed and not compat.functorch_is_active():
                 self._agreement.check(self._order, alive[-1] if alive else None)
-            if not compat.queue_end_of_backward(self.end_of_backward):
+            at_end = functools.partial(self.end_of_backward)
+            if not compat.queue_end_of_backward(at_end):
                 raise _compiled_autograd_error()
+            self._at_end = weakref.ref(at_end)
             self._task = compat.current_graph_task()
+            self._waiting = bool(self._started) or self._holds_unreduced()
             if self._logs:
                 self._reading = Reading(self._task, alive)
 
@@ -392,7 +440,7 @@ class Schedule:
             for visit, is_end in self._reading.left_out_at_end():
                 self._do_for_others(visit, is_end)
             self._reading = None
-        task, self._task = self._task, -1
+        task = self._task
         self._kept.clear()
         self._end_recomputations()
         self.kept_by_forward.clear()
@@ -424,6 +472,46 @@ class Schedule:
         else:  # gradients are there, in the order of the reduce stream
             _unfinished.add(self)
         self._await_host_reads()
+        self._task = -1  # last: what raises here has made the backward fail
+
+    def _has_failed_backward(self) -> bool:
+        """Whether an exception ended the last backward, and nobody called ``reset``: the engine then dropped what it was to call."""
+        return self._task != -1 and self._at_end is not None and self._at_end() is None
+
+    def _holds_unreduced(self) -> bool:
+        return any(group.gradients.holds_unreduced for unit in self.units for group in unit.groups)
+
+    def _end_failed_backward(self) -> None:
+        """Drop what a failed backward has not handed out: ``zero_grad`` did not reach it, and it must not be added to a retry.
+
+        Collective: no.
+        Raises: OrderError if gradients of earlier micro-batches are among it: whether they are still wanted, nobody has said.
+        """
+        if self._waiting and (self._started or self._holds_unreduced()):
+            raise OrderError(
+                message(
+                    "the last backward raised while gradients of earlier micro-batches waited to be reduced",
+                    expected="the whole step to be dropped: a part of the failed backward was added to them",
+                    fix="call model.reset_iter_state() or model.zero_grad() on the root, and begin the step again",
+                )
+            )
+        for reduction in self._started:
+            reduction.abandon()
+        self._started.clear()
+        self._reductions.clear()
+        _unfinished.discard(self)
+        for unit in self.units:
+            for group in unit.groups:
+                group.discard_gradients()
+                group.reshard()
+            unit.order_indices.clear()
+        self._order.clear()
+        self._open.clear()
+        self._kept.clear()
+        self.kept_by_forward.clear()
+        self._end_recomputations()
+        self._reading = None
+        self._task = -1
 
     def _end_recomputations(self) -> None:
         """Non-reentrant checkpointing leaves a forward as soon as it has what it needs, and its post-hooks never run."""
@@ -476,7 +564,7 @@ class Schedule:
         self._records.clear()  # ranks may have failed in different places, or because they went different ways
         self._order.clear()
         self._recording = []
-        self.forward_root = self.log = self._reading = None
+        self.forward_root = self.log = self._reading = self._caller = None
         self._logs.clear()
         self._task = -1
 

@@ -187,9 +187,7 @@ class Unit:
     def reshard_for_all(self) -> None:
         """Reshard whoever holds it: the user's modules must show sharded parameters now."""
         for group in self.uses:
-            if group.holders is not None:
-                group.holders.clear()
-            group.reshard()
+            group.reshard_for_all()
             group.await_host_read()
 
     def hide(self) -> None:

@@ -56,10 +56,9 @@ class UnitHooks:
     def install(self) -> None:
         watch_optimizers()
         unit = self._unit
-        several = len(unit.modules) > 1
         for module in unit.modules:  # ahead of the user's
             self._handles.append(module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True))
-            self._handles.append(module.register_forward_hook(self.post_forward, always_call=several))
+            self._handles.append(module.register_forward_hook(self.post_forward, always_call=True))
             if any(group.mesh.spmd is not None for group in unit.groups):
                 self._handles.append(module.register_forward_hook(compat.dynamo_disabled(self._watch_axes), with_kwargs=True))
         for group in unit.uses:
@@ -165,6 +164,8 @@ class UnitHooks:
             schedule.num_registrations = REGISTRATIONS.count
         if not unit.looked_around:
             look_around(unit, schedule)
+        if unit.running:
+            schedule.end_interrupted_forward()
         if schedule.forward_root is None and unit.device.type != "cpu":
             args, kwargs = map_tensors(functools.partial(Tensor.to, device=unit.device, non_blocking=True), (args, kwargs))
         if self._input_dtype is not None:
@@ -195,6 +196,9 @@ class UnitHooks:
         unit = self._unit
         if unit.summoned:
             return output
+        if output is None and compat.a_module_has_failed():
+            self.end_failed_forward()
+            return None
         call = unit.running.pop()
         if call is not None:
             output = self._watch_outputs(call, output)
@@ -214,6 +218,16 @@ class UnitHooks:
             unit.schedule.end_forward(unit)
         return output if self._output_dtype is None else map_tensors(self._cast_output, output)
 
+    def end_failed_forward(self) -> None:
+        """A forward of the unit's modules raised; maybe before our pre-hook was done."""
+        unit = self._unit
+        if unit.running:
+            unit.running.pop()
+        unit.end_pass()
+        if unit.schedule is not None:
+            with compat.functorch_disabled():
+                unit.schedule.end_failed_forward(unit)
+
     def _pre_forward_of_several(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -229,7 +243,10 @@ class UnitHooks:
 
     def _post_forward_of_several(self, module: nn.Module, args: Any, output: Any) -> Any:
         unit = self._unit
-        if not unit.running:  # the forward raised before our pre-hook was done
+        if output is None and compat.a_module_has_failed() and compat.current_graph_task() == -1:
+            self.end_failed_forward()
+            return None
+        if not unit.running:  # a recomputation raised before our pre-hook was done
             return output
         unit.to_run.discard(module)
         if not unit.to_run:

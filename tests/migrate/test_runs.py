@@ -21,7 +21,7 @@ SAME = [
     *("fsdp1_auto_wrap", "fsdp1_checkpointing", "fsdp1_cpu_offload", "fsdp1_custom_policy", "fsdp1_ema", "fsdp1_hybrid"),
     *("fsdp1_ignored", "fsdp1_kwargs", "fsdp1_legacy_optim", "fsdp1_manual_wrap", "fsdp1_meta", "fsdp1_no_shard", "fsdp1_no_sync"),
     *("fsdp1_partial", "fsdp1_precision", "fsdp1_resume_full", "fsdp1_sharded_checkpoint", "fsdp1_star"),
-    *("fsdp1_subclass", "fsdp1_buffers"),
+    *("fsdp1_subclass", "fsdp1_buffers", "ddp_ema"),
     *("fsdp1_containers", "fsdp1_t5", "ddp_compress_hook", "ddp_containers", "ddp_flag", "ddp_no_sync", "ddp_plain", "ddp_zero"),
     *("fsdp2_hsdp", "fsdp2_import", "fsdp2_state_dict"),
 ]

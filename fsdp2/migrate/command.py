@@ -16,9 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import ArgumentError, message
-from .report import Finding, Kind, Migrated
-
-_CONFIGS = (".yaml", ".yml")
+from .files import CONFIGS, migrate_files
+from .report import Migrated
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
         raise ArgumentError(
             message(
                 f"there is nothing to migrate in {', '.join(map(str, options.paths))}",
-                expected=f"a file that exists, or a folder with files that end in .py, {', '.join(_CONFIGS)}",
+                expected=f"a file that exists, or a folder with files that end in .py, {', '.join(CONFIGS)}",
                 fix="check the path",
             )
         )
@@ -68,70 +67,12 @@ def run(options: argparse.Namespace) -> int:
     return 0 if complete else 1
 
 
-def migrate_files(files: Iterable[Path]) -> dict[Path, Migrated]:
-    """The results for files that are read, by path; those with a syntax error have a finding that says so. Nothing is written.
-
-    Files that import each other stay on FSDP1's names together, because values that one makes are arguments in the other.
-    """
-    from .accelerate_config import migrate_config
-    from .source import migrate_source
-
-    texts: dict[Path, str] = {}
-    results: dict[Path, Migrated] = {}
-    for path in files:
-        try:
-            texts[path] = path.read_bytes().decode()
-        except UnicodeDecodeError:
-            results[path] = Migrated("", "", (Finding(1, Kind.LEFT, "not migrated: it is not UTF-8"),))
-    for path, text in texts.items():
-        results[path] = migrate_config(text) if path.suffix in _CONFIGS else _checked(text, path)
-    on_compat = {path for path, result in results.items() if _stays_on_compat(result)}
-    todo = list(on_compat)
-    while todo:
-        path = todo.pop()
-        for other in _neighbours(path, texts):
-            if other not in on_compat:
-                on_compat.add(other)
-                todo.append(other)
-                results[other] = migrate_source(texts[other], other, off={"fsdp1"})
-    return results
-
-
-def _checked(text: str, path: Path) -> Migrated:
-    from libcst import ParserSyntaxError
-
-    from .source import migrate_source
-
-    try:
-        return migrate_source(text, path)
-    except ParserSyntaxError as error:
-        return Migrated(text, text, (Finding(error.raw_line, Kind.LEFT, f"not migrated: it is no Python: {error.message}"),))
-
-
-def _stays_on_compat(result: Migrated) -> bool:
-    return any(finding.kind is Kind.COMPAT and "summon_full_params stays" not in finding.text for finding in result.findings)
-
-
-def _neighbours(path: Path, texts: dict[Path, str]) -> list[Path]:
-    """Python files of ``texts`` that use FSDP1 and import ``path``, or are imported by it, judged by their names."""
-    from .imported import imported_names
-
-    found = []
-    own = imported_names(texts[path])
-    for other, text in texts.items():
-        if other == path or other.suffix != ".py" or "fsdp" not in text.lower():
-            continue
-        if other.stem in own or path.stem in imported_names(text):
-            found.append(other)
-    return found
-
-
 def _files(paths: Iterable[Path]) -> Iterable[Path]:
     for path in paths:
         if path.is_dir():
             for each in sorted(path.rglob("*")):
                 hidden = any(part.startswith(".") for part in each.relative_to(path).parts)
-                if each.is_file() and each.suffix in (".py", *_CONFIGS) and not hidden:
+                if each.is_file() and each.suffix in (".py", *CONFIGS) and not hidden:
                     yield each
         elif path.is_file() and path.suffix != ".ipynb":
             yield path
@@ -140,7 +81,7 @@ def _files(paths: Iterable[Path]) -> Iterable[Path]:
             raise ArgumentError(
                 message(
                     f"{path} is a notebook" if notebook else f"there is no file or folder {path}",
-                    expected=f"a file or a folder that exists; notebooks are not read, .py and {', '.join(_CONFIGS)} are",
+                    expected=f"a file or a folder that exists; notebooks are not read, .py and {', '.join(CONFIGS)} are",
                     fix="save its code as a .py file first" if notebook else "check the path",
                 )
             )

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError, message
+from .files import migrate_files
+from .imported import imported_names
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,6 @@ def compare(script: Path, arguments: list[str], num_steps: int, num_ranks: int, 
 
 def _rewrite(script: Path, overlay: Path) -> tuple[Path | None, list[str]]:
     """Rewritten copies of the script and of the modules beside it, and what the migration says."""
-    from .command import migrate_files
-
     results = migrate_files(each for each in sorted(script.resolve().parent.glob("*.py")) if _may_matter(each, script))
     listing = []
     changed = False
@@ -85,8 +85,6 @@ def _rewrite(script: Path, overlay: Path) -> tuple[Path | None, list[str]]:
 
 
 def _may_matter(path: Path, script: Path) -> bool:
-    from .imported import imported_names
-
     return path.name == script.name or path.stem in imported_names(script.read_text())
 
 

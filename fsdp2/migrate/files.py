@@ -1,0 +1,68 @@
+"""Several files at once: each by the rules of its kind, those that import one another alike. It refuses to know where results go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from .imported import imported_names
+from .report import Finding, Kind, Migrated
+
+CONFIGS = (".yaml", ".yml")
+"""Endings of accelerate's configuration files."""
+
+
+def migrate_files(files: Iterable[Path]) -> dict[Path, Migrated]:
+    """The results for files that are read, by path; those with a syntax error have a finding that says so. Nothing is written.
+
+    Files that import each other stay on FSDP1's names together, because values that one makes are arguments in the other.
+    """
+    from .accelerate_config import migrate_config
+    from .source import migrate_source
+
+    texts: dict[Path, str] = {}
+    results: dict[Path, Migrated] = {}
+    for path in files:
+        try:
+            texts[path] = path.read_bytes().decode()
+        except UnicodeDecodeError:
+            results[path] = Migrated("", "", (Finding(1, Kind.LEFT, "not migrated: it is not UTF-8"),))
+    for path, text in texts.items():
+        results[path] = migrate_config(text) if path.suffix in CONFIGS else _checked(text, path)
+    on_compat = {path for path, result in results.items() if _stays_on_compat(result)}
+    todo = list(on_compat)
+    while todo:
+        path = todo.pop()
+        for other in _neighbours(path, texts):
+            if other not in on_compat:
+                on_compat.add(other)
+                todo.append(other)
+                results[other] = migrate_source(texts[other], other, off={"fsdp1"})
+    return results
+
+
+def _checked(text: str, path: Path) -> Migrated:
+    from libcst import ParserSyntaxError
+
+    from .source import migrate_source
+
+    try:
+        return migrate_source(text, path)
+    except ParserSyntaxError as error:
+        return Migrated(text, text, (Finding(error.raw_line, Kind.LEFT, f"not migrated: it is no Python: {error.message}"),))
+
+
+def _stays_on_compat(result: Migrated) -> bool:
+    return any(finding.kind is Kind.COMPAT and "summon_full_params stays" not in finding.text for finding in result.findings)
+
+
+def _neighbours(path: Path, texts: dict[Path, str]) -> list[Path]:
+    """Python files of ``texts`` that use FSDP1 and import ``path``, or are imported by it, judged by their names."""
+    found = []
+    own = imported_names(texts[path])
+    for other, text in texts.items():
+        if other == path or other.suffix != ".py" or "fsdp" not in text.lower():
+            continue
+        if other.stem in own or path.stem in imported_names(text):
+            found.append(other)
+    return found

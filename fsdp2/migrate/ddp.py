@@ -5,6 +5,8 @@ It refuses to know how the model is used afterwards (``model_use.py``, ``state_d
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import libcst as cst
 
 from .devices import device_type
@@ -46,6 +48,14 @@ _HOOKS = {
 }
 
 
+@dataclass
+class _Found:
+    """comm_hook: the dtype in which gradients are reduced, "" if their own. zero_optimizer: there is a ZeroRedundancyOptimizer."""
+
+    comm_hook: str = ""
+    zero_optimizer: bool = False
+
+
 def ddp_call(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression:
     before, given = arguments(old.args, _SIGNATURE), arguments(new.args, _SIGNATURE)
     if given.stars or given.extra:
@@ -59,10 +69,10 @@ def ddp_call(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression
         mapped = _mapped(editor, old, name, before.by_name[name].value, arg)
         if mapped is not None:
             result.append(mapped)
-    strategy = "zero1" if editor.state.get("zero_optimizer") else "ddp"
+    strategy = "zero1" if editor.of(_Found).zero_optimizer else "ddp"
     like = keyword("strategy", cst.SimpleString(f'"{strategy}"')) if not result or result[0].keyword is not None else None
     result.insert(1, like or cst.Arg(cst.SimpleString(f'"{strategy}"')))
-    hook = editor.state["comm_hooks"]
+    hook = editor.of(_Found).comm_hook
     if hook:
         policy = editor.make(f"fsdp2.MixedPrecisionPolicy(reduce_dtype={hook})", "import torch")
         result.append(keyword("mp_policy", policy))
@@ -104,7 +114,7 @@ def _mapped(editor: Editor, old: cst.Call, name: str, value: cst.BaseExpression,
 
 def find_hooks(editor: Editor) -> None:
     """Before anything is rewritten: whether gradients are compressed, which is ``reduce_dtype``, and whether DDP is joined."""
-    editor.state["comm_hooks"] = ""
+    here = editor.of(_Found)
     for call in editor.names.facts.calls:
         made_by = editor.names.origin_of(call.func)
         name = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
@@ -112,20 +122,20 @@ def find_hooks(editor: Editor) -> None:
         if name == "register_comm_hook" and on_model:
             hook = code(arguments(call.args, ("state", "hook")).value("hook") or cst.Name("None")).rpartition(".")[2]
             if hook in _HOOKS:
-                editor.state["comm_hooks"] = _HOOKS[hook]
+                here.comm_hook = _HOOKS[hook]
             else:
                 editor.refuse("ddp", call, f"register_comm_hook({hook}): fsdp2 reduces gradients itself; see set_all_reduce_hook")
         elif made_by == "join:Join" or (name == "join" and on_model):
             editor.refuse("ddp", call, "join: ranks with fewer inputs; give every rank as many (DistributedSampler, drop_last=True)")
         elif made_by == "zero:ZeroRedundancyOptimizer":
-            editor.state["zero_optimizer"] = True
+            here.zero_optimizer = True
 
 
 def comm_hook(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
     if not isinstance(old.func, cst.Attribute) or editor.names.tag_of(old.func.value) != "ddp":
         return None
     if isinstance(editor.names.parent_of(old), cst.Expr):
-        kind = editor.state["comm_hooks"]
+        kind = editor.of(_Found).comm_hook
         what = f"parallelize reduces gradients in {kind}, mp_policy's reduce_dtype." if kind else "this is what parallelize does."
         editor.note(old, f"register_comm_hook dropped: {what}")
         editor.instead()

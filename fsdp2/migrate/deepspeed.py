@@ -11,6 +11,7 @@ It refuses to know what the configuration says (``deepspeed_config.py``).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,23 @@ _SIGNATURE = (
     "config_params",
 )
 _OPTIMIZERS = ("FusedAdam", "DeepSpeedCPUAdam", "CPUAdam")
+
+
+@dataclass
+class Engine:
+    """The one ``initialize`` of the file.
+
+    script:          where the file is, beside which a configuration may lie
+    plan:            None if it is not rewritten
+    names:           of the engine, optimizer, loader and scheduler
+    steps_elsewhere: ``engine.step()`` is called in another function, which sees the engine alone
+    """
+
+    script: Path | None = None
+    plan: Plan | None = None
+    names: tuple[str, str, str, str] = ("", "", "", "")
+    has_scheduler: bool = False
+    steps_elsewhere: bool = False
 
 
 def find_engine(editor: Editor) -> None:
@@ -67,14 +85,13 @@ def find_engine(editor: Editor) -> None:
     engine, optimizer, loader, scheduler = (dotted(element.value) for element in target.elements)
     if given.value("training_data") is not None and plan.micro_batch_size is None:
         editor.refuse("deepspeed", call, "training_data without train_micro_batch_size_per_gpu")
-    editor.state["engine"] = engine
-    editor.state["engine_plan"] = plan
-    editor.state["engine_function"] = names.function_of(call)
-    editor.state["engine_names"] = (engine, "optimizer" if optimizer in ("_", "") else optimizer, loader, scheduler)
-    editor.state["engine_scheduler"] = given.value("lr_scheduler") is not None
+    here = editor.of(Engine)
+    here.plan = plan
+    here.names = (engine, "optimizer" if optimizer in ("_", "") else optimizer, loader, scheduler)
+    here.has_scheduler = given.value("lr_scheduler") is not None
     steps = [each for each in names.facts.calls if isinstance(each.func, cst.Attribute) and each.func.attr.value == "step"]
     far = [each for each in steps if _is_engine(editor, each) and names.function_of(each) is not names.function_of(call)]
-    editor.state["engine_far"] = bool(far) and names.function_of(call) is not None
+    here.steps_elsewhere = bool(far) and names.function_of(call) is not None
 
 
 def _config(editor: Editor, call: cst.Call) -> Any:
@@ -88,7 +105,7 @@ def _config(editor: Editor, call: cst.Call) -> Any:
     text = string_of(node)
     if text is None:
         return None
-    path: Path | None = editor.state.get("path")
+    path = editor.of(Engine).script
     folders = [path.parent] if path is not None else []
     return next((found for folder in folders if (found := from_file(folder / text)) is not None), None)
 
@@ -101,11 +118,11 @@ def _is_engine(editor: Editor, call: cst.Call) -> bool:
 
 
 def initialize(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
-    plan: Plan | None = editor.state.get("engine_plan")
+    plan = editor.of(Engine).plan
     if plan is None:
         return None
     given = arguments(new.args, _SIGNATURE)
-    engine, optimizer, loader, scheduler = editor.state["engine_names"]
+    engine, optimizer, loader, scheduler = editor.of(Engine).names
     for text in plan.notes:
         editor.note(old, text)
     for name in ("args", "model_parameters", "dist_init_required", "distributed_port"):
@@ -130,18 +147,18 @@ def initialize(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpressi
         lines.append(
             f"{loader} = DataLoader({data}, batch_size={plan.micro_batch_size}, sampler=DistributedSampler({data}){collate})"
         )
-    if editor.state["engine_scheduler"]:
+    if editor.of(Engine).has_scheduler:
         if scheduler in ("_", ""):
             scheduler = "lr_scheduler"
         if scheduler != given.text("lr_scheduler"):
             lines.append(f"{scheduler} = {given.text('lr_scheduler')}")
-    if editor.state["engine_far"]:
+    if editor.of(Engine).steps_elsewhere:
         lines.append(f"{engine}.optimizer = {optimizer}")
-        if editor.state["engine_scheduler"]:
+        if editor.of(Engine).has_scheduler:
             lines.append(f"{engine}.lr_scheduler = {scheduler}")
     if plan.micro_batches != "1":
         lines.append(f"{engine}.micro_step = 0")
-    editor.state["engine_names"] = (engine, optimizer, loader, scheduler)
+    editor.of(Engine).names = (engine, optimizer, loader, scheduler)
     editor.instead(*lines)
     return new
 
@@ -159,7 +176,7 @@ _WHY = {
 
 def backward(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
     """``engine.backward(loss)``."""
-    plan: Plan | None = editor.state.get("engine_plan")
+    plan = editor.of(Engine).plan
     if plan is None or not _is_engine(editor, old) or not new.args:
         return None
     loss = code(new.args[0].value)
@@ -172,19 +189,19 @@ def backward(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression
 
 def step(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
     """``engine.step()``: clip, step, zero_grad, the scheduler; after the last micro-batch only."""
-    plan: Plan | None = editor.state.get("engine_plan")
+    plan = editor.of(Engine).plan
     if plan is None or not _is_engine(editor, old) or not isinstance(new.func, cst.Attribute):
         return None
     if not isinstance(editor.names.parent_of(old), cst.Expr):
         editor.refuse("deepspeed", old, "the result of engine.step() is used")
         return None
     engine = code(new.func.value)
-    _engine, optimizer, _loader, scheduler = editor.state["engine_names"]
-    if editor.state["engine_far"]:
+    _engine, optimizer, _loader, scheduler = editor.of(Engine).names
+    if editor.of(Engine).steps_elsewhere:
         optimizer, scheduler = f"{engine}.optimizer", f"{engine}.lr_scheduler"
     lines = [f"fsdp2.clip_grad_norm_({engine}.parameters(), {plan.clip})"] if plan.clip else []
     lines += [f"{optimizer}.step()", f"{optimizer}.zero_grad()"]
-    if editor.state["engine_scheduler"]:
+    if editor.of(Engine).has_scheduler:
         lines.append(f"{scheduler}.step()")
     if plan.micro_batches == "1":
         editor.instead(*lines)
@@ -201,7 +218,7 @@ def _operand(text: str) -> str:
 
 def save_checkpoint(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
     """``engine.save_checkpoint(folder, tag)`` is a DCP checkpoint, which any number of ranks can load."""
-    if not _is_engine(editor, old) or not isinstance(new.func, cst.Attribute) or editor.state.get("engine_plan") is None:
+    if not _is_engine(editor, old) or not isinstance(new.func, cst.Attribute) or editor.of(Engine).plan is None:
         return None
     given = arguments(new.args, ("save_dir", "tag", "client_state"))
     if "tag" not in given.by_name or literal(given.value("client_state")) not in ("", "None") or "client_state" in given.by_name:
@@ -209,7 +226,7 @@ def save_checkpoint(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExp
         return None
     engine = code(new.func.value)
     tag = given.text("tag") if string_of(given.value("tag")) is not None else f"str({given.text('tag')})"
-    optimizer = f"{engine}.optimizer" if editor.state["engine_far"] else editor.state["engine_names"][1]
+    optimizer = f"{engine}.optimizer" if editor.of(Engine).steps_elsewhere else editor.of(Engine).names[1]
     for line in (
         "import os",
         "import torch.distributed.checkpoint as dcp",
@@ -225,7 +242,7 @@ def save_checkpoint(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExp
 
 
 def load_checkpoint(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
-    if _is_engine(editor, old) and editor.state.get("engine_plan") is not None:
+    if _is_engine(editor, old) and editor.of(Engine).plan is not None:
         editor.refuse("deepspeed", old, "load_checkpoint: its files have another layout; use fsdp2.checkpoint.Checkpointer")
     return None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import libcst as cst
 
@@ -20,6 +20,8 @@ from .trees import code, comments_in, dotted, expression, statement
 CallRule = Callable[["Editor", cst.Call, cst.Call], cst.BaseExpression | None]
 """(editor, the call as it was, as it has become) -> what to put there; None: not mine."""
 NodeRule = Callable[["Editor", Any, Any], Any]
+
+State = TypeVar("State")
 
 _WIDTH = 100
 _MARK = "# fsdp2: "
@@ -74,7 +76,7 @@ class Editor(cst.CSTTransformer):
         self.findings: list[Finding] = []
         self.refused: list[tuple[str, int, Finding]] = []
         self.imports: set[str] = set()
-        self.state: dict[str, Any] = {}
+        self._states: dict[type[Any], Any] = {}
         self._rules = rules
         self._open: list[cst.CSTNode] = []
         self._around: dict[int, _Around] = {}
@@ -112,6 +114,13 @@ class Editor(cst.CSTTransformer):
         while above is not None and not isinstance(above, (cst.SimpleStatementLine, *_COMPOUND)):
             above = self.names.parent_of(above)
         return id(above)
+
+    def of(self, kind: type[State]) -> State:
+        """What a file of rules has found out about this text: an instance of a class of its own, which it makes without arguments."""
+        if kind not in self._states:
+            self._states[kind] = kind()
+        found: State = self._states[kind]
+        return found
 
     def needs(self, import_line: str) -> None:
         """The new text uses what this line imports."""

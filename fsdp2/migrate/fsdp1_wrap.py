@@ -8,6 +8,7 @@ makes the file stay on ``fsdp2.compat``. It refuses to know what becomes of the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import libcst as cst
 
@@ -53,6 +54,14 @@ RENAMED = {
     "device_mesh": ("mesh", "", ""),
 }
 """Old name -> new name, what None means, the tag of values that are known to be rewritten."""
+
+
+@dataclass
+class Found:
+    """casts: of ``find_casts``. kwargs: of ``find_kwargs``."""
+
+    casts: dict[int, str] = field(default_factory=dict)
+    kwargs: dict[str, set[str]] = field(default_factory=dict)
 
 
 def map_argument(
@@ -164,7 +173,7 @@ def _param_init_fn(editor: Editor, at: cst.CSTNode, old: cst.BaseExpression) -> 
 def fsdp_call(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression:
     """``FSDP(module, ...)``."""
     args = _mapped(editor, old, new, SIGNATURE, wrap_default=True)
-    cast(editor, old, arguments(new.args, SIGNATURE).value("module"), editor.state["casts"].get(id(old)))
+    cast(editor, old, arguments(new.args, SIGNATURE).value("module"), editor.of(Found).casts.get(id(old)))
     return with_args(new, args).with_changes(func=editor.make("fsdp2.parallelize", "import fsdp2"))
 
 
@@ -214,7 +223,7 @@ def _mapped(
         has_wrap |= mapped[0] == "wrap"
         result.append(keyword(mapped[0], expression(mapped[1]), arg))
     for arg in before.stars:
-        keys = editor.state["kwargs"].get(dotted(arg.value))
+        keys = editor.of(Found).kwargs.get(dotted(arg.value))
         if keys is None:
             editor.refuse("fsdp1", at, f"{code(arg)}: its keys are not written in this file")
         else:
@@ -275,7 +284,7 @@ def _kwargs_name(editor: Editor, node: cst.CSTNode) -> str:
     targets = [each.target for each in parent.targets] if isinstance(parent, cst.Assign) else []
     if isinstance(parent, cst.AnnAssign):
         targets = [parent.target]
-    return next((text for each in targets if (text := dotted(each)) in editor.state["kwargs"]), "")
+    return next((text for each in targets if (text := dotted(each)) in editor.of(Found).kwargs), "")
 
 
 def kwargs_dict(editor: Editor, old: cst.Dict, new: cst.Dict) -> cst.Dict:
@@ -303,7 +312,7 @@ def kwargs_call(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpress
     is_update = isinstance(old.func, cst.Attribute) and old.func.attr.value == "update"
     if not is_update and not _kwargs_name(editor, old):
         return strategy_by_getattr(editor, old, new)
-    if is_update and isinstance(old.func, cst.Attribute) and dotted(old.func.value) not in editor.state["kwargs"]:
+    if is_update and isinstance(old.func, cst.Attribute) and dotted(old.func.value) not in editor.of(Found).kwargs:
         return None
     args = []
     for before, after in zip(old.args, new.args, strict=True):
@@ -319,7 +328,7 @@ def kwargs_call(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpress
 def kwargs_item(editor: Editor, old: cst.Assign, new: cst.Assign) -> cst.Assign:
     """``kwargs["sharding_strategy"] = ...``."""
     target = old.targets[0].target
-    if not isinstance(target, cst.Subscript) or dotted(target.value) not in editor.state["kwargs"]:
+    if not isinstance(target, cst.Subscript) or dotted(target.value) not in editor.of(Found).kwargs:
         return new
     mapped = map_argument(editor, old, _key_of(target), old.value, new.value)
     if mapped is None:

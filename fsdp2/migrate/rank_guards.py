@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import libcst as cst
 
@@ -16,6 +16,11 @@ from .editor import Editor
 from .names import Names
 from .ranks import Which, asks_for_all_but, asks_for_first, mentions_rank
 from .trees import code
+
+
+@dataclass
+class _Variables:
+    taken: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ def _conjuncts(test: cst.BaseExpression) -> list[cst.BaseExpression]:
 
 
 def _unused(editor: Editor, name: str) -> str:
-    taken = editor.state.setdefault("taken", set())
+    taken = editor.of(_Variables).taken
     text = "\n".join(code(value) for _, value, _ in editor.names.facts.assigned)
     variable = name
     while variable in taken or re.search(rf"\b{variable}\b", text) or variable in editor.names.tags:

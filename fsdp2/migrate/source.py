@@ -84,7 +84,7 @@ def _editor(names: Names, path: Path | None, upstream_too: bool) -> Editor:
     if upstream_too:
         rules.add(upstream.RULES)
     editor = Editor(names, rules)
-    editor.state["path"] = path
+    editor.of(deepspeed.Engine).script = path
     return editor
 
 
@@ -92,8 +92,8 @@ def _prepare(editor: Editor) -> None:
     off = editor.names.off
     if "fsdp1" not in off:
         fsdp1_values.find_borders(editor)
-        editor.state["casts"] = buffers.find_casts(editor, fsdp1_wrap.SIGNATURE, fsdp1_values.PRECISION)
-        editor.state["kwargs"] = fsdp1_wrap.find_kwargs(editor)
+        editor.of(fsdp1_wrap.Found).casts = buffers.find_casts(editor, fsdp1_wrap.SIGNATURE, fsdp1_values.PRECISION)
+        editor.of(fsdp1_wrap.Found).kwargs = fsdp1_wrap.find_kwargs(editor)
         state_dicts.file_wide(editor)
     if "ddp" not in off:
         ddp.find_hooks(editor)

@@ -10,7 +10,7 @@ FSDP1 keeps the kind of state dict on the model. Here it is read from the text: 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import libcst as cst
 
@@ -33,6 +33,16 @@ class Wanted:
     rank0: bool = False
     cpu: bool = False
     optim_rank0: bool = False
+
+
+@dataclass
+class _InForce:
+    """contexts: open ``with`` statements and their kinds, None for ``summon_full_params``. in_file: outside of them. loads: see
+    ``_find_loads``."""
+
+    contexts: list[tuple[cst.With, Wanted | None]] = field(default_factory=list)
+    in_file: Wanted = Wanted()
+    loads: dict[str, tuple[str, str]] | None = None
 
 
 def _wanted(editor: Editor, old: cst.Call) -> Wanted:
@@ -69,7 +79,7 @@ def _config(editor: Editor, node: cst.BaseExpression | None, at: cst.CSTNode) ->
 
 
 def enter_with(editor: Editor, node: cst.With) -> None:
-    contexts = editor.state.setdefault("contexts", [])
+    contexts = editor.of(_InForce).contexts
     for item in node.items:
         if isinstance(item.item, cst.Call):
             made_by = editor.names.origin_of(item.item.func)
@@ -96,7 +106,7 @@ def _asks_inside(editor: Editor, node: cst.With) -> bool:
 
 
 def leave_with(editor: Editor, node: cst.With) -> None:
-    contexts = editor.state.get("contexts", [])
+    contexts = editor.of(_InForce).contexts
     while contexts and contexts[-1][0] is node:
         contexts.pop()
 
@@ -159,17 +169,15 @@ def file_wide(editor: Editor) -> None:
     found = {_wanted(editor, call) for call in calls}
     if len(found) > 1:
         editor.refuse("fsdp1", calls[-1], "set_state_dict_type with several kinds in one file")
-    editor.state["wanted"] = found.pop() if found else Wanted()
+    editor.of(_InForce).in_file = found.pop() if found else Wanted()
 
 
 def _in_force(editor: Editor) -> Wanted | None:
     """None inside of ``summon_full_params``, where parameters are whole."""
-    contexts = editor.state.get("contexts", [])
+    contexts = editor.of(_InForce).contexts
     if not contexts:
-        found: Wanted = editor.state.get("wanted", Wanted())
-        return found
-    wanted: Wanted | None = contexts[-1][1]
-    return wanted
+        return editor.of(_InForce).in_file
+    return contexts[-1][1]
 
 
 # --- models --------------------------------------------------------------------------------------------------------------------
@@ -263,7 +271,10 @@ def _load_optimizer(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExp
         return None
     optimizer, state = code(new.func.value), code(new.args[0].value)
     of_fsdp1 = editor.names.model(("fsdp1",))
-    loads: dict[str, tuple[str, str]] = editor.state.setdefault("optim_loads", _find_loads(editor))
+    here = editor.of(_InForce)
+    if here.loads is None:
+        here.loads = _find_loads(editor)
+    loads = here.loads
     if of_fsdp1:
         if optimizer not in loads:
             return None

@@ -6,6 +6,7 @@ from .clip import clip_grad_norm_, get_total_norm
 from .compiled import compile, uncompile  # noqa: A004 (named after torch.compile)
 from .errors import (
     ArgumentError,
+    ArgumentTypeError,
     CompileError,
     DeviceError,
     FSDPError,
@@ -13,6 +14,7 @@ from .errors import (
     MaterializationError,
     MeshError,
     ModuleError,
+    NotAModuleError,
     OrderError,
     ParameterError,
 )
@@ -31,6 +33,7 @@ from .strategy import accumulate, parallelize
 __all__ = [
     "AllGather",
     "ArgumentError",
+    "ArgumentTypeError",
     "CPUOffloadPolicy",
     "CompileError",
     "DataParallelMeshDims",
@@ -42,6 +45,7 @@ __all__ = [
     "MeshError",
     "MixedPrecisionPolicy",
     "ModuleError",
+    "NotAModuleError",
     "OffloadPolicy",
     "OrderError",
     "ParameterError",

@@ -2,8 +2,8 @@
 
 Every error that a user can cause is one of these and is also a subclass of each built-in exception that PyTorch's own FSDP2
 raises in the cases it covers, so that old ``except`` clauses hold; a test asks FSDP2 case by case (hence the odd bases: there, an
-empty list is an IndexError, a mesh that is a string an AttributeError). It refuses to know any runtime object: a message is
-made of strings.
+empty list is an IndexError). Only what is no module at all, or no mesh or policy, is an AttributeError: ``hasattr`` swallows those. This
+file refuses to know any runtime object: a message is made of strings.
 
     MeshError: [rank 0] fully_shard got a 3-D mesh ('pp', 'dp', 'tp')
       expected: a 1-D mesh (shard) or a 2-D mesh (replicate, shard)
@@ -25,16 +25,24 @@ class FSDPError(Exception):
     """Base of every error that fsdp2 raises because of how it was used."""
 
 
-class ModuleError(FSDPError, ValueError, TypeError, AttributeError, IndexError, AssertionError, RuntimeError):
+class ModuleError(FSDPError, ValueError, TypeError, IndexError, AssertionError, RuntimeError):
     """The thing passed as a module cannot be sharded as asked."""
+
+
+class NotAModuleError(ModuleError, AttributeError):
+    """The thing passed as a module is none. An AttributeError as well, where torch asks it for what only modules have."""
 
 
 class MeshError(FSDPError, ValueError, IndexError, AssertionError):
     """The device mesh does not describe data parallelism."""
 
 
-class ArgumentError(FSDPError, ValueError, TypeError, AttributeError, RuntimeError):
+class ArgumentError(FSDPError, ValueError, TypeError, RuntimeError):
     """An argument has a wrong type or value."""
+
+
+class ArgumentTypeError(ArgumentError, AttributeError):
+    """A mesh or a policy is an object of another kind. An AttributeError as well, where torch asks it for what only those have."""
 
 
 class ParameterError(FSDPError, ValueError, TypeError, AssertionError, RuntimeError):
@@ -75,6 +83,11 @@ class CheckpointError(FSDPError, RuntimeError):
 
 class CompileError(FSDPError, RuntimeError):
     """A model cannot be compiled as it was asked for; the message names the place. The model goes on working eagerly."""
+
+
+def got(caller: str, argument: str, value: Any) -> str:
+    """A headline: ``caller`` got ``argument`` with ``value``, and of which type that is."""
+    return f"{caller} got {argument}={value!r} of type {type(value).__name__}"
 
 
 def meta_error(items: Iterable[str], device: str) -> MaterializationError:

@@ -32,7 +32,7 @@ from .core.iteration.module_state import unit_of
 from .core.iteration.unit import Unit
 from .core.modules.shown_parameters import set_parameter
 from .core.plan.model_axes import own_piece
-from .errors import ArgumentError, MaterializationError, message
+from .errors import ArgumentError, MaterializationError, got, message
 
 RESET_NAMES = ("reset_parameters", "_reset_parameters")
 """Methods by which torch's modules initialise themselves; the second is what MultiheadAttention and Transformer have."""
@@ -110,7 +110,7 @@ def _check_arguments(model: Any, init_fn: Any) -> None:
     if init_fn is not None and not callable(init_fn):
         raise ArgumentError(
             message(
-                f"materialize got init_fn={init_fn!r} of type {type(init_fn).__name__}",
+                got("materialize", "init_fn", init_fn),
                 expected="a function of one nn.Module, or None",
                 fix="for instance init_fn=lambda module: ...",
             )

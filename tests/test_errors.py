@@ -24,6 +24,7 @@ from torch.distributed.tensor import Replicate, Shard
 import fsdp2
 from fsdp2 import (
     ArgumentError,
+    ArgumentTypeError,
     CPUOffloadPolicy,
     DeviceError,
     FSDPError,
@@ -32,6 +33,7 @@ from fsdp2 import (
     MeshError,
     MixedPrecisionPolicy,
     ModuleError,
+    NotAModuleError,
     OrderError,
     ParameterError,
     fully_shard,
@@ -85,19 +87,19 @@ def with_sparse() -> nn.Module:
 
 CASES = [
     # what is to be sharded
-    Case("a tensor", ModuleError, lambda module: torch.ones(2)),
-    Case("None", ModuleError, lambda module: None),
-    Case("a class", ModuleError, lambda module: nn.Linear),
-    Case("a string", ModuleError, lambda module: "model"),
-    Case("a function", ModuleError, lambda module: module.forward),
-    Case("a dict", ModuleError, lambda module: dict(module.named_children())),
-    Case("a generator", ModuleError, lambda module: module.children()),
-    Case("a set", ModuleError, lambda module: set(module), torch_takes_it="shards it, in an order that differs between ranks"),
+    Case("a tensor", NotAModuleError, lambda module: torch.ones(2)),
+    Case("None", NotAModuleError, lambda module: None),
+    Case("a class", NotAModuleError, lambda module: nn.Linear),
+    Case("a string", NotAModuleError, lambda module: "model"),
+    Case("a function", NotAModuleError, lambda module: module.forward),
+    Case("a dict", NotAModuleError, lambda module: dict(module.named_children())),
+    Case("a generator", NotAModuleError, lambda module: module.children()),
+    Case("a set", NotAModuleError, lambda module: set(module), torch_takes_it="shards it, in an order that differs between ranks"),
     Case("an empty list", ModuleError, lambda module: []),
     Case("an empty tuple", ModuleError, lambda module: ()),
-    Case("a list with a number", ModuleError, lambda module: [module[0], 3]),
-    Case("a list with None", ModuleError, lambda module: [None, module[0]]),
-    Case("a list in a list", ModuleError, lambda module: [[module[0]]]),
+    Case("a list with a number", NotAModuleError, lambda module: [module[0], 3]),
+    Case("a list with None", NotAModuleError, lambda module: [None, module[0]]),
+    Case("a list in a list", NotAModuleError, lambda module: [[module[0]]]),
     Case("the same module twice in a list", ModuleError, lambda module: [module[0], module[0]]),
     Case("a ModuleList", ModuleError, lambda module: module, make=lambda: nn.ModuleList(net())),
     Case("a ModuleDict", ModuleError, lambda module: module, make=lambda: nn.ModuleDict({"a": net()})),
@@ -110,10 +112,10 @@ CASES = [
     ),
     Case("a scripted module", ModuleError, make=lambda: torch.jit.script(net())),
     # the mesh
-    Case("a mesh that is a string", ArgumentError, options=options(mesh="dp")),
-    Case("a mesh that is a number", ArgumentError, options=options(mesh=4)),
-    Case("a mesh that is a process group", ArgumentError, options=lambda module: {"mesh": dist.group.WORLD}),
-    Case("a mesh that is False", ArgumentError, options=options(mesh=False), torch_takes_it="takes all ranks"),
+    Case("a mesh that is a string", ArgumentTypeError, options=options(mesh="dp")),
+    Case("a mesh that is a number", ArgumentTypeError, options=options(mesh=4)),
+    Case("a mesh that is a process group", ArgumentTypeError, options=lambda module: {"mesh": dist.group.WORLD}),
+    Case("a mesh that is False", ArgumentTypeError, options=options(mesh=False), torch_takes_it="takes all ranks"),
     # reshard_after_forward
     *(
         Case(f"reshard_after_forward={bad!r}", ArgumentError, options=options(reshard_after_forward=bad))
@@ -135,11 +137,11 @@ CASES = [
     Case("shard_placement_fn that is a placement", ArgumentError, options=options(shard_placement_fn=Shard(1))),
     Case("shard_placement_fn that is a dict", ArgumentError, options=options(shard_placement_fn={"weight": Shard(1)})),
     # policies
-    Case("mp_policy None", ArgumentError, options=options(mp_policy=None)),
-    Case("mp_policy that is a dtype", ArgumentError, options=options(mp_policy=torch.bfloat16)),
+    Case("mp_policy None", ArgumentTypeError, options=options(mp_policy=None)),
+    Case("mp_policy that is a dtype", ArgumentTypeError, options=options(mp_policy=torch.bfloat16)),
     Case(
         "mp_policy that is a class",
-        ArgumentError,
+        ArgumentTypeError,
         options=options(mp_policy=torch_fsdp.MixedPrecisionPolicy),
         torch_takes_it="reads the class's defaults",
     ),
@@ -665,3 +667,9 @@ def test_text_for_meta_parameters(mesh):
   expected: storage on cpu
   fix:      call fsdp2.materialize(model), or model.to_empty(device="cpu") and initialise, or load a checkpoint""",
     )
+
+
+def test_hasattr_swallows_no_error_but_that_of_a_thing_of_another_kind():
+    """``hasattr`` takes an AttributeError for a no; a mistake that a property finds must come through it."""
+    swallowed = {each.__name__ for each in vars(fsdp2.errors).values() if isinstance(each, type) and issubclass(each, AttributeError)}
+    assert swallowed == {"NotAModuleError", "ArgumentTypeError"}

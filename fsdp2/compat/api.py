@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..errors import ArgumentError, message
+from ..errors import ArgumentError, got, message
 
 
 class ShardingStrategy(Enum):
@@ -159,7 +159,7 @@ def member(kind: type[_Member], value: Any, argument: str) -> _Member:
         return kind[value.name]
     raise ArgumentError(
         message(
-            f"FSDP got {argument}={value!r} of type {type(value).__name__}",
+            got("FSDP", argument, value),
             expected=f"a {kind.__name__}: {', '.join(kind.__members__)}",
             fix=f"for instance {argument}={next(iter(kind))}",
         )

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..core.iteration.module_state import unit_of
-from ..errors import ArgumentError, ModuleError, message
+from ..errors import ArgumentError, ModuleError, got, message
 from ..grouping.tree import CONTAINERS, OPAQUE
 from .api import MixedPrecision
 
@@ -55,7 +55,7 @@ def chosen_modules(
     else:
         raise ArgumentError(
             message(
-                f"FSDP got auto_wrap_policy={policy!r} of type {type(policy).__name__}",
+                got("FSDP", "auto_wrap_policy", policy),
                 expected="a function (module, recurse, nonwrapped_numel) -> bool, a ModuleWrapPolicy, or a CustomPolicy",
                 fix="for instance ModuleWrapPolicy({Block})",
             )

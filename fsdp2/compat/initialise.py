@@ -16,7 +16,7 @@ from ..core.group.param import sharded_from
 from ..core.modules.walk import all_names
 from ..core.plan.mesh import DataParallelMesh
 from ..core.setup.build import managed_modules
-from ..errors import ArgumentError, MaterializationError, message
+from ..errors import ArgumentError, MaterializationError, got, message
 from ..strategies.same_start import broadcast
 
 
@@ -73,7 +73,7 @@ def materialize_own(own: Own, param_init_fn: Callable[[nn.Module], None] | None,
     if param_init_fn is not None and not callable(param_init_fn):
         raise ArgumentError(
             message(
-                f"FSDP got param_init_fn={param_init_fn!r} of type {type(param_init_fn).__name__}",
+                got("FSDP", "param_init_fn", param_init_fn),
                 expected="a function of a module that gives its own tensors values",
                 fix="for instance lambda module: module.to_empty(device=device, recurse=False)",
             )

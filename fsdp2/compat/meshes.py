@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..core import torch_compat as compat
 from ..core.plan.mesh import DataParallelMesh, data_parallel_mesh
-from ..errors import ArgumentError, MeshError, message
+from ..errors import ArgumentError, MeshError, got, message
 from ..strategies.strategy_mesh import node_size
 from .api import ShardingStrategy
 
@@ -64,7 +64,7 @@ def _checked_mesh(mesh: Any, strategy: ShardingStrategy) -> DeviceMesh:
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentError(
             message(
-                f"FSDP got device_mesh={mesh!r} of type {type(mesh).__name__}",
+                got("FSDP", "device_mesh", mesh),
                 expected="a torch.distributed.device_mesh.DeviceMesh",
                 fix="build one with init_device_mesh",
             )
@@ -155,7 +155,7 @@ def read_device(device_id: Any, device_mesh: Any, tensors: Iterable[torch.Tensor
     if device_id is not None:
         raise ArgumentError(
             message(
-                f"FSDP got device_id={device_id!r} of type {type(device_id).__name__}",
+                got("FSDP", "device_id", device_id),
                 expected="an int or a torch.device",
                 fix="for instance device_id=torch.cuda.current_device(), without quotation marks and with parentheses",
             )

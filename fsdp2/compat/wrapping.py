@@ -15,7 +15,7 @@ from ..core.iteration.module_state import unit_of
 from ..core.modules.sharded_class import sharded_class, swap_class
 from ..core.setup.arguments import check_policies, checked_modules
 from ..core.setup.build import build_unit
-from ..errors import ArgumentError, message
+from ..errors import ArgumentError, got, message
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .api import BackwardPrefetch, MixedPrecision, ShardingStrategy, member
 from .auto_wrap import chosen_modules
@@ -119,7 +119,7 @@ def _read_mixed_precision(given: Any) -> MixedPrecision | None:
     if isinstance(given, type) or not all(hasattr(given, name) for name in names):
         raise ArgumentError(
             message(
-                f"FSDP got mixed_precision={given!r} of type {type(given).__name__}",
+                got("FSDP", "mixed_precision", given),
                 expected="a MixedPrecision, or None",
                 fix="MixedPrecision(param_dtype=torch.bfloat16)",
             )
@@ -142,7 +142,7 @@ def _policies(mixed_precision: MixedPrecision | None, options: Options) -> tuple
     if not (isinstance(offload, bool) or options.cpu_offload is None):
         raise ArgumentError(
             message(
-                f"FSDP got cpu_offload={options.cpu_offload!r} of type {type(options.cpu_offload).__name__}",
+                got("FSDP", "cpu_offload", options.cpu_offload),
                 expected="a CPUOffload, or None",
                 fix="CPUOffload(offload_params=True)",
             )

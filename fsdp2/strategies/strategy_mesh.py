@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..core import torch_compat as compat
-from ..errors import ArgumentError, MeshError, OrderError, message
+from ..errors import ArgumentError, MeshError, OrderError, got, message
 
 AXES = ("replicate", "shard")
 
@@ -142,7 +142,7 @@ def checked_mesh(mesh: Any) -> DeviceMesh:
         return mesh
     raise ArgumentError(
         message(
-            f"parallelize got mesh={mesh!r} of type {type(mesh).__name__}",
+            got("parallelize", "mesh", mesh),
             expected="a torch.distributed.device_mesh.DeviceMesh or None",
             fix="build one with init_device_mesh(device_type, (world_size,)), or leave it out",
         )

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate
 
-from ...errors import ArgumentError, MeshError, message
+from ...errors import ArgumentError, ArgumentTypeError, MeshError, got, message
 from .. import torch_compat as compat
 
 
@@ -110,9 +110,9 @@ def read_mesh(mesh: DeviceMesh | None, dims: Any = None) -> DataParallelMesh:
     if mesh is None:
         mesh = world_mesh()
     if not isinstance(mesh, DeviceMesh):
-        raise ArgumentError(
+        raise ArgumentTypeError(
             message(
-                f"fully_shard got mesh={mesh!r} of type {type(mesh).__name__}",
+                got("fully_shard", "mesh", mesh),
                 expected="a torch.distributed.device_mesh.DeviceMesh or None",
                 fix="build one with init_device_mesh(device_type, (world_size,))",
             )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import ArgumentError, ModuleError, OrderError, message
+from ...errors import ArgumentError, ArgumentTypeError, ModuleError, NotAModuleError, OrderError, got, message
 from ...policy import AllGather, ReduceScatter
 from .. import torch_compat as compat
 from ..comm.communicators import ProcessGroupAllGather, ProcessGroupReduceScatter, SymmetricAllGather, SymmetricReduceScatter
@@ -24,7 +24,7 @@ from ..plan.mesh import DataParallelMesh
 def checked_modules(module: Any) -> list[nn.Module]:
     modules = [module] if isinstance(module, nn.Module) else module
     if not isinstance(modules, (list, tuple)):
-        raise ModuleError(
+        raise NotAModuleError(
             message(
                 f"fully_shard got an object of type {type(module).__name__}: {short(module)}",
                 expected="an nn.Module or a list of them (in an order that is the same on all ranks)",
@@ -37,7 +37,7 @@ def checked_modules(module: Any) -> list[nn.Module]:
         )
     for each in modules:
         if not isinstance(each, nn.Module):
-            raise ModuleError(
+            raise NotAModuleError(
                 message(
                     f"fully_shard got a list with an object of type {type(each).__name__}: {short(each)}",
                     expected="a list of nn.Module",
@@ -90,7 +90,7 @@ def checked_modules(module: Any) -> list[nn.Module]:
 def check_policies(mp_policy: Any, offload_policy: Any, ignored_params: Any) -> None:
     fields = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if isinstance(mp_policy, type) or any(not hasattr(mp_policy, field) for field in fields):
-        raise ArgumentError(
+        raise ArgumentTypeError(
             message(
                 f"fully_shard got mp_policy={mp_policy!r}",
                 expected="a MixedPrecisionPolicy (of fsdp2 or torch.distributed.fsdp)",
@@ -100,7 +100,7 @@ def check_policies(mp_policy: Any, offload_policy: Any, ignored_params: Any) -> 
     if not (offload_policy is None or any(base.__name__ == "OffloadPolicy" for base in type(offload_policy).__mro__)):
         raise ArgumentError(
             message(
-                f"fully_shard got offload_policy={offload_policy!r} of type {type(offload_policy).__name__}",
+                got("fully_shard", "offload_policy", offload_policy),
                 expected="an OffloadPolicy (of fsdp2 or torch.distributed.fsdp), or None",
                 fix="pass CPUOffloadPolicy() to offload, or leave it out",
             )
@@ -146,7 +146,7 @@ def check_placement_fn(shard_placement_fn: Any) -> None:
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise ArgumentError(
             message(
-                f"fully_shard got shard_placement_fn={shard_placement_fn!r} of type {type(shard_placement_fn).__name__}",
+                got("fully_shard", "shard_placement_fn", shard_placement_fn),
                 expected="a function from an nn.Parameter to a Shard or None",
                 fix="for instance shard_placement_fn=lambda param: Shard(1)",
             )

@@ -15,7 +15,7 @@ FEATURES = (
     "kinds", "frozen", "ignored", "extension", "float32", "tied", "borrows", "times", "checkpoint", "skip", "detach", "in_place",
     "container", "method", "hook", "stored", "lists", "reshard", "placement", "precision", "offload", "replicate", "micros", "forwards",
     "sync", "kept", "input_grad", "toggle", "evaluate", "look", "write", "unshard", "failure", "clip", "heads", "ignores", "in_hooks",
-    "unused", "communication", "prefetch", "roots",
+    "unused", "communication", "prefetch", "roots", "again", "penalty", "load", "some",
 )  # fmt: skip
 
 
@@ -28,7 +28,7 @@ class _Drawing:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.random = random.Random(seed)
-        self.has = set(self.random.sample(FEATURES, self.random.randint(2, 14)))
+        self.has = set(self.random.sample(FEATURES, self.random.randint(2, 18)))
         self.names = (f"{a}{b}" for b in ("", "2", "3") for a in "abcdefghijklmnopqrstuvwxyz")
 
     def chance(self, feature: str, probability: float = 0.35) -> bool:
@@ -79,7 +79,7 @@ class _Drawing:
         name = next(self.names)
         children: tuple[Node, ...] = ()
         if is_leaf:
-            kind = choice(LEAVES) if "kinds" in self.has else choice(("linear", "bare"))
+            kind = choice(LEAVES[:-1]) if "kinds" in self.has else choice(("linear", "bare"))
         else:
             kind = choice(("chain", "residual", "sum"))
             children = tuple(self.node(depth + 1, options) for _ in range(self.random.randint(1, 3 if depth == 1 else 2)))
@@ -100,7 +100,7 @@ class _Drawing:
             times=choice((2, 2, 3)) if chance("times") else 1,
             checkpoint=choice(("reentrant", "saved")) if chance("checkpoint", 0.4) else "",
             skip=choice(("step", "micro", "rank")) if chance("skip") else "",
-            detach=choice(("input", "output", "cut")) if chance("detach", 0.25) else "",
+            detach=choice(("input", "output", "no_grad", "cut")) if chance("detach", 0.25) else "",
             in_place=choice(("output", "view")) if chance("in_place", 0.4) else "",
             container=choice(("tuple", "list", "dict", "named", "record", "nested", "keyword")) if chance("container", 0.5) else "",
             method=chance("method", 0.4),
@@ -155,7 +155,11 @@ class _Drawing:
             if self.chance("tied", 0.4):
                 root = _changed(root, name, tied_to=self.random.choice(weighted[: weighted.index(name)]))
         for node, _ in walk(program.root):
-            if node.kind in LEAVES and weighted and self.chance("borrows", 0.4):
+            if node.kind in LEAVES and self.chance("again", 0.5):
+                named = [each.name for each, _ in walk(program.root) if each.unit is not None and each.name != "root"]
+                if named and node.unit is None:
+                    root = _changed(root, node.name, kind="again", borrows=self.random.choice(named))
+            elif node.kind in LEAVES and weighted and self.chance("borrows", 0.4):
                 root = _changed(root, node.name, borrows=self.random.choice(weighted))
         return replace(program, root=root)
 
@@ -188,6 +192,7 @@ class _Drawing:
             forwards=forwards,
             order=choice(("each", "sum", "fifo", "lifo")),
             input_grad=chance("input_grad", 0.6),
+            penalty=chance("penalty", 0.5),
             failure=failure,
         )
 
@@ -207,6 +212,10 @@ class _Drawing:
             found.append(Action("write"))
         if chance("unshard") and sharded:
             found.append(Action(choice(("unshard", "unshard_later", "reshard")), choice(sharded)))
+        if chance("load", 0.4):
+            found.append(Action(choice(("load", "apply"))))
+        if chance("some", 0.5) and sharded:
+            found.append(Action(choice(("unsync", "keep")), choice(sharded)))
         if chance("write", 0.1):
             found.append(Action("zero_grad"))
         return tuple(found)

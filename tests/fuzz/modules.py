@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -171,7 +172,7 @@ class Part(nn.Module):
         if node.kind == "heads":
             return self._heads(x)
         y = self._leaf(x) if node.kind in LEAVES else self._composite(x)
-        if node.borrows:
+        if node.borrows and node.kind != "again":
             y = y + _linear(x.tanh(), state.parts[node.borrows].weight, None)
         if fails:
             y = Raising.apply(y)
@@ -200,6 +201,8 @@ class Part(nn.Module):
         kind = self.node.kind
         if kind == "idle":
             return x
+        if kind == "again":
+            return _plainly(self.state.parts[self.node.borrows], x)
         weight = self.weight
         given, x = x, x.to(weight.dtype)
         if kind in ("linear", "bare"):
@@ -263,13 +266,12 @@ def called(child: Part, x: Tensor) -> Tensor:
 
 def _called_once(child: Part, x: Tensor) -> Tensor:
     node = child.node
-    method: Callable[..., Any] = child.other if node.method else child
     given = x.detach() if node.detach in ("input", "cut") else x
-
-    def run(value: Tensor) -> Tensor:
-        args, kwargs = packed(value, node.container)
-        return unpacked(method(*args, **kwargs))
-
+    run = functools.partial(_plainly, child)
+    if node.detach == "no_grad":
+        with torch.no_grad():
+            y = run(given)
+        return y + x
     if node.checkpoint:
         if node.checkpoint == "reentrant" and torch.is_grad_enabled() and not given.requires_grad:
             given = given.detach().requires_grad_()  # without it, such a checkpoint has no backward
@@ -285,6 +287,13 @@ def _called_once(child: Part, x: Tensor) -> Tensor:
     elif node.detach == "output":
         y = y.detach() + x
     return y
+
+
+def _plainly(child: Part, x: Tensor) -> Tensor:
+    """A call of the module alone, with its container around the tensor."""
+    method: Callable[..., Any] = child.other if child.node.method else child
+    args, kwargs = packed(x, child.node.container)
+    return unpacked(method(*args, **kwargs))
 
 
 def build(program: Program, state: State) -> Part:

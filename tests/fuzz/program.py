@@ -50,7 +50,10 @@ class Unit(_Short):
 
 @dataclass(frozen=True, repr=False)
 class Node(_Short):
-    """One module, and how its parent calls it. Leaves hold parameters; "chain", "residual", "sum" and "heads" hold children."""
+    """One module, and how its parent calls it. Leaves hold parameters; "chain", "residual", "sum" and "heads" hold children.
+
+    "again" holds nothing: it calls a module that is elsewhere in the tree.
+    """
 
     name: str
     kind: str = "chain"
@@ -62,12 +65,12 @@ class Node(_Short):
     extension: bool = False
     float32: bool = False
     tied_to: str = ""  # its weight is that module's
-    borrows: str = ""  # its forward uses that module's weight, too
+    borrows: str = ""  # its forward uses that module's weight, too; "again": the module that it calls
     # how it is called
     times: int = 1
     checkpoint: str = ""  # "reentrant", "saved"
     skip: str = ""  # left out in odd steps ("step"), micro-batches ("micro"), on odd ranks ("rank")
-    detach: str = ""  # "input", "output": beside a path that is not detached; "cut": without one
+    detach: str = ""  # "input", "output", "no_grad": beside a path that is not detached; "cut": without one
     in_place: str = ""  # what is changed: its "output", a "view" of it
     container: str = ""  # of its input and output
     method: bool = False  # another method than forward is called
@@ -106,6 +109,7 @@ class Micro(_Short):
     forwards: int = 1
     order: str = "each"  # "each": forward, backward, forward, ...; "sum": one backward; "fifo", "lifo": forwards first
     input_grad: bool = False
+    penalty: bool = False  # the loss holds the gradient of the input, too
     failure: Failure | None = None
 
 
@@ -139,7 +143,7 @@ class Program(_Short):
 
 # --- looking at programs -------------------------------------------------------------------------------------------------------
 
-LEAVES = ("linear", "bare", "mlp", "norm", "scalar", "table", "turned", "conv", "idle")
+LEAVES = ("linear", "bare", "mlp", "norm", "scalar", "table", "turned", "conv", "idle", "again")
 WITH_WEIGHT = ("linear", "bare")  # a (dim, dim) ``weight``, which others may be tied to or borrow
 
 
@@ -226,7 +230,7 @@ def tidy(program: Program) -> Program:
         program = replace(program, unused=True)
     steps = tuple(_tidy_step(step, program) for step in program.steps)
     single = all(len(s.micros) == 1 and s.micros[0].forwards == 1 and s.micros[0].failure is None for s in steps)
-    plain = program.losses == "sum" and not any(s.clip for s in steps)
+    plain = program.losses == "sum" and not any(s.clip or s.micros[0].penalty for s in steps)
     if program.in_hooks and not (single and plain and not any(node.ignored for node, _ in walk(program.root))):
         program = replace(program, in_hooks=False)
     return replace(program, steps=steps)
@@ -241,9 +245,11 @@ def _size(shape: tuple[int, ...]) -> int:
 
 def _tidy_node(node: Node, above: tuple[Node, ...], program: Program, known: dict[str, Node], seen: list[str]) -> Node:
     is_leaf = node.kind in LEAVES
+    if not is_leaf or node.kind in ("idle", "again"):
+        node = replace(node, in_place="")
     if not is_leaf or node.kind == "idle":
-        node = replace(node, in_place="", borrows="")
-    if not is_leaf:
+        node = replace(node, borrows="")
+    if not is_leaf or node.kind == "again":
         node = replace(node, frozen=False, ignored=False, extension=False, float32=False, tied_to="")
     if not above:
         node = replace(node, times=1, checkpoint="", skip="", detach="", container="", method=False, stored=False, hook="")
@@ -257,9 +263,15 @@ def _tidy_node(node: Node, above: tuple[Node, ...], program: Program, known: dic
         or any(each.extension or each.ignored or each.float32 or each.frozen for each in (node, tied))
     ):
         node = replace(node, tied_to="")
+    if node.kind == "again" and not _may_be_called(node, above, known.get(node.borrows), program):
+        node = replace(node, kind="bare", borrows="")
+    if node.kind == "again" and node.skip == "rank":
+        node = replace(node, skip="")
     lent = known.get(node.borrows)
     lends = lent is not None and lent.name != node.name and lent.kind in WITH_WEIGHT
-    if lent is None or not lends or lent.tied_to or lent.extension or lent.ignored or not _holds(node, above, lent, program):
+    if node.kind == "again":
+        pass
+    elif lent is None or not lends or lent.tied_to or lent.extension or lent.ignored or not _holds(node, above, lent, program):
         node = replace(node, borrows="")
     if node.kind not in ("linear", "bare", "mlp"):
         node = replace(node, extension=False)
@@ -298,11 +310,25 @@ def _holds(node: Node, above: tuple[Node, ...], lent: Node, program: Program) ->
     return False
 
 
+def _may_be_called(node: Node, above: tuple[Node, ...], other: Node | None, program: Program) -> bool:
+    """Whether ``other`` is a unit of its own, below the same root, that doesn't come back to ``node``."""
+    if other is None or other.unit is None or other.unit.label or node.unit is not None or program.ignores:
+        return False
+    if any(each.name == other.name for each in above) or any(each.kind == "again" for each, _ in walk(other)):
+        return False
+    path = path_to(program, other.name)
+    if any(each.skip == "rank" for each in (*above, *path)):
+        return False
+    roots = [next((each.name for each in nodes if each.unit is not None), "") for nodes in (above, path)]
+    return roots[0] == roots[1] != ""
+
+
 def _tidy_step(step: Step, program: Program) -> Step:
     micros = step.micros or (Micro(),)
     names = nodes(program)
     sharded = {node.name for _, members in units(program) for node in members}
     plain = all(micro.sync and micro.all_reduce for micro in micros)
+    plain = plain and not any(action.kind == "unsync" for micro in micros for action in micro.actions)
     tidied = []
     for index, micro in enumerate(micros):
         is_last = index == len(micros) - 1
@@ -318,13 +344,18 @@ def _tidy_step(step: Step, program: Program) -> Step:
                 continue
             if action.kind in ("freeze", "thaw") and action.node not in names:
                 continue
-            if action.kind in ("unshard", "reshard") and action.node not in sharded:
+            if action.kind in ("unsync", "keep") and (is_last or not micro.sync):
+                continue
+            if action.kind in ("unshard", "unshard_later", "reshard", "unsync", "keep") and action.node not in sharded:
                 continue
             if action.kind == "write" and index:
                 continue
             if action.rank is not None and action.rank >= program.world:
                 action = replace(action, rank=0)
             actions.append(action)
+        if micro.penalty and any(node.checkpoint or node.hook == "backward" for node in names.values()):
+            micro = replace(micro, penalty=False)
+        micro = replace(micro, input_grad=micro.input_grad or micro.penalty)
         failure = micro.failure
         if failure is not None and (failure.node not in names or any(other.failure for other in micros[:index])):
             failure = None

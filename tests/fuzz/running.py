@@ -19,6 +19,7 @@ from fuzz.program import Failure, Micro, Program, Step, walk
 from fuzz.sharding import shard
 
 LR = 0.1
+LATE = ("unsync", "keep")  # actions that change one unit, after what is set for all of them
 Grads = dict[str, Tensor | None]
 
 
@@ -83,13 +84,16 @@ class Runner:
 
     def micro(self, micro: Micro, own: list[tuple[str, Tensor | None]]) -> None:
         for action in micro.actions:
-            if action.rank is None or action.rank == self.state.rank:
+            if action.kind not in LATE and (action.rank is None or action.rank == self.state.rank):
                 getattr(self, action.kind)(action.node, own)
         for root in self.roots:
             root.set_requires_gradient_sync(micro.sync)
             if not micro.all_reduce:
                 root.set_requires_all_reduce(False)
             root.set_reshard_after_backward(micro.reshard)
+        for action in micro.actions:
+            if action.kind in LATE:
+                getattr(self, action.kind)(action.node, own)
         losses: list[Tensor] = []
         inputs: list[Tensor] = []
         for number in range(micro.forwards):
@@ -97,7 +101,7 @@ class Runner:
             if micro.input_grad:
                 x.requires_grad_()
             inputs.append(x)
-            losses.append(self.loss(x, own, number))
+            losses.append(self.loss(x, own, number, micro.penalty))
             if micro.order == "each":
                 self.backward(losses.pop(), micro, is_last=number == micro.forwards - 1)
         if micro.order == "sum":
@@ -112,7 +116,7 @@ class Runner:
         seed = (((self.program.seed * 31 + state.step) * 31 + state.micro) * 31 + number) * 31 + state.rank
         return torch.randn(3, self.program.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
-    def loss(self, x: Tensor, own: list[tuple[str, Tensor | None]], number: int) -> Tensor:
+    def loss(self, x: Tensor, own: list[tuple[str, Tensor | None]], number: int, penalty: bool = False) -> Tensor:
         """Forward, and what backward is called on; more than one loss is put into one tensor."""
         for part in self.state.parts.values():
             part.aux = None
@@ -126,6 +130,9 @@ class Runner:
             left_out = 1 + (self.state.rank + self.state.step) % (len(outputs) - 1)
             losses[left_out] = losses[left_out].detach()
         losses[0] = losses[0] + sum(part.aux for part in self.state.parts.values() if part.aux is not None)
+        if penalty and sum(losses).requires_grad:
+            (grad,) = torch.autograd.grad(sum(losses), x, create_graph=True, allow_unused=True)
+            losses[0] = losses[0] + (0.0 if grad is None else grad.square().sum())
         return torch.stack(losses)
 
     def backward(self, losses: Tensor, micro: Micro, is_last: bool) -> None:
@@ -197,6 +204,21 @@ class Runner:
     def reshard(self, node: str, own: Any) -> None:
         if self.roots:
             self.state.parts[node].reshard()
+
+    def load(self, node: str, own: Any) -> None:
+        self.model.load_state_dict({name: value.detach().clone() for name, value in self.model.state_dict().items()})
+
+    def apply(self, node: str, own: Any) -> None:
+        """What moves and casts modules, though nothing is moved or cast."""
+        self.model._apply(lambda tensor: tensor)
+
+    def unsync(self, node: str, own: Any) -> None:
+        if self.roots:
+            self.state.parts[node].set_requires_gradient_sync(False, recurse=False)
+
+    def keep(self, node: str, own: Any) -> None:
+        if self.roots:
+            self.state.parts[node].set_reshard_after_backward(False, recurse=False)
 
     def zero_grad(self, node: str, own: Any) -> None:
         if self.state.micro == 0:

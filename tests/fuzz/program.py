@@ -275,8 +275,7 @@ def _tidy_node(node: Node, above: tuple[Node, ...], program: Program, known: dic
         node = replace(node, borrows="")
     if node.kind not in ("linear", "bare", "mlp"):
         node = replace(node, extension=False)
-    if program.ignores and any(each.name == child.name for child in program.root.children[1:] for each in (*above, node)):
-        # Whether a backward recomputes such a segment is known to its own rank only.
+    if program.ignores:  # no rank knows which segments the others recompute
         node = replace(node, checkpoint=node.checkpoint.replace("reentrant", "saved"))
     if node.ignored or node.float32:
         node = replace(node, extension=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fuzz.program import Program, nodes
+
 DOCUMENTED = {
     "OrderError: the root of a forward is a list of modules": "fully_shard: a root is one module",
     "OrderError: {} is tied to parameters that belong to a module outside of the root": "compatibility.md: ties",
@@ -12,10 +14,19 @@ DOCUMENTED = {
     "ParameterError: {} is tied to {}, which an earlier fully_shard call took with another placement": "compatibility.md: ties",
 }
 
+WHERE_RANKS_DIFFER = {
+    "OrderError: {} units are not in the same backward on all ranks": "compatibility.md: units that some ranks leave out",
+}
 
-def is_documented(headline: str) -> bool:
-    """Whether an error that begins so is one of those."""
-    return any(_fits(headline, known) for known in DOCUMENTED)
+
+def is_documented(headline: str, program: Program) -> bool:
+    """Whether an error that begins so is one of those, and ``program`` does what it is about."""
+    known = [*DOCUMENTED, *(WHERE_RANKS_DIFFER if _differs_between_ranks(program) else [])]
+    return any(_fits(headline, each) for each in known)
+
+
+def _differs_between_ranks(program: Program) -> bool:
+    return program.ignores or any(node.skip == "rank" for node in nodes(program).values())
 
 
 def _fits(headline: str, known: str) -> bool:

@@ -71,7 +71,10 @@ def test_a_hang_is_a_fault_that_shows_stacks():
     assert "planted_faults.py" in result.text
 
 
-def test_refusals_are_known_by_their_beginning():
-    assert is_documented("OrderError: the root of a forward is a list of modules: ['A', 'B']")
-    assert is_documented("OrderError: b.c is tied to parameters that belong to a module outside of the root: ['weight']")
-    assert not is_documented("OrderError: something else")
+def test_refusals_are_known_by_their_beginning_and_by_what_the_program_does():
+    assert is_documented("OrderError: the root of a forward is a list of modules: ['A', 'B']", SHARDED)
+    assert is_documented("OrderError: b.c is tied to parameters that belong to a module outside of the root: ['weight']", SHARDED)
+    assert not is_documented("OrderError: something else", SHARDED)
+    differing = replace(SHARDED, root=replace(SHARDED.root, children=(Node("a", "linear", skip="rank"),)))
+    assert is_documented("OrderError: 2 units are not in the same backward on all ranks", differing)
+    assert not is_documented("OrderError: 2 units are not in the same backward on all ranks", SHARDED)

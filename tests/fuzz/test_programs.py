@@ -13,7 +13,7 @@ from fuzz.refusals import is_documented
 
 NUM_QUICK, NUM_SLOW = 10, 300
 FAULTS = {
-    7: "a unit that is called twice, differentiated twice, then one backward for each loss: freed parameters are used, an error of torch",
+    7: "a unit that is called twice, differentiated twice, then one backward for each loss: torch raises, of freed parameters",
 }
 """Seeds whose programs are known to fail, until that is mended (strict: then the test says so)."""
 

@@ -29,6 +29,7 @@ SCRIPTS = (
     "strategies",
     "import_time",
     "load_safetensors",
+    "checkpoints",
 )
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .failure import failure
-from .hf_folder import INDEX, SINGLE, read_index
+from .hf_folder import INDEX, INDEX_DIGEST, SINGLE, digest_of, read_index
 from .safetensors_format import with_digests
 
 UNCHANGED = "make room, or choose another folder; the earlier checkpoint is unchanged"
@@ -199,7 +199,8 @@ def commit(folder: Path, names: Names, nbytes: Sequence[int], weight_map: Mappin
 
 def _commit_several(folder: Path, names: Names, weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
     index = folder / f".{INDEX}.{names.token}.tmp"
-    text = json.dumps({"metadata": dict(metadata), "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
+    told = {**metadata, INDEX_DIGEST: digest_of(weight_map)}
+    text = json.dumps({"metadata": told, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
     done: list[Path] = []
     try:
         file = NewFile(index, text.encode())

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
 
 from .failure import failure
 from .lazy import Stored
@@ -115,19 +117,24 @@ def _find(path: Path) -> Path:
     )
 
 
+INDEX_DIGEST = "fsdp2_crc32"
+"""In an index's metadata: what ``digest_of`` its weight_map was when it was written."""
+
+
+def digest_of(weight_map: Mapping[str, str]) -> str:
+    """The CRC-32 of names and files: an index that has lost a key is an index still."""
+    return f"{zlib.crc32(json.dumps(sorted(weight_map.items())).encode()):08x}"
+
+
+def told_digest(path: Path) -> str | None:
+    """What an index that ``read_index`` reads says of itself."""
+    metadata = _fields(path).get("metadata")
+    return str(metadata[INDEX_DIGEST]) if isinstance(metadata, dict) and INDEX_DIGEST in metadata else None
+
+
 def read_index(path: Path) -> dict[str, str]:
     """Key to name of its file, all of which are names inside the folder. Raises: CheckpointError"""
-    try:
-        with open_regular(path) as file:
-            text = file.read(MAX_HEADER_NBYTES + 1)
-        if len(text) > MAX_HEADER_NBYTES:
-            raise ValueError(f"it has more than {MAX_HEADER_NBYTES} bytes")
-        fields = json.loads(text.decode("utf-8"), object_pairs_hook=without_duplicates)
-    except OSError as error:
-        raise failure(f"{path} cannot be read: {error.strerror or error}", expected="a readable file", file=path) from error
-    except (ValueError, RecursionError) as error:
-        raise failure(f"{path} is corrupt: {error}", expected="a JSON object in UTF-8", file=path) from error
-    weight_map = fields.get("weight_map") if isinstance(fields, dict) else None
+    weight_map = _fields(path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise failure(f"{path} has no weight_map of keys to files", expected='{"weight_map": {"<key>": "<file>"}}', file=path)
     outside = {key: name for key, name in weight_map.items() if not is_inside(name)}
@@ -141,6 +148,21 @@ def read_index(path: Path) -> dict[str, str]:
             key=next(iter(outside)),
         )
     return weight_map
+
+def _fields(path: Path) -> dict[str, Any]:
+    try:
+        with open_regular(path) as file:
+            text = file.read(MAX_HEADER_NBYTES + 1)
+        if len(text) > MAX_HEADER_NBYTES:
+            raise ValueError(f"it has more than {MAX_HEADER_NBYTES} bytes")
+        fields = json.loads(text.decode("utf-8"), object_pairs_hook=without_duplicates)
+    except OSError as error:
+        raise failure(f"{path} cannot be read: {error.strerror or error}", expected="a readable file", file=path) from error
+    except (ValueError, RecursionError) as error:
+        raise failure(f"{path} is corrupt: {error}", expected="a JSON object in UTF-8", file=path) from error
+    if not isinstance(fields, dict):
+        raise failure(f"{path} has no weight_map of keys to files", expected='{"weight_map": {"<key>": "<file>"}}', file=path)
+    return fields
 
 
 def is_inside(name: str) -> bool:

@@ -8,6 +8,7 @@ files of ``torch.save`` (also DCP's chunks) that of each record in their directo
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 import zipfile
@@ -20,7 +21,7 @@ from typing import BinaryIO
 from ..errors import ArgumentError, message
 from .digests import FileDigest, read_digests
 from .failure import failure
-from .hf_folder import open_checkpoint
+from .hf_folder import digest_of, open_checkpoint, read_index, told_digest
 from .readers.deepspeed import find_deepspeed
 from .readers.files import FORMATS, dcp_folders, detect, families
 from .readers.torch_file import Window, is_torch_file
@@ -96,8 +97,10 @@ def verify(path: str | os.PathLike[str], *, format: str | None = None, share: tu
 
 def _parts(path: Path, kind: str) -> Iterator[_Part]:
     if kind == "safetensors":
-        files = dict.fromkeys(stored.path for stored in open_checkpoint(path).tensors.values())
-        return (part for file in files for part in _of_safetensors(file))
+        opened = open_checkpoint(path)
+        files = dict.fromkeys(stored.path for stored in opened.tensors.values())
+        index = [_of_index(opened.path)] if opened.path.suffix == ".json" else []
+        return itertools.chain(index, (part for file in files for part in _of_safetensors(file)))
     if kind == "dcp":
         folders = [path] if (path / METADATA).is_file() else dcp_folders(path)
         return (part for folder in folders for part in _of_dcp(folder))
@@ -113,6 +116,16 @@ def _torch_files(path: Path, kind: str) -> list[Path]:
 
 
 # --- safetensors ------------------------------------------------------------------------------------------------------------------
+
+
+def _of_index(path: Path) -> _Part:
+    def check() -> int | None:
+        told, found = told_digest(path), digest_of(read_index(path))
+        if told not in (None, found):
+            raise ValueError(f"has the CRC-32 {found}, {told} was written")
+        return None if told is None else path.stat().st_size
+
+    return _Part(path, "the index", check)
 
 
 def _of_safetensors(path: Path) -> Iterator[_Part]:

@@ -42,7 +42,7 @@ def written(folder: Path, kind: str) -> Path:
     """A checkpoint of each kind of file that we write."""
     folder.mkdir()
     if kind == "safetensors":
-        save_safetensors(mlp(), folder / "out", "20KB")
+        save_safetensors(mlp(), folder / "out", "2KB")
     elif kind == "torch.save":
         save_full_state(folder / "out", mlp())
     else:
@@ -134,7 +134,7 @@ def test_files_and_metadata_that_were_exchanged_are_noticed(tmp_path: Path) -> N
 @pytest.mark.parametrize("num_writers", [1, None])
 def test_sharded_models_are_written_with_digests_and_compared_when_loaded(num_writers: int | None, tmp_path: Path) -> None:
     model = fully_shard(mlp(), mesh=cpu_mesh())
-    save_safetensors(model, tmp_path, "8KB", num_writers=num_writers)
+    save_safetensors(model, tmp_path, "1KB", num_writers=num_writers)
     assert verify(tmp_path).unchecked == ()
     report = load_safetensors(model, tmp_path, verify=True)
     assert report.loaded
@@ -159,6 +159,17 @@ def test_others_files_have_no_digests_and_that_is_said(tmp_path: Path, capsys: p
     finally:
         torch.serialization.set_crc32_options(True)
     assert len(verify(tmp_path / "a.pt").unchecked) == 1
+
+
+def test_an_index_that_has_lost_a_key_is_noticed(tmp_path: Path) -> None:
+    """Found by a mutant: the index was whole JSON, and a tensor missing."""
+    saved = save_safetensors(mlp(), tmp_path, "1KB")
+    path = saved.folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    del index["weight_map"][next(iter(index["weight_map"]))]
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index\.json: the index has the CRC-32"):
+        verify(tmp_path)
 
 
 def test_the_command_fails_for_damage_and_names_the_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

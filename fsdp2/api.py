@@ -185,7 +185,10 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded ones; waits for a pending unshard first. Not recursive."""
-        _unit(self).reshard()
+        unit = _unit(self)
+        for group in unit.uses:
+            group.take_over_toggles()
+        unit.reshard()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """``nn.Module.named_parameters``, and ``parameters()``, that show what gradients belong to.

@@ -17,6 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as Torch
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.core import torch_compat as compat
+from fsdp2.errors import OrderError
 from fsdp2.policy import AllGather, ReduceScatter
 from harness import cpu_mesh, needs_torch, on_ranks
 from harness.models import batches, mlp
@@ -294,3 +295,14 @@ def test_memory_of_process_groups_is_that_of_the_group_that_communicates(separat
         asked.clear()
         forward_backward(model, torch.ones(2, 4))
         assert set(asked) == {gathers}
+
+
+@on_ranks(2)
+def test_freezing_in_the_middle_of_an_accumulation_is_refused_with_a_custom_reduce_scatter():
+    """It is shown buffers without gaps and flags, which are not laid out anew."""
+    model = make(fully_shard, MixedPrecisionPolicy(), OurGather, OurScatter, [])
+    model.set_requires_gradient_sync(False)
+    model(batches(1)[0]).sum().backward()
+    model.first.bias.requires_grad_(False)
+    with pytest.raises(OrderError, match=r"(?s)requires_grad.*accumulate without sync.*fix:"):
+        model(batches(1)[0]).sum().backward()

@@ -34,6 +34,7 @@ class Gradients:
         self._plan: ReducePlan | None = None
         self._planned_layout: object = None
         self._planned_trainable: list[bool] = []
+        self._plans_frozen = False  # a parameter of the plan is not trainable, and was when what waits was added up
         self._compact_plans: dict[tuple[bool, ...], ReducePlan] = {}
         self._collected: ReducePlan | None = None  # of the last ``collect``
         self._accumulated: Tensor | None = None
@@ -49,16 +50,38 @@ class Gradients:
     # --- from backward ---
 
     def _current_plan(self) -> ReducePlan:
+        """For the parameters that are trainable now, and those of which something waits that was added up."""
         group = self.group
         trainable = [param.sharded.requires_grad for param in group.params]
-        if self._plan is None or self._planned_layout is not group.layout or self._planned_trainable != trainable:
-            if self._accumulated is not None:
+        if (
+            self._plan is None
+            or self._planned_layout is not group.layout
+            or self._planned_trainable != trainable
+            or (self._plans_frozen and not self.holds_unreduced)
+        ):
+            before, waits = self._plan, self.holds_unreduced
+            if waits and (self._planned_layout is not group.layout or self.options.comm is not None):
                 self._refuse_change(trainable)
-            params = [param for param in group.params if param.sharded.requires_grad]
-            self._plan = ReducePlan(group, params, compact=False)
+            held = before.params if before is not None and waits else []
+            params = [param for param in group.params if param.sharded.requires_grad or param in held]
+            self._plan = plan = ReducePlan(group, params, compact=False)
+            self._plans_frozen = len(params) > sum(trainable)
             self._planned_layout, self._planned_trainable = group.layout, trainable
             self._compact_plans.clear()
+            if before is not None and waits:
+                self._move(before, plan)
         return self._plan
+
+    def _move(self, before: ReducePlan, plan: ReducePlan) -> None:
+        """Lay what waits as ``plan`` does, which has all parameters of ``before``."""
+        if self._adding is not None:
+            self._adding.advance()
+        if self._accumulated is not None:
+            self._accumulated = plan.moved(self._accumulated, before, before.num_shards)
+            used = dict(zip(before.params, self._used, strict=True))
+            self._used = [used.get(param, False) for param in plan.params]
+        if self.partial is not None:
+            self.partial = plan.moved(self.partial, before, 1)
 
     def _refuse_change(self, trainable: list[bool]) -> None:
         """What was accumulated has the layout of the parameters as they were."""

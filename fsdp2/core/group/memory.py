@@ -149,8 +149,9 @@ class GroupMemory:
         self.post_forward = None
         self.is_meta = any(param.local_now().is_meta for param in self.params)
         self.flat = None  # before the new one is made: parameters that were moved or cast no longer lie in the old one
-        if self.mesh.shard_size == 1:
-            for param in self.params:
+        for param in self.params:
+            param.take_over_toggle()
+            if self.mesh.shard_size == 1:
                 param.unsharded = None  # which may be the old one
         for param in self.params:
             param.local = param.local_now()
@@ -367,12 +368,24 @@ class GroupMemory:
 
     # --- reshard ---
 
+    def take_over_toggles(self) -> None:
+        """Between iterations, what is shown may have been told to require a gradient or not, and so may the sharded parameters."""
+        smaller = self.post_forward.shown if self.post_forward is not None else []
+        for param, shown in zip(self.params, smaller, strict=False):  # none, unless resharded to the smaller mesh
+            if shown.requires_grad is not param.trainable:
+                param.sharded.requires_grad_(shown.requires_grad)
+        for param in self.params:
+            param.take_over_toggle()
+        for param, shown in zip(self.params, smaller, strict=False):
+            shown.requires_grad_(param.trainable)
+
     def hide(self) -> None:
         """Show the sharded parameters, and keep what was gathered for a backward that comes before the next forward.
 
         One rank may do that alone: freed, it would gather in that backward what the others still have.
         """
         if self.state in (GroupState.UNSHARDED, GroupState.RESHARDED):
+            self.take_over_toggles()
             self.registry.show_sharded()
             if self.state is GroupState.UNSHARDED:
                 self.state = GroupState.HIDDEN

@@ -39,11 +39,12 @@ class ShardedParam:
     rank:       this rank on the shard axis
     sharded:    what the user sees between steps; a DTensor
     local:      the local tensor that ``sharded`` should have: a piece of the flat shard (on the meta device: of its own)
+    trainable:  whether it required a gradient when the sharded and the unsharded parameter were last compared
     unsharded:  what the user sees in forward and backward; made at the first unshard
     original:   the parameter that was cut, if it still lives somewhere
     """
 
-    __slots__ = ("__weakref__", "fqn", "local", "original", "owners", "rank", "sharded", "spec", "unsharded")
+    __slots__ = ("__weakref__", "fqn", "local", "original", "owners", "rank", "sharded", "spec", "trainable", "unsharded")
 
     def __init__(
         self, fqn: str, owners: list[Owner], spec: ShardSpec, rank: int, sharded: nn.Parameter, local: Tensor
@@ -54,12 +55,22 @@ class ShardedParam:
         self.rank = rank
         self.sharded = sharded
         self.local = local
+        self.trainable = sharded.requires_grad
         self.unsharded: nn.Parameter | None = None
         self.original: weakref.ref[nn.Parameter] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         return self.sharded.dtype
+
+    def take_over_toggle(self) -> None:
+        """Let both require a gradient or not, as the one says whose ``requires_grad`` was toggled since they were last compared."""
+        now, unsharded = self.sharded.requires_grad, self.unsharded
+        if unsharded is not None and unsharded.requires_grad is not now:
+            now = not self.trainable
+            self.sharded.requires_grad_(now)
+            unsharded.requires_grad_(now)
+        self.trainable = now
 
     def is_intact(self) -> bool:
         """Whether ``sharded`` still keeps its data where the group put it."""

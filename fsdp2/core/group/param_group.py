@@ -33,6 +33,7 @@ class ParamGroup(GroupMemory):
         """Reshard, whoever holds the group."""
         if self.holders:
             self.holders.clear()
+        self.take_over_toggles()
         self.reshard()
 
     def discard_gradients(self) -> None:

@@ -104,6 +104,22 @@ class ReducePlan:
             self._refuse_sparse(grads)
             raise
 
+    def moved(self, buffer: Tensor, before: ReducePlan, num_rows: int) -> Tensor:
+        """``buffer`` (num_rows * n,) as the plan ``before`` lays it out, laid out as this one does, with zeros for what is new.
+
+        before: has flags, and no parameter that this plan has not
+        """
+        old = buffer.view(num_rows, -1)
+        new = torch.zeros(num_rows, self.layout.shard_numel, dtype=buffer.dtype, device=buffer.device)
+        assert self.flags_slot is not None
+        assert before.flags_slot is not None
+        for index, (param, source) in enumerate(zip(before.params, before.layout.slots, strict=False)):
+            place = self.params.index(param)
+            target = self.layout.slots[place]
+            new.narrow(1, target.offset, target.numel).copy_(old.narrow(1, source.offset, source.numel))
+            new.select(1, self.flags_slot.offset + place).copy_(old.select(1, before.flags_slot.offset + index))
+        return new.view(-1)
+
     def _refuse_sparse(self, grads: list[Tensor | None]) -> None:
         """Raise ParameterError if that is why ``chunk_cat`` failed; not looked for before, as ``copy_in`` runs in every backward."""
         sparse = [

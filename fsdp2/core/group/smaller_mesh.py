@@ -39,6 +39,7 @@ class PostForward:
         self._layout = group_layout([spec.cut for spec in self._specs], num_shards=mesh.shard_size, align=align)
         self._gather = new_gather(self._layout, mesh.shard_group)
         self._flat: Tensor | None = None
+        self.shown: list[nn.Parameter] = []  # what ``keep_shards`` returned last
 
     @property
     def holds_shards(self) -> bool:
@@ -60,6 +61,7 @@ class PostForward:
             local.copy_(spec.to_logical(own_shard(whole_local(param), spec, self.mesh.shard_rank)))
             shown.append(nn.Parameter(compat.new_dtensor(local, spec.sharded), requires_grad=param.sharded.requires_grad))
             mark(shown[-1], param)
+        self.shown = shown
         return shown
 
     def issue(self) -> None:
@@ -73,4 +75,5 @@ class PostForward:
 
     def drop(self) -> None:
         self._flat = None
+        self.shown = []
         self._gather.forget()

@@ -130,6 +130,7 @@ class Schedule:
         if self._has_failed_backward():
             self._end_failed_backward()
         for group, version in list(self._kept.items()):  # this forward may run only some of them
+            group.take_over_toggles()
             if group.is_out_of_date(version):  # all ranks see that alike; whether one is HIDDEN may depend on who looked
                 group.reshard_for_all()
                 del self._kept[group]
@@ -428,6 +429,8 @@ class Schedule:
             at_end = functools.partial(self.end_of_backward)
             if not compat.queue_end_of_backward(at_end):
                 raise _compiled_autograd_error()
+            for group in self._kept:
+                group.take_over_toggles()
             self._at_end = weakref.ref(at_end)
             self._task = compat.current_graph_task()
             self._waiting = bool(self._started) or self._holds_unreduced()

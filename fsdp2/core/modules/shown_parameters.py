@@ -100,9 +100,7 @@ class ModuleRegistry:
                 watches and param.local.__dict__ and has_extension(param.local)  # methods were put on a plain tensor
             ):
                 intact = False
-            unsharded = param.unsharded
-            if unsharded is not None and unsharded.requires_grad is not sharded.requires_grad:
-                unsharded.requires_grad_(sharded.requires_grad)
+            param.take_over_toggle()
         if not intact:
             self._made_for = None
         return intact

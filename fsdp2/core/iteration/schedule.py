@@ -507,6 +507,7 @@ class Schedule:
             for group in unit.groups:
                 group.discard_gradients()
                 group.reshard()
+            unit.calls.clear()  # a traceback may keep their graph alive, on some ranks only
             unit.order_indices.clear()
         self._order.clear()
         self._open.clear()

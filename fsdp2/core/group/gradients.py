@@ -123,9 +123,13 @@ class Gradients:
 
     def is_waiting(self) -> bool:
         """At the end of backward: whether a gradient was not collected yet, or what accumulated without sync is to be reduced now."""
-        switches = self.micro_batch
-        if self.reached or (switches.reduces and (self._accumulated is not None or (switches.all_reduces and self._holds_partial))):
+        if self.reached:
             return True
+        switches = self.micro_batch
+        if switches.reduces:
+            holds_partial = self.partial is not None or self._adding is not None
+            if self._accumulated is not None or (holds_partial and switches.all_reduces):
+                return True
         for param in self.group.params:  # noqa: SIM110 (a generator would cost every unit of every backward a call more)
             if param.unsharded is not None and param.unsharded.grad is not None:
                 return True
@@ -134,11 +138,7 @@ class Gradients:
     @property
     def holds_unreduced(self) -> bool:
         """Whether something that accumulated has not reached the sharded parameters yet."""
-        return self._accumulated is not None or self._holds_partial
-
-    @property
-    def _holds_partial(self) -> bool:
-        return self.partial is not None or self._adding is not None
+        return self._accumulated is not None or self.partial is not None or self._adding is not None
 
     def take(self) -> list[Tensor | None]:
         """Take the gradients off the unsharded parameters, in the plan's order; empty if none is trainable."""

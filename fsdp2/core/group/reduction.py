@@ -175,7 +175,9 @@ class InFlight:
         if not streams.host_waits:
             if streams.has_passed(self._scattered):
                 self._input = None
-        elif self._pending is None or self._pending.is_completed():
+        elif self._pending is None:
+            self._input = None
+        elif self._pending.is_completed():
             self._finish_pending()
             self._input = None
 
@@ -191,7 +193,8 @@ class InFlight:
         self._advanced = True
         streams = self._group.streams
         if streams.host_waits:
-            self._finish_pending()
+            if self._pending is not None:
+                self._finish_pending()
             self._input = None
             self._after_scatter()
             if self._all_reduce is None and self._output is not None:

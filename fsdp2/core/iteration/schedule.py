@@ -482,7 +482,11 @@ class Schedule:
         return self._task != -1 and self._at_end is not None and self._at_end() is None
 
     def _holds_unreduced(self) -> bool:
-        return any(group.gradients.holds_unreduced for unit in self.units for group in unit.groups)
+        for unit in self.units:
+            for group in unit.groups:
+                if group.gradients.holds_unreduced:
+                    return True
+        return False
 
     def _end_failed_backward(self) -> None:
         """Drop what a failed backward has not handed out: ``zero_grad`` did not reach it, and it must not be added to a retry.

@@ -100,7 +100,9 @@ class ModuleRegistry:
                 watches and param.local.__dict__ and has_extension(param.local)  # methods were put on a plain tensor
             ):
                 intact = False
-            param.take_over_toggle()
+            unsharded, trainable = param.unsharded, param.trainable
+            if sharded.requires_grad is not trainable or (unsharded is not None and unsharded.requires_grad is not trainable):
+                param.take_over_toggle()
         if not intact:
             self._made_for = None
         return intact

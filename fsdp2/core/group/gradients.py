@@ -171,7 +171,7 @@ class Gradients:
             dtype = plan.reduce_dtype
             if self._accumulated is not None and dtype.itemsize < plan.grad_dtype.itemsize:
                 dtype = plan.grad_dtype  # added as they are, so that the sum alone is rounded
-            buffer = torch.empty(plan.layout.unsharded_numel, dtype=dtype, device=self.group.device)
+            buffer = torch.empty(plan.input_numel, dtype=dtype, device=self.group.device)
         else:
             adds_up = not self.micro_batch.reduces or not self.hands_out or self.holds_unreduced
             whole = adds_up or self.options.reduce_unused
@@ -181,7 +181,7 @@ class Gradients:
             if not whole:
                 grads[:] = [grad for grad in grads if grad is not None]
                 used = [True] * len(grads)
-            size = (plan.layout.unsharded_numel,)
+            size = (plan.input_numel,)
             # What stays here is none of the communicator's business.
             allocate: Callable[..., Tensor] = comm.allocate if self.micro_batch.reduces else torch.empty
             buffer = allocate(size, dtype=plan.reduce_dtype, device=self.group.device)
@@ -260,10 +260,12 @@ class Gradients:
             buffer,
             self.reduction(),
             self.options,
-            partial=self.take_partial() if hands_out else None,
+            partial=self.partial if hands_out else None,
             keep=None if hands_out else self.add_partial,
         )
-        if not hands_out and self.group.streams.host_waits:
+        if hands_out:
+            self.partial = None  # it goes the rest of the way with this reduction: from now on nothing waits for another one
+        elif self.group.streams.host_waits:
             self._adding = reduction
         return reduction
 
@@ -271,8 +273,3 @@ class Gradients:
         """Keep a reduce-scattered gradient, in reduce dtype, that is not to be all-reduced or handed out yet."""
         self.partial = output if self.partial is None else self.partial.add_(output)
         self._adding = None
-
-    def take_partial(self) -> Tensor | None:
-        """What was kept, for the reduction that hands it out: from now on nothing waits for another one."""
-        partial, self.partial = self.partial, None
-        return partial

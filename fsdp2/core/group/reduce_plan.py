@@ -40,6 +40,7 @@ class ReducePlan:
         self.layout = group_layout(
             cuts if compact else [*cuts, flags], num_shards=self.num_shards, align=1 if compact else group.align
         )
+        self.input_numel = self.layout.unsharded_numel
         self.flags_slot = None if compact else self.layout.slots[-1]
         self.grad_dtype = group.param_dtype
         self.reduce_dtype = group.reduce_dtype

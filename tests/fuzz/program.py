@@ -231,7 +231,8 @@ def tidy(program: Program) -> Program:
     steps = tuple(_tidy_step(step, program) for step in program.steps)
     single = all(len(s.micros) == 1 and s.micros[0].forwards == 1 and s.micros[0].failure is None for s in steps)
     plain = program.losses == "sum" and not any(s.clip or s.micros[0].penalty for s in steps)
-    if program.in_hooks and not (single and plain and not any(node.ignored for node, _ in walk(program.root))):
+    local = any(node.ignored or unit_above(node, above) is None for node, above in walk(program.root))
+    if program.in_hooks and (local or not (single and plain)):
         program = replace(program, in_hooks=False)
     return replace(program, steps=steps)
 
@@ -279,7 +280,7 @@ def _tidy_node(node: Node, above: tuple[Node, ...], program: Program, known: dic
         node = replace(node, checkpoint=node.checkpoint.replace("reentrant", "saved"))
     if node.ignored or node.float32:
         node = replace(node, extension=False)
-    if node.skip == "micro" and not any(each.unit for each in above) and has_unit(node):
+    if node.skip == "micro" and program.root.unit is None:
         node = replace(node, skip="")  # a root whose last micro-batch has no backward hands nothing out
     if node.skip == "rank" and has_unit(node):
         node = replace(node, skip="")
@@ -352,7 +353,7 @@ def _tidy_step(step: Step, program: Program) -> Step:
             if action.rank is not None and action.rank >= program.world:
                 action = replace(action, rank=0)
             actions.append(action)
-        if micro.penalty and any(node.checkpoint or node.hook == "backward" for node in names.values()):
+        if micro.penalty and (program.ignores or any(node.checkpoint or node.hook == "backward" for node in names.values())):
             micro = replace(micro, penalty=False)
         micro = replace(micro, input_grad=micro.input_grad or micro.penalty)
         failure = micro.failure

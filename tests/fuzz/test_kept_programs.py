@@ -48,7 +48,7 @@ KEPT = {
 }
 
 STILL_WRONG = {
-    # The log of the first forward is opened when an input's node is reached, which the rank that ignores "c" has not: its nodes end nothing.
+    # The rank that ignores "c" takes the first forward for another backward's: it asks nodes of inputs, and "c" alone has one.
     "a rank ignores a unit in both of two forwards that share one backward, and no input needs a gradient: a hang": Program(
         root=Node(
             "root",

@@ -33,7 +33,6 @@ from torch.optim import Optimizer
 from ..core.comm.agreement import LostRankError, default_group
 from ..errors import ArgumentError, FSDPError, OrderError, message
 from .checkpoint_folder import CheckpointFolder
-from .dcp_writer import DigestingWriter
 from .every_rank import from_rank_0, on_every_rank
 from .failure import failure
 from .host_copy import host_copy
@@ -44,6 +43,7 @@ from .own_values import take_own_values
 from .random_state import random_state, set_random_state
 from .restore import Restored, read_state
 from .safe_dcp import pack, unpack
+from .targets.dcp_writer import DigestingWriter
 
 
 @runtime_checkable

@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ..boxes import Box
-from ..dcp_writer import DigestingWriter
 from ..lazy import LazyTensor
 from ..named_state import State, map_values
 from ..readers.lazy_pieces import dtype_of
+from .dcp_writer import DigestingWriter
 from .streaming import Stream, bands_of, converted
 
 _COPIES = 4

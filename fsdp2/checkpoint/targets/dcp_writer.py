@@ -22,12 +22,12 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ..core import torch_compat as compat
-from .byte_ranges import bytes_of
-from .digests import FileDigest, directory_digest, write_digests
-from .safe_dcp import METADATA
-from .targets.torch_target import described
-from .torch_zip import around
+from ...core import torch_compat as compat
+from ..byte_ranges import bytes_of
+from ..digests import FileDigest, directory_digest, write_digests
+from ..safe_dcp import METADATA
+from ..torch_zip import around
+from .torch_target import described
 
 
 class _Written(NamedTuple):

@@ -9,11 +9,13 @@
 A checkpoint is written as ``partial_...``, renamed when it is complete, and then named in ``latest``. One is removed by renaming it to
 such a name first. So what is named is whole at every moment. One run at a time writes to a folder, from its first save until it is
 closed or dead; every folder that is not complete has a name of its own, so that two runs do not meet even where the file system
-has no locks. It refuses to know what is in a checkpoint, and other ranks.
+has no locks, nor do two checkpointers of one process. It refuses to know what is in a checkpoint, and other ranks.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 import shutil
@@ -25,16 +27,24 @@ from .safe_dcp import METADATA
 
 _PARTIAL = re.compile(r"partial(_[0-9a-f]{32})?|latest(_[0-9a-f]{32})?\.partial")
 _NAME = re.compile(r"step_(\d+)(?:_(\d+))?")
+_being_written: set[str] = set()
+"""Names of partial folders that this process writes, which another ``CheckpointFolder`` of it must not remove."""
+
+
+def is_partial(name: str) -> bool:
+    """Whether a folder of that name is no checkpoint: it is being written or removed, or a crash has left it."""
+    return _PARTIAL.fullmatch(name) is not None
 
 
 class CheckpointFolder:
     """For rank 0. ``keep_last``: how many checkpoints stay, None for all."""
 
     def __init__(self, path: Path, keep_last: int | None) -> None:
-        self.path = path
+        self.path = Path(os.path.abspath(path))  # the process may go to another directory
         self.partial = self._new_partial()
-        self._locked: bool | None = None  # None: nobody asked; False: the file system has no locks
-        self._pointer = path / "latest"
+        self._asked = False
+        self._lock: Path | None = None  # also None where the file system has no locks
+        self._pointer = self.path / "latest"
         self._keep_last = keep_last
 
     def checkpoints(self) -> list[Path]:
@@ -55,22 +65,24 @@ class CheckpointFolder:
 
     def lock(self) -> None:
         """Keep other runs from writing here, until ``unlock`` or the end of the process. Raises: CheckpointError naming who does"""
-        if self._locked is None:
-            self._locked = folder_lock.take(self.path / folder_lock.NAME)
+        if not self._asked:
+            self._lock = folder_lock.take(self.path / folder_lock.NAME)
+            self._asked = True
 
     def unlock(self) -> None:
-        if self._locked:
-            folder_lock.give_up(self.path / folder_lock.NAME)
-        self._locked = None
+        lock, self._lock, self._asked = self._lock, None, False
+        if lock is not None:
+            folder_lock.give_up(lock)
 
     def begin(self) -> Path:
         """Make an empty ``partial``, and remove what dead runs have left."""
         self.lock()
-        for each in self.path.iterdir() if self._locked else ():
-            if _PARTIAL.fullmatch(each.name):
+        for each in self.path.iterdir() if self._lock is not None else ():
+            if is_partial(each.name) and each.name not in _being_written:
                 _remove(each)
         self.discard()
         self.partial = self._new_partial()
+        _being_written.add(self.partial.name)
         self.partial.mkdir(parents=True)
         return self.partial
 
@@ -78,16 +90,17 @@ class CheckpointFolder:
         """Remove ``partial``, if there is one."""
         if self.partial.exists():
             _remove(self.partial)
+        _being_written.discard(self.partial.name)
 
     def commit(self, step: int) -> Path:
         """Name the complete ``partial``, and make it the latest."""
         final = self.path / f"step_{step:06d}"
         number = 1
-        while final.exists():  # of another run in this folder, or from before a resume; perhaps it is the latest
+        _sync(self.partial)
+        while not _renamed(self.partial, final):  # of another run in this folder, or from before a resume; perhaps it is the latest
             number += 1
             final = self.path / f"step_{step:06d}_{number}"
-        _sync(self.partial)
-        self.partial.rename(final)
+        _being_written.discard(self.partial.name)
         _sync(self.path)
         written = self.path / f"latest_{uuid.uuid4().hex}.partial"
         with written.open("w") as file:
@@ -106,15 +119,29 @@ class CheckpointFolder:
         others = [each for each in self.checkpoints() if each != latest]
         for old in others[: max(len(others) + 1 - self._keep_last, 0)]:
             self.discard()
-            old.rename(self.partial)
+            _being_written.add(self.partial.name)
+            with contextlib.suppress(FileNotFoundError):  # another checkpointer has removed it
+                old.rename(self.partial)
         self.discard()
+
+
+def _renamed(folder: Path, to: Path) -> bool:
+    """Whether ``folder`` now is ``to``; False if there is a folder already, which another checkpointer may just have made."""
+    try:
+        if not to.exists():
+            folder.rename(to)
+            return True
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            raise
+    return False
 
 
 def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path)
     else:
-        path.unlink()
+        path.unlink(missing_ok=True)
 
 
 def _order(path: Path) -> tuple[int, int]:

@@ -15,6 +15,7 @@ with any version of FSDP2, any number of ranks, and without ranks. It refuses to
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ class Checkpointer:
     """Saves and loads model, optimizer, scheduler, data position, random number generators and step. All methods are collective.
 
     folder:        of the checkpoints, seen by all ranks; see ``checkpoint_folder.py``. One run at a time: from the first save to
-                   ``close`` or the end of its process it keeps others from saving there
+                   ``close``, its own end or that of its process it keeps other processes from saving there
     data:          the position in the data: an object with ``state_dict`` and ``load_state_dict``, or a dict; of every rank its own
     keep_last:     how many checkpoints stay; None for all. While one is written there is one more
     asynchronous:  False: ``save`` returns when the checkpoint is complete
@@ -120,6 +121,8 @@ class Checkpointer:
         self._pending: Future[None] | None = None
         self._closed = False
         self._locked = False  # whether the folder is ours to write to
+        # Whoever forgets to close must not keep others out; the thread holds on to this object until a save is written.
+        weakref.finalize(self, self._folder.unlock).atexit = False  # the lock ends with the process
 
     # --- saving ---
 
@@ -171,7 +174,8 @@ class Checkpointer:
         """In the thread. Nobody else talks in our group meanwhile."""
         folder, what = self._folder, f"cannot save step {step} in {self._folder.path}"
         try:
-            self._write_files(state, from_rank_0(self._group, what, folder.begin), what)
+            name = from_rank_0(self._group, what, lambda: folder.begin().name)
+            self._write_files(state, folder.path / name, what)
             from_rank_0(self._group, what, lambda: folder.commit(step))
         except LostRankError:
             raise  # the next save removes what there is
@@ -198,7 +202,8 @@ class Checkpointer:
     def latest(self) -> Path | None:
         """The latest complete checkpoint, as rank 0 sees it; None if there is none. Waits for a save under way."""
         self.wait()
-        return from_rank_0(self._group, f"cannot read {self._folder.path}", self._folder.latest)
+        found = from_rank_0(self._group, f"cannot read {self._folder.path}", self._folder.latest)
+        return None if found is None else self._folder.path / found.name  # a rank may see the folder at another path
 
     def load(self, checkpoint: str | os.PathLike[str] | None = None, *, verify: bool = False) -> Resumed:
         """Go on from a checkpoint. Everything is read and checked before anything is changed.
@@ -208,7 +213,7 @@ class Checkpointer:
         Raises:     CheckpointError on every rank, with the model and the optimizer as they were
         """
         self.wait()
-        path = from_rank_0(self._group, f"cannot read {self._folder.path}", lambda: self._find(checkpoint))
+        path = self._folder.path / from_rank_0(self._group, f"cannot read {self._folder.path}", lambda: self._find(checkpoint))
         with torch.inference_mode(False), torch.no_grad():
             restored = read_state(path, self._group, self._model, self._optimizer, self._given(), verify)
             # What is not ours may refuse its state, and comes before what is changed for good.
@@ -217,9 +222,9 @@ class Checkpointer:
         return Resumed(restored.step, path, restored.world_size, restored.random is not None)
 
     def _find(self, checkpoint: str | os.PathLike[str] | None) -> Path:
+        """From our folder on."""
         if checkpoint is not None:
-            named = self._folder.path / checkpoint
-            return named if named.exists() else Path(checkpoint)
+            return Path(checkpoint) if (self._folder.path / checkpoint).exists() else Path(os.path.abspath(checkpoint))
         latest = self._folder.latest()
         if latest is None:
             raise failure(
@@ -228,7 +233,7 @@ class Checkpointer:
                 fix="start anew, or name another folder",
                 file=self._folder.path,
             )
-        return latest
+        return Path(latest.name)
 
     @property
     def _device_type(self) -> str:

@@ -29,20 +29,23 @@ WAIT_S = 30.0
 
 NAME = ".lock"
 _POLL_S = 0.05
-_held: dict[Path, tuple[int, int]] = {}
-"""Of this process: the open file, and how often it was taken. Closing another file of that path would give up the lock (POSIX)."""
+_held: dict[Path, tuple[int, int, int]] = {}
+"""The open file, how often it was taken, and by which process: a fork has this dict, and not the lock.
+
+Closing another file of that path would give up the lock (POSIX), so a path has one name here, without symbolic links.
+"""
 
 
-def take(path: Path) -> bool:
-    """Take the lock at ``path``, whose folder is made; whether it is held: False where the file system has no locks.
+def take(path: Path) -> Path | None:
+    """Take the lock at ``path``, whose folder is made. Returns the name for ``give_up``; None where the file system has no locks.
 
     Raises: CheckpointError naming its owner, if another process has had it for ``WAIT_S``; or if the file cannot be made
     """
-    path = Path(os.path.abspath(path))
-    if path in _held:
-        file, count = _held[path]
-        _held[path] = file, count + 1
-        return True
+    path = Path(os.path.realpath(path.parent)) / path.name
+    if path in _held and _held[path][2] == os.getpid():
+        file, count, owner_id = _held[path]
+        _held[path] = file, count + 1, owner_id
+        return path
     deadline = time.monotonic() + WAIT_S
     while True:
         try:
@@ -57,11 +60,11 @@ def take(path: Path) -> bool:
             ) from error
         owner = _locked(file, path)
         if owner is None:
-            _held[path] = file, 1
-            return True
+            _held[path] = file, 1, os.getpid()
+            return path
         os.close(file)
         if owner is _NO_LOCKS:
-            return False
+            return None
         if owner and time.monotonic() > deadline:
             raise failure(
                 f"another run writes to {path.parent}: {owner}",
@@ -98,11 +101,12 @@ def _locked(file: int, path: Path) -> str | None:
 
 
 def give_up(path: Path) -> None:
-    """As often as it was taken."""
-    path = Path(os.path.abspath(path))
-    file, count = _held[path]
+    """As often as it was taken. path: what ``take`` has returned"""
+    file, count, owner_id = _held[path]
+    if owner_id != os.getpid():
+        return  # the lock is that of the process of which this one is a fork
     if count > 1:
-        _held[path] = file, count - 1
+        _held[path] = file, count - 1, owner_id
         return
     del _held[path]
     with contextlib.suppress(OSError):
@@ -117,5 +121,5 @@ def locked(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if held:
-            give_up(path)
+        if held is not None:
+            give_up(held)

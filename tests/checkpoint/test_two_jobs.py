@@ -5,10 +5,14 @@ Symptom: both wrote to one ``partial`` folder, so that checkpoints with a name h
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gc
 import os
 import signal
+import threading
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -17,9 +21,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import fully_shard
-from fsdp2.checkpoint import Checkpointer, CheckpointError, folder_lock, load_safetensors, save_full_state, save_safetensors
+from fsdp2.checkpoint import Checkpointer, CheckpointError, folder_lock, load_safetensors, save_full_state, save_safetensors, verify
 from fsdp2.checkpoint.checkpoint_folder import CheckpointFolder
-from harness import on_ranks
+from fsdp2.checkpoint.dcp_writer import DigestingWriter
+from harness import cpu_mesh, on_ranks
 from harness.models import mlp
 
 
@@ -120,6 +125,109 @@ def test_a_dead_owner_loses_its_lock_even_if_its_children_live(tmp_path: Path) -
         os.kill(child, signal.SIGKILL)
         os.close(read)
         os.close(write)
+
+
+@on_ranks(1)
+def test_two_checkpointers_of_one_process_leave_each_other_alone(tmp_path: Path) -> None:
+    """Of weights and their averages, for instance; the second removed what the first was writing, taking it for a dead run's."""
+    model = fully_shard(mlp(), mesh=cpu_mesh())
+    first, second = Checkpointer(tmp_path, model, keep_last=None), Checkpointer(tmp_path, model, keep_last=None)
+    writing, go_on = threading.Event(), threading.Event()
+
+    finish = DigestingWriter.finish
+
+    def slow(*args: Any, **kwargs: Any) -> None:
+        writing.set()
+        assert go_on.wait(30)
+        finish(*args, **kwargs)
+
+    with patch.object(DigestingWriter, "finish", slow):
+        first.save(1)
+        assert writing.wait(30)
+    second.save(1)
+    second.wait()
+    go_on.set()
+    first.close()
+    assert verify(tmp_path).nbytes > 0
+    assert sorted(each.name for each in tmp_path.glob("step_*")) == ["step_000001", "step_000001_2"]
+    assert (tmp_path / ".lock").exists()
+    second.close()
+    assert not (tmp_path / ".lock").exists()
+
+
+@on_ranks(1)
+def test_a_checkpointer_that_nobody_closed_does_not_keep_others_out(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(tmp_path, fully_shard(mlp(), mesh=cpu_mesh()))
+    checkpointer.save(1)
+    assert (tmp_path / ".lock").exists()
+    checkpointer.wait()
+    del checkpointer
+    gc.collect()
+    assert not (tmp_path / ".lock").exists()
+
+
+@on_ranks(1)
+def test_a_relative_folder_stays_where_it_is_when_the_process_goes_elsewhere(tmp_path: Path) -> None:
+    """The next save failed, and so did close."""
+    (tmp_path / "elsewhere").mkdir()
+    with contextlib.chdir(tmp_path):
+        checkpointer = Checkpointer("run", fully_shard(mlp(), mesh=cpu_mesh()))
+        checkpointer.save(1)
+    with contextlib.chdir(tmp_path / "elsewhere"):
+        checkpointer.save(2)
+        assert checkpointer.load().path == checkpointer.latest() == tmp_path / "run" / "step_000002"
+        assert checkpointer.load("step_000001").step == checkpointer.load("../run/step_000001").step == 1
+        checkpointer.close()
+    assert sorted(each.name for each in (tmp_path / "run").iterdir()) == ["latest", "step_000001", "step_000002"]
+
+
+def test_a_lock_is_one_whatever_path_leads_to_it(tmp_path: Path) -> None:
+    """With two names for it in one process, who gave up one gave up both."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    first, second = (folder_lock.take(tmp_path / name / ".lock") for name in ("real", "link"))
+    assert first is not None
+    assert second is not None
+    folder_lock.give_up(second)
+    assert is_locked_for_others(tmp_path / "real" / ".lock")
+    folder_lock.give_up(first)
+    assert not is_locked_for_others(tmp_path / "real" / ".lock")
+
+
+def test_a_fork_neither_has_its_parents_lock_nor_can_give_it_up(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    held = folder_lock.take(path)
+    assert held is not None
+    child = os.fork()
+    if child == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            folder_lock.give_up(held)
+            code = 0
+        os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert path.exists()
+    assert is_locked_for_others(path)
+    folder_lock.give_up(held)
+
+
+def is_locked_for_others(path: Path) -> bool:
+    """What a process sees that has nothing of ours, but for the name of its owner."""
+    child = os.fork()
+    if child == 0:
+        code = 2
+        with contextlib.suppress(BaseException), patch.object(folder_lock, "WAIT_S", 0.0):
+            try:
+                held = folder_lock.take(path)
+                assert held is not None
+                folder_lock.give_up(held)
+                code = 0
+            except CheckpointError:
+                code = 1
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, 1)
+    return code == 1
 
 
 def write_into(folder: Path, text: str) -> None:

@@ -11,6 +11,7 @@ import gc
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp2 import fully_shard
 from fsdp2.checkpoint import Checkpointer, CheckpointError, folder_lock, load_safetensors, save_full_state, save_safetensors, verify
 from fsdp2.checkpoint.checkpoint_folder import CheckpointFolder
-from fsdp2.checkpoint.dcp_writer import DigestingWriter
+from fsdp2.checkpoint.targets.dcp_writer import DigestingWriter
 from harness import cpu_mesh, on_ranks
 from harness.models import mlp
 
@@ -170,10 +171,10 @@ def test_a_checkpointer_that_nobody_closed_does_not_keep_others_out(tmp_path: Pa
 def test_a_relative_folder_stays_where_it_is_when_the_process_goes_elsewhere(tmp_path: Path) -> None:
     """The next save failed, and so did close."""
     (tmp_path / "elsewhere").mkdir()
-    with contextlib.chdir(tmp_path):
+    with working_in(tmp_path):
         checkpointer = Checkpointer("run", fully_shard(mlp(), mesh=cpu_mesh()))
         checkpointer.save(1)
-    with contextlib.chdir(tmp_path / "elsewhere"):
+    with working_in(tmp_path / "elsewhere"):
         checkpointer.save(2)
         assert checkpointer.load().path == checkpointer.latest() == tmp_path / "run" / "step_000002"
         assert checkpointer.load("step_000001").step == checkpointer.load("../run/step_000001").step == 1
@@ -209,6 +210,16 @@ def test_a_fork_neither_has_its_parents_lock_nor_can_give_it_up(tmp_path: Path) 
     assert path.exists()
     assert is_locked_for_others(path)
     folder_lock.give_up(held)
+
+
+@contextlib.contextmanager
+def working_in(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def is_locked_for_others(path: Path) -> bool:

@@ -14,7 +14,6 @@ from fuzz.refusals import is_documented
 NUM_QUICK, NUM_SLOW = 10, 300
 FAULTS = {
     84: "a rank ignores a unit in both of two forwards that share one backward: a hang",
-    7: "a unit that is called twice, differentiated twice, then one backward for each loss: torch raises, of freed parameters",
 }
 """Seeds whose programs are known to fail, until that is mended (strict: then the test says so)."""
 

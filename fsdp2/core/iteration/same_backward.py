@@ -117,15 +117,15 @@ def _is_resident(unit: Unit) -> bool:
 
 
 def _way(unit: Unit) -> int:
-    way = LEFT_OUT
+    way, task = LEFT_OUT, compat.current_graph_task()
     for reference in unit.calls:
         call = reference()
         if call is None:  # its graph is gone
             continue
-        if not call.nodes:
-            way = AT_END
-            break
-        if way is LEFT_OUT and call.will_pass_inputs():
+        if call.will_pass_inputs(task):
+            if not call.nodes:
+                way = AT_END
+                break
             way = IN_MIDDLE
     if way is LEFT_OUT and unit.micro_batch.reduces and any(group.gradients.holds_unreduced for group in unit.groups):
         return KEPT

@@ -334,13 +334,12 @@ class Schedule:
         if unit.to_run and task != self._task:
             return  # one module of a list was recomputed, in a backward of its own; the others follow, or the end of backward does
         if call is not None:
-            if call.again or len(unit.calls) > 1:
+            if call.again or len(unit.calls) != 1 or unit.calls[0]() is not call:
                 left = self._calls_left(unit, task)
                 if left:
                     if unit.reshard_after_forward is not False and all(other.begun != task for other in left):
                         unit.reshard()
                     return
-                self._drop_ended(unit, task)
             else:
                 unit.calls.clear()
         self._reduce(unit, at_end=False)
@@ -370,7 +369,6 @@ class Schedule:
         unit = visit.unit
         left = self._reading.still_to_end(unit)
         if not left:
-            self._drop_ended(unit, self._task)
             self._reduce(unit, at_end=False)
         elif unit.reshard_after_forward is not False and all(other.begun != self._task for other in left):
             unit.reshard()
@@ -378,13 +376,7 @@ class Schedule:
     def _calls_left(self, unit: Unit, task: int) -> list[Call]:
         """The calls of ``unit`` whose inputs this backward has not passed yet."""
         calls = [reference() for reference in unit.calls]
-        return [call for call in calls if call is not None and call.ended != task and call.will_pass_inputs()]
-
-    def _drop_ended(self, unit: Unit, task: int) -> None:
-        """Forget the calls that were in this backward, but for those that a backward through its graph may come back to."""
-        calls = [reference() for reference in unit.calls]
-        kept = [call for call in calls if call is not None and (call.again or task not in (call.begun, call.ended))]
-        unit.calls = [weakref.ref(call) for call in kept]
+        return [call for call in calls if call is not None and call.ended != task and call.will_pass_inputs(task)]
 
     def _reduce(self, unit: Unit, at_end: bool) -> None:
         """Reduce the gradients of the unit's own groups: now those that nobody borrows, at the end of backward what is left."""
@@ -457,8 +449,6 @@ class Schedule:
                     unit.reshard(to_smaller=unit.micro_batch.reshards_to_smaller)
             if unit.micro_batch.reshards_to_smaller or not unit.micro_batch.reshards:
                 self.keep(unit)
-            if unit.calls:
-                self._drop_ended(unit, task)
             if unit.to_run:  # of a recomputation that ran a part of the list
                 unit.end_pass()
         self.close_leases()

@@ -51,9 +51,14 @@ class Call:
         self._counted = -1
         self._inputs_left = 0
 
-    def will_pass_inputs(self) -> bool:
-        """Whether this backward reaches one of its inputs; unknown, so yes, if none needs a gradient."""
-        return not self.nodes or any(compat.will_run_in_this_backward(node) for node in self.nodes)
+    def will_pass_inputs(self, task: int) -> bool:
+        """Whether the backward ``task``, which runs, reaches one of its inputs.
+
+        If none needs a gradient that is unknown: yes for a call that was in no backward before, or has begun in this one.
+        """
+        if not self.nodes:
+            return self.begun in (-1, task)
+        return any(compat.will_run_in_this_backward(node) for node in self.nodes)
 
     def passes_last_input(self, task: int) -> bool:
         """One of its nodes runs: is it the last that runs in this backward?"""
@@ -91,7 +96,8 @@ class Visit:
     def will_end_itself(self) -> bool:
         """Whether this rank's backward, which is running, is still going to pass its inputs."""
         call = self.call()
-        return call is not None and call.ended != compat.current_graph_task() and bool(call.nodes) and call.will_pass_inputs()
+        task = compat.current_graph_task()
+        return call is not None and call.ended != task and bool(call.nodes) and call.will_pass_inputs(task)
 
 
 class Unit:
@@ -136,7 +142,7 @@ class Unit:
         self.to_run: set[nn.Module] = set()  # modules of a list that still have to run in this pass
         self.shared_call: Call | None = None  # of all modules of a list that run in this pass
         self.looked_around = False  # at what else is around its forward, at the first
-        self.calls: list[Any] = []  # weak references to Calls whose backward may still come
+        self.calls: list[Any] = []  # weak references to Calls whose backward may come, for the first time or again
         self.order_indices: list[int] = []  # its places in this iteration's order of forward calls
         for group in self.borrowed:
             group.holders = group.holders or set()
@@ -199,6 +205,15 @@ class Unit:
         """The next module of the list that runs begins a new pass."""
         self.to_run.clear()
         self.shared_call = None
+
+    def forget_old_calls(self) -> None:
+        """Another forward call begins: forget calls whose graph is gone, or that had their backward.
+
+        A recomputation in backward is no such call: others may have begun their backward and not ended it.
+        """
+        calls = [(reference, call) for reference in self.calls if (call := reference()) is not None]
+        in_backward = compat.current_graph_task() != -1
+        self.calls = [reference for reference, call in calls if in_backward or call.begun == -1 or call.again]
 
     def forget_calls(self) -> None:
         """No forward is under way, and no backward will come."""

@@ -185,7 +185,7 @@ class UnitHooks:
             return args, kwargs
         call = Call(unit)
         if unit.calls:
-            unit.calls = [reference for reference in unit.calls if reference() is not None]
+            unit.forget_old_calls()
         unit.calls.append(weakref.ref(call))
         unit.running.append(call)
         if schedule.log is not None:

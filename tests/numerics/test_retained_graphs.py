@@ -1,0 +1,97 @@
+"""Backward runs more than once through a graph that is kept, and a unit was called more than once there.
+
+Symptom: "setStorage ... out of bounds". Cause: the first backward forgot the calls that it had been through; the second reduced and
+freed the unit after one of them, while another had begun. Smallest shape: one unit, called twice.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fsdp2 import fully_shard
+from harness import cpu_mesh, on_ranks
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 5) * 0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.tanh(), self.weight)
+
+
+class Twice(nn.Module):
+    """One layer, called on ``x`` and once more: on what it returned, or beside that on ``x`` again."""
+
+    def __init__(self, in_a_row: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = Layer()
+        self.in_a_row = in_a_row
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.layer(x)
+        return first, self.layer(first if self.in_a_row else x * 2)
+
+
+def sharded(in_a_row: bool) -> nn.Module:
+    model = Twice(in_a_row)
+    fully_shard(model.layer, mesh=cpu_mesh())
+    return fully_shard(model, mesh=cpu_mesh())
+
+
+def batch(requires_grad: bool) -> Tensor:
+    """The same on all ranks, so that the mean over them is the gradient of one."""
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
+    return x.requires_grad_(requires_grad)
+
+
+def assert_trains_alike(model: nn.Module, reference: nn.Module) -> None:
+    torch.testing.assert_close(model.layer.weight.grad.full_tensor(), reference.layer.weight.grad)
+
+
+def losses_of(model: nn.Module, x: Tensor) -> list[Tensor]:
+    return [output.square().mean() for output in model(x)]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("in_a_row", [True, False])
+@pytest.mark.parametrize("input_grad", [True, False])
+def test_a_backward_for_each_part_of_one_stack_of_losses(in_a_row, input_grad):
+    """Each of them passes through all calls, most with zeros."""
+    model, reference = sharded(in_a_row), Twice(in_a_row)
+    for each in (model, reference):
+        first, second = torch.stack(losses_of(each, batch(input_grad))).unbind()
+        first.backward(retain_graph=True)
+        second.backward()
+    assert_trains_alike(model, reference)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("in_a_row", [True, False])
+def test_a_penalty_on_the_gradient_and_then_two_backwards(in_a_row):
+    model, reference = sharded(in_a_row), Twice(in_a_row)
+    for each in (model, reference):
+        x = batch(requires_grad=True)
+        losses = losses_of(each, x)
+        (grad,) = torch.autograd.grad(sum(losses), x, create_graph=True)
+        first, second = torch.stack([losses[0] + grad.square().sum(), losses[1]]).unbind()
+        first.backward(retain_graph=True)
+        second.backward()
+    assert_trains_alike(model, reference)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("input_grad", [True, False])
+def test_a_kept_graph_and_a_new_forward_in_one_backward(input_grad):
+    model, reference = sharded(in_a_row=True), Twice(in_a_row=True)
+    for each in (model, reference):
+        kept = sum(losses_of(each, batch(input_grad)))
+        kept.backward(retain_graph=True)
+        new = sum(losses_of(each, batch(input_grad)))
+        (kept + new).backward()
+    assert_trains_alike(model, reference)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from .failure import failure
+from .hf_folder import is_inside
 from .regular_file import open_regular
 
 DIGESTS = "digests.json"
@@ -79,8 +80,15 @@ def read_digests(folder: Path) -> dict[str, FileDigest] | None:
             raise ValueError("its own CRC-32 is another one")
         found = {}
         for name, each in fields.items():
+            if not is_inside(name):
+                raise ValueError(f"it names {name!r}, outside of its folder")
             directories = {int(at): int(crc) for at, crc in each.get("directories", {}).items()}
             found[name] = FileDigest(int(each["nbytes"]), each.get("crc32"), directories)
         return found
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise failure(f"{path} is damaged: {error}", expected="what the save has written", fix="see fsdp2 verify", file=path) from error
+        raise failure(
+            f"{path} is damaged: {error}",
+            expected="what the save has written",
+            fix="take another copy; without this file the rest can be compared with the digests that it has itself",
+            file=path,
+        ) from error

@@ -169,9 +169,10 @@ class Digests:
     tensors: dict[str, int]
 
 
-def digests_of(start: bytes, keys: Sequence[str]) -> Digests | None:
+def digests_of(path: Path, start: bytes, keys: Sequence[str]) -> Digests | None:
     """The digests in the first bytes of a file, its header; None if there are none.
 
+    path:   for messages
     keys:   of the tensors, in the header's order
     Raises: CheckpointError if they are damaged themselves
     """
@@ -181,7 +182,7 @@ def digests_of(start: bytes, keys: Sequence[str]) -> Digests | None:
     try:
         told = [int(start[at : at + 8], 16) for at in range(place.start, place.stop, 8)]
     except ValueError as error:
-        raise failure(f"the digests in a header are damaged: {error}", expected="hexadecimal digits") from error
+        raise failure(f"{path} has digests that are damaged: {error}", expected="hexadecimal digits", file=path) from error
     zeros = start[: place.start] + b"0" * (place.stop - place.start) + start[place.stop :]
     return Digests(told[0], zlib.crc32(zeros), dict(zip(keys, told[1:], strict=True)))
 

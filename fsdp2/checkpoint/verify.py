@@ -8,7 +8,6 @@ files of ``torch.save`` (also DCP's chunks) that of each record in their directo
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import sys
 import zipfile
@@ -18,18 +17,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import ArgumentError, message
-from .digests import FileDigest, read_digests
+from ..errors import ArgumentError, CheckpointError, message
+from .digests import DIGESTS, FileDigest, read_digests
 from .failure import failure
 from .hf_folder import digest_of, open_checkpoint, read_index, told_digest
 from .readers.deepspeed import find_deepspeed
 from .readers.files import FORMATS, dcp_folders, detect, families
+from .readers.opened import family_meant
 from .readers.torch_file import Window, is_torch_file
 from .regular_file import open_regular
 from .safe_dcp import METADATA, read_metadata
 from .safetensors_format import digests_of, read_header
 
 _PIECE_NBYTES = 16 << 20
+_NOWHERE = -1
+"""In place of the CRC-32 of a chunk's directory, where ``digests.json`` knows the file and not the chunk."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,15 @@ class Verified:
 
 @dataclass(frozen=True)
 class _Part:
-    """``check`` returns the bytes compared, None if there is nothing to compare with. Raises: ValueError, saying what is wrong"""
+    """``check`` returns the bytes compared, None if there is nothing to compare with. Raises: ValueError, saying what is wrong
+
+    problem: why nobody can tell the parts of the file, if so; it has no other part then
+    """
 
     file: Path
     name: str
     check: Callable[[], int | None]
+    problem: CheckpointError | None = None
 
 
 def verify(path: str | os.PathLike[str], *, format: str | None = None, share: tuple[int, int] = (0, 1)) -> Verified:
@@ -70,8 +76,12 @@ def verify(path: str | os.PathLike[str], *, format: str | None = None, share: tu
     root = Path(path)
     kind = format or detect(root)
     index, count = share
-    nbytes, unchecked, damaged = 0, [], []
+    nbytes, unchecked = 0, []
+    damaged: list[tuple[_Part, str]] = []
     for number, part in enumerate(_parts(root, kind)):
+        if part.problem is not None:  # of every rank: it numbers the parts behind otherwise than the ranks that have no problem
+            damaged.append((part, str(part.problem).splitlines()[0]))
+            continue
         if number % count != index:
             continue
         try:
@@ -81,12 +91,15 @@ def verify(path: str | os.PathLike[str], *, format: str | None = None, share: tu
             continue
         nbytes += done or 0
         if done is None:
-            unchecked.append(f"{part.file.name}: {part.name}")
+            unchecked.append(f"{_shown(part.file, root)}: {part.name}")
+    damaged = [(part, why) for part, why in damaged if part.file.parent.is_dir()]  # a run may just have removed a checkpoint
     if damaged:
         first = damaged[0][0]
+        if first.problem is not None and len(damaged) == 1:
+            raise first.problem
         raise failure(
             f"{root} is damaged in {len(damaged)} places",
-            items=[f"{part.file.name}: {part.name} {why}" for part, why in damaged],
+            items=[f"{_shown(part.file, root)}: {part.name} {why}" for part, why in damaged],
             expected="the bytes that were written",
             fix="take another copy, or another checkpoint",
             file=first.file,
@@ -95,24 +108,45 @@ def verify(path: str | os.PathLike[str], *, format: str | None = None, share: tu
     return Verified(root, kind, nbytes, tuple(unchecked))
 
 
+def _shown(file: Path, root: Path) -> str:
+    """Its name, with its folder where ``root`` has several."""
+    return str(file.relative_to(root)) if root in file.parents else file.name
+
+
 def _parts(path: Path, kind: str) -> Iterator[_Part]:
     if kind == "safetensors":
         opened = open_checkpoint(path)
-        files = dict.fromkeys(stored.path for stored in opened.tensors.values())
-        index = [_of_index(opened.path)] if opened.path.suffix == ".json" else []
-        return itertools.chain(index, (part for file in files for part in _of_safetensors(file)))
-    if kind == "dcp":
-        folders = [path] if (path / METADATA).is_file() else dcp_folders(path)
-        return (part for folder in folders for part in _of_dcp(folder))
-    return (part for file in _torch_files(path, kind) for part in _of_zip(file, 0, None, "", None))
+        if opened.path.suffix == ".json":
+            yield _of_index(opened.path)
+        for file in dict.fromkeys(stored.path for stored in opened.tensors.values()):
+            yield from _of_safetensors(file)
+    elif kind == "dcp":
+        for folder in [path] if (path / METADATA).is_file() else dcp_folders(path):
+            yield from _or_problem(folder / METADATA, _of_dcp(folder))
+    else:
+        for file in _torch_files(path, kind):
+            yield from _or_problem(file, _of_torch_file(file))
+
+
+def _or_problem(file: Path, parts: Iterator[_Part]) -> Iterator[_Part]:
+    """``parts``, as far as they can be told: other files are compared all the same."""
+    try:
+        yield from parts
+    except CheckpointError as error:
+        yield _Part(file, "", lambda: None, error)
 
 
 def _torch_files(path: Path, kind: str) -> list[Path]:
-    if path.is_file():
-        return [path]
+    """Those that ``open_source`` reads."""
     if kind == "deepspeed":
-        return sorted((find_deepspeed(path) or path).glob("*_states.pt"))
-    return [file for family in families(path) for file in family.paths if is_torch_file(file)]
+        folder = find_deepspeed(path) or path
+        found = sorted(folder.glob("*_states.pt"))
+        if not found:
+            expected = "what the file 'latest' names, or *_states.pt of DeepSpeed"
+            raise failure(f"{folder} has no checkpoint", expected=expected, file=folder)
+        return found
+    together = families(path) if path.is_dir() else [family_meant(path)]
+    return [file for family in together for file in family.paths]
 
 
 # --- safetensors ------------------------------------------------------------------------------------------------------------------
@@ -132,7 +166,7 @@ def _of_safetensors(path: Path) -> Iterator[_Part]:
     header = read_header(path)
     with open_regular(path) as file:
         text = file.read(header.nbytes)
-    told = digests_of(text, list(header.entries))
+    told = digests_of(path, text, list(header.entries))
     yield _Part(path, "the header", lambda: None if told is None else _equal(told.header, told.found, len(text)))
     for key, entry in header.entries.items():
         expected = None if told is None else told.tensors[key]
@@ -178,8 +212,14 @@ def _of_dcp(folder: Path) -> Iterator[_Part]:
         yield _Part(folder / METADATA, "the file", lambda: None)
     for index, info in (read_metadata(folder).storage_data or {}).items():
         directories = digests[info.relative_path].directories if digests is not None and info.relative_path in digests else None
-        expected = None if directories is None else directories.get(info.offset, -1)
+        expected = None if directories is None else directories.get(info.offset, _NOWHERE)
         yield from _of_zip(folder / info.relative_path, info.offset, info.length, str(index.fqn), expected)
+
+
+def _of_torch_file(path: Path) -> Iterator[_Part]:
+    if not is_torch_file(path):
+        raise failure(f"{path} does not begin like a file of torch.save", expected="a whole file", file=path)
+    return _of_zip(path, 0, None, "", None)
 
 
 def _checked_file(path: Path, digest: FileDigest) -> Callable[[], int | None]:
@@ -207,7 +247,9 @@ def _of_zip(path: Path, offset: int, length: int | None, key: str, directory: in
             try:
                 zipped = zipfile.ZipFile(window)
             except zipfile.BadZipFile as error:
-                raise ValueError(f"is no zip: {error}") from error
+                raise ValueError(f"is no zip, as torch.save of torch 1.6 or later writes: {error}") from error
+            if directory == _NOWHERE:
+                raise ValueError(f"is at byte {offset}, where {DIGESTS} has nothing")
             if directory is not None:
                 _equal(directory, _crc(file, offset + zipped.start_dir, nbytes - zipped.start_dir), 0)
             if sum(info.file_size for info in zipped.infolist()) > nbytes:

@@ -21,10 +21,12 @@ from fsdp2.checkpoint import (
     convert,
     load_checkpoint,
     load_safetensors,
+    open_source,
     save_full_state,
     save_safetensors,
     verify,
 )
+from fsdp2.checkpoint.digests import FileDigest, read_digests, write_digests
 from fsdp2.cli import main
 from harness import cpu_mesh, on_ranks
 from harness.models import mlp
@@ -159,6 +161,9 @@ def test_others_files_have_no_digests_and_that_is_said(tmp_path: Path, capsys: p
     finally:
         torch.serialization.set_crc32_options(True)
     assert len(verify(tmp_path / "a.pt").unchecked) == 1
+    assert list(open_source(tmp_path / "a.pt").model) == ["a"]  # zipfile took such files for damaged
+    convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch")
+    assert torch.equal(torch.load(tmp_path / "b.pt")["a"], torch.ones(3))
 
 
 def test_an_index_that_has_lost_a_key_is_noticed(tmp_path: Path) -> None:
@@ -188,3 +193,77 @@ def test_the_command_fails_for_damage_and_names_the_place(tmp_path: Path, capsys
 def header(file: Path) -> bytes:
     data = file.read_bytes()
     return data[8 : 8 + int.from_bytes(data[:8], "little")]
+
+
+@on_ranks(1)
+def test_what_a_save_has_not_finished_is_no_checkpoint_of_the_folder(tmp_path: Path) -> None:
+    """A crash behind the metadata left one; a run that is saving has one too. Whole folders could not be compared or converted."""
+    run, left = tmp_path / "run", tmp_path / "run" / f"partial_{'0' * 32}"
+    with Checkpointer(run, fully_shard(mlp(), mesh=cpu_mesh())) as checkpointer:
+        checkpointer.save(1)
+    shutil.copytree(run / "step_000001", left)
+    shutil.copytree(run / "step_000001", run / ".out.0123abcd.partial")
+    (left / "__0_0.distcp").write_bytes(b"")
+    assert main(["verify", str(run)]) == 0
+    convert(run, tmp_path / "out.pt", to="torch")
+    shutil.rmtree(run / "step_000001")
+    with pytest.raises(CheckpointError, match="step_000001 has no checkpoint"):
+        verify(run)
+    (run / "latest").unlink()
+    with pytest.raises(CheckpointError, match="is no checkpoint that is known"):
+        verify(run)
+
+
+@on_ranks(1)
+def test_every_damaged_checkpoint_of_a_folder_is_named(tmp_path: Path) -> None:
+    """The first whose metadata could not be read hid the others."""
+    with Checkpointer(tmp_path, fully_shard(mlp(), mesh=cpu_mesh()), keep_last=None) as checkpointer:
+        for step in range(4):
+            checkpointer.save(step)
+    (tmp_path / "step_000000" / ".metadata").write_bytes(b"nothing")
+    data = tmp_path / "step_000001" / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:-1])
+    flip(tmp_path / "step_000002" / "__0_0.distcp", 2000)
+    with pytest.raises(CheckpointError, match="is damaged in") as caught:
+        verify(tmp_path)
+    text = str(caught.value)
+    assert "step_000000/.metadata: " in text
+    assert "step_000001/__0_0.distcp: " in text
+    shutil.rmtree(tmp_path / "step_000000")
+    shutil.rmtree(tmp_path / "step_000001")
+    with pytest.raises(CheckpointError, match=r"step_000002/__0_0\.distcp: "):
+        verify(tmp_path)
+
+
+def test_one_file_stands_for_those_of_all_ranks(tmp_path: Path) -> None:
+    """As it does for readers: the values of the other ranks' files are loaded, too."""
+    for rank in range(2):
+        torch.save({"_flat_param": torch.arange(1000.0)}, tmp_path / f"model_rank{rank}.pt")
+    first, second = tmp_path / "model_rank0.pt", tmp_path / "model_rank1.pt"
+    assert verify(first).nbytes == first.stat().st_size + second.stat().st_size
+    flip(second, second.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=r"model_rank1\.pt: "):
+        verify(first)
+    flip(second, second.stat().st_size // 2)
+    flip(second, 0)
+    for path in (first, tmp_path):
+        with pytest.raises(CheckpointError, match=r"model_rank1\.pt does not begin like a file of torch\.save"):
+            verify(path)
+
+
+def test_digests_lead_to_no_file_outside_of_their_folder(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"1234")
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    write_digests(folder, {"../secret": FileDigest(4, 1)}, [])
+    with pytest.raises(CheckpointError, match=r"names '\.\./secret', outside of its folder"):
+        read_digests(folder)
+
+
+def test_digests_of_a_header_that_are_damaged_name_the_file(tmp_path: Path) -> None:
+    save_safetensors(mlp(), tmp_path)
+    file = tmp_path / "model.safetensors"
+    flip(file, file.read_bytes().index(b'crc32":"') + 8, bit=6)
+    with pytest.raises(CheckpointError) as caught:
+        verify(tmp_path)
+    assert caught.value.file == str(file)

@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..checkpoint_folder import is_partial
 from ..failure import failure
 from ..safe_dcp import METADATA
 from .deepspeed import find_deepspeed
@@ -61,8 +62,9 @@ def detect(path: Path) -> str:
 
 
 def dcp_folders(path: Path) -> list[Path]:
-    """Folders of DCP right below, as accelerate lays out model and optimizer."""
-    return sorted(each.parent for each in path.glob(f"*/{METADATA}"))
+    """Folders of DCP right below, as accelerate lays out model and optimizer; but for what a save has not finished."""
+    found = sorted(each.parent for each in path.glob(f"*/{METADATA}"))
+    return [each for each in found if not each.name.startswith(".") and not is_partial(each.name)]
 
 
 def families(folder: Path) -> list[Family]:

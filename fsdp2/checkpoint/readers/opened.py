@@ -140,11 +140,11 @@ def _read(path: Path, kind: str, shapes: Shapes | None) -> Source:
     if kind == "dcp":
         folders = [path] if not dcp_folders(path) else dcp_folders(path)
         return _combined(path, kind, [_picked(folder, kind, read_dcp(folder)) for folder in folders])
-    together = families(path) if path.is_dir() else [_one_file(path)]
+    together = families(path) if path.is_dir() else [family_meant(path)]
     return _combined(path, kind, [_picked(each.paths[0], kind, _merged(each)) for each in together])
 
 
-def _one_file(path: Path) -> Family:
+def family_meant(path: Path) -> Family:
     """The file alone, or with those of the other ranks if it is only a part."""
     return family_of(path) if _is_part(path, read_torch_file(path)) else Family((path,))
 

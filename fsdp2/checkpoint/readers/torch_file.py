@@ -51,6 +51,9 @@ def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> A
         with open_regular(path) as file:
             nbytes = file.seek(0, io.SEEK_END) - offset if length is None else length
             zipped = zipfile.ZipFile(Window(file, offset, nbytes))
+            for info in zipped.infolist():
+                if info.CRC == 0:  # of torch.serialization.set_crc32_options(False), which zipfile would take for damage
+                    info.CRC = None  # type: ignore[assignment]
             return _read(path, zipped, file, offset)
     except CheckpointError:
         raise

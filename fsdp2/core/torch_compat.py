@@ -65,6 +65,7 @@ __all__ = [
     "is_fake_backend",
     "is_traceable_wrapper_subclass",
     "is_tracing",
+    "leaf_gets_gradient_in_this_backward",
     "let_guard_pickler_find",
     "local_tensor",
     "new_dtensor",
@@ -314,6 +315,16 @@ def has_own_dispatch(kind: type) -> bool:
 
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside of backward
 will_run_in_this_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node  # only inside backward
+
+
+def leaf_gets_gradient_in_this_backward(leaf: Tensor) -> bool:
+    """Whether the backward that is running puts a gradient into ``leaf``; only inside backward."""
+    try:
+        return will_run_in_this_backward(torch.autograd.graph.get_gradient_edge(leaf).node)
+    except RuntimeError:  # of a leaf that ``torch.autograd.grad`` was asked for
+        return True
+
+
 profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
 functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 

@@ -1,8 +1,12 @@
-"""Ranks whose backwards reach different units: every rank raises, by the name of the unit, before a gradient is communicated."""
+"""Ranks whose backwards reach different units: every rank raises, by the name of the unit, before a gradient is communicated.
+
+What a rank does without communication is its own, and right.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -169,3 +173,176 @@ def test_one_rank_may_run_forward_alone_where_parameters_are_kept():
     if dist.get_rank() == 0:
         model(own_chunk(x), [3, 1])
     check_step(model, reference, x)
+
+
+# --- ranks that may differ -------------------------------------------------------------------------------------------------------
+
+
+class Towers(nn.Module):
+    """Two blocks that get plain data, so that both are reduced at the end of backward, and a head for each output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = Block()
+        self.right = Block()
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.head(self.left(x)), self.head(self.right(x))
+
+
+def check_each_rank(model: nn.Module, reference: nn.Module, loss_of: Callable[[nn.Module, int], Tensor]) -> None:
+    """``loss_of(model, rank)`` differs between ranks: gradients are the mean of what each rank's loss gives the unsharded model."""
+    model.zero_grad()
+    reference.zero_grad()
+    loss_of(model, dist.get_rank()).backward()
+    for rank in range(dist.get_world_size()):
+        (loss_of(reference, rank) / dist.get_world_size()).backward()
+    assert_equal_grads(grads_of(model), grads_of(reference), ulps=64)
+
+
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_may_call_a_block_that_is_kept_different_numbers_of_times(strategy):
+    """Symptom: an OrderError about the order of units. Each block is gathered before, and reduced once."""
+    model, reference = models(strategy)
+    model.set_reshard_after_forward(False)
+    x, *_ = batches(1)
+    check_each_rank(model, reference, lambda model, rank: model(x, EVERY).square().mean())
+    check_each_rank(model, reference, lambda model, rank: model(x, [0, 1, 0, 2, 3] if rank else EVERY).square().mean())
+
+
+@on_ranks(2, timeout=60)
+def test_ranks_may_leave_out_frozen_blocks_that_nobody_gathers():
+    model, reference = models("ddp")
+    for each in (model, reference):
+        each.blocks[1].requires_grad_(False)
+    x, *_ = batches(1)
+    check_each_rank(model, reference, lambda model, rank: model(x, EVERY if rank else [0, 2, 3]).square().mean())
+
+
+@on_ranks(2, timeout=60)
+def test_one_rank_alone_may_differentiate_a_frozen_model_that_nobody_gathers():
+    """A perceptual loss, or the gradient of an input in a log. Symptom: that rank waited for the others."""
+    model, reference = models("ddp")
+    model.requires_grad_(False)
+    if dist.get_rank() == 0:
+        x = batches(1)[0].requires_grad_()
+        (actual,) = torch.autograd.grad(model(x, EVERY).square().mean(), x)
+        (expected,) = torch.autograd.grad(reference(x, EVERY).square().mean(), x)
+        assert_equal_grads({"x": actual}, {"x": expected}, ulps=32)
+
+
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_data_of_one_rank_alone_may_need_a_gradient(strategy):
+    """The root and the first block are reduced last, at the end of backward or just before it."""
+    model, reference = models(strategy)
+    x, *_ = batches(1)
+    check_each_rank(model, reference, lambda model, rank: model(x.clone().requires_grad_(rank == 0), EVERY).square().mean())
+
+
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_one_rank_may_keep_the_graph_of_an_evaluation(strategy):
+    model, reference = models(strategy)
+    x, *_ = batches(1)
+    kept = []
+    for _ in range(2):
+        output = model(x, EVERY)
+        if dist.get_rank() == 0:
+            kept.append(output)
+        check_each_rank(model, reference, lambda model, rank: model(x, EVERY).square().mean())
+
+
+@on_ranks(2, timeout=60)
+def test_one_rank_may_call_a_block_alone_between_forward_and_backward():
+    model, reference = models("ddp")
+    x, *_ = batches(1)
+    loss = model(own_chunk(x), EVERY).square().mean()
+    if dist.get_rank() == 0:
+        model.blocks[1](x)
+    loss.backward()
+    step(reference, x, EVERY)
+    assert_equal_grads(grads_of(model), grads_of(reference), ulps=32)
+
+
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_rank_whose_loss_ignores_a_block_with_plain_input_takes_part_at_the_end(strategy, holds):
+    """Symptom: with blocks of equal sizes the gradients of one in the other, with others a hang. holds: the graph is still there."""
+    torch.manual_seed(0)
+    reference = Towers()
+    model = parallelize(copy.deepcopy(reference), strategy, wrap={Block})
+    x, *_ = batches(1)
+    kept = []
+
+    def loss_of(model: nn.Module, rank: int) -> Tensor:
+        left, right = model(x)
+        if holds:
+            kept.append((left, right))
+        return left.square().mean() if rank else left.square().mean() + right.square().mean()
+
+    for _ in range(2):
+        check_each_rank(model, reference, loss_of)
+        kept.clear()
+
+
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_loss_that_ignores_a_block_with_plain_input_is_an_error_by_name_where_backward_gathers(holds):
+    torch.manual_seed(0)
+    reference = Towers()
+    model = parallelize(copy.deepcopy(reference), "zero3", wrap={Block})
+    x, *_ = batches(1)
+    left, right = model(x)
+    loss = left.square().mean() if dist.get_rank() else left.square().mean() + right.square().mean()
+    if not holds:
+        del left, right
+    with pytest.raises(OrderError, match=r"right: .*ranks \[1\] does not have it"):
+        loss.backward()
+    model.reset_iter_state()
+    check_each_rank(model, reference, lambda model, rank: torch.stack([each.square().mean() for each in model(x)]).sum())
+
+
+@on_ranks(2, timeout=60)
+def test_what_one_rank_accumulated_in_a_group_is_reduced_though_no_last_micro_batch_calls_it():
+    model, reference = models("ddp")
+    x, y = batches(2)
+    model.set_requires_gradient_sync(False)
+    step(model, own_chunk(x), EVERY if dist.get_rank() == 0 else [0, 2, 3])
+    model.set_requires_gradient_sync(True)
+    step(model, own_chunk(y), [0, 2, 3])
+    for rank, chunk in enumerate(x.chunk(2)):
+        (reference(chunk, [0, 2, 3] if rank else EVERY).square().mean() / 2).backward()
+    step(reference, y, [0, 2, 3])
+    assert_equal_grads(grads_of(model), grads_of(reference), ulps=32)
+
+
+class Twice(nn.Module):
+    """Calls its first block again, after the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        early = self.blocks[1](self.blocks[0](self.first(x)))
+        return early, self.blocks[0](self.blocks[2](early))
+
+
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_losses_that_use_different_calls_of_a_block_are_an_error_by_name(strategy):
+    torch.manual_seed(0)
+    reference = Twice()
+    model = parallelize(copy.deepcopy(reference), strategy, wrap={Block})
+    x, *_ = batches(1)
+    early, late = model(x)
+    loss = early.square().mean() if dist.get_rank() else early.square().mean() + late.square().mean()
+    with pytest.raises(OrderError, match=r"blocks\.2: .*ranks \[1\] does not have it"):
+        loss.backward()
+    model.reset_iter_state()
+    check_each_rank(model, reference, lambda model, rank: torch.stack([each.square().mean() for each in model(x)]).sum())

@@ -136,6 +136,14 @@ class Gradients:
         return False
 
     @property
+    def is_due(self) -> bool:
+        """Whether a backward reduces what accumulated before, even if it adds nothing."""
+        if not self.micro_batch.reduces:
+            return False
+        holds_partial = self.partial is not None or self._adding is not None
+        return self._accumulated is not None or (holds_partial and self.micro_batch.all_reduces)
+
+    @property
     def holds_unreduced(self) -> bool:
         """Whether something that accumulated has not reached the sharded parameters yet."""
         return self._accumulated is not None or self.partial is not None or self._adding is not None
@@ -147,9 +155,8 @@ class Gradients:
         plan = self._current_plan()
         for param in plan.params:
             unsharded = param.unsharded
-            assert unsharded is not None
-            grad = unsharded.grad
-            if grad is not None:
+            grad = None if unsharded is None else unsharded.grad  # other ranks have run it, and this one never has
+            if unsharded is not None and grad is not None:
                 unsharded.grad = None
                 if grad.requires_grad:  # of a backward with create_graph
                     grad = grad.detach()

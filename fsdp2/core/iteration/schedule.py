@@ -417,7 +417,7 @@ class Schedule:
             if self._agreement is None:
                 self._agreement = Agreement(self.units)
             if self._agreement.is_needed and not compat.functorch_is_active():
-                self._agreement.check(self._order, alive[-1] if alive else None)
+                self._agreement.check(alive)
             at_end = functools.partial(self.end_of_backward)
             if not compat.queue_end_of_backward(at_end):
                 raise _compiled_autograd_error()

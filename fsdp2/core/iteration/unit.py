@@ -12,6 +12,7 @@ Worked example: an embedding with a unit of its own, and a head in the root that
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -25,23 +26,42 @@ from ..group.micro_batch import MicroBatch
 from ..group.param import Owner
 from ..group.param_group import ParamGroup
 
+_moments = itertools.count()
+"""Numbers for the beginnings and ends of forward calls, in the order in which they happen."""
+
 
 class Call:
     """One forward call of a unit (of a list of modules: one pass through them), alive as long as its autograd graph.
 
     nodes:  the graph nodes that its inputs pass through, one for each input that needs a gradient: a node runs when the gradient
             of its input is done
+    entered, left:  moments of forward, of which the engine goes back through the latest first; of a list, ``left`` is its last module's
     begun, ended:  the graph task (one ``backward()``) in which its backward last began and ended
     again:  that backward made a graph of its own, through which a later one may come back
     is_watched:  an output needs a gradient, so that its backward will begin
     log, visit:  the log of this forward, if one is kept, which lives as long as the graph; and the call's place there
     """
 
-    __slots__ = ("__weakref__", "_counted", "_inputs_left", "again", "begun", "ended", "is_watched", "log", "nodes", "unit", "visit")
+    __slots__ = (
+        "__weakref__",
+        "_counted",
+        "_inputs_left",
+        "again",
+        "begun",
+        "ended",
+        "entered",
+        "is_watched",
+        "left",
+        "log",
+        "nodes",
+        "unit",
+        "visit",
+    )
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.nodes: list[Any] = []
+        self.entered = self.left = next(_moments)
         self.begun = -1
         self.ended = -1
         self.again = False
@@ -50,6 +70,10 @@ class Call:
         self.visit: Visit | None = None
         self._counted = -1
         self._inputs_left = 0
+
+    def leave(self) -> None:
+        """Its forward has ended."""
+        self.left = next(_moments)
 
     def will_pass_inputs(self, task: int) -> bool:
         """Whether the backward ``task``, which runs, reaches one of its inputs.

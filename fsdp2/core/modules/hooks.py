@@ -324,6 +324,7 @@ class UnitHooks:
                     each.register_prehook(hook)
         if seen:
             call.is_watched = True
+            call.leave()
         if call.visit is not None:
             assert self._unit.schedule is not None
             assert self._unit.schedule.log is not None

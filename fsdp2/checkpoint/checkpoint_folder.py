@@ -55,7 +55,7 @@ class CheckpointFolder:
     def latest(self) -> Path | None:
         """What ``latest`` names; if that is gone, the newest of the others."""
         if self._pointer.is_file():
-            named = self.path / self._pointer.read_text().strip()
+            named = self.path / self._pointer.read_text(errors="replace").strip()
             if named.parent == self.path and _NAME.fullmatch(named.name) and (named / METADATA).is_file():
                 return named
         return next(reversed(self.checkpoints()), None)

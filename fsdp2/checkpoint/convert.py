@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import shutil
 import sys
@@ -16,6 +17,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,6 +30,7 @@ from .named_state import State
 from .progress import progress_bar
 from .quantized import scale_lost, scales_of
 from .readers.files import FORMATS
+from .readers.lazy_pieces import dtype_of
 from .readers.opened import open_source
 from .readers.source import Shapes, Source, nbytes_of, place_of, tensors_of
 from .save_plan import nbytes_of as size_of
@@ -113,7 +116,8 @@ def convert(
         source.left_out += unheld
     state = {"model": model, "optimizer": source.optimizer} if has_optimizer else {"model": model}
     total = sum(nbytes_of(lazy) for _, lazy in tensors_of(state))
-    _check_total(state, total, target)
+    _check_total(state, total)
+    _check_room(_written_nbytes(state, to, dtype), target)
     with ByteReader() as reader, progress_bar("converting", total, progress) as advance, _new(target, force) as partial:
         stream = Stream(reader, advance, dtype)
         if to == "dcp":
@@ -167,8 +171,8 @@ def _check_target(src: Path, target: Path, to: str, force: bool) -> None:
         raise failure(f"{target} is {kinds[1]}", expected=f"{kinds[0]}, which {to} is", fix="name another", file=target)
 
 
-def _check_total(state: State, total: int, target: Path) -> None:
-    """Whether ``total`` bytes are what the source's files could mean, and fit on the disk. Raises: CheckpointError"""
+def _check_total(state: State, total: int) -> None:
+    """Whether ``total`` bytes are what the source's files could mean. Raises: CheckpointError"""
     tensors = tensors_of(state)
     distinct = {place_of(lazy): nbytes_of(lazy) for _, lazy in tensors}
     files = {stored.path for _, lazy in tensors for stored in lazy.stored()}
@@ -183,11 +187,26 @@ def _check_total(state: State, total: int, target: Path) -> None:
                 fix="do not trust this checkpoint; or save its tensors as they are, not expanded",
                 file=next(iter(files), None),
             )
+
+
+def _written_nbytes(state: State, to: str, dtype: torch.dtype | None) -> int:
+    """Of the target's tensors; DCP alone writes a tied one for each of its names."""
+    nbytes: dict[Any, int] = {}
+    for name, lazy in tensors_of(state):
+        found = dtype_of(lazy)
+        converted = dtype is not None and found.is_floating_point and name.startswith("model.")
+        itemsize = dtype.itemsize if dtype is not None and converted else found.itemsize
+        nbytes[name if to == "dcp" else place_of(lazy)] = math.prod(lazy.shape) * itemsize
+    return sum(nbytes.values())
+
+
+def _check_room(nbytes: int, target: Path) -> None:
+    """Whether ``nbytes`` fit on the disk. Raises: CheckpointError"""
     place = next(each for each in target.parents if each.is_dir())
     free = shutil.disk_usage(place).free
-    if total > free:
+    if nbytes > free:
         raise failure(
-            f"{target} would have {total} bytes, and {place} has {free} bytes free",
+            f"{target} would have {nbytes} bytes, and {place} has {free} bytes free",
             expected="room for the new checkpoint",
             fix="make room, or name another place",
             file=target,

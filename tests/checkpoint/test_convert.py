@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -408,3 +410,17 @@ def test_a_dtype_that_torch_has_not_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="has a in F4") as caught:
         convert(tmp_path, tmp_path.parent / f"{tmp_path.name}.pt", to="torch")
     assert caught.value.key == "a"
+
+
+@quiet_dcp
+def test_the_room_that_is_asked_for_is_that_of_what_is_written(tmp_path: Path) -> None:
+    """A tie counted twice, and bf16 as fp32, so that a disk with room for all of it was refused."""
+    weight = torch.randn(100, 100)
+    torch.save({"a": weight, "b": weight}, tmp_path / "in.pt")
+    cases = [("torch", None, 40_000), ("safetensors", None, 40_000), ("dcp", None, 80_000), ("torch", torch.bfloat16, 20_000)]
+    for number, (to, dtype, nbytes) in enumerate(cases):
+        for free, fits in ((nbytes - 1, False), (nbytes, True)):
+            with patch("shutil.disk_usage", lambda _, free=free: SimpleNamespace(free=free)):
+                refused = contextlib.nullcontext() if fits else pytest.raises(CheckpointError, match=f"would have {nbytes} bytes")
+                with refused:
+                    convert(tmp_path / "in.pt", tmp_path / f"out_{number}", to=to, dtype=dtype)

@@ -271,3 +271,14 @@ def test_what_a_dead_run_has_left_is_removed_by_the_next(tmp_path: Path) -> None
     folder.commit(7)
     folder.unlock()
     assert sorted(each.name for each in tmp_path.iterdir()) == ["latest", "partial_of_mine", "step_000007"]
+
+
+def test_a_pointer_to_the_latest_that_is_damaged_is_passed_over(tmp_path: Path) -> None:
+    folder = CheckpointFolder(tmp_path, keep_last=None)
+    for step in (1, 2):
+        write_into(folder.begin(), "")
+        folder.commit(step)
+    folder.unlock()
+    for content in (b"\xff\xfe", b"\0" * 12, b"../other", b""):
+        (tmp_path / "latest").write_bytes(content)
+        assert folder.latest() == tmp_path / "step_000002"

@@ -28,7 +28,7 @@ from .safe_dcp import METADATA
 _PARTIAL = re.compile(r"partial(_[0-9a-f]{32})?|latest(_[0-9a-f]{32})?\.partial")
 _NAME = re.compile(r"step_(\d+)(?:_(\d+))?")
 _being_written: set[str] = set()
-"""Names of partial folders that this process writes, which another ``CheckpointFolder`` of it must not remove."""
+"""Names of partial folders and pointers that this process writes, which another ``CheckpointFolder`` of it must not remove."""
 
 
 def is_partial(name: str) -> bool:
@@ -103,11 +103,13 @@ class CheckpointFolder:
         _being_written.discard(self.partial.name)
         _sync(self.path)
         written = self.path / f"latest_{uuid.uuid4().hex}.partial"
+        _being_written.add(written.name)
         with written.open("w") as file:
             file.write(final.name)
             file.flush()
             os.fsync(file.fileno())
         written.replace(self._pointer)
+        _being_written.discard(written.name)
         _sync(self.path)
         return final
 

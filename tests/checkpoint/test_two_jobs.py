@@ -282,3 +282,13 @@ def test_a_pointer_to_the_latest_that_is_damaged_is_passed_over(tmp_path: Path) 
     for content in (b"\xff\xfe", b"\0" * 12, b"../other", b""):
         (tmp_path / "latest").write_bytes(content)
         assert folder.latest() == tmp_path / "step_000002"
+
+
+def test_a_pointer_that_is_being_written_is_left_alone_by_another_checkpointer(tmp_path: Path) -> None:
+    first, second = CheckpointFolder(tmp_path, keep_last=None), CheckpointFolder(tmp_path, keep_last=None)
+    write_into(first.begin(), "")
+    with patch("os.fsync", lambda _: second.begin()):
+        final = first.commit(1)
+    assert first.latest() == final
+    first.unlock()
+    second.unlock()

@@ -158,7 +158,10 @@ class Schedule:
             return
         for weight in unit.shrinking:
             weight.write_back()
-        self._free_after_forward(unit, keep)
+        if unit.reshard_after_forward is True and unit is not self.root and not keep:  # by far the most common
+            unit.reshard()
+        else:
+            self._free_after_forward(unit, keep)
         if self._keeps_order:
             unit.order_indices.append(len(self._order))
             self._order.append(unit)

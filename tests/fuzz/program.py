@@ -250,6 +250,8 @@ def _tidy_node(node: Node, above: tuple[Node, ...], program: Program, known: dic
         node = replace(node, in_place="")
     if not is_leaf or node.kind == "idle":
         node = replace(node, borrows="")
+    if node.kind == "idle":  # it returns its input itself, on which a hook, or a sum without grad mode, means something else
+        node = replace(node, hook="" if node.hook == "tensor" else node.hook, detach="" if node.detach == "no_grad" else node.detach)
     if not is_leaf or node.kind == "again":
         node = replace(node, frozen=False, ignored=False, extension=False, float32=False, tied_to="")
     if not above:

@@ -183,3 +183,61 @@ def test_the_log_dies_with_the_graph_and_is_kept_only_where_it_is_asked_for():
     model.set_reduce_scatter_unused_params(False)
     loss_of(model(own_chunk(batches(1)[0])), [1] * 7).backward()
     assert [reference() for reference in schedule._logs] == [None]
+
+
+class Apart(nn.Module):
+    """What it returns comes from one operation on parameters and data, or from units; one alone has an input with a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, DIM)
+        self.norm = nn.LayerNorm(DIM)
+        self.first = nn.Linear(DIM, DIM)
+        self.second = Block(DIM)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        hidden = self.first(x)
+        return [self.table(torch.arange(len(x)) % 5), self.norm(x), self.norm(x)[:, 1:], hidden, self.second(hidden)]
+
+
+APART = {
+    "all": lambda rank: [1, 1, 1, 1, 1],
+    "rank 0 ignores the last unit": lambda rank: [1, 1, 0, 1, rank],
+    "rank 0 uses the first unit alone": lambda rank: [rank, rank, rank, 1, rank],
+    "rank 0 uses what comes from one operation": lambda rank: [1, rank, rank, rank, rank],
+    "rank 0 uses a view": lambda rank: [rank, rank, 1, rank, rank],
+}
+
+
+def shard_apart(model: Apart) -> FSDPModule:
+    for module in (model.first, model.second):
+        fully_shard(module, mesh=cpu_mesh())
+    root = fully_shard(model, mesh=cpu_mesh())
+    root.set_reduce_scatter_unused_params(True)
+    return root
+
+
+@on_ranks(2, timeout=30)
+def test_forwards_that_share_one_backward_whatever_a_rank_uses_of_them():
+    torch.manual_seed(0)
+    reference = Apart()
+    model = shard_apart(copy.deepcopy(reference))
+    for uses in APART.values():
+        x = batches(1)[0]
+        weights = uses(dist.get_rank())
+        model.zero_grad()
+        (loss_of(model(own_chunk(x)), weights) / 4 + loss_of(model(own_chunk(x)), weights) * 3 / 4).backward()
+        check(model, reference, x, uses)
+
+
+@on_ranks(2, timeout=30)
+def test_what_is_known_of_a_forward_dies_with_its_graph():
+    torch.manual_seed(0)
+    model = shard_apart(Apart())
+    schedule = None
+    for index in range(5):
+        output = model(own_chunk(batches(1)[0]))[index]
+        schedule = model._get_fsdp_state().schedule
+        output.sum()
+        del output
+        assert schedule._logs[-1]() is None  # at once, without the garbage collector

@@ -54,8 +54,8 @@ class ForwardLog:
             self.moments.append((visit, False))
 
     def is_in_this_backward(self) -> bool:
-        """Whether the backward that is running reaches an input of one of its calls."""
-        return any(visit.will_end_itself() for visits in self.visits.values() for visit in visits)
+        """Whether the backward that has just begun reaches anything of this forward."""
+        return any(visit.is_in_this_backward() for visits in self.visits.values() for visit in visits)
 
 
 class Reading:

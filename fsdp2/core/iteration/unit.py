@@ -39,6 +39,8 @@ class Call:
     begun, ended:  the graph task (one ``backward()``) in which its backward last began and ended
     again:  that backward made a graph of its own, through which a later one may come back
     is_watched:  an output needs a gradient, so that its backward will begin
+    bottoms:  graph nodes below its outputs, of which one runs at least in every backward that reaches one of these; only if a log is
+            kept, and only of the call that began the forward. Not the outputs' own nodes: these hold the call.
     log, visit:  the log of this forward, if one is kept, which lives as long as the graph; and the call's place there
     """
 
@@ -48,6 +50,7 @@ class Call:
         "_inputs_left",
         "again",
         "begun",
+        "bottoms",
         "ended",
         "entered",
         "is_watched",
@@ -61,6 +64,7 @@ class Call:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.nodes: list[Any] = []
+        self.bottoms: list[Any] = []
         self.entered = self.left = next(_moments)
         self.begun = -1
         self.ended = -1
@@ -122,6 +126,11 @@ class Visit:
         call = self.call()
         task = compat.current_graph_task()
         return call is not None and call.ended != task and bool(call.nodes) and call.will_pass_inputs(task)
+
+    def is_in_this_backward(self) -> bool:
+        """Whether this rank's backward, which has just begun, reaches its inputs, or one of its outputs if it began the forward."""
+        call = self.call()
+        return call is not None and any(map(compat.will_run_in_this_backward, (*call.nodes, *call.bottoms)))
 
 
 class Unit:

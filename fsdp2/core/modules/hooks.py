@@ -305,8 +305,12 @@ class UnitHooks:
         else:
             found = []
             find_tensors(output, found)
-        if compat.functorch_is_active() or compat.forward_ad._current_level >= 0:
+        levels = compat.functorch_is_active() or compat.forward_ad._current_level >= 0
+        if levels:
             found = [each for tensor in found for each in compat.levels_of(tensor)]
+        schedule = self._unit.schedule
+        assert schedule is not None
+        finds_bottoms = schedule.log is not None and schedule.forward_root is self._unit and not self._unit.running and not levels
         hook = functools.partial(_begin_backward, self._unit, call)
         seen: list[Any] = []
         for tensor in found:
@@ -318,17 +322,23 @@ class UnitHooks:
                 return self._watch_outputs(call, map_tensors(_outlive_parameters, output))
             if node in call.nodes:  # an input, passed through: its node ends the backward, so that another has to begin it
                 return self._watch_outputs(call, map_tensors(functools.partial(_apart_from, call.nodes), output))
-            for each in (node,) if base is None else (node, base.grad_fn):
-                if each is not None and each not in seen:
+            watched = [] if node is None else [node]
+            if base is not None and base.grad_fn is not None and not _made_input(call.nodes, base.grad_fn):
+                watched.append(base.grad_fn)
+            if finds_bottoms and any(_below(each) is None for each in watched):  # then the call would hold what holds the call
+                return self._watch_outputs(call, map_tensors(_apart_from_bottom, output))
+            for each in watched:
+                if each not in seen:
                     seen.append(each)
                     each.register_prehook(hook)
         if seen:
             call.is_watched = True
             call.leave()
+        if finds_bottoms:
+            _find_bottoms(call, seen)
         if call.visit is not None:
-            assert self._unit.schedule is not None
-            assert self._unit.schedule.log is not None
-            self._unit.schedule.log.leave(call)
+            assert schedule.log is not None
+            schedule.log.leave(call)
         return output
 
 
@@ -345,6 +355,44 @@ def _refuse_autograd(unit: ModuleState) -> None:
 
 def _apart_from(nodes: list[Any], output: Tensor) -> Tensor:
     return output.view_as(output) if output.grad_fn in nodes else output
+
+
+def _made_input(nodes: list[Any], node: Any) -> bool:
+    """Whether ``node`` made what one of ``nodes``, those of a call's inputs, is a view of: then another module's backward runs it."""
+    for each in nodes:
+        below = each.next_functions
+        while len(below) == 1 and below[0][0] is not None:
+            if below[0][0] is node:
+                return True
+            below = below[0][0].next_functions
+    return False
+
+
+def _below(node: Any) -> Any:
+    """The first node below ``node`` that is not a leaf's, if there is one."""
+    return next((each for each, _ in node.next_functions if each is not None and each.next_functions), None)
+
+
+def _find_bottoms(call: Call, nodes: list[Any]) -> None:
+    """Give ``call`` a node that runs with each of ``nodes``, those of its outputs, unless that is one of its inputs' nodes.
+
+    A bottom has only leaves below it: so none of the nodes that hold the call is below what the call holds.
+    """
+    passed = set(call.nodes)
+    for node in nodes:
+        while node not in passed:
+            passed.add(node)
+            below = _below(node)
+            if below is None:
+                call.bottoms.append(node)
+                break
+            node = below
+
+
+def _apart_from_bottom(output: Tensor) -> Tensor:
+    base = output if output._base is None else output._base
+    nodes = [node for node in (output.grad_fn, base.grad_fn) if node is not None]
+    return output.clone() if any(_below(node) is None for node in nodes) else output
 
 
 def _outlive_parameters(output: Tensor) -> Tensor:

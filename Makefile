@@ -12,7 +12,7 @@ help:
 	@echo "make test        all tests but the slow ones"
 	@echo "make test-slow   the slow ones"
 	@echo "make fuzz        random programs, sharded and unsharded: SEEDS=first:last"
-	@echo "make check       lint, types, and which part may import which"
+	@echo "make check       lint, format, types, and which part may import which"
 	@echo "make bench       the benchmarks"
 	@echo "make clean       remove caches and .venv"
 
@@ -40,6 +40,7 @@ fuzz: $(INSTALLED)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 

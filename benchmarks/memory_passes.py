@@ -146,9 +146,7 @@ def main() -> None:
             )
             common.report(result, options.json)
             for name, ops in by_op.items():
-                print(
-                    f"    {name}: " + "  ".join(f"{op} {value:.3f}" for op, value in sorted(ops.items(), key=lambda o: -o[1]))
-                )
+                print(f"    {name}: " + "  ".join(f"{op} {value:.3f}" for op, value in sorted(ops.items(), key=lambda o: -o[1])))
 
 
 if __name__ == "__main__":

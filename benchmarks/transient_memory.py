@@ -114,8 +114,7 @@ def transient_of(implementation: str, mesh: DeviceMesh, num_blocks: int, mixed: 
         parameters = list(model.parameters())
         state = {live.serial_of(t) for p in parameters for t in (p, p.grad)} | live.serials_over(parameters)
     peaks = [
-        sorted((nbytes for serial, nbytes in snapshot.items() if serial not in state), reverse=True)
-        for snapshot in live.snapshots
+        sorted((nbytes for serial, nbytes in snapshot.items() if serial not in state), reverse=True) for snapshot in live.snapshots
     ]
     peak = max(peaks, key=sum)
     return Peak(sum(peak) / unit, [nbytes / unit for nbytes in peak if nbytes > 0.02 * unit])

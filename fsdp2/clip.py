@@ -165,14 +165,10 @@ def _norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype, foreach:
     """Computed in ``dtype``, so that norms of fp16 gradients do not overflow and those of bf16 are not rounded."""
     if foreach is not False and not any(tensor.is_complex() for tensor in tensors):
         return torch._foreach_norm(tensors, norm_type, dtype)
-    return [
-        torch.linalg.vector_norm(tensor.abs() if tensor.is_complex() else tensor, norm_type, dtype=dtype) for tensor in tensors
-    ]
+    return [torch.linalg.vector_norm(tensor.abs() if tensor.is_complex() else tensor, norm_type, dtype=dtype) for tensor in tensors]
 
 
-def _all_reduce(
-    terms: Tensor, indices: list[int], process_group: dist.ProcessGroup, device_type: str, norm_type: float
-) -> None:
+def _all_reduce(terms: Tensor, indices: list[int], process_group: dist.ProcessGroup, device_type: str, norm_type: float) -> None:
     """Replace the terms at ``indices`` by those of all ranks of the group together. Collective: yes, one all-reduce."""
     places = torch.tensor(indices, device=terms.device)
     sent = terms[places]

@@ -96,6 +96,7 @@ def save_full_state(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     Memory:     see Note: memory of full state
     Raises:     CheckpointError on every rank if the file cannot be written; what was there before is still there
     """
+
     def take() -> State:
         state = full_state_dict(model)
         if optimizer is None:

@@ -149,6 +149,7 @@ def read_index(path: Path) -> dict[str, str]:
         )
     return weight_map
 
+
 def _fields(path: Path) -> dict[str, Any]:
     try:
         with open_regular(path) as file:

@@ -144,9 +144,7 @@ class Unsqueezed(LazyTensor):
         return self.whole.stored()
 
     def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
-        inside = Box(
-            (*box.start[: self.dim], *box.start[self.dim + 1 :]), (*box.stop[: self.dim], *box.stop[self.dim + 1 :])
-        )
+        inside = Box((*box.start[: self.dim], *box.start[self.dim + 1 :]), (*box.stop[: self.dim], *box.stop[self.dim + 1 :]))
         self.whole.read(inside, out.squeeze(self.dim), reader)
 
 

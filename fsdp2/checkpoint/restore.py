@@ -66,6 +66,7 @@ def read_state(
     Memory:     this rank's shards of model and optimizer, in host memory
     Raises:     CheckpointError, on every rank, with nothing changed
     """
+
     def read() -> Restored:
         rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         if verify:

@@ -152,9 +152,7 @@ def cast_own_buffers(own: Own, dtype: torch.dtype | None) -> dict[str, torch.dty
         return {}
     before = {id(buffer): buffer.dtype for buffer in own.buffers().values() if buffer.is_floating_point()}
     names = (
-        named
-        for prefix, module in all_names(own.root)
-        for named in module.named_buffers(prefix, recurse=False, remove_duplicate=False)
+        named for prefix, module in all_names(own.root) for named in module.named_buffers(prefix, recurse=False, remove_duplicate=False)
     )
     dtypes = {clean_name(name): before[id(buffer)] for name, buffer in names if id(buffer) in before}
     for buffer in own.buffers().values():

@@ -139,5 +139,3 @@ def _check_options(backend: Any, bucket_bytes: Any, options: Any) -> None:
                 fix="leave options out",
             )
         )
-
-

@@ -135,9 +135,7 @@ class Bucket:
             return "stock"
         return chosen or collectives.choose_reduce_scatter(self._scatter_backend, self.mesh.shard_size, tensor.nbytes)
 
-    def _laid_out(
-        self, params: Sequence[ShardedParam], slots: Sequence[Slot], grads: Sequence[Tensor | None]
-    ) -> list[Tensor]:
+    def _laid_out(self, params: Sequence[ShardedParam], slots: Sequence[Slot], grads: Sequence[Tensor | None]) -> list[Tensor]:
         """The columns of the reduce-scatter input, (num_shards, n) each: gradient, gap, ..., flags, gap."""
         num_shards = self.mesh.shard_size
         like = next(grad for grad in grads if grad is not None)

@@ -117,4 +117,3 @@ def new_stand_in(param: ShardedParam, group: ParamGroup) -> nn.Parameter:
     whole.untyped_storage().resize_(0)
     with torch.no_grad():
         return nn.Parameter(param.spec.to_logical(whole), requires_grad=param.sharded.requires_grad)
-

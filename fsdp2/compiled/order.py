@@ -152,5 +152,3 @@ def operator_name(node: fx.Node) -> str:
     if isinstance(target, torch._ops.OpOverload):
         return str(target._schema.name)
     return str(getattr(target, "__name__", target))
-
-

@@ -61,9 +61,7 @@ def rewritten(
     """
     placeholders = [node for node in captured.graph.nodes if node.op == "placeholder"]
     places = {id(stand_in): (face, index) for face in faces for index, stand_in in enumerate(face.stand_ins)}
-    of_param = {
-        node: places[id(value)] for node, value in zip(placeholders, inputs, strict=True) if id(value) in places
-    }
+    of_param = {node: places[id(value)] for node, value in zip(placeholders, inputs, strict=True) if id(value) in places}
     _refuse_writes(of_param)
     first_uses = _first_uses(captured.graph, of_param)
     buckets = _buckets([(face, keeps(face)) for face in first_uses], bucket_nbytes)
@@ -189,4 +187,3 @@ def _refuse_writes(of_param: dict[fx.Node, tuple[Face, int]]) -> None:
 
 
 _IN_PLACE = (operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.setitem)
-

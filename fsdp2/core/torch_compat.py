@@ -95,7 +95,6 @@ REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE = _rebuild_tensor_v2, _rebuild_tensor_v3
 """What ``torch.load`` calls to make a tensor of a typed storage, and of an untyped one."""
 
 
-
 def storage_info(path: str, offset: int, nbytes: int) -> Any:
     """Where a chunk lies, as DCP's metadata has it. DCP is imported when a checkpoint is saved, not with fsdp2."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -117,9 +116,7 @@ if hasattr(dist, "all_gather_single"):  # torch 2.13; it deprecates the older na
     def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
         return _work(dist.all_gather_single(output, input, group=group, async_op=async_op))
 
-    def reduce_scatter_single(
-        output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
-    ) -> dist.Work | None:
+    def reduce_scatter_single(output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
         return _work(dist.reduce_scatter_single(output, input, op=op, group=group, async_op=async_op))
 
 else:  # torch 2.11 and 2.12
@@ -127,15 +124,11 @@ else:  # torch 2.11 and 2.12
     def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
         return _work(dist.all_gather_into_tensor(output, input, group=group, async_op=async_op))
 
-    def reduce_scatter_single(
-        output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
-    ) -> dist.Work | None:
+    def reduce_scatter_single(output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
         return _work(dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op))
 
 
-def coalescing_manager(
-    group: dist.ProcessGroup, device: torch.device | None, async_ops: bool
-) -> AbstractContextManager[Any]:
+def coalescing_manager(group: dist.ProcessGroup, device: torch.device | None, async_ops: bool) -> AbstractContextManager[Any]:
     """Collectives issued inside become one launch, on backends that can (NCCL)."""
     return dist.distributed_c10d._coalescing_manager(group=group, device=device, async_ops=async_ops)
 
@@ -549,5 +542,3 @@ def module_state(module: nn.Module) -> ModuleStateBase | None:
         return None
     found = state.get(_STATE_OWNER)
     return found if isinstance(found, ModuleStateBase) else None
-
-

@@ -83,9 +83,7 @@ def _shapes(module: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
     return tuple((name, param.shape) for name, param in module.named_parameters())
 
 
-def _add_of_classes(
-    tree: ModuleTree, module: nn.Module, classes: tuple[type[nn.Module], ...], blocks: dict[int, nn.Module]
-) -> None:
+def _add_of_classes(tree: ModuleTree, module: nn.Module, classes: tuple[type[nn.Module], ...], blocks: dict[int, nn.Module]) -> None:
     """Add the outermost modules of ``classes`` outside of ``blocks``: a lone middle block, a stage of one."""
     for child in tree.children(module):
         if id(child) in blocks:

@@ -139,9 +139,7 @@ def plan(model: nn.Module, policy: Any = "auto", *, ignored_params: Iterable[nn.
             groups.append((tuple(modules), names, tuple(params)))
     inside = [(module, set(map(id, module.modules()))) for modules, _, _ in groups[:-1] for module in modules]
     planned = [
-        PlannedGroup(
-            modules, names, params, sum(id(modules[0]) in below and module not in modules for module, below in inside)
-        )
+        PlannedGroup(modules, names, params, sum(id(modules[0]) in below and module not in modules for module, below in inside))
         for modules, names, params in groups
     ]
     return Plan(tuple(planned))

@@ -56,8 +56,12 @@ def find_casts(editor: Editor, signature: tuple[str, ...], precision: tuple[str,
         leaves_some = "ignored_modules" in given.by_name or "ignored_states" in given.by_name
         sometimes = None in found
         text = max(dtypes)
-        if made_by != "fsdp:FullyShardedDataParallel" or len(dtypes) > 1 or leaves_some or not text.startswith("torch.") or (
-            sometimes and not isinstance(value, (cst.Name, cst.Attribute))
+        if (
+            made_by != "fsdp:FullyShardedDataParallel"
+            or len(dtypes) > 1
+            or leaves_some
+            or not text.startswith("torch.")
+            or (sometimes and not isinstance(value, (cst.Name, cst.Attribute)))
         ):
             editor.refuse("fsdp1", call, _UNSEEN.format(text))
             continue

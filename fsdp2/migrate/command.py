@@ -1,10 +1,10 @@
 """``fsdp2 migrate PATH...``: which files, what is shown, what is written, the exit status. It refuses to know how files are rewritten.
 
-    $ fsdp2 migrate train.py
-    --- train.py
-    +++ train.py (fsdp2)
-    ...
-    train.py:31: changed: device_id=rank dropped: parallelize moves the model to the device of its mesh.
+$ fsdp2 migrate train.py
+--- train.py
++++ train.py (fsdp2)
+...
+train.py:31: changed: device_id=rank dropped: parallelize moves the model to the device of its mesh.
 """
 
 from __future__ import annotations

@@ -144,9 +144,7 @@ def initialize(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpressi
         editor.needs("from torch.utils.data.distributed import DistributedSampler")
         data = given.text("training_data")
         collate = f", collate_fn={given.text('collate_fn')}" if given.value("collate_fn") is not None else ""
-        lines.append(
-            f"{loader} = DataLoader({data}, batch_size={plan.micro_batch_size}, sampler=DistributedSampler({data}){collate})"
-        )
+        lines.append(f"{loader} = DataLoader({data}, batch_size={plan.micro_batch_size}, sampler=DistributedSampler({data}){collate})")
     if editor.of(Engine).has_scheduler:
         if scheduler in ("_", ""):
             scheduler = "lr_scheduler"

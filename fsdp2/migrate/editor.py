@@ -254,9 +254,7 @@ class Editor(cst.CSTTransformer):
 
 
 def _comment_lines(text: str) -> list[str]:
-    return textwrap.wrap(
-        _MARK + text, _WIDTH, subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False
-    )
+    return textwrap.wrap(_MARK + text, _WIDTH, subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False)
 
 
 def enclosing_call(names: Names, node: cst.CSTNode) -> cst.Call | None:

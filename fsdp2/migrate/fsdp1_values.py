@@ -1,10 +1,10 @@
 """FSDP1's values, each rewritten where it stands, so that variables, dicts, defaults and helper functions around it need no thought.
 
-    ShardingStrategy.HYBRID_SHARD                        "hsdp"
-    MixedPrecision(param_dtype=torch.bfloat16)           fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    partial(transformer_auto_wrap_policy,
-            transformer_layer_cls={Block})               fsdp2.wrap.by_class(Block)
-    CPUOffload(offload_params=flag)                      fsdp2.CPUOffloadPolicy() if flag else fsdp2.OffloadPolicy()
+ShardingStrategy.HYBRID_SHARD                        "hsdp"
+MixedPrecision(param_dtype=torch.bfloat16)           fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+partial(transformer_auto_wrap_policy,
+        transformer_layer_cls={Block})               fsdp2.wrap.by_class(Block)
+CPUOffload(offload_params=flag)                      fsdp2.CPUOffloadPolicy() if flag else fsdp2.OffloadPolicy()
 """
 
 from __future__ import annotations

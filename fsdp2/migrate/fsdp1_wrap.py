@@ -352,9 +352,7 @@ def class_reference(editor: Editor, old: cst.Name | cst.Attribute, new: cst.Base
     if in_isinstance(editor, old):
         return editor.make("fsdp2.FSDPModule", "import fsdp2")
     call = enclosing_call(editor.names, old)
-    if call is not None and (
-        editor.names.origin_of(call.func) in ("functools.partial", "fsdp:enable_wrap") and code(new) == code(old)
-    ):
+    if call is not None and (editor.names.origin_of(call.func) in ("functools.partial", "fsdp:enable_wrap") and code(new) == code(old)):
         return new
     if not _in_annotation(editor, old):
         above = editor.names.parent_of(parent) if parent is not None else None

@@ -46,8 +46,12 @@ _MAKES = {
 _TAKES_MODEL = frozenset(
     f"fsdp:FullyShardedDataParallel.{name}"
     for name in (
-        "state_dict_type", "set_state_dict_type", "summon_full_params",
-        "optim_state_dict", "full_optim_state_dict", "sharded_optim_state_dict",
+        "state_dict_type",
+        "set_state_dict_type",
+        "summon_full_params",
+        "optim_state_dict",
+        "full_optim_state_dict",
+        "sharded_optim_state_dict",
     )
 )
 """Functions of FSDP1 whose first argument is a model, wherever it was wrapped."""

@@ -10,25 +10,52 @@ from __future__ import annotations
 
 FSDP2_NAMES = frozenset(
     {
-        "CPUOffloadPolicy", "DataParallelMeshDims", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy",
-        "UnshardHandle", "fully_shard", "register_fsdp_forward_method", "share_comm_ctx",
+        "CPUOffloadPolicy",
+        "DataParallelMeshDims",
+        "FSDPModule",
+        "MixedPrecisionPolicy",
+        "OffloadPolicy",
+        "UnshardHandle",
+        "fully_shard",
+        "register_fsdp_forward_method",
+        "share_comm_ctx",
     }
 )
 """Public names of torch's FSDP2; ``fsdp2`` has them all."""
 
 WRAP_NAMES = frozenset(
     {
-        "CustomPolicy", "ModuleWrapPolicy", "always_wrap_policy", "enable_wrap", "lambda_auto_wrap_policy",
-        "size_based_auto_wrap_policy", "transformer_auto_wrap_policy", "wrap",
+        "CustomPolicy",
+        "ModuleWrapPolicy",
+        "always_wrap_policy",
+        "enable_wrap",
+        "lambda_auto_wrap_policy",
+        "size_based_auto_wrap_policy",
+        "transformer_auto_wrap_policy",
+        "wrap",
     }
 )
 
 FSDP1_NAMES = WRAP_NAMES | frozenset(
     {
-        "BackwardPrefetch", "CPUOffload", "FlatParameter", "FullOptimStateDictConfig", "FullStateDictConfig",
-        "FullyShardedDataParallel", "LocalOptimStateDictConfig", "LocalStateDictConfig", "MixedPrecision",
-        "OptimStateDictConfig", "OptimStateKeyType", "ShardedGradScaler", "ShardedOptimStateDictConfig",
-        "ShardedStateDictConfig", "ShardingStrategy", "StateDictConfig", "StateDictSettings", "StateDictType",
+        "BackwardPrefetch",
+        "CPUOffload",
+        "FlatParameter",
+        "FullOptimStateDictConfig",
+        "FullStateDictConfig",
+        "FullyShardedDataParallel",
+        "LocalOptimStateDictConfig",
+        "LocalStateDictConfig",
+        "MixedPrecision",
+        "OptimStateDictConfig",
+        "OptimStateKeyType",
+        "ShardedGradScaler",
+        "ShardedOptimStateDictConfig",
+        "ShardedStateDictConfig",
+        "ShardingStrategy",
+        "StateDictConfig",
+        "StateDictSettings",
+        "StateDictType",
     }
 )
 """Public names of FSDP1 and its submodules; ``fsdp2.compat`` has them all."""

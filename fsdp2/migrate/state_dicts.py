@@ -390,4 +390,3 @@ FSDP1 = Rules(
     enter={cst.With: [enter_with]},
     leave={cst.With: [leave_with]},
 )
-

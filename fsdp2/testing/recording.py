@@ -585,9 +585,7 @@ class _Roles:
             self._writes = _COLLECTIVE_WRITES.get(base, set(self._names))
         else:
             self._writes = {
-                argument.name
-                for argument in schema.arguments
-                if argument.alias_info is not None and argument.alias_info.is_write
+                argument.name for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write
             }
 
     def sort(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

@@ -530,9 +530,7 @@ def test_a_failed_backward_then_zero_grad_then_a_retry_gives_each_gradient_once(
     def iteration(each: Fails, x: Tensor) -> Tensor:
         return retried(each, x, where, RuntimeError("trap"), zero_grad)
 
-    assert_same_bits(
-        fed_own_chunk(model, batches(), iteration=iteration), fed_in_chunks(reference, batches(), iteration=iteration)
-    )
+    assert_same_bits(fed_own_chunk(model, batches(), iteration=iteration), fed_in_chunks(reference, batches(), iteration=iteration))
     assert_same_bits(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
 
 
@@ -547,9 +545,7 @@ def test_what_raises_in_backward_makes_no_difference(error, buffers):
     def iteration(each: Fails, x: Tensor) -> Tensor:
         return retried(each, x, "backward", error, "optimizer")
 
-    assert_same_bits(
-        fed_own_chunk(model, batches(), iteration=iteration), fed_in_chunks(reference, batches(), iteration=iteration)
-    )
+    assert_same_bits(fed_own_chunk(model, batches(), iteration=iteration), fed_in_chunks(reference, batches(), iteration=iteration))
 
 
 @on_ranks(2)
@@ -566,9 +562,7 @@ def test_a_failed_backward_without_sync_then_zero_grad_then_a_retry_gives_each_g
             each.set_requires_gradient_sync(True)
         return loss + forward_backward(each, two)
 
-    assert_same_bits(
-        fed_own_chunk(model, batches(), iteration=iteration), fed_in_chunks(reference, batches(), iteration=iteration)
-    )
+    assert_same_bits(fed_own_chunk(model, batches(), iteration=iteration), fed_in_chunks(reference, batches(), iteration=iteration))
 
 
 @on_ranks(2)
@@ -612,6 +606,4 @@ def test_a_backward_may_be_retried_through_a_graph_that_was_retained():
         loss.backward()
         return loss
 
-    assert_same_bits(
-        fed_own_chunk(model, batches(), iteration=iteration), fed_in_chunks(reference, batches(), iteration=iteration)
-    )
+    assert_same_bits(fed_own_chunk(model, batches(), iteration=iteration), fed_in_chunks(reference, batches(), iteration=iteration))

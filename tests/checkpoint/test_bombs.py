@@ -96,7 +96,6 @@ def shared(levels: int, make: Callable[[Any], Any]) -> Any:
     return node
 
 
-
 @pytest.mark.parametrize("make", [lambda x: {"a": x, "b": x}, lambda x: [x, x], lambda x: (x, x)], ids=["dicts", "lists", "tuples"])
 def test_forty_levels_of_shared_containers_are_refused(make: Callable[[Any], Any], tmp_path: Path) -> None:
     path = torch_zip(tmp_path / "a.pt", pickle.dumps({"model": shared(40, make)}, 2))
@@ -124,7 +123,7 @@ def test_numbers_of_one_hash_are_no_keys() -> None:
     """Integers that are equal modulo 2**61 - 1 have one hash: a dict of n of them takes n**2 steps."""
     with pytest.raises(pickle.UnpicklingError, match="8 bytes"):
         check_pickle(pickle.dumps({index * (2**61 - 1): 0 for index in range(100)}, 2))
-    check_pickle(pickle.dumps(dict.fromkeys(range(100), 2 ** 200), 2))
+    check_pickle(pickle.dumps(dict.fromkeys(range(100), 2**200), 2))
 
 
 def test_deep_and_endless_containers_are_refused(tmp_path: Path) -> None:

@@ -85,9 +85,7 @@ def test_gradients_equal_those_of_the_unsharded_model(name, after):
         own = slice(8 * mesh["dp"].get_local_rank(), 8 * mesh["dp"].get_local_rank() + 8)
         losses = []
         with first_messages():
-            schedule.step(
-                *([x[own]] if is_first else []), target=target[own] if is_last else None, losses=losses if is_last else None
-            )
+            schedule.step(*([x[own]] if is_first else []), target=target[own] if is_last else None, losses=losses if is_last else None)
         loss = loss_of(reference(x), target)
         loss.backward()
         if is_last:

@@ -37,9 +37,7 @@ def environment() -> dict[str, str]:
 
 
 def run(ranks: int, *flags: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command(ranks, *flags), env=environment(), capture_output=True, text=True, timeout=300, check=False
-    )
+    return subprocess.run(command(ranks, *flags), env=environment(), capture_output=True, text=True, timeout=300, check=False)
 
 
 def train(ranks: int, out: Path, *flags: object) -> str:

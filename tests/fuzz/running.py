@@ -293,9 +293,7 @@ def run_unsharded(program: Program, rank: int) -> Any:
                 grads.append({name: param.grad for name, param in runner.params.items()})
                 if each == rank:
                     seen.own = own
-            seen.grads = {
-                name: grads[rank][name] if name in runner.local else _mean([each[name] for each in grads]) for name in before
-            }
+            seen.grads = {name: grads[rank][name] if name in runner.local else _mean([each[name] for each in grads]) for name in before}
             if step.clip:
                 for name, param in runner.params.items():
                     param.grad = seen.grads[name]

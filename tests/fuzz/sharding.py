@@ -61,11 +61,7 @@ def _roots(module: nn.Module, lib: Any) -> list[Any]:
 
 
 def _arguments(unit: Unit, mesh: DeviceMesh, ignored: set[nn.Parameter], lib: Any) -> dict[str, Any]:
-    policy = {
-        name: getattr(torch, dtype)
-        for name in ("param_dtype", "reduce_dtype", "output_dtype")
-        if (dtype := getattr(unit, name))
-    }
+    policy = {name: getattr(torch, dtype) for name in ("param_dtype", "reduce_dtype", "output_dtype") if (dtype := getattr(unit, name))}
     arguments: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": unit.reshard}
     if policy or not unit.cast_inputs:
         arguments["mp_policy"] = lib.MixedPrecisionPolicy(**policy, cast_forward_inputs=unit.cast_inputs)

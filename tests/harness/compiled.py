@@ -1,12 +1,12 @@
 """Count what the compiler does: graphs, graph breaks, and compilations where there should be none any more.
 
-    with counted_compilations() as counts:
-        block.compile(backend=counts.backend)
-        ...two steps...
-        with no_recompilation():
-            ...more steps...
-    assert counts.graphs == 1
-    assert counts.breaks == 0
+with counted_compilations() as counts:
+    block.compile(backend=counts.backend)
+    ...two steps...
+    with no_recompilation():
+        ...more steps...
+assert counts.graphs == 1
+assert counts.breaks == 0
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writes what the corpus expects, from what the migration does now: read every line of the difference before it is committed.
 
-    python tests/migrate/regenerate.py
+python tests/migrate/regenerate.py
 """
 
 from pathlib import Path

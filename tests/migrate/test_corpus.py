@@ -39,7 +39,7 @@ def test_every_comment_of_the_user_is_kept(name: str) -> None:
 def test_function_that_returns_what_it_returns_is_no_endless_walk() -> None:
     imports = "from torch.nn.parallel import DistributedDataParallel as DDP\n"
     script = f"{imports}\ndef f(n):\n    return f(n - 1) if n else DDP(net)\n\nf(2).module.save()\n"
-    assert "\n    return f(n - 1) if n else fsdp2.parallelize(net, \"ddp\")\n\nf(2).save()\n" in migrate_source(script).new
+    assert '\n    return f(n - 1) if n else fsdp2.parallelize(net, "ddp")\n\nf(2).save()\n' in migrate_source(script).new
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -43,9 +43,7 @@ for step in range(3):
         ("raise SystemExit(3) if is_new else None or ValueError('here')", "the old script failed before its first step: "),
     ],
 )
-def test_first_difference_is_shown_with_its_place(
-    change: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_first_difference_is_shown_with_its_place(change: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("{change}", change))
     status = main(["migrate", "--parity", str(script)])

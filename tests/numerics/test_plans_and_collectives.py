@@ -78,9 +78,7 @@ def test_every_all_reduce_averages_over_the_replicas(all_reduce, shape):
 
 @pytest.mark.slow
 @on_ranks(2, 3, 4)
-@pytest.mark.parametrize(
-    ("gather", "all_gather", "reduce_scatter"), list(itertools.product(GATHERS, ALL_GATHERS, REDUCE_SCATTERS))
-)
+@pytest.mark.parametrize(("gather", "all_gather", "reduce_scatter"), list(itertools.product(GATHERS, ALL_GATHERS, REDUCE_SCATTERS)))
 def test_every_combination_of_plan_and_collectives(gather, all_gather, reduce_scatter, world_size):
     options = {"gather": gather, "all_gather": all_gather, "reduce_scatter": reduce_scatter}
     check(options, cpu_mesh(), bitwise=world_size == 2 or reduce_scatter in IN_RANK_ORDER)

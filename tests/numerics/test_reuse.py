@@ -281,9 +281,7 @@ def test_prefetching_a_module_that_does_not_run_leaves_it_sharded_and_valid():
     model.blocks[1].set_modules_to_backward_prefetch([model.blocks[2]])
     steps = fed_own_chunk(model, batches(), lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1))
     model.unshard()
-    assert_same_bits(
-        steps, fed_in_chunks(reference, batches(), lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1))
-    )
+    assert_same_bits(steps, fed_in_chunks(reference, batches(), lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1)))
 
 
 # --- nesting --------------------------------------------------------------------------------------------------------------------

@@ -223,6 +223,4 @@ def test_inside_of_accumulate(on):
 @pytest.mark.parametrize("program", ["after_a_forward_without_backward", "after_an_evaluation"])
 def test_a_tied_embedding(program, after, on):
     frozen = [("embedding.weight",), ("norm.weight",), ("embedding.weight", "position"), ()]
-    assert_trains_as_unsharded(
-        transformer(tied=True), PROGRAMS[program], on, after=after, inputs=token_batches(3), frozen=frozen
-    )
+    assert_trains_as_unsharded(transformer(tied=True), PROGRAMS[program], on, after=after, inputs=token_batches(3), frozen=frozen)

@@ -173,9 +173,7 @@ def reduction_for(
 
 
 # What every backend knows; other dtypes travel as bytes.
-SENDABLE = frozenset(
-    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
-)
+SENDABLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8})
 
 
 def all_gather(
@@ -310,10 +308,7 @@ def all_reduce(
 
 def start_broadcasts(rows: Sequence[Tensor], process_group: dist.ProcessGroup, async_op: bool) -> list[dist.Work | None]:
     """Every rank sends its own row to all others, which receive it in theirs: the all-gather "broadcast". Collective: yes."""
-    return [
-        dist.broadcast(row, group=process_group, async_op=async_op, group_src=source)
-        for source, row in enumerate(rows)
-    ]
+    return [dist.broadcast(row, group=process_group, async_op=async_op, group_src=source) for source, row in enumerate(rows)]
 
 
 def start_exchange(
@@ -330,9 +325,7 @@ def start_exchange(
         send_numels, receive_numels = [0] * world_size, [0] * world_size
         send_numels[target], receive_numels[source] = rows[target].numel(), received[source].numel()
         works.append(
-            dist.all_to_all_single(
-                received[source], rows[target], receive_numels, send_numels, group=process_group, async_op=async_op
-            )
+            dist.all_to_all_single(received[source], rows[target], receive_numels, send_numels, group=process_group, async_op=async_op)
         )
     return works
 

@@ -282,9 +282,7 @@ class ExtensionGather:
                     f"over {cut.num_shards} ranks",
                 )
             if tensor.shape[dim] < most:
-                room = torch.zeros(
-                    (*tensor.shape[:dim], most, *tensor.shape[dim + 1 :]), dtype=tensor.dtype, device=tensor.device
-                )
+                room = torch.zeros((*tensor.shape[:dim], most, *tensor.shape[dim + 1 :]), dtype=tensor.dtype, device=tensor.device)
                 room.narrow(dim, 0, own).copy_(tensor)
                 tensor = room
             padded.append(tensor)
@@ -312,12 +310,8 @@ class ExtensionGather:
             self._pending = CommWork(self._comm(output_tensor=packed, input_tensor=own, group=process_group, async_op=async_op))
             return
         backend = dist.get_backend(process_group)
-        algorithm = self._algorithm or collectives.choose_all_gather(
-            backend, self._num_shards, packed.nbytes, self._device.type
-        )
-        self._pending = collectives.all_gather(
-            [packed], [own], process_group, algorithm, not collectives.is_stream_ordered(backend)
-        )
+        algorithm = self._algorithm or collectives.choose_all_gather(backend, self._num_shards, packed.nbytes, self._device.type)
+        self._pending = collectives.all_gather([packed], [own], process_group, algorithm, not collectives.is_stream_ordered(backend))
 
     # --- finish ---
 
@@ -345,8 +339,7 @@ class ExtensionGather:
         torch.split_with_sizes_copy(rows, [writer.shape[1] for writer in self._writers], dim=1, out=self._writers)
         for index, (param, each) in enumerate(zip(self._params, sent, strict=True)):
             gathered = tuple(
-                _put_together(output, shape, param.spec.cut)
-                for output, shape in zip(self._outputs[index], each.shapes, strict=True)
+                _put_together(output, shape, param.spec.cut) for output, shape in zip(self._outputs[index], each.shapes, strict=True)
             )
             if first:
                 self._make_unsharded(param, gathered, each.metadata)

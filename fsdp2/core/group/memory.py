@@ -99,9 +99,7 @@ class GroupState(Enum):
 class GroupMemory:
     """Parameters that are all-gathered together."""
 
-    def __init__(
-        self, params: Sequence[ShardedParam], mesh: DataParallelMesh, device: torch.device, options: GroupOptions
-    ) -> None:
+    def __init__(self, params: Sequence[ShardedParam], mesh: DataParallelMesh, device: torch.device, options: GroupOptions) -> None:
         self.params = list(params)
         self.mesh = mesh
         self.device = device

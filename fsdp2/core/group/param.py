@@ -46,9 +46,7 @@ class ShardedParam:
 
     __slots__ = ("__weakref__", "fqn", "local", "original", "owners", "rank", "sharded", "spec", "trainable", "unsharded")
 
-    def __init__(
-        self, fqn: str, owners: list[Owner], spec: ShardSpec, rank: int, sharded: nn.Parameter, local: Tensor
-    ) -> None:
+    def __init__(self, fqn: str, owners: list[Owner], spec: ShardSpec, rank: int, sharded: nn.Parameter, local: Tensor) -> None:
         self.fqn = fqn
         self.owners = owners
         self.spec = spec

@@ -22,9 +22,7 @@ class ParamGroup(GroupMemory):
     holders: units that hold the group unsharded, if several may; None if only one unit uses it
     """
 
-    def __init__(
-        self, params: Sequence[ShardedParam], mesh: DataParallelMesh, device: torch.device, options: GroupOptions
-    ) -> None:
+    def __init__(self, params: Sequence[ShardedParam], mesh: DataParallelMesh, device: torch.device, options: GroupOptions) -> None:
         super().__init__(params, mesh, device, options)
         self.gradients = Gradients(self)
         self.holders: set[Hashable] | None = None

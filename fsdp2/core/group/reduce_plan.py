@@ -37,9 +37,7 @@ class ReducePlan:
         self.num_shards = group.mesh.shard_size
         cuts = [param.spec.cut for param in self.params]
         flags = Cut((self.num_shards * len(cuts),), 0, self.num_shards)
-        self.layout = group_layout(
-            cuts if compact else [*cuts, flags], num_shards=self.num_shards, align=1 if compact else group.align
-        )
+        self.layout = group_layout(cuts if compact else [*cuts, flags], num_shards=self.num_shards, align=1 if compact else group.align)
         self.input_numel = self.layout.unsharded_numel
         self.flags_slot = None if compact else self.layout.slots[-1]
         self.grad_dtype = group.param_dtype

@@ -147,9 +147,7 @@ class UnitHooks:
 
     # --- forward ---
 
-    def _pre_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         unit = self._unit
         if unit.summoned:
             _refuse_autograd(unit)
@@ -271,9 +269,7 @@ class UnitHooks:
 
     # --- backward ---
 
-    def _watch_inputs(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _watch_inputs(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Pass each input that needs a gradient through a node that runs in backward when that gradient is done."""
         levels = compat.functorch_is_active() or compat.forward_ad._current_level >= 0
         if len(args) == 1 and not kwargs and type(args[0]) is Tensor and not levels:  # by far the most common

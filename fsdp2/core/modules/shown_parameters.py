@@ -31,9 +31,7 @@ class ModuleRegistry:
         self._sharded: list[tuple[dict[str, Any], dict[str, nn.Parameter]]] = []
         self._unsharded: list[tuple[dict[str, Any], dict[str, nn.Parameter]]] = []
         self._slow: list[tuple[nn.Module, str, ShardedParam]] = []
-        self._owned = [
-            (owner.module._parameters, owner.name, param) for param in group.params for owner in param.owners
-        ]
+        self._owned = [(owner.module._parameters, owner.name, param) for param in group.params for owner in param.owners]
         for param in group.params:
             for owner in param.owners:
                 set_parameter(owner.module, owner.name, param.sharded)

@@ -32,9 +32,7 @@ def checked_modules(module: Any) -> list[nn.Module]:
             )
         )
     if not modules:
-        raise ModuleError(
-            message("fully_shard got an empty list", expected="at least one module", fix="pass the modules of one group")
-        )
+        raise ModuleError(message("fully_shard got an empty list", expected="at least one module", fix="pass the modules of one group"))
     for each in modules:
         if not isinstance(each, nn.Module):
             raise NotAModuleError(

@@ -86,9 +86,7 @@ def build_unit(
         reshard_after_forward=True if after is None else after,
         reshard_is_default=after is None,
     )
-    unit.ignored = [
-        Owner(module, name) for module in managed for name, param in module._parameters.items() if param in ignored_params
-    ]
+    unit.ignored = [Owner(module, name) for module in managed for name, param in module._parameters.items() if param in ignored_params]
     unit.hooks = UnitHooks(unit)
     unit.hooks.install()
     for module in modules:
@@ -333,15 +331,11 @@ def _check_devices(owned: _Owned, buffers: dict[str, Tensor], device: torch.devi
         )
 
 
-def _cut_own_memory(
-    owned: _Owned, specs: dict[nn.Parameter, ShardSpec], ranks: dict[nn.Parameter, int]
-) -> dict[nn.Parameter, Tensor]:
+def _cut_own_memory(owned: _Owned, specs: dict[nn.Parameter, ShardSpec], ranks: dict[nn.Parameter, int]) -> dict[nn.Parameter, Tensor]:
     """The shards of parameters that are no part of a flat shard; tensor subclasses may refuse to be cut, so before any change."""
     with torch.no_grad():
         return {
-            param: cut_out(
-                names[0], compat.local_tensor(param) if isinstance(param, DTensor) else param, specs[param], ranks[param]
-            )
+            param: cut_out(names[0], compat.local_tensor(param) if isinstance(param, DTensor) else param, specs[param], ranks[param])
             for param, (names, _) in owned.items()
             if needs_own_memory(param)
         }

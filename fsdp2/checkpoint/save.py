@@ -100,13 +100,15 @@ def save_safetensors(
         _refuse_other_ranks(tensors, group)
         return plan_files(written_tensors(tensors, key_map), max_nbytes, writers_of(world_size, num_writers), dtype)
 
-    with contextlib.ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
-        files, names, configs = _agreed_plan(plan, what, model, path, config, group, stack)
+    with contextlib.ExitStack() as lock, contextlib.ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
+        files, names, configs = _agreed_plan(plan, what, model, path, config, group, lock)
         new_files = stack.enter_context(_temporary_files())
         _, problem = tried(what, lambda: _write(files, names, path, group, _ready(model, group), new_files, progress, what))
         _agree_or_remove(group, problem, new_files)
         if group is None or group.rank() == 0:
             _, problem = tried(what, lambda: _commit(path, names, files, configs, new_files))
+            if problem is None:
+                lock.close()  # before other ranks return, who would find its file in the folder
         _agree_or_remove(group, problem, new_files)
     return SavedCheckpoint(path, names.final, sum(tensor.nbytes for file in files for tensor in file.tensors))
 
@@ -132,11 +134,11 @@ def _agreed_plan(
     folder: Path,
     config: bool | None,
     group: dist.ProcessGroup | None,
-    stack: contextlib.ExitStack,
+    lock: contextlib.ExitStack,
 ) -> tuple[list[PlannedFile], Names, dict[str, bytes]]:
     """The plan, if all ranks can make it and made the same; the names that rank 0 chose, and there the files of ``config``.
 
-    stack:      on rank 0 it keeps the folder's lock
+    lock:       on rank 0 it keeps the folder's lock
     Collective: yes
     """
 
@@ -147,7 +149,7 @@ def _agreed_plan(
         configs = config_files(model, dtypes) if wanted else {}
         names = None
         if group is None or group.rank() == 0:
-            stack.enter_context(locked(folder / LOCK))
+            lock.enter_context(locked(folder / LOCK))
             make_folder(folder)
             names = choose_names(folder, len(files), uuid.uuid4().hex[:8])
         return files, configs, fingerprint(files), names

@@ -61,9 +61,9 @@ def test_script_that_hangs_is_ended_and_named_with_its_place_and_last_output(
     script = tmp_path / "train.py"
     wait = f"print('step', step, flush=True); step == 2 and is_new == {which == 'new'} and dist.get_rank() and threading.Event().wait()"
     script.write_text("import threading\n" + SCRIPT.replace("{change}", wait))
-    assert main(["migrate", "--parity", str(script), "--timeout", "10"]) == 1
+    assert main(["migrate", "--parity", str(script), "--timeout", "40"]) == 1
     printed = capsys.readouterr().out
-    assert f"different: the {which} script had not ended after 10 s (--timeout)" in printed
+    assert f"different: the {which} script had not ended after 40 s (--timeout)" in printed
     assert f"rank 1 is in train.py:{script.read_text()[: script.read_text().index(wait)].count(chr(10)) + 1}" in printed
     assert "last output: " in printed
     assert "step 2" in printed

@@ -24,7 +24,7 @@ from torch._subclasses import FakeTensor
 from torch._utils import _get_device_module, _rebuild_tensor_v2, _rebuild_tensor_v3
 from torch.autograd import forward_ad
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem, _get_registry
-from torch.distributed._composable_state import _insert_module_state, _module_state_mapping, _State
+from torch.distributed._composable_state import _insert_module_state, _State
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
@@ -488,13 +488,6 @@ def register_module_state(module: nn.Module, state: ModuleStateBase) -> None:
     states = module.__dict__.setdefault(STATE_KEY, {})
     states[_STATE_OWNER] = state
     _insert_module_state(module, state)
-
-
-def forget_module_state(module: nn.Module) -> None:
-    """Undo ``register_module_state``."""
-    module.__dict__.get(REGISTRY_KEY, {}).pop("fully_shard", None)
-    module.__dict__.get(STATE_KEY, {}).pop(_STATE_OWNER, None)
-    _module_state_mapping.pop(module, None)
 
 
 @contextlib.contextmanager

@@ -70,10 +70,6 @@ class ShardedParam:
             unsharded.requires_grad_(now)
         self.trainable = now
 
-    def is_intact(self) -> bool:
-        """Whether ``sharded`` still keeps its data where the group put it."""
-        return self.local_now() is self.local
-
     def local_now(self) -> Tensor:
         """The local tensor of ``sharded`` as it is now: ``_apply`` and loading may have replaced it."""
         return compat.local_tensor(self.sharded)  # type: ignore[arg-type]

@@ -152,7 +152,7 @@ def test_missing_text_is_one_line_on_stderr(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--out", "absent"], "there is no checkpoint in absent"),
+        (["--out", "absent"], r"(\[rank 0\] )?there is no checkpoint in \S+/absent\n"),
         (["--width", "32"], r"is of another model\n  embedding\.weight: \(256, 32\) in the model, \(256, 64\) in the checkpoint"),
         (["--heads", "4"], "the checkpoint is of a model with --layers 2 --width 64 --heads 2 --context 32"),
     ],

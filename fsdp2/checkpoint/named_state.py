@@ -10,6 +10,7 @@ files and processes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,6 +24,9 @@ from .model_tensors import WRAPPERS
 
 State = dict[str, Any]
 
+wants_shards: ContextVar[bool] = ContextVar("fsdp2_wants_shards", default=False)
+"""True while ``named_model_state`` asks: modules that otherwise give whole tensors, as FSDP1's do, then give DTensors."""
+
 
 def clean_name(name: str) -> str:
     """``name`` without the prefixes that activation checkpointing and the compiler add."""
@@ -34,9 +38,13 @@ def named_model_state(model: nn.Module) -> State:
 
     Raises: MaterializationError if some of it is still on the meta device
     """
-    if not model.state_dict():
-        return {}  # torch's refuses
-    state: State = get_model_state_dict(model)
+    token = wants_shards.set(True)
+    try:
+        if not model.state_dict():
+            return {}  # torch's refuses
+        state: State = get_model_state_dict(model)
+    finally:
+        wants_shards.reset(token)
     on_meta = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.is_meta}
     if on_meta:
         devices = {value.device_mesh.device_type for value in on_meta.values() if hasattr(value, "device_mesh")}

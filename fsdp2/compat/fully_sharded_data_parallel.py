@@ -1,8 +1,9 @@
 """``FullyShardedDataParallel`` as an FSDP1 script knows it, on our own core: the names of the torch module of the same name.
 
 ``FSDP(module, ...)`` shards ``module`` in place and returns it: it keeps its class (below a new one of the same name), its attributes
-and the names of its parameters, which are DTensors between steps. ``isinstance(module, FSDP)`` is true, ``module.module`` is the module
-itself. A subclass of FSDP comes in front of the module's class, too: ``Mine(module)`` is ``module``, with the methods of both.
+and the names of its parameters, which are DTensors between steps. ``isinstance(module, FSDP)`` is true, and ``module.module`` is the
+same module as an object that is no FSDP. A subclass of FSDP comes in front of the module's class, too: ``Mine(module)`` is ``module``,
+with the methods of both.
 """
 
 from __future__ import annotations

@@ -2,15 +2,16 @@
 
 The class is mixed into the module's own, in front of it (``core/modules/sharded_class.py``). It refuses to know how modules
 come to it.
+
+``model.module`` is a second object over the same attributes, hooks and parameters (one ``__dict__``), of a class that is no FSDP and
+has no ``module``. So both ``model.module.head`` and loops that unwrap, ``while isinstance(m, FSDP): m = m.module``, do as they did.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from opcode import opname
 from typing import Any, cast
 
 import torch
@@ -21,6 +22,7 @@ from torch.optim import Optimizer
 from ..api import FSDPModule
 from ..clip import clip_grad_norm_
 from ..core.iteration.module_state import unit_of
+from ..core.modules.sharded_class import seen_as
 from ..errors import OrderError, message
 from . import model_state, optim_state
 from .api import CPUOffload, MixedPrecision, OptimStateKeyType, StateDictSettings
@@ -56,29 +58,9 @@ class _Lent:
         return self._get(module, settings)
 
 
-class _Itself(_Lent):
-    """What FSDP1's wrapper has inside: here it is the module itself, which ``hasattr`` is not told.
+class WrappedModule(FSDPModule):
+    """What ``model.module`` can do, beside everything that an FSDPModule can; an FSDP module inherits it."""
 
-    Whoever asks wants to unwrap, ``while hasattr(m, "module"): m = m.module``, and would never be done; whoever just takes it gets it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(lambda module, _: module)
-
-    def __get__(self, module: Any, owner: type | None = None) -> Any:
-        found = super().__get__(module, owner)
-        frame = sys._getframe(1)
-        code = frame.f_code
-        if found is module and "hasattr" in code.co_names and "CALL" in opname[code.co_code[frame.f_lasti]]:
-            raise AttributeError(self._name)
-        return found
-
-
-class FSDP1Module(FSDPModule):
-    """What an FSDP module can do, beside everything that an FSDPModule can."""
-
-    module = _Itself()
-    _fsdp_wrapped_module = _Itself()
     process_group = _Lent(lambda _, settings: settings.mesh.shard_group or settings.mesh.replicate_group)
     rank = _Lent(lambda _, settings: dist.get_rank(settings.mesh.shard_group or settings.mesh.replicate_group))
     world_size = _Lent(lambda _, settings: dist.get_world_size(settings.mesh.shard_group or settings.mesh.replicate_group))
@@ -192,7 +174,7 @@ class FSDP1Module(FSDPModule):
         optim_state_dict_config: Any = None,
     ) -> Iterator[None]:
         """``set_state_dict_type`` inside the context; afterwards what was set before is set again, also after an exception."""
-        before = FSDP1Module.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        before = WrappedModule.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
         try:
             yield
         finally:
@@ -317,6 +299,19 @@ class FSDP1Module(FSDPModule):
         """The FSDP modules in the tree of ``module``, parents first; ``root_only``: those that are roots."""
         found = [(below, settings) for below in module.modules() if (settings := settings_of(below)) is not None]
         return [below for below, settings in found if settings.is_root or not root_only]
+
+
+def _wrapped(module: nn.Module, settings: Settings) -> nn.Module:
+    if settings.wrapped is None:
+        settings.wrapped = seen_as(module, WrappedModule, prefix="")
+    return settings.wrapped
+
+
+class FSDP1Module(WrappedModule):
+    """What an FSDP module can do, and what ``isinstance(module, FSDP)`` asks for."""
+
+    module = _Lent(_wrapped)
+    _fsdp_wrapped_module = _Lent(_wrapped)
 
 
 def _settings(module: Any) -> Settings:

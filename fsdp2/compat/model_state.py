@@ -3,8 +3,8 @@
 FULL (the default, as in FSDP1): whole tensors, gathered one after another. SHARDED and LOCAL: the DTensors themselves. Any of them
 can be loaded whatever the type, since a value says itself whether it is whole.
 
-Each FSDP module converts what lies under its own prefix, so that it works below plain modules, too. When
-``torch.distributed.checkpoint.state_dict`` asks, values stay DTensors: it gathers by its own options.
+Each FSDP module converts what lies under its own prefix, so that it works below plain modules, too. The type decides, whoever asks,
+``torch.distributed.checkpoint.state_dict`` included; only ``fsdp2.checkpoint`` gets DTensors whatever the type.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..checkpoint.named_state import clean_name
+from ..checkpoint.named_state import clean_name, wants_shards
 from ..core import torch_compat as compat
 from ..core.iteration.module_state import unit_of
 from ..errors import ArgumentError, ModuleError, message
@@ -117,20 +117,13 @@ def fsdp_modules_of(module: nn.Module) -> list[tuple[nn.Module, Settings]]:
 # --- saving -------------------------------------------------------------------------------------------------------------------
 
 
-class _Asked:
-    """One outermost ``state_dict()`` call.
+_Gathered = dict[int, tuple[Tensor, Tensor | None]]
+"""By storage, what was gathered already (with what it was gathered from, which keeps the storage): tied parameters are gathered once on
+every rank, and become one tensor.
+"""
 
-    as_is:    values stay DTensors
-    gathered: by storage, what was gathered already (with what it was gathered from, which keeps the storage): tied parameters
-              are gathered once on every rank, and become one tensor
-    """
-
-    def __init__(self, as_is: bool) -> None:
-        self.as_is = as_is
-        self.gathered: dict[int, tuple[Tensor, Tensor | None]] = {}
-
-
-_asked: ContextVar[_Asked | None] = ContextVar("fsdp2_compat_state_dict", default=None)
+_gathered: ContextVar[_Gathered | None] = ContextVar("fsdp2_compat_gathered", default=None)
+"""What the outermost ``state_dict()`` call under way has gathered."""
 
 
 def state_dict_of(module: nn.Module, make: Callable[[], State], prefix: str) -> State:
@@ -139,22 +132,20 @@ def state_dict_of(module: nn.Module, make: Callable[[], State], prefix: str) -> 
     Collective: yes for FULL_STATE_DICT, over the meshes of the parameters
     Memory:     beside the result, one whole tensor
     """
-    asked = _asked.get()
-    token = None
-    if asked is None:
-        asked = _Asked(as_is=compat.asked_by_checkpoint())
-        token = _asked.set(asked)
+    if wants_shards.get():
+        return make()
+    outer = _gathered.get()
+    gathered: _Gathered = {} if outer is None else outer
+    token = _gathered.set(gathered)
     try:
         state = make()
-        if not asked.as_is:
-            _convert(module, state, prefix, asked)
+        _convert(module, state, prefix, gathered)
         return state
     finally:
-        if token is not None:
-            _asked.reset(token)
+        _gathered.reset(token)
 
 
-def _convert(module: nn.Module, state: State, prefix: str, asked: _Asked) -> None:
+def _convert(module: nn.Module, state: State, prefix: str, gathered: _Gathered) -> None:
     """Make what ``state`` has under ``prefix`` what the state dict type of ``module`` says, in place."""
     settings = settings_of(module)
     assert settings is not None
@@ -167,12 +158,12 @@ def _convert(module: nn.Module, state: State, prefix: str, asked: _Asked) -> Non
             dtype = settings.buffer_dtypes.get(clean_name(key[len(prefix) :]))
             if dtype is not None and value.dtype is not dtype:
                 value = value.detach().to(dtype)
-            state[key] = _converted(value, asked, full, drop, config.offload_to_cpu)
+            state[key] = _converted(value, gathered, full, drop, config.offload_to_cpu)
         if drop:
             del state[key]
 
 
-def _converted(value: Tensor, asked: _Asked, full: bool, drop: bool, to_cpu: bool) -> Any:
+def _converted(value: Tensor, gathered: _Gathered, full: bool, drop: bool, to_cpu: bool) -> Any:
     if not isinstance(value, DTensor):
         return value.detach().cpu() if to_cpu and value.device.type != "cpu" else value
     local = compat.local_tensor(value)
@@ -182,10 +173,10 @@ def _converted(value: Tensor, asked: _Asked, full: bool, drop: bool, to_cpu: boo
         host = local.detach().to("cpu", copy=True)
         return compat.new_dtensor(host, compat.spec_of(value))
     key = compat.storage_key(local)
-    if key not in asked.gathered:
-        gathered = whole(value)
-        asked.gathered[key] = local, None if drop else gathered.cpu() if to_cpu else gathered
-    return asked.gathered[key][1]
+    if key not in gathered:
+        result = whole(value)
+        gathered[key] = local, None if drop else result.cpu() if to_cpu else result
+    return gathered[key][1]
 
 
 # --- loading ------------------------------------------------------------------------------------------------------------------

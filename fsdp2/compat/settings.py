@@ -62,6 +62,7 @@ class Settings:
     state_dict:    what ``state_dict()`` returns
     buffer_dtypes: the dtypes that buffers had before they were cast, by name from the module
     has_comm_hook: ``register_comm_hook`` was called
+    wrapped:       what ``module.module`` is, once somebody has asked for it
     """
 
     options: Options
@@ -72,6 +73,7 @@ class Settings:
     state_dict: StateDictSettings = field(default_factory=default_state_dict_settings)
     buffer_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     has_comm_hook: bool = False
+    wrapped: nn.Module | None = field(default=None, init=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         return dataclasses.replace(self)  # of a copied module; process groups are shared

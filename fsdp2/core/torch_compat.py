@@ -48,7 +48,6 @@ __all__ = [
     "all_gather_single",
     "allow_any_grad_dtype",
     "applied_apis",
-    "asked_by_checkpoint",
     "chunk_cat",
     "coalescing_manager",
     "concatenate_meshes",
@@ -514,18 +513,6 @@ def let_guard_pickler_find(cls: type, new: type) -> None:
     wanted = config.caching_precompile if config is not None else os.environ.get("TORCH_CACHING_PRECOMPILE") == "1"
     if wanted:
         torch_class_map.setdefault(cls, new)
-
-
-def asked_by_checkpoint() -> bool:
-    """Whether the ``state_dict()`` call under way was made by ``torch.distributed.checkpoint.state_dict``, which wants DTensors.
-
-    Of torch's own FSDP1 it asks so by FSDP1's state dict types; of a module that only looks like FSDP1's its caller is all there is to
-    tell by.
-    """
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.nn.modules", "fsdp2.")):
-        frame = frame.f_back
-    return bool(frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict")
 
 
 def module_state(module: nn.Module) -> ModuleStateBase | None:

@@ -62,7 +62,9 @@ def test_module_is_returned_itself_with_names_types_and_attributes() -> None:
     assert not isinstance(wrapped.first, FSDP)
     assert [name for name, _ in wrapped.named_parameters()] == names
     assert all(isinstance(param, DTensor) for param in wrapped.parameters())
-    assert wrapped.module is wrapped
+    assert isinstance(wrapped.module, MLP)
+    assert not isinstance(wrapped.module, FSDP)
+    assert list(wrapped.module.parameters()) == list(model.parameters())
 
 
 @on_ranks(2)

@@ -64,7 +64,7 @@ def test_attributes_of_the_wrapper_do_not_hide_the_modules_own() -> None:
     assert (model.rank, model.world_size) == ("mine", "mine as well")
     assert isinstance(model.process_group, Tensor)
     assert model(torch.ones(1, 2)).shape == (1, 2)
-    assert model._fsdp_wrapped_module is model
+    assert isinstance(model._fsdp_wrapped_module.module, nn.Linear)
     plain = FSDP(nn.Linear(2, 2))
     assert (plain.rank, plain.world_size) == (dist.get_rank(), dist.get_world_size())
     assert plain.process_group is dist.group.WORLD
@@ -80,21 +80,42 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 @on_ranks(1)
-def test_code_that_unwraps_finds_the_module_and_ends() -> None:
+def test_code_that_unwraps_ends_at_the_same_object_whatever_it_asks() -> None:
     model = FSDP(nn.Sequential(nn.Linear(2, 2)))
     found: nn.Module = model
-    while hasattr(found, "module"):
+    while isinstance(found, FSDP):
         found = found.module
-    assert found is model
-    while hasattr(found, "_fsdp_wrapped_module"):
-        found = found._fsdp_wrapped_module
-    assert found is unwrapped(model) is model
-    assert (model.module if hasattr(model, "module") else model) is model
-    assert getattr(model, "module", None) in (model, None)
-    assert model.module.module[0] is model[0]
-    assert model.module(torch.ones(1, 2)).shape == (1, 2)
+    assert found is unwrapped(model) is unwrapped(found) is model.module is model._fsdp_wrapped_module
+    assert (model.module if hasattr(model, "module") else model) is getattr(model, "module", None) is found
+    assert not hasattr(found, "module")
+    assert not hasattr(found, "_fsdp_wrapped_module")
     busy = FSDP(Busy())
     assert hasattr(busy, "module"), "one of its own"
+    assert hasattr(busy._fsdp_wrapped_module, "module")
+
+
+@on_ranks(2)
+def test_the_module_inside_has_whatever_its_fsdp_module_has_and_runs_saves_and_is_copied_alike() -> None:
+    model, plain = FSDP(mlp(), auto_wrap_policy=BLOCKS), mlp()
+    inside = model.module
+    assert inside.first is model.first
+    assert list(inside.parameters()) == list(model.parameters())
+    inside.later, model.training = nn.Linear(2, 2), False
+    assert model.later is inside.later
+    assert not inside.training
+    del model.later
+    x = batches(1)[0]
+    expected, loss = plain(x), inside(x).square().mean()
+    torch.testing.assert_close(inside(x), expected)
+    loss.backward()
+    expected.square().mean().backward()
+    for param, reference in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), reference.grad)
+    for state in (inside.state_dict(), copy.deepcopy(inside).state_dict(), copy.deepcopy(model).module.state_dict()):
+        torch.testing.assert_close(state, plain.state_dict())
+    inside.load_state_dict(mlp(seed=5).state_dict())
+    torch.testing.assert_close(model.state_dict(), mlp(seed=5).state_dict())
+    assert copy.deepcopy(model).module is not inside
 
 
 @on_ranks(2)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint import full_state_dict
+from fsdp2.checkpoint.named_state import named_model_state
 from fsdp2.compat import (
     CPUOffload,
     FullOptimStateDictConfig,
@@ -301,18 +302,40 @@ def test_state_of_torchs_fsdp1_is_loaded_whole_and_sharded() -> None:
 
 
 @on_ranks(2)
-def test_checkpoint_api_of_torch_gets_dtensors_and_gathers_by_its_own_options() -> None:
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+def test_checkpoint_api_of_torch_gets_what_the_type_says_and_fsdp2s_gets_shards(kind: StateDictType) -> None:
     for model in (FSDP(mlp(), auto_wrap_policy=BLOCKS), nn.Sequential(FSDP(mlp(), auto_wrap_policy=BLOCKS))):
-        sharded = get_model_state_dict(model)
-        assert all(isinstance(value, DTensor) for value in sharded.values())
+        FSDP.set_state_dict_type(model, kind)
+        found = get_model_state_dict(model)
+        assert {type(value) for value in found.values()} == {Tensor if kind is FULL else DTensor}
         full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         prefix = "" if isinstance(model, FSDP) else "0."
         assert_same(full, {prefix + name: value for name, value in mlp().state_dict().items()} if dist.get_rank() == 0 else {})
+        if dist.get_rank() == 0:  # alone: nothing is communicated
+            assert {type(value) for value in named_model_state(model).values()} == {DTensor}
         streamed = full_state_dict(model)
         assert_same(streamed, full)
         state = {prefix + name: value for name, value in mlp(seed=5).state_dict().items()} if dist.get_rank() == 0 else {}
         set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+        FSDP.set_state_dict_type(model, FULL)
         assert torch.equal(model.state_dict()[f"{prefix}last.bias"], mlp(seed=5).last.bias)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("saved", "loaded"), [(FULL, SHARDED), (SHARDED, FULL), (FULL, FULL), (SHARDED, SHARDED)])
+def test_what_torchs_checkpoint_api_saves_with_one_type_is_loaded_with_the_other(
+    saved: StateDictType, loaded: StateDictType, tmp_path: Path
+) -> None:
+    source, model = FSDP(mlp(seed=5), auto_wrap_policy=BLOCKS), FSDP(mlp(), auto_wrap_policy=BLOCKS)
+    FSDP.set_state_dict_type(source, saved)
+    FSDP.set_state_dict_type(model, loaded)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": get_model_state_dict(source)}, checkpoint_id=tmp_path)
+        state = {"model": get_model_state_dict(model)}
+        dcp.load(state, checkpoint_id=tmp_path)
+    set_model_state_dict(model, state["model"])
+    assert_same(full_state_dict(model), mlp(seed=5).state_dict() if dist.get_rank() == 0 else {})
 
 
 @on_ranks(2)

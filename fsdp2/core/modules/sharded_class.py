@@ -75,6 +75,14 @@ def swap_class(module: nn.Module, mixin: type, prefix: str = "FSDP") -> None:
     set_class(module, sharded_class(module, mixin, prefix))
 
 
+def seen_as(module: nn.Module, mixin: type, prefix: str = "FSDP") -> nn.Module:
+    """A second object over all that the sharded ``module`` has, in a ``sharded_class`` with ``mixin``: what one is given, both have."""
+    other: nn.Module = object.__new__(original_class(type(module)))
+    object.__setattr__(other, "__dict__", vars(module))
+    swap_class(other, mixin, prefix)
+    return other
+
+
 def original_class(cls: type) -> type:
     """The user's class of which ``sharded_class`` made ``cls``, or a class that ``cls`` descends from."""
     return next(_originals[each] for each in cls.__mro__ if each in _originals)

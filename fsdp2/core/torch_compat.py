@@ -14,7 +14,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,7 @@ __all__ = [
     "applied_apis",
     "chunk_cat",
     "coalescing_manager",
+    "compiled_modules",
     "concatenate_meshes",
     "current_device",
     "current_graph_task",
@@ -60,6 +61,7 @@ __all__ = [
     "forward_ad",
     "functorch_disabled",
     "functorch_is_active",
+    "has_met_compiler",
     "has_own_dispatch",
     "is_fake_backend",
     "is_traceable_wrapper_subclass",
@@ -405,6 +407,7 @@ def dynamo_disabled(hook: _F) -> _F:
     run._torchdynamo_disable_msg = "fsdp2 hooks run outside of the graph"  # type: ignore[attr-defined]
     run._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
     run._torchdynamo_orig_callable = hook  # type: ignore[attr-defined]
+    run._guarded = guarded  # type: ignore[attr-defined]  # read by ``has_met_compiler``
     return run  # type: ignore[return-value]
 
 
@@ -416,35 +419,18 @@ def is_tracing() -> bool:
     return torch.compiler.is_compiling()
 
 
-class CompiledAround(NamedTuple):
-    """What is on the call stack below the innermost ``torch.compile``.
-
-    modules:         whose ``__call__`` is running, the innermost first
-    is_checkpointed: ``torch.utils.checkpoint`` is running, too
-    """
-
-    modules: list[nn.Module]
-    is_checkpointed: bool
+def has_met_compiler(hook: Callable[..., Any]) -> bool:
+    """Whether code that the compiler runs has called ``hook``, a ``dynamo_disabled`` function."""
+    return bool(hook._guarded)  # type: ignore[attr-defined]
 
 
-def compiled_around() -> CompiledAround | None:
-    """The compiled code that is running, seen from inside; None if there is none."""
+def compiled_modules(root: nn.Module) -> list[nn.Module]:
+    """The modules in the tree of ``root`` that ``module.compile()`` or ``torch.compile(module)`` was called on, parents first."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is None:
-        return None
-    modules: list[nn.Module] = []
-    is_checkpointed = False
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        code = frame.f_code
-        if code.co_name == "_call_impl" and code.co_filename == nn.modules.module.__file__:
-            modules.append(frame.f_locals["self"])
-        elif code.co_name == "checkpoint" and code.co_filename == torch.utils.checkpoint.__file__:
-            is_checkpointed = True
-        elif code.co_name == "compile_wrapper" and code.co_filename == compiler.__file__:
-            return CompiledAround(modules, is_checkpointed)
-    return None
+        return []
+    found = [each for each in root.modules() if isinstance(each, compiler.OptimizedModule) or each._compiled_call_impl is not None]
+    return [each._orig_mod if isinstance(each, compiler.OptimizedModule) else each for each in found]
 
 
 # --- how other libraries recognise a sharded module ---------------------------------------------------------------------------

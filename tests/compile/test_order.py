@@ -96,13 +96,18 @@ def test_a_compiled_model_around_sharded_blocks_is_told(how: str) -> None:
 
 
 @on_ranks(2, timeout=300)
-def test_a_compiled_wrapper_around_a_root_is_told() -> None:
+@pytest.mark.parametrize("num_below", [0, 2])
+def test_a_compiled_wrapper_around_a_root_is_told_of_the_units_below_that(num_below: int) -> None:
+    """A root alone costs one break, and cannot be told from a root that the compiler is on."""
     with counted_compilations() as counts:
-        model = nn.Sequential(nn.Embedding(11, 4), fully_shard(nn.Linear(4, 4), mesh=cpu_mesh()))
+        root = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for linear in root[:num_below]:
+            fully_shard(linear, mesh=cpu_mesh())
+        model = nn.Sequential(nn.Embedding(11, 4), fully_shard(root, mesh=cpu_mesh()))
         run = torch.compile(model, backend=counts.backend)
         said = said_in(lambda: run(X).sum().backward())
-    assert len(said) == 1
-    assert "the root (FSDPLinear)" in said[0]
+    assert len(said) == (num_below > 0)
+    assert all("torch.compile on FSDPSequential is outside of 2 modules" in each and "1 (FSDPLinear)" in each for each in said)
 
 
 @on_ranks(2, timeout=300)

@@ -51,7 +51,6 @@ class Schedule:
         self.root = root
         self.num_registrations = 0  # on managed modules, when parameters that are nobody's were last looked for
         self.settled = False  # True once the first forward has found all units below the root
-        self.losing_orders: set[str] = set()  # that the user has been told of
         self.units = units  # in the order of named_modules(); the root first
         self._offloaded = [group for unit in units for group in unit.groups if group.options.offload]
         self.streams: Streams = streams_of(root.device)

@@ -174,7 +174,6 @@ class Unit:
         self.running: list[Call | None] = []  # forward calls under way; None where no backward can follow
         self.to_run: set[nn.Module] = set()  # modules of a list that still have to run in this pass
         self.shared_call: Call | None = None  # of all modules of a list that run in this pass
-        self.looked_around = False  # at what else is around its forward, at the first
         self.calls: list[Any] = []  # weak references to Calls whose backward may come, for the first time or again
         self.order_indices: list[int] = []  # its places in this iteration's order of forward calls
         for group in self.borrowed:

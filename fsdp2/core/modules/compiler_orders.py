@@ -1,7 +1,7 @@
 """Whether compiler, checkpointing and sharding were put around one another in an order that loses; said once, in the first forward.
 
-At a unit's first forward the call stack tells what is around it. It refuses to know what the compiler does inside; what each order
-costs was measured, see docs/compile.md:
+Which modules below a root are compiled, checkpointed and sharded, they say themselves; of the code around the root only whether the
+compiler runs it. It refuses to know what the compiler does inside; what each order costs was measured, see docs/compile.md:
 
     torch.compile(model) around checkpoint(sharded block)   the compiler leaves all below the checkpoint alone: no graph at all
     torch.compile(model) around sharded blocks              the graph breaks at each of them; around a loop over them, what stands
@@ -12,46 +12,46 @@ costs was measured, see docs/compile.md:
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+
+from torch import nn
 
 from ...errors import LosingOrderWarning, message
 from .. import torch_compat as compat
-from ..iteration.schedule import Schedule
 from ..iteration.unit import Unit
 
 
-def look_around(unit: Unit, schedule: Schedule) -> None:
-    """Warn if the forward of ``unit``, whose pre-hook runs, is called in an order that loses; each order once for a root."""
-    unit.looked_around = True
-    around = compat.compiled_around()
-    if around is None:
-        return
-    above = [module for module in around.modules if module not in unit.modules]
-    if not above:  # the compiler is on the unit itself: its hooks run outside of the graph
-        return
-    kind = "checkpoint" if around.is_checkpointed else "break"
-    if kind in schedule.losing_orders:
-        return
-    schedule.losing_orders.add(kind)
-    outer = type(above[-1]).__name__
-    what = _named(unit)
-    if around.is_checkpointed:
-        text = message(
-            f"torch.compile on {outer} does not compile {what}: the compiler does not enter a checkpoint that is around a fully_shard",
+def warn_of_losing_orders(root: nn.Module, units: Sequence[Unit], is_compiled: bool) -> None:
+    """Warn of each order that loses once, by the outermost module that the compiler is on.
+
+    is_compiled: code that the compiler runs has called ``root``
+    """
+    compiled = compat.compiled_modules(root)
+    said: set[bool] = set()
+    for outer in [root, *compiled] if is_compiled else compiled:
+        # The compiler may be on a unit itself, whose hooks run outside of the graph.
+        names = {id(module): name for name, module in outer.named_modules() if module is not outer}
+        below = [(unit, names[id(unit.modules[0])]) for unit in units if id(unit.modules[0]) in names]
+        for is_checkpointed in (True, False):
+            found = [unit for unit, name in below if ("_checkpoint_wrapped_module" in name.split(".")) is is_checkpointed]
+            if found and is_checkpointed not in said:
+                said.add(is_checkpointed)
+                warnings.warn(_text(type(outer).__name__, found, is_checkpointed), LosingOrderWarning, stacklevel=2)
+
+
+def _text(outer: str, below: list[Unit], is_checkpointed: bool) -> str:
+    named = [f"{unit.fqn or 'the root'} ({type(unit.modules[0]).__name__})" for unit in below]
+    if is_checkpointed:
+        return message(
+            f"torch.compile on {outer} does not compile {named[0]}: "
+            "the compiler does not enter a checkpoint that is around a fully_shard",
             expected="the compiler on the block itself: then it is compiled, wherever checkpointing and sharding stand",
             fix="call compile() on each block that is checkpointed, instead of torch.compile on what holds them; or "
             "fully_shard(checkpoint_wrapper(block)) instead of a checkpoint around fully_shard(block)",
         )
-    else:
-        inside = set(above[-1].modules())
-        below = [each for each in schedule.units if above[-1] not in each.modules and not inside.isdisjoint(each.modules)]
-        text = message(
-            f"torch.compile on {outer} is outside of {len(below)} modules that fully_shard took: its graph breaks at each of them",
-            items=[_named(each) for each in below],
-            expected="the compiler on the modules that are sharded: one graph for all that are alike, without a break",
-            fix="call compile() on each of them instead, before or after fully_shard; or fsdp2.compile(model): one graph of everything",
-        )
-    warnings.warn(text, LosingOrderWarning, stacklevel=2)
-
-
-def _named(unit: Unit) -> str:
-    return f"{unit.fqn or 'the root'} ({type(unit.modules[0]).__name__})"
+    return message(
+        f"torch.compile on {outer} is outside of {len(below)} modules that fully_shard took: its graph breaks at each of them",
+        items=named,
+        expected="the compiler on the modules that are sharded: one graph for all that are alike, without a break",
+        fix="call compile() on each of them instead, before or after fully_shard; or fsdp2.compile(model): one graph of everything",
+    )

@@ -27,7 +27,7 @@ from ..iteration.first_forward import adopt
 from ..iteration.module_state import ModuleState, unit_of
 from ..iteration.unit import Call, Visit
 from ..plan.model_axes import varying_axes
-from .compiler_orders import look_around
+from .compiler_orders import warn_of_losing_orders
 from .nested_tensors import find_tensors, map_tensors
 from .optimizer_steps import watch_optimizers
 from .stored_tensors import StoredTensors, stored_tensors
@@ -156,12 +156,11 @@ class UnitHooks:
         if schedule is None or not schedule.settled:
             schedule = adopt(unit, units_below)
             warn_of_plain_parameters(unit.modules[0], schedule.units)
+            warn_of_losing_orders(unit.modules[0], schedule.units, compat.has_met_compiler(self.pre_forward))
             schedule.num_registrations = REGISTRATIONS.count
         elif schedule.num_registrations != REGISTRATIONS.count and unit is schedule.root:
             warn_of_plain_parameters(unit.modules[0], [below for _, below in units_below(unit.modules[0])])
             schedule.num_registrations = REGISTRATIONS.count
-        if not unit.looked_around:
-            look_around(unit, schedule)
         if unit.running:
             schedule.end_interrupted_forward()
         if schedule.forward_root is None and unit.device.type != "cpu":

@@ -202,6 +202,11 @@ def is_exact(program: Program) -> bool:
     return not low and not any(node.float32 for node, _ in walk(program.root))
 
 
+def in_one_dtype(program: Program, float32: bool) -> Program:
+    """The same with all parameters in fp32, or all in fp64; for the unsharded model, which has no units."""
+    return replace(program, root=mapped(program.root, {name: replace(node, float32=float32) for name, node in nodes(program).items()}))
+
+
 # --- making them legal ---------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fuzz.body import run
+from fuzz.comparing import tolerance_of
 from fuzz.drawing import FEATURES, draw
 from fuzz.program import Action, Failure, Micro, Node, Program, Step, Unit, nodes, tidy, units, walk
 from fuzz.refusals import is_documented
@@ -60,6 +61,26 @@ def test_wrong_numbers_are_a_fault():
     assert result.kind == "fault"
     assert "gradient of a.weight" in result.text
     assert "about 2 times" in result.text
+
+
+def test_a_program_without_fp32_that_amplifies_nothing_is_compared_to_nine_digits_and_one_with_fp32_to_four():
+    assert tolerance_of(SHARDED) == 1e-9
+    low = replace(SHARDED, root=replace(SHARDED.root, unit=Unit(param_dtype="float32")))
+    assert tolerance_of(low) == 1e-4
+    assert tolerance_of(low, amplified=1e-7) < 1.1e-4
+
+
+@pytest.mark.slow
+def test_what_fp32_does_to_the_unsharded_model_is_rounding_in_the_sharded_one_too():
+    # Its gradients, of 1e4, are 0.2 % off in the second step.
+    assert run(draw(1180)).kind == "right"
+    assert run(draw(1180), lib="fuzz.planted_faults").kind == "fault"
+
+
+@pytest.mark.slow
+def test_a_program_that_fp32_makes_another_one_is_pointless():
+    result = run(draw(1304))
+    assert (result.kind, result.headline) == ("pointless", "a program that amplifies rounding")
 
 
 @pytest.mark.slow

@@ -88,10 +88,34 @@ def test_a_tie_between_groups_with_different_placements_is_refused():
 
 
 @on_ranks(2)
-def test_a_tie_that_sharding_one_side_would_cut_is_an_error_at_the_first_forward_naming_both():
-    model = TiedLM()
+@pytest.mark.parametrize("frozen_at_first", [False, True])
+def test_a_tie_that_sharding_one_side_would_cut_is_an_error_in_the_first_backward_of_its_plain_side(frozen_at_first):
+    """Before, the two drifted apart without a word: the plain side's gradient is nobody's."""
+    model, ids = TiedLM(), torch.zeros(1, 2, dtype=torch.long)
+    model.embedding.requires_grad_(not frozen_at_first)
     fully_shard(model.embedding, mesh=cpu_mesh())
-    with pytest.raises(OrderError, match=r"(?s)weight is also 'weight' of another module.*fully_shard on the root"):
-        model(torch.zeros(1, 2, dtype=torch.long))
+    model.requires_grad_(True)
+    with pytest.raises(OrderError, match=r"(?s)weight was sharded while a module outside.*fully_shard on the root"):
+        loss_of(model, ids).backward()
+    model.embedding.reset_iter_state()
     fully_shard(model, mesh=cpu_mesh())
-    loss_of(model, torch.zeros(1, 2, dtype=torch.long)).backward()
+    model.zero_grad()
+    reference = TiedLM()
+    reference.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+    loss_of(model, ids).backward()
+    loss_of(reference, ids).backward()
+    assert model.head.weight is model.embedding.weight
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_close(param.grad.full_tensor(), expected.grad)
+
+
+@on_ranks(2)
+def test_a_parameter_that_was_sharded_may_be_held_and_looked_at():
+    model, ids = TiedLM(), torch.zeros(1, 2, dtype=torch.long)
+    before = dict(model.named_parameters())
+    fully_shard(model, mesh=cpu_mesh())
+    loss_of(model, ids).backward()
+    for name, param in model.named_parameters():
+        assert_close(param.full_tensor(), before[name].data)
+        assert before[name].grad is None
+        assert copy.deepcopy(before[name]).requires_grad

@@ -41,10 +41,9 @@ class ShardedParam:
     local:      the local tensor that ``sharded`` should have: a piece of the flat shard (on the meta device: of its own)
     trainable:  whether it required a gradient when the sharded and the unsharded parameter were last compared
     unsharded:  what the user sees in forward and backward; made at the first unshard
-    original:   the parameter that was cut, if it still lives somewhere
     """
 
-    __slots__ = ("__weakref__", "fqn", "local", "original", "owners", "rank", "sharded", "spec", "trainable", "unsharded")
+    __slots__ = ("__weakref__", "fqn", "local", "owners", "rank", "sharded", "spec", "trainable", "unsharded")
 
     def __init__(self, fqn: str, owners: list[Owner], spec: ShardSpec, rank: int, sharded: nn.Parameter, local: Tensor) -> None:
         self.fqn = fqn
@@ -55,7 +54,6 @@ class ShardedParam:
         self.local = local
         self.trainable = sharded.requires_grad
         self.unsharded: nn.Parameter | None = None
-        self.original: weakref.ref[nn.Parameter] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -122,7 +120,6 @@ def new_sharded_param(
     param = ShardedParam(fqn, owners, spec, rank, sharded, local)
     param.place(local)
     mark(original, param)
-    param.original = weakref.ref(original)
     return param
 
 

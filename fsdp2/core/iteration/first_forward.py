@@ -5,7 +5,6 @@ It refuses to know what the schedule does.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
 
 from torch import nn
@@ -38,7 +37,6 @@ def adopt(root: ModuleState, units_below: Callable[[nn.Module], list[tuple[str, 
     units = [unit for _, unit in found]
     refuse_meta(units)
     _refuse_strange_ties(units)
-    _refuse_cut_ties(units, root.modules[0])
     schedule = Schedule(root, units)
     varying: set[str] = set()
     for unit in units:
@@ -66,37 +64,6 @@ def _refuse_strange_ties(units: Sequence[Unit]) -> None:
                     fix="call fully_shard on a module that holds them all, and run forward through it",
                 )
             )
-
-
-def _refuse_cut_ties(units: Sequence[Unit], module: nn.Module) -> None:
-    """Raise if a module still has an original parameter that was sharded elsewhere: the two would drift apart in silence."""
-    originals: dict[int, tuple[str, object]] = {}
-    for unit in units:
-        for group in unit.groups:
-            for param in group.params:
-                original = param.original() if param.original is not None else None
-                if original is not None:
-                    originals[id(original)] = (param.fqn, original)
-    if not originals:
-        return
-    # Somebody holds them still: a module that is tied to them, or just a variable of the user's.
-    cut = []
-    for holder in gc.get_referrers(*(original for _, original in originals.values())):
-        if not isinstance(holder, dict):
-            continue
-        owner = next((d for d in gc.get_referrers(holder) if isinstance(d, dict) and d.get("_parameters") is holder), None)
-        if owner is not None:
-            tied = [(name, originals[id(value)][0]) for name, value in holder.items() if id(value) in originals]
-            cut += [f"{fqn} is also {name!r} of another module" for name, fqn in tied]
-    if cut:
-        raise OrderError(
-            message(
-                f"{len(cut)} parameters were sharded while modules outside of any fully_shard call are tied to them",
-                items=cut,
-                expected="every module that shares a sharded parameter below a fully_shard call of its own or of a parent",
-                fix=f"call fully_shard on the root as well, after its children, before the first forward of {type(module).__name__}",
-            )
-        )
 
 
 def refuse_meta(units: Sequence[Unit]) -> None:

@@ -1,22 +1,24 @@
-"""Parameters that are nobody's: registered below a sharded module after ``fully_shard`` was called on it.
+"""Parameters that no unit has: registered after ``fully_shard`` was called on a module above them, or held by others beside
+the shards that were cut from them.
 
-They are looked for at the first forward, and again at the first that follows when something was registered on a module that is managed.
-It refuses to know what is done with parameters that are somebody's.
+The former are looked for at the first forward, and again at the first that follows when something was registered on a module that is
+managed; the latter are noticed when they get a gradient. It refuses to know what is done with parameters that are somebody's.
 """
 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 
-from ...errors import message
+from ...errors import OrderError, message
 from .. import torch_compat as compat
-from ..group.param import sharded_from
+from ..group.param import ShardedParam, sharded_from
 from ..iteration.module_state import unit_of
 from ..iteration.unit import Unit
 
@@ -75,3 +77,26 @@ def warn_of_plain_parameters(root: nn.Module, units: Sequence[Unit]) -> None:
             ),
             stacklevel=2,
         )
+
+
+def refuse_gradients(original: nn.Parameter, param: ShardedParam) -> None:
+    """Let a backward that reaches ``original`` raise: a module still has what ``param`` was cut from, and the two would drift apart."""
+    if original.is_inference() or not (original.is_floating_point() or original.is_complex()):
+        return  # it never gets a gradient
+    reference = weakref.ref(param)
+
+    def refuse(_: Tensor) -> None:
+        cut = reference()
+        name = "a parameter" if cut is None else cut.fqn
+        raise OrderError(
+            message(
+                f"{name} was sharded while a module outside of any fully_shard call is tied to it, and has a gradient of its own now",
+                expected="every module that shares a sharded parameter below a fully_shard call of its own or of a parent",
+                fix="call fully_shard on the root as well, after its children, before the first forward",
+            )
+        )
+
+    trains = original.requires_grad
+    original.requires_grad_(True)  # torch lets only such a parameter have a hook; it may be unfrozen later
+    original.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
+    original.requires_grad_(trains)

@@ -22,7 +22,7 @@ from ..group.param_group import ParamGroup
 from ..iteration.module_state import ModuleState, group_with
 from ..modules.hooks import UnitHooks
 from ..modules.shown_parameters import ModuleRegistry
-from ..modules.unmanaged_parameters import REGISTRATIONS
+from ..modules.unmanaged_parameters import REGISTRATIONS, refuse_gradients
 from ..plan.mesh import DataParallelMesh, mesh_device, post_forward_mesh, read_mesh_info
 from ..plan.placement import ShardSpec, is_lazy, refuse_unplaceable, shard_spec
 from .arguments import check_placement_fn, checked_reshard_after_forward
@@ -361,6 +361,7 @@ def _new_group(
     for param in params:
         names, places = owned[param]
         sharded.append(new_sharded_param(names[0], places, param, specs[param], mesh.shard_rank, cut.get(param)))
+        refuse_gradients(param, sharded[-1])
     group = ParamGroup(sharded, mesh, device, options)
     group.registry = ModuleRegistry(group)
     return group

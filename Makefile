@@ -1,36 +1,58 @@
 # Every target works on a fresh checkout with nothing but Python 3.10+: the first one builds .venv.
 # test-slow and bench also compile models, for which torch's inductor needs a C++ compiler (g++ or clang++).
 PYTHON ?= python3
-BIN := .venv/bin
-INSTALLED := .venv/.installed
+# Any torch of which constraints/ has a file: 2.13.0 in .venv, another one in .venv-torch-<version>, which points into a cache folder.
+TORCH ?= 2.13.0
+VERSIONS := 2.11.0 2.12.1 2.14.1 2.15.0
+VENV := .venv$(if $(filter-out 2.13.0,$(TORCH)),-torch-$(TORCH))
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+CONSTRAINTS := constraints/torch-$(TORCH).txt
 
-.PHONY: help demo test test-slow fuzz check bench clean
+# What depends on torch, for a second version in CI.
+PARTS := numerics composition core behaviour extensions meshes compat compile test_errors.py checkpoint/test_checkpointer.py checkpoint/test_dcp.py
+
+.PHONY: help demo test test-slow test-parts test-versions fuzz check bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        train a small language model, sharded over two processes"
 	@echo "make test        all tests but the slow ones"
 	@echo "make test-slow   the slow ones"
+	@echo "make test-parts  those of the parts that depend on torch: for TORCH=2.15.0"
+	@echo "make test-versions  all tests and the slow ones of the compiler on $(VERSIONS)"
 	@echo "make fuzz        random programs, sharded and unsharded: SEEDS=first:last"
 	@echo "make check       lint, format, types, and which part may import which"
 	@echo "make bench       the benchmarks"
-	@echo "make clean       remove caches and .venv"
+	@echo "make clean       remove caches and .venv*"
+	@echo "TORCH=2.15.0 after any of them takes that version of torch instead of 2.13.0"
 
 # A stamp, so that a change of the dependencies installs them again.
-$(INSTALLED): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -e '.[dev]'
+$(INSTALLED): pyproject.toml $(CONSTRAINTS) constraints/environment.sh
+ifeq ($(VENV),.venv)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c $(CONSTRAINTS) -e '.[dev]'
+else
+	PYTHON=$(PYTHON) constraints/environment.sh $(TORCH) $(VENV)
+endif
 	touch $@
 
 demo: $(INSTALLED)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc_per_node 2 examples/train_lm.py
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 examples/train_lm.py
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow"
 
 # Exit status 5 is pytest's "no test was selected": fine while nothing is marked slow.
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow || test $$? -eq 5
+	$(BIN)/python -m pytest -m slow $(SLOW) || test $$? -eq 5
+
+test-parts: $(INSTALLED)
+	$(BIN)/python -m pytest -m "not slow" $(addprefix tests/,$(PARTS))
+
+test-versions:
+	for version in $(VERSIONS); do \
+	    $(MAKE) test TORCH=$$version && $(MAKE) test-slow TORCH=$$version SLOW=tests/compile || exit; done
 
 # Failures are shrunk and printed. LOG=file keeps results, and goes on where it was stopped; LIB=torch runs torch's FSDP2 instead.
 SEEDS ?= 0:1000
@@ -39,14 +61,14 @@ fuzz: $(INSTALLED)
 	test ! -e tests/fuzz/test_checkpoint_mutants.py || FUZZ_MUTANTS=1000 $(BIN)/python -m pytest tests/fuzz/test_checkpoint_mutants.py
 
 check: $(INSTALLED)
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports --no-cache
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m mypy
+	$(BIN)/python -c "from importlinter.cli import lint_imports_command as lint; lint()" --no-cache
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache build dist
+	rm -rf .venv .venv-torch-* .pytest_cache .mypy_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -356,7 +356,6 @@ class FSDPModule:
         """Let reduce-scatters have a process group of their own, so that they run beside all-gathers. Recursive.
 
         Collective: yes, over the shard axis, when it makes a group (one for each set of ranks).
-        Raises: OrderError if its ranks have made different numbers of process groups before
         """
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for unit in _units(self, recurse):
@@ -367,7 +366,7 @@ class FSDPModule:
                 if enable:
                     ranks = tuple(dist.get_process_group_ranks(shard_group))
                     if ranks not in made:
-                        made[ranks] = gradients.options.process_group or another_over(shard_group, group.device, "reduce_scatter")
+                        made[ranks] = gradients.options.process_group or another_over(shard_group, "reduce_scatter")
                     gradients.choose(process_group=made[ranks])
                 else:
                     gradients.choose(process_group=None)

@@ -11,6 +11,7 @@ import functools
 import inspect
 import os
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -70,6 +71,7 @@ __all__ = [
     "let_guard_pickler_find",
     "local_tensor",
     "new_dtensor",
+    "new_named_group",
     "premul_sum",
     "preserved_versions",
     "profiler_is_on",
@@ -147,9 +149,34 @@ def process_group_empty(group: dist.ProcessGroup, numel: int, dtype: torch.dtype
     return backend.allocate_tensor(numel, dtype=dtype, device=device)  # type: ignore[no-any-return]
 
 
-def num_process_groups() -> int:
-    """How many process groups this process has, of which torch makes the name of the next one."""
-    return len(dist.distributed_c10d._world.pg_names)
+def device_of_group(group: dist.ProcessGroup) -> torch.device:
+    """Where tensors lie that ``group`` sends."""
+    return torch.device(dist.distributed_c10d._get_object_coll_device(group))
+
+
+def new_named_group(ranks: list[int], backend: str | None, description: str, name: str) -> dist.ProcessGroup:
+    """A process group under a name that its ranks have agreed on, whatever each has made before; torch's count of groups stays.
+
+    Collective: yes, over ``ranks``.
+    """
+    c10d: Any = dist.distributed_c10d
+    own = threading.get_ident()
+
+    def name_of(*args: Any, **kwargs: Any) -> str:
+        return name if threading.get_ident() == own else torch_names(*args, **kwargs)  # type: ignore[no-any-return]
+
+    with _naming:
+        torch_names = c10d._process_group_name
+        c10d._process_group_name = name_of
+        try:
+            made = dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc=description)
+        finally:
+            c10d._process_group_name = torch_names
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+_naming = threading.Lock()
 
 
 def process_group_allocates(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""Every private torch name in use, and every difference between torch 2.11 and 2.13, in one place.
+"""Every private torch name in use, and every difference between torch 2.11 and 2.15, in one place.
 
 Nothing here has logic of its own: a name is re-exported, or wrapped so that its callers need not know the torch version.
 When a torch release breaks fsdp2, this is the file to mend. It refuses to know anything of fsdp2.
@@ -163,7 +163,7 @@ def new_named_group(ranks: list[int], backend: str | None, description: str, nam
     own = threading.get_ident()
 
     def name_of(*args: Any, **kwargs: Any) -> str:
-        return name if threading.get_ident() == own else torch_names(*args, **kwargs)  # type: ignore[no-any-return]
+        return name if threading.get_ident() == own else torch_names(*args, **kwargs)
 
     with _naming:
         torch_names = c10d._process_group_name

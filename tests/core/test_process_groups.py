@@ -48,8 +48,10 @@ def test_ranks_that_have_made_different_numbers_of_groups_make_one_of_ours(make)
 
 @on_ranks(2)
 def test_two_groups_of_ours_over_the_same_ranks_are_two():
-    one, two = (another_over(dist.group.WORLD, "test") for _ in range(2))
-    pending = [dist.all_reduce(tensor := torch.ones(1), group=group, async_op=True) for group in ((one, two), (two, one))[dist.get_rank()]]
+    groups = [another_over(dist.group.WORLD, "test") for _ in range(2)]
+    tensors = [torch.ones(1), torch.ones(1)]
+    order = (0, 1) if dist.get_rank() == 0 else (1, 0)
+    pending = [dist.all_reduce(tensors[index], group=groups[index], async_op=True) for index in order]
     for each in pending:
         each.wait()
-    assert tensor.item() == 2
+    assert [tensor.item() for tensor in tensors] == [2, 2]

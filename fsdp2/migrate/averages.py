@@ -19,7 +19,7 @@ import libcst as cst
 from libcst import matchers
 
 from .editor import Editor, Rules
-from .names import SHARDED, Names
+from .names import SHARDED, WRAPPED, Names
 from .trees import code, dotted, parameters
 
 _LISTS = ("parameters", "named_parameters")
@@ -37,7 +37,7 @@ def loop(editor: Editor, old: cst.For, new: cst.For) -> cst.BaseStatement:
     if not any(_is_plain(names, each) for each in others) and not any(_is_plain_dict(names, each) for each in _subscripted(old.body)):
         return new
     model = sharded[0]
-    while isinstance(model, cst.Attribute) and model.attr.value in ("module", "_fsdp_wrapped_module"):
+    while isinstance(model, cst.Attribute) and model.attr.value in WRAPPED:
         model = model.value
     grads = ", with_grads=True" if matchers.findall(old.body, matchers.Attribute(attr=matchers.Name("grad"))) else ""
     editor.note(old, "parameters are DTensors, the tensors beside them are not: inside, the model shows whole parameters.")

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 import libcst as cst
 
-from .names import Names
+from .names import WRAPPED, Names
 from .report import Finding, Kind
 from .trees import code, comments_in, dotted, expression, statement
 
@@ -269,6 +269,6 @@ def receiver(call: cst.Call) -> str:
     if not isinstance(call.func, cst.Attribute):
         return ""
     text = dotted(call.func.value)
-    for suffix in (".module", "._fsdp_wrapped_module"):
-        text = text.removesuffix(suffix)
+    for name in WRAPPED:
+        text = text.removesuffix(f".{name}")
     return text

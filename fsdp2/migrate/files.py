@@ -29,7 +29,7 @@ def migrate_files(files: Iterable[Path]) -> dict[Path, Migrated]:
             results[path] = Migrated("", "", (Finding(1, Kind.LEFT, "not migrated: it is not UTF-8"),))
     for path, text in texts.items():
         results[path] = migrate_config(text) if path.suffix in CONFIGS else _checked(text, path)
-    on_compat = {path for path, result in results.items() if _stays_on_compat(result)}
+    on_compat = {path for path, result in results.items() if result.on_compat}
     todo = list(on_compat)
     while todo:
         path = todo.pop()
@@ -50,10 +50,6 @@ def _checked(text: str, path: Path) -> Migrated:
         return migrate_source(text, path)
     except ParserSyntaxError as error:
         return Migrated(text, text, (Finding(error.raw_line, Kind.LEFT, f"not migrated: it is no Python: {error.message}"),))
-
-
-def _stays_on_compat(result: Migrated) -> bool:
-    return any(finding.kind is Kind.COMPAT and "summon_full_params stays" not in finding.text for finding in result.findings)
 
 
 def _neighbours(path: Path, texts: dict[Path, str]) -> list[Path]:

@@ -10,7 +10,7 @@ import re
 import libcst as cst
 
 from .editor import Editor, Rules, receiver
-from .names import SHARDED, Names
+from .names import SHARDED, WRAPPED, Names
 from .trees import arguments, code, dotted, with_args
 
 _STATIC = "fsdp:FullyShardedDataParallel."
@@ -19,7 +19,7 @@ _CLIP = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_n
 
 def inner_module(editor: Editor, old: cst.Attribute, new: cst.BaseExpression) -> cst.BaseExpression:
     """``model.module`` is ``model``: nothing is wrapped."""
-    if old.attr.value not in ("module", "_fsdp_wrapped_module") or not isinstance(new, cst.Attribute):
+    if old.attr.value not in WRAPPED or not isinstance(new, cst.Attribute):
         return new
     if editor.names.tag_of(old.value) not in SHARDED or _is_target(editor, old) or is_asked_for(editor.names, old):
         return new
@@ -77,7 +77,7 @@ def clip_method(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpress
 
 def clip_function(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
     """``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)``, whose result would be a DTensor; ours takes plain parameters too."""
-    if not editor.names.frameworks() - editor.names.off:
+    if not editor.names.rewritten:
         return None
     return new.with_changes(func=editor.make("fsdp2.clip_grad_norm_", "import fsdp2"))
 

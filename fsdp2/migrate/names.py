@@ -26,6 +26,9 @@ from .trees import arguments, code, dotted, parameters
 SHARDED = ("fsdp1", "ddp", "deepspeed")
 """Tags of models."""
 
+WRAPPED = ("module", "_fsdp_wrapped_module")
+"""Attributes by which a wrapper has the module inside."""
+
 VALUES = ("strategy", "precision", "policy", "offload")
 """Tags of arguments: of values, and of dicts of them."""
 
@@ -124,6 +127,11 @@ class Names(cst.CSTVisitor):
         known = {"ddp": "ddp", "zero": "ddp", "join": "ddp", "deepspeed": "deepspeed"}
         used = {known[kind] for kind, name in found if kind in known and name}
         return used | {"fsdp1" for kind, name in found if kind == "fsdp" and name.partition(".")[0] in FSDP1_NAMES}
+
+    @property
+    def rewritten(self) -> set[str]:
+        """Those of ``frameworks`` that no rule has refused."""
+        return self.frameworks() - self.off
 
     def tag_of(self, node: cst.CSTNode | None) -> str:
         """What kind of value an expression has: one of SHARDED, "optimizer", "strategy", "precision", ...; "" if unknown."""
@@ -267,7 +275,7 @@ class Names(cst.CSTVisitor):
         if text in self.tags:
             return self.tags[text]
         if isinstance(node, cst.Attribute):
-            if node.attr.value in ("module", "_fsdp_wrapped_module"):
+            if node.attr.value in WRAPPED:
                 return self.tag_of(node.value)
             if f"*.{node.attr.value}" in self.tags:
                 return self.tags[f"*.{node.attr.value}"]

@@ -32,11 +32,15 @@ class Finding:
 
 @dataclass(frozen=True)
 class Migrated:
-    """The result for one file; ``new == old`` if there was nothing to do."""
+    """The result for one file; ``new == old`` if there was nothing to do.
+
+    on_compat: all of FSDP1 in it is imported from ``fsdp2.compat`` now
+    """
 
     old: str
     new: str
     findings: tuple[Finding, ...] = ()
+    on_compat: bool = False
 
     @property
     def is_complete(self) -> bool:

@@ -41,7 +41,7 @@ def migrate_source(text: str, path: Path | None = None, *, off: Collection[str] 
         editor = _editor(names, path, upstream_too=not _stays_on_torch(refused))
         for _, statement, finding in refused:
             editor.say_refused(statement, finding)
-        if names.frameworks() - names.off:
+        if names.rewritten:
             for node, what in strangers:
                 editor.left(node, what)
         _prepare(editor)
@@ -59,7 +59,8 @@ def migrate_source(text: str, path: Path | None = None, *, off: Collection[str] 
     findings = {*editor.findings, *of_imports, *(finding for _, _, finding in refused)}
     if new.code == text:
         findings = {each for each in findings if each.kind is Kind.LEFT}
-    return Migrated(text, new.code, tuple(sorted(findings)))
+    on_compat = new.code != text and any(finding.kind is Kind.COMPAT for _, _, finding in refused)
+    return Migrated(text, new.code, tuple(sorted(findings)), on_compat)
 
 
 def _stays_on_torch(refused: list[tuple[str, int, Finding]]) -> bool:

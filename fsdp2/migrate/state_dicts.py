@@ -247,7 +247,7 @@ def _optimizer_state(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseEx
         return None
     model, optimizer = _model_of(editor, old), code(new.func.value)
     if not model:
-        if editor.names.frameworks() - editor.names.off:
+        if editor.names.rewritten:
             editor.left(old, _UNKNOWN.format(f"fsdp2.checkpoint.full_optimizer_state_dict(model, {optimizer}, by_name=True)"))
         return None
     _explain_names(editor, old)
@@ -284,7 +284,7 @@ def _load_optimizer(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExp
     else:
         model, options = _model_of(editor, old), FULL
         if not model:
-            if editor.names.frameworks() - editor.names.off:
+            if editor.names.rewritten:
                 editor.left(old, _UNKNOWN.format(f"set_optimizer_state_dict(model, {optimizer}, {state}, options={FULL})"))
             return None
         _explain_names(editor, old)

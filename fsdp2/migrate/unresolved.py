@@ -15,7 +15,7 @@ import libcst as cst
 from libcst import matchers
 
 from .model_use import is_asked_for
-from .names import SHARDED, Names
+from .names import SHARDED, WRAPPED, Names
 from .trees import code, dotted, string_of
 
 _INSTEAD = {
@@ -27,7 +27,6 @@ _INSTEAD = {
     "module": "{0} itself",
     "_fsdp_wrapped_module": "{0} itself",
 }
-_ATTRIBUTES = ("module", "_fsdp_wrapped_module")
 _OTHER_THINGS = re.compile(
     r"optim|^opts?$|sched|scaler|sampler|loader|dataset|generator|metric|tokenizer|criterion|loss|warmup|counter|meter"
     r"|^(args|cfg|config|hparams|options|spec|record|frame)$",
@@ -42,7 +41,7 @@ def find(names: Names) -> Iterator[tuple[cst.CSTNode, str]]:
         name = node.attr.value
         if name in _INSTEAD and (_is_taken(names, node) or (_is_such_a_use(names, node) and not _is_known(names, node))):
             value = node.value
-            if isinstance(value, cst.Attribute) and value.attr.value in _ATTRIBUTES:
+            if isinstance(value, cst.Attribute) and value.attr.value in WRAPPED:
                 value = value.value
             receiver = code(value)
             use = f"{code(node.value)}.{name}" + ("()" if _is_called(names, node) else "")
@@ -62,7 +61,7 @@ def _is_taken(names: Names, node: cst.Attribute) -> bool:
 
 def _is_such_a_use(names: Names, node: cst.Attribute) -> bool:
     above = names.parent_of(node)
-    if node.attr.value in _ATTRIBUTES:
+    if node.attr.value in WRAPPED:
         said = isinstance(above, cst.Attribute) and above.attr.value in _INSTEAD  # of ``net.module.state_dict()``
         return not said and not isinstance(above, (cst.ImportFrom, cst.ImportAlias))
     if node.attr.value == "require_backward_grad_sync":
@@ -81,10 +80,10 @@ def _is_known(names: Names, node: cst.Attribute) -> bool:
     if isinstance(value, cst.Call) and _makes_no_wrapped(names, value, node.attr.value):
         return True
     if isinstance(value, cst.Name) and value.value in ("self", "cls"):
-        return node.attr.value in _ATTRIBUTES or not _may_be_a_model(names, node)
+        return node.attr.value in WRAPPED or not _may_be_a_model(names, node)
     if isinstance(value, cst.Call) and dotted(value.func) == "super":
         return True
-    if node.attr.value in _ATTRIBUTES and (_is_target(names, node) or is_asked_for(names, node)):
+    if node.attr.value in WRAPPED and (_is_target(names, node) or is_asked_for(names, node)):
         return True
     return _OTHER_THINGS.search(_last_word(value)) is not None or _is_never_wrapped(names, value, node.attr.value)
 

@@ -1,4 +1,7 @@
-"""Whether the code that began a forward still runs it, or something has ended that forward without a word, such as ctrl-C."""
+"""Whether the code that began a forward still runs it, or something has ended that forward without a word, such as ctrl-C.
+
+torch calls no hook then. To hooks the next forward looks like one that the root makes of itself inside its own; only the stack differs.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from .core import torch_compat as compat
 from .core.group.param import sharded_from
-from .errors import ArgumentError, message
+from .errors import ArgumentError
 
 
 @torch.no_grad()
@@ -115,11 +115,9 @@ def _groups(likes: Sequence[Tensor]) -> list[tuple[dist.ProcessGroup, str, list[
         mesh = like.device_mesh
         if mesh.get_coordinate() is None:
             raise ArgumentError(
-                message(
-                    f"clip_grad_norm_ got a DTensor {tuple(like.shape)} on a mesh that this rank is not part of: {mesh}",
-                    expected="tensors of which this rank has a piece",
-                    fix="pass each rank the parameters of the meshes that it is in",
-                )
+                f"clip_grad_norm_ got a DTensor {tuple(like.shape)} on a mesh that this rank is not part of: {mesh}",
+                expected="tensors of which this rank has a piece",
+                fix="pass each rank the parameters of the meshes that it is in",
             )
         for axis, placement in enumerate(like.placements):
             if compat.shard_dim(placement) is not None and mesh.size(axis) > 1:

@@ -22,7 +22,13 @@ MAX_ITEMS = 5
 
 
 class FSDPError(Exception):
-    """Base of every error that fsdp2 raises because of how it was used."""
+    """Base of every error that fsdp2 raises because of how it was used; its text is a ``message`` of the same arguments.
+
+    Without ``fix`` the headline is the whole text: so it is read back where processes send errors to one another.
+    """
+
+    def __init__(self, headline: str, *, expected: str = "", fix: str = "", items: Iterable[str] = ()) -> None:
+        super().__init__(message(headline, expected=expected, fix=fix, items=items) if fix else headline)
 
 
 class ModuleError(FSDPError, ValueError, TypeError, IndexError, AssertionError, RuntimeError):
@@ -87,7 +93,18 @@ class CompileError(FSDPError, RuntimeError):
 
 def got(caller: str, argument: str, value: Any) -> str:
     """A headline: ``caller`` got ``argument`` with ``value``, and of which type that is."""
-    return f"{caller} got {argument}={value!r} of type {type(value).__name__}"
+    return f"{caller} got {argument}={short(value)} of type {type(value).__name__}"
+
+
+def got_object(caller: str, value: Any) -> str:
+    """The same for the one thing that ``caller`` is about."""
+    return f"{caller} got an object of type {type(value).__name__}: {short(value)}"
+
+
+def short(value: Any) -> str:
+    """``repr(value)`` on one line, cut off: a module's has one for each of its layers."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def meta_error(items: Iterable[str], device: str) -> MaterializationError:
@@ -95,12 +112,10 @@ def meta_error(items: Iterable[str], device: str) -> MaterializationError:
     missing = list(items)
     kind = device.split(":")[0]
     return MaterializationError(
-        message(
-            f"{len(missing)} parameters should be materialized from meta device before the first forward",
-            items=missing,
-            expected=f"storage on {device}",
-            fix=f'call fsdp2.materialize(model), or model.to_empty(device="{kind}") and initialise, or load a checkpoint',
-        )
+        f"{len(missing)} parameters should be materialized from meta device before the first forward",
+        items=missing,
+        expected=f"storage on {device}",
+        fix=f'call fsdp2.materialize(model), or model.to_empty(device="{kind}") and initialise, or load a checkpoint',
     )
 
 

@@ -32,7 +32,7 @@ from .core.iteration.module_state import unit_of
 from .core.iteration.unit import Unit
 from .core.modules.shown_parameters import set_parameter
 from .core.plan.model_axes import own_piece
-from .errors import ArgumentError, MaterializationError, got, message
+from .errors import ArgumentError, MaterializationError, got, got_object
 
 RESET_NAMES = ("reset_parameters", "_reset_parameters")
 """Methods by which torch's modules initialise themselves; the second is what MultiheadAttention and Transformer have."""
@@ -85,35 +85,25 @@ def materialize(
             unit.notice_changes()
     if unwritten and strict:
         raise MaterializationError(
-            message(
-                f"{len(unwritten)} parameters or buffers were written by no initialisation",
-                items=unwritten,
-                expected=(
-                    "reset_parameters() of the module that owns it" if init_fn is None else "init_fn(module) of the module that owns it"
-                )
-                + " to write each; these stay on the meta device",
-                fix="write it there, and call materialize again; or pass strict=False and load it from a checkpoint",
+            f"{len(unwritten)} parameters or buffers were written by no initialisation",
+            items=unwritten,
+            expected=(
+                "reset_parameters() of the module that owns it" if init_fn is None else "init_fn(module) of the module that owns it"
             )
+            + " to write each; these stay on the meta device",
+            fix="write it there, and call materialize again; or pass strict=False and load it from a checkpoint",
         )
     return unwritten
 
 
 def _check_arguments(model: Any, init_fn: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise ArgumentError(
-            message(
-                f"materialize got {model!r} of type {type(model).__name__}",
-                expected="an nn.Module",
-                fix="pass the model itself",
-            )
-        )
+        raise ArgumentError(got_object("materialize", model), expected="an nn.Module", fix="pass the model itself")
     if init_fn is not None and not callable(init_fn):
         raise ArgumentError(
-            message(
-                got("materialize", "init_fn", init_fn),
-                expected="a function of one nn.Module, or None",
-                fix="for instance init_fn=lambda module: ...",
-            )
+            got("materialize", "init_fn", init_fn),
+            expected="a function of one nn.Module, or None",
+            fix="for instance init_fn=lambda module: ...",
         )
 
 
@@ -243,12 +233,10 @@ def _refuse_without_reset(model: nn.Module, found: _Found) -> None:
     look(model, "")
     if stuck:
         raise MaterializationError(
-            message(
-                f"{len(stuck)} modules own parameters on the meta device and have no reset_parameters()",
-                items=stuck,
-                expected="a method reset_parameters() that writes the module's own parameters and buffers",
-                fix="write one, or pass init_fn=<a function that initialises one module>; nothing was changed",
-            )
+            f"{len(stuck)} modules own parameters on the meta device and have no reset_parameters()",
+            items=stuck,
+            expected="a method reset_parameters() that writes the module's own parameters and buffers",
+            fix="write one, or pass init_fn=<a function that initialises one module>; nothing was changed",
         )
 
 
@@ -341,11 +329,9 @@ class _Work(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         now = module._parameters.get(name)
         if now is None or now.shape != whole.full.shape:
             raise MaterializationError(
-                message(
-                    f"initialisation replaced {name} of {type(module).__name__} by {None if now is None else tuple(now.shape)}",
-                    expected=f"a tensor of shape {tuple(whole.full.shape)}, as the parameter has it",
-                    fix="write into the parameter that is there",
-                )
+                f"initialisation replaced {name} of {type(module).__name__} by {None if now is None else tuple(now.shape)}",
+                expected=f"a tensor of shape {tuple(whole.full.shape)}, as the parameter has it",
+                fix="write into the parameter that is there",
             )
         if now is not whole.full or _key(now) != whole.key:
             self._dirty.discard(whole.key)

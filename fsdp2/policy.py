@@ -67,14 +67,12 @@ class DataParallelMeshDims:
 
     def __post_init__(self) -> None:
         if not (self.shard_names or self.replicate_names):
-            from .errors import ArgumentError, message
+            from .errors import ArgumentError
 
             raise ArgumentError(
-                message(
-                    "DataParallelMeshDims names no mesh axis",
-                    expected="at least one of shard and replicate must be set",
-                    fix='for instance DataParallelMeshDims(shard="dp")',
-                )
+                "DataParallelMeshDims names no mesh axis",
+                expected="at least one of shard and replicate must be set",
+                fix='for instance DataParallelMeshDims(shard="dp")',
             )
 
     @property

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from .core import torch_compat as compat
 from .core.iteration.module_state import unit_of
-from .errors import ArgumentError, message
+from .errors import ArgumentError
 from .strategy import STRATEGIES
 
 Moment = Literal["accumulating", "stepping"]
@@ -89,11 +89,9 @@ def expected_state_bytes(
     chosen = STRATEGIES.get(strategy)
     if chosen is None or (chosen.is_hybrid and shard_size is None):
         raise ArgumentError(
-            message(
-                f"expected_state_bytes got strategy={strategy!r} and shard_size={shard_size!r}",
-                expected=f"one of {list(STRATEGIES)}, hybrid ones with shard_size",
-                fix="pass the same as to parallelize",
-            )
+            f"expected_state_bytes got strategy={strategy!r} and shard_size={shard_size!r}",
+            expected=f"one of {list(STRATEGIES)}, hybrid ones with shard_size",
+            fix="pass the same as to parallelize",
         )
     ranks = {"nobody": 1, "node": shard_size or 1, "world": world_size}
     computes_in = param_dtype or dtype

@@ -528,7 +528,7 @@ def test_text_for_what_is_no_module(mesh):
     assert_expected_inline(
         text_of("a list with a number", mesh),
         """\
-[rank 0] fully_shard got a list with an object of type int: 3
+[rank 0] fully_shard got module[1]=3 of type int
   expected: a list of nn.Module
   fix:      pass modules only""",
     )

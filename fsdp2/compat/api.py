@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..errors import ArgumentError, got, message
+from ..errors import ArgumentError, got
 
 
 class ShardingStrategy(Enum):
@@ -158,9 +158,7 @@ def member(kind: type[_Member], value: Any, argument: str) -> _Member:
     if isinstance(value, Enum) and type(value).__name__ == kind.__name__ and value.name in kind.__members__:
         return kind[value.name]
     raise ArgumentError(
-        message(
-            got("FSDP", argument, value),
-            expected=f"a {kind.__name__}: {', '.join(kind.__members__)}",
-            fix=f"for instance {argument}={next(iter(kind))}",
-        )
+        got("FSDP", argument, value),
+        expected=f"a {kind.__name__}: {', '.join(kind.__members__)}",
+        fix=f"for instance {argument}={next(iter(kind))}",
     )

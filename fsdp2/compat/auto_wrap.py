@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ..core.iteration.module_state import unit_of
-from ..errors import ArgumentError, ModuleError, got, message
+from ..errors import ArgumentError, ModuleError, got
 from ..grouping.tree import CONTAINERS, OPAQUE
 from .api import MixedPrecision
 
@@ -36,12 +36,10 @@ def chosen_modules(
     wrapped = [name or "the root" for name, module in root.named_modules() if unit_of(module) is not None]
     if wrapped:
         raise ModuleError(
-            message(
-                f"FSDP got an auto_wrap_policy for a {type(root).__name__} with FSDP modules below it",
-                items=wrapped,
-                expected="either a policy or wrapping by hand",
-                fix="leave auto_wrap_policy out, or wrap all of them by the policy",
-            )
+            f"FSDP got an auto_wrap_policy for a {type(root).__name__} with FSDP modules below it",
+            items=wrapped,
+            expected="either a policy or wrapping by hand",
+            fix="leave auto_wrap_policy out, or wrap all of them by the policy",
         )
     in_fp32 = tuple(mixed_precision._module_classes_to_ignore) if mixed_precision is not None else ()
     overrides_of = _overrides_by(root, policy, ignored_modules)
@@ -54,11 +52,9 @@ def chosen_modules(
         found = {module: {} for module in _by_function(root, policy, in_fp32, ignored_modules, ignored_params)}
     else:
         raise ArgumentError(
-            message(
-                got("FSDP", "auto_wrap_policy", policy),
-                expected="a function (module, recurse, nonwrapped_numel) -> bool, a ModuleWrapPolicy, or a CustomPolicy",
-                fix="for instance ModuleWrapPolicy({Block})",
-            )
+            got("FSDP", "auto_wrap_policy", policy),
+            expected="a function (module, recurse, nonwrapped_numel) -> bool, a ModuleWrapPolicy, or a CustomPolicy",
+            fix="for instance ModuleWrapPolicy({Block})",
         )
     order = [module for module in _from_below(root, ignored_modules) if module in found and module is not root]
     return [

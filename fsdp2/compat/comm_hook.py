@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..core.iteration.module_state import unit_of
-from ..errors import ArgumentError, OrderError, message
+from ..errors import ArgumentError, OrderError
 from ..policy import ReduceScatter
 from .api import ShardingStrategy
 from .meshes import HYBRID
@@ -42,28 +42,22 @@ def register(root: nn.Module, state: object, hook: Callable[..., Any]) -> None:
     given: Any = hook
     if not callable(given):
         raise ArgumentError(
-            message(
-                f"register_comm_hook got {given!r}",
-                expected="a function (state, gradient, shard), or (state, gradient) under NO_SHARD",
-                fix="for instance torch.distributed.algorithms._comm_hooks.default_hooks.reduce_scatter_hook",
-            )
+            f"register_comm_hook got {given!r}",
+            expected="a function (state, gradient, shard), or (state, gradient) under NO_SHARD",
+            fix="for instance torch.distributed.algorithms._comm_hooks.default_hooks.reduce_scatter_hook",
         )
     found = [(unit, settings) for each in root.modules() if (unit := unit_of(each)) and (settings := settings_of(each))]
     if any(settings.strategy in HYBRID for _, settings in found):
         raise ArgumentError(
-            message(
-                "register_comm_hook was called on a model with a hybrid sharding strategy",
-                expected="FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
-                fix="call set_custom_reduce_scatter or set_all_reduce_hook of the FSDP modules",
-            )
+            "register_comm_hook was called on a model with a hybrid sharding strategy",
+            expected="FULL_SHARD, SHARD_GRAD_OP or NO_SHARD",
+            fix="call set_custom_reduce_scatter or set_all_reduce_hook of the FSDP modules",
         )
     if any(settings.has_comm_hook for _, settings in found):
         raise OrderError(
-            message(
-                "register_comm_hook was called twice on a model",
-                expected="one hook",
-                fix="put both into one function",
-            )
+            "register_comm_hook was called twice on a model",
+            expected="one hook",
+            fix="put both into one function",
         )
     for unit, settings in found:
         settings.has_comm_hook = True

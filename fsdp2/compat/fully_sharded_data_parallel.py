@@ -19,7 +19,7 @@ from torch import nn
 
 from ..core.modules.sharded_class import set_class
 from ..core.torch_compat import TorchFSDPModule
-from ..errors import ModuleError, message
+from ..errors import ModuleError
 from .api import (
     BackwardPrefetch,
     CPUOffload,
@@ -66,11 +66,9 @@ class _Wrapping(ABCMeta):
             _modules.pop(id(made), None)
         if module is None:
             raise ModuleError(
-                message(
-                    f"{cls.__name__}.__init__ has not called that of FullyShardedDataParallel",
-                    expected="super().__init__(module, ...), which shards the module",
-                    fix="call it with the module to shard",
-                )
+                f"{cls.__name__}.__init__ has not called that of FullyShardedDataParallel",
+                expected="super().__init__(module, ...), which shards the module",
+                fix="call it with the module to shard",
             )
         return module
 

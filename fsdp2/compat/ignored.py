@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..core.iteration.module_state import unit_of
-from ..errors import ArgumentError, message
+from ..errors import ArgumentError
 from .settings import Options
 
 
@@ -22,32 +22,26 @@ def read_ignored(module: nn.Module, options: Options) -> tuple[set[nn.Module], s
     """
     if options.ignored_modules is not None and options.ignored_states is not None:
         raise ArgumentError(
-            message(
-                "FSDP got both ignored_modules and ignored_states",
-                expected="at most one of them",
-                fix="put the modules' parameters into ignored_states",
-            )
+            "FSDP got both ignored_modules and ignored_states",
+            expected="at most one of them",
+            fix="put the modules' parameters into ignored_states",
         )
     named_modules = _checked(options.ignored_modules, "ignored_modules", (nn.Module,))
     states = _checked(options.ignored_states, "ignored_states", (nn.Module, nn.Parameter))
     if len({isinstance(each, nn.Module) for each in states}) > 1:
         raise ArgumentError(
-            message(
-                "FSDP got ignored_states with modules and parameters",
-                expected="modules only, or parameters only",
-                fix="pass the parameters of the modules: module.parameters()",
-            )
+            "FSDP got ignored_states with modules and parameters",
+            expected="modules only, or parameters only",
+            fix="pass the parameters of the modules: module.parameters()",
         )
     params: set[nn.Parameter] = {each for each in states if isinstance(each, nn.Parameter)}
     modules: set[nn.Module] = set()
     for each in [*named_modules, *(each for each in states if isinstance(each, nn.Module))]:
         if unit_of(each) is not None:
             raise ArgumentError(
-                message(
-                    f"FSDP was told to ignore a {type(each).__name__} to which FSDP was applied",
-                    expected="modules that are not FSDP modules themselves",
-                    fix="ignore the module before it is wrapped, in the call that would wrap it",
-                )
+                f"FSDP was told to ignore a {type(each).__name__} to which FSDP was applied",
+                expected="modules that are not FSDP modules themselves",
+                fix="ignore the module before it is wrapped, in the call that would wrap it",
             )
         _collect(each, modules)
     for each in modules:
@@ -65,11 +59,9 @@ def _checked(given: Any, name: str, kinds: tuple[type, ...]) -> list[Any]:
     wrong = [each for each in found if not isinstance(each, kinds)]
     if wrong:
         raise ArgumentError(
-            message(
-                f"FSDP got {name} with a {type(wrong[0]).__name__}",
-                expected=f"an iterable of {' or '.join(f'nn.{kind.__name__}' for kind in kinds)}",
-                fix="pass the objects themselves, not their names",
-            )
+            f"FSDP got {name} with a {type(wrong[0]).__name__}",
+            expected=f"an iterable of {' or '.join(f'nn.{kind.__name__}' for kind in kinds)}",
+            fix="pass the objects themselves, not their names",
         )
     return found
 

@@ -16,7 +16,7 @@ from ..core.group.param import sharded_from
 from ..core.modules.walk import all_names
 from ..core.plan.mesh import DataParallelMesh
 from ..core.setup.build import managed_modules
-from ..errors import ArgumentError, MaterializationError, got, message
+from ..errors import ArgumentError, MaterializationError, got
 from ..strategies.same_start import broadcast
 
 
@@ -72,11 +72,9 @@ def materialize_own(own: Own, param_init_fn: Callable[[nn.Module], None] | None,
     """
     if param_init_fn is not None and not callable(param_init_fn):
         raise ArgumentError(
-            message(
-                got("FSDP", "param_init_fn", param_init_fn),
-                expected="a function of a module that gives its own tensors values",
-                fix="for instance lambda module: module.to_empty(device=device, recurse=False)",
-            )
+            got("FSDP", "param_init_fn", param_init_fn),
+            expected="a function of a module that gives its own tensors values",
+            fix="for instance lambda module: module.to_empty(device=device, recurse=False)",
         )
     if not own.has_meta():
         return
@@ -84,12 +82,10 @@ def materialize_own(own: Own, param_init_fn: Callable[[nn.Module], None] | None,
         helpless = [type(each).__name__ for each in own.modules if _on_meta(each) and not hasattr(each, "reset_parameters")]
         if helpless:
             raise MaterializationError(
-                message(
-                    f"{len(helpless)} modules with tensors on the meta device have no reset_parameters",
-                    items=sorted(set(helpless)),
-                    expected="a method reset_parameters() that initialises the module's own tensors",
-                    fix="pass param_init_fn, or shard with fsdp2.fully_shard and call fsdp2.materialize",
-                )
+                f"{len(helpless)} modules with tensors on the meta device have no reset_parameters",
+                items=sorted(set(helpless)),
+                expected="a method reset_parameters() that initialises the module's own tensors",
+                fix="pass param_init_fn, or shard with fsdp2.fully_shard and call fsdp2.materialize",
             )
     for module in own.modules:
         if not (_on_meta(module) or _has_none(module)):
@@ -105,12 +101,10 @@ def materialize_own(own: Own, param_init_fn: Callable[[nn.Module], None] | None,
     if own.has_meta():
         missing = [f"{name} {tuple(param.shape)}" for name, param in own.root.named_parameters() if param.is_meta]
         raise MaterializationError(
-            message(
-                f"{len(missing)} parameters are still on the meta device after param_init_fn",
-                items=missing,
-                expected="a function that gives the tensors of the module it gets values",
-                fix="call module.to_empty(device=..., recurse=False) in it, and initialise",
-            )
+            f"{len(missing)} parameters are still on the meta device after param_init_fn",
+            items=missing,
+            expected="a function that gives the tensors of the module it gets values",
+            fix="call module.to_empty(device=..., recurse=False) in it, and initialise",
         )
 
 

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..core import torch_compat as compat
 from ..core.plan.mesh import DataParallelMesh, data_parallel_mesh
-from ..errors import ArgumentError, MeshError, got, message
+from ..errors import ArgumentError, MeshError, got
 from ..strategies.strategy_mesh import node_size
 from .api import ShardingStrategy
 
@@ -41,11 +41,9 @@ def read_groups(strategy: ShardingStrategy, process_group: Any, device_mesh: Any
     hybrid = strategy in HYBRID
     if all(given is not None for given in (process_group, device_mesh)):
         raise ArgumentError(
-            message(
-                "FSDP got both process_group and device_mesh",
-                expected="at most one of them",
-                fix="leave process_group out: a device_mesh has its groups",
-            )
+            "FSDP got both process_group and device_mesh",
+            expected="at most one of them",
+            fix="leave process_group out: a device_mesh has its groups",
         )
     if device_mesh is not None:
         mesh = _checked_mesh(device_mesh, strategy)
@@ -63,20 +61,16 @@ def read_groups(strategy: ShardingStrategy, process_group: Any, device_mesh: Any
 def _checked_mesh(mesh: Any, strategy: ShardingStrategy) -> DeviceMesh:
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentError(
-            message(
-                got("FSDP", "device_mesh", mesh),
-                expected="a torch.distributed.device_mesh.DeviceMesh",
-                fix="build one with init_device_mesh",
-            )
+            got("FSDP", "device_mesh", mesh),
+            expected="a torch.distributed.device_mesh.DeviceMesh",
+            fix="build one with init_device_mesh",
         )
     wanted = 2 if strategy in HYBRID else 1
     if mesh.ndim != wanted:
         raise MeshError(
-            message(
-                f"FSDP got a {mesh.ndim}-D device_mesh for {strategy.name}: {mesh}",
-                expected="2-D (replicate, shard) for hybrid strategies" if wanted == 2 else "1-D for strategies that are not hybrid",
-                fix="slice the data-parallel axes out of the mesh by name, or choose another sharding_strategy",
-            )
+            f"FSDP got a {mesh.ndim}-D device_mesh for {strategy.name}: {mesh}",
+            expected="2-D (replicate, shard) for hybrid strategies" if wanted == 2 else "1-D for strategies that are not hybrid",
+            fix="slice the data-parallel axes out of the mesh by name, or choose another sharding_strategy",
         )
     if wanted == 2 and mesh.mesh_dim_names is None:
         groups = [mesh.get_group(0), mesh.get_group(1)]
@@ -96,11 +90,9 @@ def _checked_group(strategy: ShardingStrategy, process_group: Any) -> dist.Proce
     if isinstance(process_group, dist.ProcessGroup):
         return process_group
     raise ArgumentError(
-        message(
-            f"FSDP got process_group={process_group!r} of type {type(process_group).__name__} for {strategy.name}",
-            expected="a ProcessGroup that this rank is in; a pair (shard, replicate) of them for hybrid strategies",
-            fix="pass torch.distributed.new_group(...), or choose a hybrid sharding_strategy",
-        )
+        f"{got('FSDP', 'process_group', process_group)} for {strategy.name}",
+        expected="a ProcessGroup that this rank is in; a pair (shard, replicate) of them for hybrid strategies",
+        fix="pass torch.distributed.new_group(...), or choose a hybrid sharding_strategy",
     )
 
 
@@ -123,11 +115,9 @@ def _hybrid_mesh(strategy: ShardingStrategy, process_group: Any, device_type: st
         return known[size, device_type]
     if not isinstance(process_group, (tuple, list)) or len(process_group) != 2:
         raise ArgumentError(
-            message(
-                f"FSDP got process_group={process_group!r} of type {type(process_group).__name__} for {strategy.name}",
-                expected="a pair of process groups (shard, replicate), or None for nodes",
-                fix="pass a pair, or a 2-D device_mesh (replicate, shard)",
-            )
+            f"{got('FSDP', 'process_group', process_group)} for {strategy.name}",
+            expected="a pair of process groups (shard, replicate), or None for nodes",
+            fix="pass a pair, or a 2-D device_mesh (replicate, shard)",
         )
     shard, replicate = (_checked_group(strategy, group) for group in process_group)
     known = _meshes.setdefault(shard, {})
@@ -154,11 +144,9 @@ def read_device(device_id: Any, device_mesh: Any, tensors: Iterable[torch.Tensor
         return torch.device(device_id)
     if device_id is not None:
         raise ArgumentError(
-            message(
-                got("FSDP", "device_id", device_id),
-                expected="an int or a torch.device",
-                fix="for instance device_id=torch.cuda.current_device(), without quotation marks and with parentheses",
-            )
+            got("FSDP", "device_id", device_id),
+            expected="an int or a torch.device",
+            fix="for instance device_id=torch.cuda.current_device(), without quotation marks and with parentheses",
         )
     if isinstance(device_mesh, DeviceMesh):
         return torch.device(device_mesh.device_type)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from ..checkpoint.named_state import clean_name, wants_shards
 from ..core import torch_compat as compat
 from ..core.iteration.module_state import unit_of
-from ..errors import ArgumentError, ModuleError, message
+from ..errors import ArgumentError, ModuleError, got
 from .api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -57,12 +57,10 @@ def get_type(module: nn.Module) -> StateDictSettings:
     found = [settings.state_dict for _, settings in fsdp_modules_of(module)]
     if any(each != found[0] for each in found):
         raise ModuleError(
-            message(
-                f"the FSDP modules in this {type(module).__name__} have different state dict settings",
-                items=dict.fromkeys(map(repr, found)),
-                expected="one setting for all of them",
-                fix="call FSDP.set_state_dict_type on the module that holds them all",
-            )
+            f"the FSDP modules in this {type(module).__name__} have different state dict settings",
+            items=dict.fromkeys(map(repr, found)),
+            expected="one setting for all of them",
+            fix="call FSDP.set_state_dict_type on the module that holds them all",
         )
     return found[0]
 
@@ -91,11 +89,9 @@ def _checked_config(config: Any, wanted: type[Any], argument: str, kind: StateDi
         return wanted()
     if type(config).__name__ != wanted.__name__:
         raise ArgumentError(
-            message(
-                f"FSDP got {argument} of type {type(config).__name__} for {kind.name}",
-                expected=f"a {wanted.__name__}, or None",
-                fix=f"pass {wanted.__name__}(...)",
-            )
+            f"{got('FSDP', argument, config)} for {kind.name}",
+            expected=f"a {wanted.__name__}, or None",
+            fix=f"pass {wanted.__name__}(...)",
         )
     return wanted(**{each.name: getattr(config, each.name) for each in fields(wanted)})
 
@@ -105,11 +101,9 @@ def fsdp_modules_of(module: nn.Module) -> list[tuple[nn.Module, Settings]]:
     found = [(below, settings) for below in module.modules() if (settings := settings_of(below)) is not None]
     if not found:
         raise ModuleError(
-            message(
-                f"there is no FSDP module in this {type(module).__name__}",
-                expected="a module that FSDP was applied to, or one that holds such modules",
-                fix="apply FSDP before",
-            )
+            f"there is no FSDP module in this {type(module).__name__}",
+            expected="a module that FSDP was applied to, or one that holds such modules",
+            fix="apply FSDP before",
         )
     return found
 

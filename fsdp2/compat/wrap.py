@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from ..errors import ArgumentError, OrderError, message
+from ..errors import ArgumentError, OrderError
 
 # --- functions ----------------------------------------------------------------------------------------------------------------
 
@@ -107,11 +107,9 @@ class CustomPolicy:
         result: Any = self.lambda_fn(module)
         if not isinstance(result, (bool, dict)):
             raise ArgumentError(
-                message(
-                    f"the function of CustomPolicy returned {result!r} for a {type(module).__name__}",
-                    expected="True, False, or a dict of FSDP arguments",
-                    fix="return bool(...) of what it returns now",
-                )
+                f"the function of CustomPolicy returned {result!r} for a {type(module).__name__}",
+                expected="True, False, or a dict of FSDP arguments",
+                fix="return bool(...) of what it returns now",
             )
         if not result:
             return None
@@ -131,11 +129,9 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
     """
     if _enabled.get() is not None:
         raise OrderError(
-            message(
-                "enable_wrap was called inside of enable_wrap",
-                expected="one context at a time",
-                fix="pass what differs to wrap(module, ...)",
-            )
+            "enable_wrap was called inside of enable_wrap",
+            expected="one context at a time",
+            fix="pass what differs to wrap(module, ...)",
         )
     token = _enabled.set((wrapper_cls, wrapper_kwargs))
     try:

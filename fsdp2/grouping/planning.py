@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ModuleError, ParameterError, message
+from ..errors import ModuleError, ParameterError, got_object
 from .policies import as_policy
 from .tree import CONTAINERS, ModuleTree, is_sharded
 
@@ -99,27 +99,21 @@ def plan(model: nn.Module, policy: Any = "auto", *, ignored_params: Iterable[nn.
                 none, and for classes or names that match nothing.
     """
     if not isinstance(model, nn.Module):
-        raise ModuleError(
-            message(f"plan got an object of type {type(model).__name__}", expected="an nn.Module", fix="pass the model itself")
-        )
+        raise ModuleError(got_object("plan", model), expected="an nn.Module", fix="pass the model itself")
     if is_sharded(model):
         raise ModuleError(
-            message(
-                f"plan got a {type(model).__name__} that is sharded already",
-                expected="a model as it is before parallelize or fully_shard, or one of which parts are sharded",
-                fix="plan first",
-            )
+            f"plan got a {type(model).__name__} that is sharded already",
+            expected="a model as it is before parallelize or fully_shard, or one of which parts are sharded",
+            fix="plan first",
         )
     tree = ModuleTree(model, ignored_params or ())
     lazy = [name for name, param in model.named_parameters() if isinstance(param, nn.UninitializedParameter)]
     if lazy:
         raise ParameterError(
-            message(
-                f"{len(lazy)} parameters have no shape yet",
-                items=lazy,
-                expected="a model whose lazy modules have run once",
-                fix="run a forward pass with an input of the right shape before",
-            )
+            f"{len(lazy)} parameters have no shape yet",
+            items=lazy,
+            expected="a model whose lazy modules have run once",
+            fix="run a forward pass with an input of the right shape before",
         )
     order = {id(module): index for index, module in enumerate(tree.candidates.values())}
     chosen: list[list[nn.Module]] = []

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ArgumentError, message
+from ..errors import ArgumentError
 from .auto import auto_groups
 from .tree import CONTAINERS, ModuleTree
 
@@ -55,11 +55,9 @@ class _ByClass(WrapPolicy):
         if not found:
             present = sorted({type(module).__name__ for module in tree.candidates.values()})
             raise ArgumentError(
-                message(
-                    f"by_class({', '.join(map(_class_name, self.classes))}) matches no module of {type(tree.root).__name__}",
-                    expected=f"classes of its modules that have parameters: {present}",
-                    fix='name one of these, or use wrap="auto"',
-                )
+                f"by_class({', '.join(map(_class_name, self.classes))}) matches no module of {type(tree.root).__name__}",
+                expected=f"classes of its modules that have parameters: {present}",
+                fix='name one of these, or use wrap="auto"',
             )
         return found
 
@@ -112,12 +110,10 @@ class _ByName(WrapPolicy):
             chosen.update((name, tree.candidates[name]) for name in found)
         if unmatched:
             raise ArgumentError(
-                message(
-                    f"by_name: {len(unmatched)} names match no module of {type(tree.root).__name__}",
-                    items=unmatched,
-                    expected="a name as in model.named_modules(), or a regular expression for whole names, of modules with parameters",
-                    fix="print(fsdp2.wrap.plan(model, None)) and model.named_modules() show what there is",
-                )
+                f"by_name: {len(unmatched)} names match no module of {type(tree.root).__name__}",
+                items=unmatched,
+                expected="a name as in model.named_modules(), or a regular expression for whole names, of modules with parameters",
+                fix="print(fsdp2.wrap.plan(model, None)) and model.named_modules() show what there is",
             )
         return [[module] for module in chosen.values()]
 
@@ -139,11 +135,9 @@ def by_class(*module_classes: type[nn.Module] | str) -> WrapPolicy:
     given: tuple[Any, ...] = module_classes
     if not given or not all(isinstance(each, str) or (isinstance(each, type) and issubclass(each, nn.Module)) for each in given):
         raise ArgumentError(
-            message(
-                f"by_class got {', '.join(map(repr, given)) or 'no class'}",
-                expected="subclasses of nn.Module, or their names",
-                fix="for instance by_class(Block)",
-            )
+            f"by_class got {', '.join(map(repr, given)) or 'no class'}",
+            expected="subclasses of nn.Module, or their names",
+            fix="for instance by_class(Block)",
         )
     return _ByClass(module_classes)
 
@@ -164,13 +158,13 @@ def by_size(
     given: Any = min_params
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
         raise ArgumentError(
-            message(f"by_size got min_params={min_params!r}", expected="a number of elements, 1 or more", fix="by_size(100_000_000)")
+            f"by_size got min_params={min_params!r}", expected="a number of elements, 1 or more", fix="by_size(100_000_000)"
         )
     named: Any = (("leaves", leaves), ("excluded", excluded))
     for name, classes in named:
         if not isinstance(classes, Collection) or not all(isinstance(each, type) for each in classes):
             raise ArgumentError(
-                message(f"by_size got {name}={classes!r}", expected="classes of modules", fix=f"for instance {name}=(nn.ModuleList,)")
+                f"by_size got {name}={classes!r}", expected="classes of modules", fix=f"for instance {name}=(nn.ModuleList,)"
             )
     return _BySize(min_params, tuple(leaves), tuple(excluded))
 
@@ -182,11 +176,9 @@ def by_predicate(fn: Callable[[nn.Module], bool]) -> WrapPolicy:
     """
     if not callable(fn):
         raise ArgumentError(
-            message(
-                f"by_predicate got {fn!r}",
-                expected="a function from a module to a bool",
-                fix="for instance by_predicate(lambda module: isinstance(module, Block))",
-            )
+            f"by_predicate got {fn!r}",
+            expected="a function from a module to a bool",
+            fix="for instance by_predicate(lambda module: isinstance(module, Block))",
         )
     return _ByPredicate(fn)
 
@@ -203,11 +195,9 @@ def by_name(*names_or_regexes: str | re.Pattern[str]) -> WrapPolicy:
             re.compile(each)
         except (re.error, TypeError) as error:
             raise ArgumentError(
-                message(
-                    f"by_name got {each!r}: {error}" if names_or_regexes else "by_name got no name",
-                    expected="names or regular expressions",
-                    fix=r'for instance by_name("embedding", r"layers\.\d+")',
-                )
+                f"by_name got {each!r}: {error}" if names_or_regexes else "by_name got no name",
+                expected="names or regular expressions",
+                fix=r'for instance by_name("embedding", r"layers\.\d+")',
             ) from None
     return _ByName(names_or_regexes)
 
@@ -225,11 +215,9 @@ def as_policy(wrap: Any) -> WrapPolicy:
     if isinstance(wrap, (set, frozenset, list, tuple)) and wrap:
         return by_class(*sorted(wrap, key=_class_name) if isinstance(wrap, (set, frozenset)) else wrap)
     raise ArgumentError(
-        message(
-            f"wrap={wrap!r} is no wrap policy",
-            expected='"auto", None (the root alone), module classes, or by_class, by_size, by_predicate, by_name of fsdp2.wrap',
-            fix="for instance wrap=fsdp2.wrap.by_class(Block)",
-        )
+        f"wrap={wrap!r} is no wrap policy",
+        expected='"auto", None (the root alone), module classes, or by_class, by_size, by_predicate, by_name of fsdp2.wrap',
+        fix="for instance wrap=fsdp2.wrap.by_class(Block)",
     )
 
 

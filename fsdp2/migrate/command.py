@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..errors import ArgumentError, message
+from ..errors import ArgumentError
 from .files import CONFIGS, migrate_files
 from .report import Migrated
 
@@ -42,17 +42,13 @@ def run(options: argparse.Namespace) -> int:
         arguments = [str(each) for each in options.paths]
         return compare(options.parity, arguments, options.steps, options.ranks, options.tolerance, options.timeout)
     if not options.paths:
-        raise ArgumentError(
-            message("fsdp2 migrate got no PATH", expected="files or folders", fix="for instance: fsdp2 migrate train.py")
-        )
+        raise ArgumentError("fsdp2 migrate got no PATH", expected="files or folders", fix="for instance: fsdp2 migrate train.py")
     files = list(_files(options.paths))
     if not files:
         raise ArgumentError(
-            message(
-                f"there is nothing to migrate in {', '.join(map(str, options.paths))}",
-                expected=f"a file that exists, or a folder with files that end in .py, {', '.join(CONFIGS)}",
-                fix="check the path",
-            )
+            f"there is nothing to migrate in {', '.join(map(str, options.paths))}",
+            expected=f"a file that exists, or a folder with files that end in .py, {', '.join(CONFIGS)}",
+            fix="check the path",
         )
     complete = True
     for path, result in migrate_files(files).items():
@@ -79,11 +75,9 @@ def _files(paths: Iterable[Path]) -> Iterable[Path]:
         else:
             notebook = path.suffix == ".ipynb"
             raise ArgumentError(
-                message(
-                    f"{path} is a notebook" if notebook else f"there is no file or folder {path}",
-                    expected=f"a file or a folder that exists; notebooks are not read, .py and {', '.join(CONFIGS)} are",
-                    fix="save its code as a .py file first" if notebook else "check the path",
-                )
+                f"{path} is a notebook" if notebook else f"there is no file or folder {path}",
+                expected=f"a file or a folder that exists; notebooks are not read, .py and {', '.join(CONFIGS)} are",
+                fix="save its code as a .py file first" if notebook else "check the path",
             )
 
 
@@ -101,6 +95,4 @@ def _require_extra() -> None:
         except ImportError:
             missing.append(name)
     if missing:
-        raise ArgumentError(
-            message(f"fsdp2 migrate needs {' and '.join(missing)}", expected="the extra cli", fix='pip install "fsdp2[cli]"')
-        )
+        raise ArgumentError(f"fsdp2 migrate needs {' and '.join(missing)}", expected="the extra cli", fix='pip install "fsdp2[cli]"')

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError, message
+from ..errors import ArgumentError
 from .files import migrate_files
 from .imported import imported_names
 
@@ -44,9 +44,9 @@ def compare(script: Path, arguments: list[str], num_steps: int, num_ranks: int, 
     timeout: seconds that each side may take
     """
     if not timeout > 0:
-        raise ArgumentError(message(f"--timeout is {timeout:g}", expected="seconds, more than 0", fix="for instance --timeout 600"))
+        raise ArgumentError(f"--timeout is {timeout:g}", expected="seconds, more than 0", fix="for instance --timeout 600")
     if not script.is_file():
-        raise ArgumentError(message(f"--parity: there is no file {script}", expected="a Python script", fix="check the path"))
+        raise ArgumentError(f"--parity: there is no file {script}", expected="a Python script", fix="check the path")
     with tempfile.TemporaryDirectory(prefix="fsdp2_parity_") as name:
         folder = Path(name)
         overlay = folder / "overlay"

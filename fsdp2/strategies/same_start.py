@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..core import torch_compat as compat
-from ..errors import ModuleError, message
+from ..errors import ModuleError
 
 
 def require_same(mesh: DeviceMesh, facts: Iterable[str], what: str) -> None:
@@ -28,11 +28,9 @@ def require_same(mesh: DeviceMesh, facts: Iterable[str], what: str) -> None:
     lowest, negated_highest = lowest_and_negated_highest.tolist()
     if lowest != -negated_highest:
         raise ModuleError(
-            message(
-                f"{what} differ between ranks",
-                expected="on all ranks the same arguments, and of all tensors names, shapes, dtypes, requires_grad, on meta or not",
-                fix="build the same model with the same arguments on every rank",
-            )
+            f"{what} differ between ranks",
+            expected="on all ranks the same arguments, and of all tensors names, shapes, dtypes, requires_grad, on meta or not",
+            fix="build the same model with the same arguments on every rank",
         )
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..core import torch_compat as compat
-from ..errors import ArgumentError, MeshError, OrderError, got, message
+from ..errors import ArgumentError, MeshError, OrderError, got
 
 AXES = ("replicate", "shard")
 
@@ -38,11 +38,9 @@ def flat_mesh(name: str, mesh: DeviceMesh | None) -> DeviceMesh:
         return _once(("world", world), lambda: init_device_mesh(compat.default_device_type(), (world,)))
     if checked_mesh(mesh).ndim != 1:
         raise MeshError(
-            message(
-                f"strategy {name!r} got a {mesh.ndim}-D mesh: {mesh}",
-                expected="a 1-D mesh of all data-parallel ranks, or None",
-                fix='pass mesh["dp"], or use "hsdp" for a mesh of nodes and their ranks',
-            )
+            f"strategy {name!r} got a {mesh.ndim}-D mesh: {mesh}",
+            expected="a 1-D mesh of all data-parallel ranks, or None",
+            fix='pass mesh["dp"], or use "hsdp" for a mesh of nodes and their ranks',
         )
     return mesh
 
@@ -96,20 +94,16 @@ def node_size(name: str, num_ranks: int, shard_size: int | None, by_default: int
         given = by_default
     if given is None:
         raise ArgumentError(
-            message(
-                f"strategy {name!r} got neither shard_size nor a 2-D mesh",
-                expected="how many ranks share one copy of the parameters; torchrun says it in LOCAL_WORLD_SIZE, which is not set",
-                fix="pass shard_size, the number of ranks on a node",
-            )
+            f"strategy {name!r} got neither shard_size nor a 2-D mesh",
+            expected="how many ranks share one copy of the parameters; torchrun says it in LOCAL_WORLD_SIZE, which is not set",
+            fix="pass shard_size, the number of ranks on a node",
         )
     if isinstance(given, bool) or not isinstance(given, int) or given < 1 or num_ranks % given:
         factors = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
         raise ArgumentError(
-            message(
-                f"strategy {name!r}: {source} is {given!r}, and there are {num_ranks} ranks",
-                expected=f"a factor of the number of ranks: {factors}",
-                fix="start as many ranks on each node, or say which ranks are one: shard_size, a 2-D mesh",
-            )
+            f"strategy {name!r}: {source} is {given!r}, and there are {num_ranks} ranks",
+            expected=f"a factor of the number of ranks: {factors}",
+            fix="start as many ranks on each node, or say which ranks are one: shard_size, a 2-D mesh",
         )
     return given
 
@@ -120,11 +114,9 @@ def _require_processes() -> None:
             dist.init_process_group()
         return
     raise OrderError(
-        message(
-            "parallelize got no mesh, and there is no process group",
-            expected="a program started by torchrun, or one that has called torch.distributed.init_process_group()",
-            fix="torchrun --nproc-per-node 2 script.py",
-        )
+        "parallelize got no mesh, and there is no process group",
+        expected="a program started by torchrun, or one that has called torch.distributed.init_process_group()",
+        fix="torchrun --nproc-per-node 2 script.py",
     )
 
 
@@ -133,30 +125,24 @@ def checked_mesh(mesh: Any) -> DeviceMesh:
     if isinstance(mesh, DeviceMesh):
         if mesh.get_coordinate() is None:
             raise MeshError(
-                message(
-                    f"parallelize got a mesh that this rank is not part of: {mesh}",
-                    expected="a mesh whose ranks include the one that makes the call",
-                    fix="call parallelize on the ranks of the mesh only, or pass each rank the mesh that it is in",
-                )
+                f"parallelize got a mesh that this rank is not part of: {mesh}",
+                expected="a mesh whose ranks include the one that makes the call",
+                fix="call parallelize on the ranks of the mesh only, or pass each rank the mesh that it is in",
             )
         return mesh
     raise ArgumentError(
-        message(
-            got("parallelize", "mesh", mesh),
-            expected="a torch.distributed.device_mesh.DeviceMesh or None",
-            fix="build one with init_device_mesh(device_type, (world_size,)), or leave it out",
-        )
+        got("parallelize", "mesh", mesh),
+        expected="a torch.distributed.device_mesh.DeviceMesh or None",
+        fix="build one with init_device_mesh(device_type, (world_size,)), or leave it out",
     )
 
 
 def _check_last_axis(name: str, mesh: DeviceMesh, shard_size: int | None) -> None:
     if shard_size is not None and shard_size != mesh.size(1):
         raise MeshError(
-            message(
-                f"strategy {name!r} got shard_size={shard_size} and a mesh whose last axis has {mesh.size(1)} ranks: {mesh}",
-                expected="one of the two, or both alike",
-                fix="leave shard_size out",
-            )
+            f"strategy {name!r} got shard_size={shard_size} and a mesh whose last axis has {mesh.size(1)} ranks: {mesh}",
+            expected="one of the two, or both alike",
+            fix="leave shard_size out",
         )
 
 

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ...errors import ExtensionError, message
+from ...errors import ExtensionError
 from ...policy import AllGather
 from .. import torch_compat as compat
 from ..comm import collectives
@@ -78,12 +78,10 @@ def refuse_unextendable(params: Iterable[tuple[str, nn.Parameter]]) -> None:
             found.append(f"{name} {tuple(param.shape)} of type {type(local).__name__}: {problem}")
     if found:
         raise ExtensionError(
-            message(
-                f"{len(found)} parameters are tensors of a kind that cannot be sharded",
-                items=found,
-                expected=f"contiguous tensors with at least one dim, and with both {PRE} and {POST}, or neither",
-                fix="change the tensor class, or pass them in ignored_params",
-            )
+            f"{len(found)} parameters are tensors of a kind that cannot be sharded",
+            items=found,
+            expected=f"contiguous tensors with at least one dim, and with both {PRE} and {POST}, or neither",
+            fix="change the tensor class, or pass them in ignored_params",
         )
 
 
@@ -117,12 +115,10 @@ def cut_out(name: str, whole: Tensor, spec: ShardSpec, rank: int) -> Tensor:
             raise ValueError(f"torch.chunk, new_zeros and narrow led to the shape {tuple(shard.shape)}, not {shape}")
     except Exception as error:
         raise ExtensionError(
-            message(
-                f"{name} {tuple(whole.shape)} of type {type(whole).__name__} cannot be cut into {cut.num_shards} shards: "
-                f"{type(error).__name__}: {error}",
-                expected="a tensor subclass with torch.chunk, new_zeros, narrow and copy_ for these shapes",
-                fix="choose shapes that divide, implement the operator, or pass the parameter in ignored_params",
-            )
+            f"{name} {tuple(whole.shape)} of type {type(whole).__name__} cannot be cut into {cut.num_shards} shards: "
+            f"{type(error).__name__}: {error}",
+            expected="a tensor subclass with torch.chunk, new_zeros, narrow and copy_ for these shapes",
+            fix="choose shapes that divide, implement the operator, or pass the parameter in ignored_params",
         ) from error
     return shard
 
@@ -236,11 +232,9 @@ class ExtensionGather:
         problem = _half(local) or (None if param.spec.order is None else "is not contiguous")
         if problem is not None:
             raise ExtensionError(
-                message(
-                    f"{param.fqn} of type {type(local).__name__} {problem}",
-                    expected=f"a contiguous parameter with both {PRE} and {POST}",
-                    fix="define both, or neither",
-                )
+                f"{param.fqn} of type {type(local).__name__} {problem}",
+                expected=f"a contiguous parameter with both {PRE} and {POST}",
+                fix="define both, or neither",
             )
         pre = getattr(there, PRE, None) or getattr(local, PRE)
         arguments: list[Any] = [self._shard_mesh]
@@ -423,12 +417,10 @@ def _values(param: ShardedParam, local: Tensor, dtype: torch.dtype) -> Tensor:
         place.copy_(param.spec.to_physical(local))
     except Exception as error:
         raise ExtensionError(
-            message(
-                f"{param.fqn} of type {type(local).__name__} cannot be all-gathered: it has no {PRE}, and copying its values "
-                f"into a plain tensor failed with {type(error).__name__}: {error}",
-                expected=f"a tensor subclass with {PRE} and {POST}, or one that a plain tensor can be copied from",
-                fix="add the two methods to the class, or pass the parameter in ignored_params",
-            )
+            f"{param.fqn} of type {type(local).__name__} cannot be all-gathered: it has no {PRE}, and copying its values "
+            f"into a plain tensor failed with {type(error).__name__}: {error}",
+            expected=f"a tensor subclass with {PRE} and {POST}, or one that a plain tensor can be copied from",
+            fix="add the two methods to the class, or pass the parameter in ignored_params",
         ) from error
     return padded
 
@@ -444,11 +436,9 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _error(param: ShardedParam, method: str, what: str, expected: str) -> ExtensionError:
     return ExtensionError(
-        message(
-            f"{method} of {param.fqn} ({type(param.local).__name__} {tuple(param.local.shape)}) {what}",
-            expected=expected,
-            fix=f"change {method}; the docstring of fsdp2.core.group.extensions says what it has to do",
-        )
+        f"{method} of {param.fqn} ({type(param.local).__name__} {tuple(param.local.shape)}) {what}",
+        expected=expected,
+        fix=f"change {method}; the docstring of fsdp2.core.group.extensions says what it has to do",
     )
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...errors import ParameterError, message, meta_error
+from ...errors import ParameterError, meta_error
 from ...policy import AllGather
 from ..comm import collectives
 from ..comm.streams import Event, Stream, streams_of
@@ -173,12 +173,10 @@ class GroupMemory:
     def _refuse_mixed_dtypes(self) -> None:
         if self.has_mixed_dtypes():
             raise ParameterError(
-                message(
-                    "parameters that fully_shard grouped by dtype have different ones now",
-                    items=[f"{param.fqn} {tuple(param.sharded.shape)} {param.dtype}" for param in self.params],
-                    expected="one dtype for the parameters of one group",
-                    fix="cast the whole module, or cast the part before fully_shard, which then gives it a group of its own",
-                )
+                "parameters that fully_shard grouped by dtype have different ones now",
+                items=[f"{param.fqn} {tuple(param.sharded.shape)} {param.dtype}" for param in self.params],
+                expected="one dtype for the parameters of one group",
+                fix="cast the whole module, or cast the part before fully_shard, which then gives it a group of its own",
             )
 
     def _move_own_memory(self) -> None:

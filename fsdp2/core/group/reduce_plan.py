@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...errors import ParameterError, message
+from ...errors import ParameterError
 from .. import torch_compat as compat
 from ..plan.layout import Cut, group_layout
 from ..plan.model_axes import local_gradient, varying_axes
@@ -128,12 +128,10 @@ class ReducePlan:
         ]
         if sparse:
             raise ParameterError(
-                message(
-                    f"{len(sparse)} parameters have sparse gradients",
-                    items=sparse,
-                    expected="dense gradients, which are reduced together",
-                    fix="build nn.Embedding and nn.EmbeddingBag with sparse=False, or pass their parameters in ignored_params",
-                )
+                f"{len(sparse)} parameters have sparse gradients",
+                items=sparse,
+                expected="dense gradients, which are reduced together",
+                fix="build nn.Embedding and nn.EmbeddingBag with sparse=False, or pass their parameters in ignored_params",
             )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...errors import OrderError, message
+from ...errors import OrderError
 from .. import torch_compat as compat
 from ..group.gradients import Gradients
 from ..group.param import sharded_from
@@ -63,12 +63,10 @@ def _refuse_incomplete(optimizer: Optimizer) -> None:
     incomplete = [waiting[id(param)] for group in optimizer.param_groups for param in group["params"] if id(param) in waiting]
     if incomplete:
         raise OrderError(
-            message(
-                f"{type(optimizer).__name__} steps while gradients of {len(incomplete)} parameters wait for their last micro-batch",
-                items=incomplete,
-                expected="a backward inside accumulate(model, last=True) before the step, which hands them to the parameters",
-                fix="pass last=True for the last micro-batch, or drop them with model.zero_grad()",
-            )
+            f"{type(optimizer).__name__} steps while gradients of {len(incomplete)} parameters wait for their last micro-batch",
+            items=incomplete,
+            expected="a backward inside accumulate(model, last=True) before the step, which hands them to the parameters",
+            fix="pass last=True for the last micro-batch, or drop them with model.zero_grad()",
         )
 
 
@@ -90,10 +88,8 @@ def _give_sharded(optimizer: Optimizer) -> None:
                 params[index] = sharded.sharded
     if too_late:
         raise OrderError(
-            message(
-                f"{type(optimizer).__name__} has state for {len(too_late)} parameters that were sharded since",
-                items=too_late,
-                expected="an optimizer that made no step before fully_shard",
-                fix="build the optimizer after fully_shard, and load the state with torch.distributed.checkpoint.state_dict",
-            )
+            f"{type(optimizer).__name__} has state for {len(too_late)} parameters that were sharded since",
+            items=too_late,
+            expected="an optimizer that made no step before fully_shard",
+            fix="build the optimizer after fully_shard, and load the state with torch.distributed.checkpoint.state_dict",
         )

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ...errors import ParameterError, message
+from ...errors import ParameterError
 from ..group.extensions import has_extension
 from ..group.param import Owner, ShardedParam
 from ..group.param_group import ParamGroup
@@ -110,11 +110,9 @@ class ModuleRegistry:
         kept = [owner.name for owner in param.owners if owner.module._parameters.get(owner.name) is param.sharded]
         if kept:
             raise ParameterError(
-                message(
-                    f"{param.fqn} was replaced after fully_shard at some of the {len(param.owners)} places that share it",
-                    expected="one parameter at all of them, as when fully_shard was called",
-                    fix="register the new parameter in every module that shared the old one, or untie them before fully_shard",
-                )
+                f"{param.fqn} was replaced after fully_shard at some of the {len(param.owners)} places that share it",
+                expected="one parameter at all of them, as when fully_shard was called",
+                fix="register the new parameter in every module that shared the old one, or untie them before fully_shard",
             )
 
 
@@ -140,9 +138,7 @@ def _adopt_replacement(param: ShardedParam, now: Any) -> None:
     got = "nothing" if now is None else f"{type(now).__name__} {tuple(getattr(now, 'shape', ()))}"
     placements = f" with placements {now.placements}" if isinstance(now, DTensor) else ""
     raise ParameterError(
-        message(
-            f"{param.fqn} was replaced after fully_shard by {got}{placements}",
-            expected=f"a DTensor parameter {tuple(param.sharded.shape)} with placements {wanted.placements}",
-            fix="replace parameters before fully_shard, or change the values of the one that is there",
-        )
+        f"{param.fqn} was replaced after fully_shard by {got}{placements}",
+        expected=f"a DTensor parameter {tuple(param.sharded.shape)} with placements {wanted.placements}",
+        fix="replace parameters before fully_shard, or change the values of the one that is there",
     )

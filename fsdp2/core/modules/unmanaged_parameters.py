@@ -89,11 +89,9 @@ def refuse_gradients(original: nn.Parameter, param: ShardedParam) -> None:
         cut = reference()
         name = "a parameter" if cut is None else cut.fqn
         raise OrderError(
-            message(
-                f"{name} was sharded while a module outside of any fully_shard call is tied to it, and has a gradient of its own now",
-                expected="every module that shares a sharded parameter below a fully_shard call of its own or of a parent",
-                fix="call fully_shard on the root as well, after its children, before the first forward",
-            )
+            f"{name} was sharded while a module outside of any fully_shard call is tied to it, and has a gradient of its own now",
+            expected="every module that shares a sharded parameter below a fully_shard call of its own or of a parent",
+            fix="call fully_shard on the root as well, after its children, before the first forward",
         )
 
     trains = original.requires_grad

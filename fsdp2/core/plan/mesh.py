@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate
 
-from ...errors import ArgumentError, ArgumentTypeError, MeshError, got, message
+from ...errors import ArgumentError, ArgumentTypeError, MeshError, got
 from .. import torch_compat as compat
 
 
@@ -111,19 +111,15 @@ def read_mesh(mesh: DeviceMesh | None, dims: Any = None) -> DataParallelMesh:
         mesh = world_mesh()
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentTypeError(
-            message(
-                got("fully_shard", "mesh", mesh),
-                expected="a torch.distributed.device_mesh.DeviceMesh or None",
-                fix="build one with init_device_mesh(device_type, (world_size,))",
-            )
+            got("fully_shard", "mesh", mesh),
+            expected="a torch.distributed.device_mesh.DeviceMesh or None",
+            fix="build one with init_device_mesh(device_type, (world_size,))",
         )
     if (mesh.ndim in (1, 2) or dims is not None) and mesh.get_coordinate() is None:
         raise MeshError(
-            message(
-                f"fully_shard got a mesh that this rank is not part of: {mesh}",
-                expected="a mesh whose ranks include the one that makes the call",
-                fix="call fully_shard on the ranks of the mesh only, or pass each rank the mesh that it is in",
-            )
+            f"fully_shard got a mesh that this rank is not part of: {mesh}",
+            expected="a mesh whose ranks include the one that makes the call",
+            fix="call fully_shard on the ranks of the mesh only, or pass each rank the mesh that it is in",
         )
     if dims is not None:
         return _read_spmd_mesh(mesh, dims)
@@ -132,19 +128,15 @@ def read_mesh(mesh: DeviceMesh | None, dims: Any = None) -> DataParallelMesh:
     if mesh.ndim == 2:
         if mesh.mesh_dim_names is None:
             raise MeshError(
-                message(
-                    f"fully_shard got a 2-D mesh without axis names: {mesh}",
-                    expected="named axes, so that the replicate and the shard axis can be sliced out of it",
-                    fix='init_device_mesh(..., mesh_dim_names=("replicate", "shard"))',
-                )
+                f"fully_shard got a 2-D mesh without axis names: {mesh}",
+                expected="named axes, so that the replicate and the shard axis can be sliced out of it",
+                fix='init_device_mesh(..., mesh_dim_names=("replicate", "shard"))',
             )
         return data_parallel_mesh(mesh, shard_axis=1, replicate_axis=0)
     raise MeshError(
-        message(
-            f"fully_shard got a {mesh.ndim}-D mesh: {mesh}",
-            expected="a 1-D mesh (shard) or a 2-D mesh (replicate, shard)",
-            fix="slice the data-parallel axes out of it by name, for instance mesh['dp'], or pass dp_mesh_dims",
-        )
+        f"fully_shard got a {mesh.ndim}-D mesh: {mesh}",
+        expected="a 1-D mesh (shard) or a 2-D mesh (replicate, shard)",
+        fix="slice the data-parallel axes out of it by name, for instance mesh['dp'], or pass dp_mesh_dims",
     )
 
 
@@ -158,11 +150,9 @@ def read_mesh_info(info: Any) -> DataParallelMesh:
     mesh = getattr(info, "mesh", None)
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentError(
-            message(
-                f"shard_placement_fn returned mesh_info={info!r} of type {type(info).__name__}",
-                expected="a DeviceMesh (1-D to shard, 2-D to replicate and shard), or an FSDPMeshInfo of torch",
-                fix='for instance ShardPlacementResult(Shard(0), mesh["ep"])',
-            )
+            got("ShardPlacementResult", "mesh_info", info),
+            expected="a DeviceMesh (1-D to shard, 2-D to replicate and shard), or an FSDPMeshInfo of torch",
+            fix='for instance ShardPlacementResult(Shard(0), mesh["ep"])',
         )
     return data_parallel_mesh(mesh, shard_axis=info.shard_mesh_dim, replicate_axis=info.replicate_mesh_dim)
 
@@ -171,11 +161,9 @@ def _read_spmd_mesh(mesh: DeviceMesh, dims: Any) -> DataParallelMesh:
     axis_names = mesh.mesh_dim_names
     if axis_names is None:
         raise MeshError(
-            message(
-                f"fully_shard got dp_mesh_dims for a mesh without axis names: {mesh}",
-                expected="a mesh with mesh_dim_names when dp_mesh_dims is given",
-                fix='init_device_mesh(..., mesh_dim_names=("dp", "tp"))',
-            )
+            f"fully_shard got dp_mesh_dims for a mesh without axis names: {mesh}",
+            expected="a mesh with mesh_dim_names when dp_mesh_dims is given",
+            fix='init_device_mesh(..., mesh_dim_names=("dp", "tp"))',
         )
     shard_names, replicate_names = _names_of(dims, "shard"), _names_of(dims, "replicate")
     names = shard_names + replicate_names
@@ -183,11 +171,9 @@ def _read_spmd_mesh(mesh: DeviceMesh, dims: Any) -> DataParallelMesh:
     if not names or unknown or len(set(names)) < len(names):
         problem = f"{unknown} not found in mesh.mesh_dim_names {axis_names}" if unknown else f"got {dims}"
         raise MeshError(
-            message(
-                f"dp_mesh_dims does not fit the mesh: {problem}",
-                expected=f"at least one of shard and replicate must be set, each with names out of {axis_names}, none of them twice",
-                fix='for instance DataParallelMeshDims(shard="dp")',
-            )
+            f"dp_mesh_dims does not fit the mesh: {problem}",
+            expected=f"at least one of shard and replicate must be set, each with names out of {axis_names}, none of them twice",
+            fix='for instance DataParallelMeshDims(shard="dp")',
         )
     axes = SpmdAxes(
         mesh,

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from ...errors import MeshError, ParameterError, message
+from ...errors import MeshError, ParameterError
 from .. import torch_compat as compat
 from ..torch_compat import DTensorSpec
 from .layout import rows_of
@@ -43,12 +43,10 @@ def beside_model_axes(name: str, mesh: DataParallelMesh, model: DTensorSpec, on_
         both = compat.concatenate_meshes([mesh.mesh, model.mesh])
     except Exception as error:
         raise MeshError(
-            message(
-                f"{name} is a DTensor on {model.mesh}, which does not go with the data-parallel mesh {mesh.mesh}: {error}",
-                expected="two slices of one mesh with named axes, that have no axis in common",
-                fix='make one mesh, say ("dp", "tp"), and pass mesh["tp"] to parallelize_module and mesh["dp"] to fully_shard; '
-                "if the parameter lies on the data-parallel axes as well, pass dp_mesh_dims",
-            )
+            f"{name} is a DTensor on {model.mesh}, which does not go with the data-parallel mesh {mesh.mesh}: {error}",
+            expected="two slices of one mesh with named axes, that have no axis in common",
+            fix='make one mesh, say ("dp", "tp"), and pass mesh["tp"] to parallelize_module and mesh["dp"] to fully_shard; '
+            "if the parameter lies on the data-parallel axes as well, pass dp_mesh_dims",
         ) from error
     on_shard_axis = _cut_after(on_shard_axis, model, range(model.mesh.ndim))
     return DTensorSpec(both, (*mesh.placements(on_shard_axis), *model.placements), tensor_meta=model.tensor_meta)
@@ -122,11 +120,9 @@ def local_gradient(name: str, grad: Tensor, model: DTensorSpec, data_axes: tuple
     """
     if not isinstance(grad, DTensor):
         raise ParameterError(
-            message(
-                f"{name} is a DTensor, but its gradient is a {type(grad).__name__}",
-                expected="a DTensor",
-                fix="use the parameter through DTensor's own operations; to_local() if you need its local tensor",
-            )
+            f"{name} is a DTensor, but its gradient is a {type(grad).__name__}",
+            expected="a DTensor",
+            fix="use the parameter through DTensor's own operations; to_local() if you need its local tensor",
         )
     target = list(model.placements)
     copies = 1

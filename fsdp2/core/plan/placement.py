@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ...errors import ParameterError, message
+from ...errors import ParameterError
 from .. import torch_compat as compat
 from ..torch_compat import DTensorSpec, TensorMeta
 from .layout import Cut
@@ -89,12 +89,10 @@ def refuse_unplaceable(placements: Iterable[tuple[str, nn.Parameter, DataParalle
             found.append(f"{name}{shape}: {problem}")
     if found:
         raise ParameterError(
-            message(
-                f"{len(found)} parameters cannot be sharded as asked",
-                items=found,
-                expected="dense tensors, and None or Shard(dim) with -ndim <= dim < ndim from shard_placement_fn",
-                fix="change what shard_placement_fn returns for them, or pass them in ignored_params",
-            )
+            f"{len(found)} parameters cannot be sharded as asked",
+            items=found,
+            expected="dense tensors, and None or Shard(dim) with -ndim <= dim < ndim from shard_placement_fn",
+            fix="change what shard_placement_fn returns for them, or pass them in ignored_params",
         )
 
 

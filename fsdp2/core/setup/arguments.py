@@ -6,13 +6,13 @@ Each check is of one kind of argument and says what was expected, what came, and
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ...errors import ArgumentError, ArgumentTypeError, ModuleError, NotAModuleError, OrderError, got, message
+from ...errors import ArgumentError, ArgumentTypeError, ModuleError, NotAModuleError, OrderError, got, got_object
 from ...policy import AllGather, ReduceScatter
 from .. import torch_compat as compat
 from ..comm.communicators import ProcessGroupAllGather, ProcessGroupReduceScatter, SymmetricAllGather, SymmetricReduceScatter
@@ -20,68 +20,57 @@ from ..group.param_group import ParamGroup
 from ..iteration.module_state import ModuleState, unit_of
 from ..plan.mesh import DataParallelMesh
 
+_UNFIT: tuple[tuple[Callable[[nn.Module], bool], str, str, str], ...] = (
+    (
+        lambda module: isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward,
+        "fully_shard does not support containers that do not implement forward: {}",
+        "a module whose forward runs, because that is when its parameters are gathered",
+        "call fully_shard on each of its items, or pass list(container) to make them one group",
+    ),
+    (
+        lambda module: isinstance(module, torch.jit.ScriptModule),
+        "fully_shard got a {}, which takes no hooks",
+        "a module that runs in Python",
+        "apply fully_shard to the module that was scripted or traced",
+    ),
+    (
+        lambda module: "fully_shard" in compat.applied_apis(module),
+        "fully_shard was already applied to this {}",
+        "each module at most once",
+        "remove the second call",
+    ),
+    (
+        lambda module: "replicate" in compat.applied_apis(module),
+        "replicate() was already applied to this {}",
+        "one data-parallel API for a module",
+        "use a 2-D mesh with fully_shard to replicate and shard",
+    ),
+)
+"""Modules that cannot be sharded: which, the headline with {} for the class, what was expected, the fix."""
+
 
 def checked_modules(module: Any) -> list[nn.Module]:
     modules = [module] if isinstance(module, nn.Module) else module
     if not isinstance(modules, (list, tuple)):
         raise NotAModuleError(
-            message(
-                f"fully_shard got an object of type {type(module).__name__}: {short(module)}",
-                expected="an nn.Module or a list of them (in an order that is the same on all ranks)",
-                fix="pass the module itself, or list(modules)",
-            )
+            got_object("fully_shard", module),
+            expected="an nn.Module or a list of them (in an order that is the same on all ranks)",
+            fix="pass the module itself, or list(modules)",
         )
     if not modules:
-        raise ModuleError(message("fully_shard got an empty list", expected="at least one module", fix="pass the modules of one group"))
-    for each in modules:
+        raise ModuleError("fully_shard got an empty list", expected="at least one module", fix="pass the modules of one group")
+    for index, each in enumerate(modules):
         if not isinstance(each, nn.Module):
-            raise NotAModuleError(
-                message(
-                    f"fully_shard got a list with an object of type {type(each).__name__}: {short(each)}",
-                    expected="a list of nn.Module",
-                    fix="pass modules only",
-                )
-            )
+            raise NotAModuleError(got("fully_shard", f"module[{index}]", each), expected="a list of nn.Module", fix="pass modules only")
         if sum(each is other for other in modules) > 1:
             raise ModuleError(
-                message(
-                    f"fully_shard got a list that has the same {type(each).__name__} more than once",
-                    expected="each module at most once",
-                    fix="leave the others out: a shared module belongs to one group",
-                )
+                f"fully_shard got a list that has the same {type(each).__name__} more than once",
+                expected="each module at most once",
+                fix="leave the others out: a shared module belongs to one group",
             )
-        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
-            raise ModuleError(
-                message(
-                    f"fully_shard does not support containers that do not implement forward: {type(each).__name__}",
-                    expected="a module whose forward runs, because that is when its parameters are gathered",
-                    fix="call fully_shard on each of its items, or pass list(container) to make them one group",
-                )
-            )
-        if isinstance(each, torch.jit.ScriptModule):
-            raise ModuleError(
-                message(
-                    f"fully_shard got a {type(each).__name__}, which takes no hooks",
-                    expected="a module that runs in Python",
-                    fix="apply fully_shard to the module that was scripted or traced",
-                )
-            )
-        if "fully_shard" in compat.applied_apis(each):
-            raise ModuleError(
-                message(
-                    f"fully_shard was already applied to this {type(each).__name__}",
-                    expected="each module at most once",
-                    fix="remove the second call",
-                )
-            )
-        if "replicate" in compat.applied_apis(each):
-            raise ModuleError(
-                message(
-                    f"replicate() was already applied to this {type(each).__name__}",
-                    expected="one data-parallel API for a module",
-                    fix="use a 2-D mesh with fully_shard to replicate and shard",
-                )
-            )
+        for is_unfit, headline, expected, fix in _UNFIT:
+            if is_unfit(each):
+                raise ModuleError(headline.format(type(each).__name__), expected=expected, fix=fix)
     return [each for each in modules if not any(each is not other and each in set(other.modules()) for other in modules)]
 
 
@@ -89,65 +78,51 @@ def check_policies(mp_policy: Any, offload_policy: Any, ignored_params: Any) -> 
     fields = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     if isinstance(mp_policy, type) or any(not hasattr(mp_policy, field) for field in fields):
         raise ArgumentTypeError(
-            message(
-                f"fully_shard got mp_policy={mp_policy!r}",
-                expected="a MixedPrecisionPolicy (of fsdp2 or torch.distributed.fsdp)",
-                fix="pass MixedPrecisionPolicy(...)",
-            )
+            f"fully_shard got mp_policy={mp_policy!r}",
+            expected="a MixedPrecisionPolicy (of fsdp2 or torch.distributed.fsdp)",
+            fix="pass MixedPrecisionPolicy(...)",
         )
     if not (offload_policy is None or any(base.__name__ == "OffloadPolicy" for base in type(offload_policy).__mro__)):
         raise ArgumentError(
-            message(
-                got("fully_shard", "offload_policy", offload_policy),
-                expected="an OffloadPolicy (of fsdp2 or torch.distributed.fsdp), or None",
-                fix="pass CPUOffloadPolicy() to offload, or leave it out",
-            )
+            got("fully_shard", "offload_policy", offload_policy),
+            expected="an OffloadPolicy (of fsdp2 or torch.distributed.fsdp), or None",
+            fix="pass CPUOffloadPolicy() to offload, or leave it out",
         )
     if not isinstance(mp_policy.cast_forward_inputs, bool):
         raise ArgumentError(
-            message(
-                f"MixedPrecisionPolicy got cast_forward_inputs={mp_policy.cast_forward_inputs!r}",
-                expected="a bool",
-                fix="pass True or False",
-            )
+            f"MixedPrecisionPolicy got cast_forward_inputs={mp_policy.cast_forward_inputs!r}",
+            expected="a bool",
+            fix="pass True or False",
         )
     for field in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype = getattr(mp_policy, field)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ArgumentError(
-                message(
-                    f"MixedPrecisionPolicy got {field}={dtype!r}",
-                    expected="a floating-point torch.dtype or None",
-                    fix=f"for instance {field}=torch.bfloat16",
-                )
+                f"MixedPrecisionPolicy got {field}={dtype!r}",
+                expected="a floating-point torch.dtype or None",
+                fix=f"for instance {field}=torch.bfloat16",
             )
     if ignored_params is not None and not isinstance(ignored_params, (set, frozenset)):
         raise ArgumentError(
-            message(
-                f"fully_shard got ignored_params of type {type(ignored_params).__name__}",
-                expected="a set of nn.Parameter",
-                fix="pass set(params): parameters compare by identity in a set, by value in a list",
-            )
+            f"fully_shard got ignored_params of type {type(ignored_params).__name__}",
+            expected="a set of nn.Parameter",
+            fix="pass set(params): parameters compare by identity in a set, by value in a list",
         )
     for param in ignored_params or ():
         if not isinstance(param, nn.Parameter):
             raise ArgumentError(
-                message(
-                    f"fully_shard got ignored_params with a {type(param).__name__}",
-                    expected="a set of nn.Parameter",
-                    fix="pass the parameters themselves, not their names",
-                )
+                f"fully_shard got ignored_params with a {type(param).__name__}",
+                expected="a set of nn.Parameter",
+                fix="pass the parameters themselves, not their names",
             )
 
 
 def check_placement_fn(shard_placement_fn: Any) -> None:
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise ArgumentError(
-            message(
-                got("fully_shard", "shard_placement_fn", shard_placement_fn),
-                expected="a function from an nn.Parameter to a Shard or None",
-                fix="for instance shard_placement_fn=lambda param: Shard(1)",
-            )
+            got("fully_shard", "shard_placement_fn", shard_placement_fn),
+            expected="a function from an nn.Parameter to a Shard or None",
+            fix="for instance shard_placement_fn=lambda param: Shard(1)",
         )
 
 
@@ -159,63 +134,41 @@ def checked_reshard_after_forward(value: Any, mesh: DataParallelMesh) -> bool | 
         return value if 1 < value < mesh.shard_size else value != 1
     factors = [n for n in itertools.islice(itertools.count(1), mesh.shard_size) if mesh.shard_size % n == 0]
     raise ArgumentError(
-        message(
-            f"fully_shard got reshard_after_forward={value!r}",
-            expected=f"a bool, None, or an int that is a factor of {mesh.shard_size}, the size of the shard axis: {factors}",
-            fix="for instance the number of ranks on a node",
-        )
+        f"fully_shard got reshard_after_forward={value!r}",
+        expected=f"a bool, None, or an int that is a factor of {mesh.shard_size}, the size of the shard axis: {factors}",
+        fix="for instance the number of ranks on a node",
     )
 
 
 def check_bool(setter: str, argument: str, value: Any) -> None:
     if not isinstance(value, bool):
-        raise ArgumentError(
-            message(
-                f"{setter} got {value!r} of type {type(value).__name__}",
-                expected=f"{argument} should be a bool",
-                fix="pass True or False",
-            )
-        )
+        raise ArgumentError(got(setter, argument, value), expected=f"{argument} should be a bool", fix="pass True or False")
 
 
 def check_divide_factor(factor: Any) -> None:
     if factor is not None and (isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0):
         raise ArgumentError(
-            message(
-                f"set_gradient_divide_factor got {factor!r} of type {type(factor).__name__}",
-                expected="a positive number, or None",
-                fix="1.0 sums gradients; None averages them over all data-parallel ranks, as by default",
-            )
+            got("set_gradient_divide_factor", "factor", factor),
+            expected="a positive number, or None",
+            fix="1.0 sums gradients; None averages them over all data-parallel ranks, as by default",
         )
 
 
 def check_max_input_buffers(max_input_buffers: Any) -> None:
-    if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+    if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int) or max_input_buffers < 1:
         raise ArgumentError(
-            message(
-                f"set_reduce_scatter_max_input_buffers got {max_input_buffers!r} of type {type(max_input_buffers).__name__}",
-                expected="max_input_buffers must be an int",
-                fix="pass 1 or more",
-            )
-        )
-    if max_input_buffers < 1:
-        raise ArgumentError(
-            message(
-                f"set_reduce_scatter_max_input_buffers got {max_input_buffers}",
-                expected="max_input_buffers must be a positive int",
-                fix="pass 1 or more",
-            )
+            got("set_reduce_scatter_max_input_buffers", "max_input_buffers", max_input_buffers),
+            expected="max_input_buffers must be a positive int",
+            fix="pass 1 or more",
         )
 
 
 def check_method(module: nn.Module, method_name: str) -> None:
     if not hasattr(module, method_name):
         raise ArgumentError(
-            message(
-                f"{type(module).__name__} does not have a method {method_name!r}",
-                expected="the name of a method of the module",
-                fix="check its spelling",
-            )
+            f"{type(module).__name__} does not have a method {method_name!r}",
+            expected="the name of a method of the module",
+            fix="check its spelling",
         )
 
 
@@ -224,11 +177,9 @@ def groups_of_one_mesh(unit: ModuleState, caller: str) -> list[ParamGroup]:
     groups = unit.groups
     if len({id(group.mesh.shard_group) for group in groups}) > 1:
         raise ArgumentError(
-            message(
-                f"{caller} is not supported with multiple param groups over different process groups",
-                expected="a module whose parameters all have one mesh",
-                fix="call it on modules that hold the parameters of one mesh each",
-            )
+            f"{caller} is not supported with multiple param groups over different process groups",
+            expected="a module whose parameters all have one mesh",
+            fix="call it on modules that hold the parameters of one mesh each",
         )
     return groups
 
@@ -238,35 +189,24 @@ def refuse_custom(gather: AllGather | None, scatter: ReduceScatter | None, calle
     for comm in (gather, scatter):
         if comm is not None and not isinstance(comm, own):
             raise OrderError(
-                message(
-                    f"cannot call {caller}() after a custom communicator was set: {type(comm).__name__}",
-                    expected="our own communicators, whose buffers we allocate",
-                    fix="let the custom communicator's allocate() use that memory",
-                )
+                f"cannot call {caller}() after a custom communicator was set: {type(comm).__name__}",
+                expected="our own communicators, whose buffers we allocate",
+                fix="let the custom communicator's allocate() use that memory",
             )
 
 
 def checked_units(modules: Sequence[Any], caller: str) -> list[ModuleState]:
     if not isinstance(modules, (list, tuple)):
         raise ModuleError(
-            message(
-                f"{caller} got an object of type {type(modules).__name__}: {short(modules)}",
-                expected="a list of modules that fully_shard was applied to (FSDPModule)",
-                fix="pass [module]",
-            )
+            got_object(caller, modules),
+            expected="a list of modules that fully_shard was applied to (FSDPModule)",
+            fix="pass [module]",
         )
     for each in modules:
         if unit_of(each) is None:
             raise ModuleError(
-                message(
-                    f"{caller} got a {type(each).__name__}",
-                    expected="modules that fully_shard was applied to (FSDPModule)",
-                    fix="apply fully_shard to it first",
-                )
+                f"{caller} got a {type(each).__name__}",
+                expected="modules that fully_shard was applied to (FSDPModule)",
+                fix="apply fully_shard to it first",
             )
     return [unit for each in modules if (unit := unit_of(each)) is not None]
-
-
-def short(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else text[:77] + "..."

@@ -74,6 +74,29 @@ KEPT = {
         ignores=True,
         unused=True,
     ),
+    "the second module of a list runs a second time and stores a tensor: the backward that began there found freed parameters": Program(
+        dim=6,
+        root=Node(
+            "root",
+            "heads",
+            children=(
+                Node("a", "bare", unit=Unit(label="list")),
+                Node("b", "sum", children=(Node("c", "bare", stored=True),), unit=Unit(label="list"), times=2),
+            ),
+            unit=Unit(),
+        ),
+        ignores=True,
+        unused=True,
+    ),
+    "a penalty on the gradient of what goes into the second module of a list found its parameters freed": Program(
+        root=Node(
+            "root",
+            "heads",
+            children=(Node("a", "linear", unit=Unit(label="list"), detach="input"), Node("b", "bare", unit=Unit(label="list"))),
+            unit=Unit(),
+        ),
+        steps=(Step((Micro(input_grad=True, penalty=True),)),),
+    ),
 }
 
 

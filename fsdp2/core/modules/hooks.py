@@ -34,6 +34,8 @@ from .stored_tensors import StoredTensors, stored_tensors
 from .unmanaged_parameters import REGISTRATIONS, warn_of_plain_parameters
 from .whole_tensors import cut_whole_tensors
 
+_NOT_LOOKED_FOR: Any = object()
+
 # --- hooks ------------------------------------------------------------------------------------------------------------------------
 
 
@@ -46,8 +48,7 @@ class UnitHooks:
         self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
         self._output_dtype: torch.dtype | None = policy.output_dtype
         self._casts_back = False
-        self._looked_for_stored = False  # in the first forward with autograd
-        self._stored: StoredTensors | None = None  # what forward leaves on the unit's modules
+        self._stored: dict[int, StoredTensors | None] = {}  # what each module's forward leaves, looked for in its first with autograd
         several = len(unit.modules) > 1
         self.pre_forward = compat.dynamo_disabled(self._pre_forward_of_several if several else self._pre_forward)
         self.post_forward = compat.dynamo_disabled(self._post_forward_of_several if several else self._post_forward)
@@ -179,7 +180,7 @@ class UnitHooks:
         if call is not None and call.begun == -1:
             # The engine runs nodes in the reverse of the order in which they were made: the first module's backward is the last.
             unit.running.append(call)
-            return args, kwargs
+            return self._watch_inputs(call, args, kwargs, is_first=False)
         call = Call(unit)
         if unit.calls:
             unit.forget_old_calls()
@@ -199,12 +200,8 @@ class UnitHooks:
         call = unit.running.pop()
         if call is not None:
             output = self._watch_outputs(call, output)
-            if not self._looked_for_stored:
-                self._looked_for_stored = True
-                self._stored = stored_tensors(unit.modules)
-            if self._stored is not None:
-                for attributes, name, tensor in self._stored.new():
-                    attributes[name] = self._watch_outputs(call, tensor)
+            if self._stored.get(id(module), _NOT_LOOKED_FOR) is not None:
+                self._watch_stored(call, module)
         elif type(output) is not Tensor or output._base is not None:
             output = map_tensors(_outlive_parameters, output)
         assert unit.schedule is not None
@@ -252,6 +249,8 @@ class UnitHooks:
         call = unit.running.pop()
         if call is not None:
             output = self._watch_outputs(call, output)
+            if self._stored.get(id(module), _NOT_LOOKED_FOR) is not None:
+                self._watch_stored(call, module)
         assert unit.schedule is not None
         unit.schedule.end_part(unit)
         return output if self._output_dtype is None else map_tensors(self._cast_output, output)
@@ -268,11 +267,16 @@ class UnitHooks:
 
     # --- backward ---
 
-    def _watch_inputs(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Pass each input that needs a gradient through a node that runs in backward when that gradient is done."""
+    def _watch_inputs(
+        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], is_first: bool = True
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Pass each input that needs a gradient through a node that runs in backward when that gradient is done.
+
+        is_first: False for a module of a list that is not the first to run in this call: the inputs of that one end it
+        """
         levels = compat.functorch_is_active() or compat.forward_ad._current_level >= 0
         if len(args) == 1 and not kwargs and type(args[0]) is Tensor and not levels:  # by far the most common
-            return (self._watched(call, args[0]),) if args[0].requires_grad else args, kwargs
+            return (self._watched(call, args[0], is_first=is_first),) if args[0].requires_grad else args, kwargs
         watched: dict[int, Tensor] = {}
 
         def watch(tensor: Tensor) -> Tensor:
@@ -280,19 +284,30 @@ class UnitHooks:
                 return tensor
             found = watched.get(id(tensor))
             if found is None:
-                found = watched[id(tensor)] = self._watched(call, tensor, levels)
+                found = watched[id(tensor)] = self._watched(call, tensor, levels, is_first)
             return found
 
         return map_tensors(watch, (args, kwargs))  # type: ignore[no-any-return]
 
-    def _watched(self, call: Call, tensor: Tensor, levels: bool = False) -> Tensor:
+    def _watched(self, call: Call, tensor: Tensor, levels: bool = False, is_first: bool = True) -> Tensor:
         view = tensor.view_as(tensor)
         for each in compat.levels_of(view) if levels else (view,):
             node = each.grad_fn
-            if node is not None:
+            if node is not None and not is_first:
+                node.register_prehook(functools.partial(_pass_input, weakref.ref(call), self._unit))
+            elif node is not None:
                 node.register_prehook(functools.partial(_end_backward, weakref.ref(call), self._unit, call.visit))
                 call.nodes.append(node)
         return view
+
+    def _watch_stored(self, call: Call, module: nn.Module) -> None:
+        """What the forward of ``module`` has left on it and below it."""
+        if id(module) not in self._stored:
+            self._stored[id(module)] = stored_tensors(module)
+        stored = self._stored[id(module)]
+        if stored is not None:
+            for attributes, name, tensor in stored.new():
+                attributes[name] = self._watch_outputs(call, tensor)
 
     def _watch_outputs(self, call: Call, output: Any) -> Any:
         if type(output) is Tensor:
@@ -426,6 +441,14 @@ def _end_backward(reference: weakref.ref[Call], unit: ModuleState, visit: Visit 
             schedule.end_backward_of(call, unit, visit)
     else:
         schedule.end_backward_of(call, unit, visit)
+
+
+@compat.dynamo_disabled
+def _pass_input(reference: weakref.ref[Call], unit: ModuleState, grads: Any) -> None:
+    """The gradient of an input is done that does not end the call."""
+    call = reference()
+    if call is not None and torch.is_grad_enabled():
+        _watch_gradients(unit, call, grads)
 
 
 def _watch_gradients(unit: ModuleState, call: Call, grads: tuple[Tensor | None, ...]) -> None:

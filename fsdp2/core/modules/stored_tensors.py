@@ -1,9 +1,10 @@
 """Tensors that a forward leaves on its modules instead of returning them: an auxiliary loss of a router, kept activations.
 
-Backward may begin at one of them, and needs the parameters then just as when it begins at an output. Where a unit's modules keep such
-tensors is found in its first forward with autograd, and looked up in every later one. It refuses to know what is done with them.
+Backward may begin at one of them, and needs the parameters then just as when it begins at an output. Where a module that is sharded
+keeps such tensors is found in its first forward with autograd, and looked up in every later one. It refuses to know what is done with
+them.
 
-Worked example: forward of ``block.router`` sets ``self.aux_loss``; the places of block's unit are [(vars(block.router), "aux_loss")]
+Worked example: forward of ``block.router`` sets ``self.aux_loss``; the places of ``block`` are [(vars(block.router), "aux_loss")]
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ class StoredTensors:
                 self._seen[index] = weakref.ref(attributes[name])
 
 
-def stored_tensors(modules: Sequence[nn.Module]) -> StoredTensors | None:
-    """What is stored now below ``modules``, but not below others that are sharded by themselves; None if nothing is."""
+def stored_tensors(module: nn.Module) -> StoredTensors | None:
+    """What is stored now on ``module`` and below it, but not below others that are sharded by themselves; None if nothing is."""
     found: dict[int, nn.Module] = {}
-    for module in modules:
-        _visit(module, modules, found)
+    _visit(module, found)
     places = [
-        (vars(module), name)
-        for module in found.values()
-        for name, value in vars(module).items()
+        (vars(each), name)
+        for each in found.values()
+        for name, value in vars(each).items()
         if isinstance(value, Tensor) and value.grad_fn is not None and name not in _OWN_NAMES
     ]
     return StoredTensors(places) if places else None
 
 
-def _visit(module: nn.Module, roots: Sequence[nn.Module], found: dict[int, nn.Module]) -> None:
-    if id(module) not in found and (module in roots or "fully_shard" not in compat.applied_apis(module)):
+def _visit(module: nn.Module, found: dict[int, nn.Module]) -> None:
+    if id(module) not in found:
         found[id(module)] = module
         for child in module.children():
-            _visit(child, roots, found)
+            if "fully_shard" not in compat.applied_apis(child):
+                _visit(child, found)

@@ -35,14 +35,14 @@ from .core.group.micro_batch import MicroBatch
 from .core.iteration.module_state import unit_of
 from .core.modules.optimizer_steps import STEPS
 from .core.modules.sharded_class import sharded_class
-from .core.plan.mesh import read_mesh
+from .core.plan.mesh import checked_mesh, device_of, read_mesh
 from .core.setup.arguments import check_policies, checked_modules
 from .core.setup.build import read_modules
 from .errors import ArgumentError, ModuleError, message
 from .grouping.planning import plan
 from .policy import MixedPrecisionPolicy, OffloadPolicy
-from .strategies.same_start import broadcast, described, device_of, free_tensors, require_same
-from .strategies.strategy_mesh import checked_mesh, flat_mesh, flat_mesh_of_nodes, node_mesh, replicated_mesh
+from .strategies.same_start import broadcast, described, free_tensors, require_same
+from .strategies.strategy_mesh import flat_mesh, flat_mesh_of_nodes, node_mesh, replicated_mesh
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
@@ -117,7 +117,7 @@ def parallelize(
     check_policies(mp_policy, offload_policy, ignored_params)
     ignored = ignored_params or set()
     planned = plan(model, wrap, ignored_params=ignored)
-    ranks = checked_mesh(mesh) if mesh is not None else flat_mesh(chosen.name, None)
+    ranks = checked_mesh(mesh, "parallelize") if mesh is not None else flat_mesh(chosen.name, None)
     tensors = free_tensors(model, ignored)
     dtypes = mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype
     facts = [f"{chosen.name} {shard_size} {sync_module_states} {dtypes} {type(offload_policy).__name__}", *described(tensors)]

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..core.comm.agreement import device_of, reached
+from ..core.comm.agreement import reached
+from ..core.plan.mesh import device_of
 from ..errors import FSDPError
 from .boxes import Box, Piece, pieces_of
 from .every_rank import tried

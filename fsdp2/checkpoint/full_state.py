@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..core.comm.agreement import agree_on_meshes, agree_over, default_group, device_of
+from ..core.comm.agreement import agree_on_meshes, agree_over, default_group
+from ..core.plan.mesh import device_of
 from ..errors import FSDPError
 from .bands import BandStream
 from .every_rank import from_rank_0, on_every_rank, tried

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core.comm.agreement import LostRankError, agree, agree_over, default_group, device_of
+from ..core.comm.agreement import LostRankError, agree, agree_over, default_group
+from ..core.plan.mesh import device_of
 from ..errors import ArgumentError, FSDPError, MaterializationError, message
 from .bands import BandStream, Ready
 from .byte_ranges import bytes_of

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..core import torch_compat as compat
-from ..core.plan.mesh import DataParallelMesh, data_parallel_mesh
+from ..core.plan.mesh import DataParallelMesh, checked_mesh, data_parallel_mesh
 from ..errors import ArgumentError, MeshError, got
 from ..strategies.strategy_mesh import node_size
 from .api import ShardingStrategy
@@ -58,13 +58,8 @@ def read_groups(strategy: ShardingStrategy, process_group: Any, device_mesh: Any
     return data_parallel_mesh(mesh, shard_axis=0)
 
 
-def _checked_mesh(mesh: Any, strategy: ShardingStrategy) -> DeviceMesh:
-    if not isinstance(mesh, DeviceMesh):
-        raise ArgumentError(
-            got("FSDP", "device_mesh", mesh),
-            expected="a torch.distributed.device_mesh.DeviceMesh",
-            fix="build one with init_device_mesh",
-        )
+def _checked_mesh(given: Any, strategy: ShardingStrategy) -> DeviceMesh:
+    mesh = checked_mesh(given, "FSDP", "device_mesh")
     wanted = 2 if strategy in HYBRID else 1
     if mesh.ndim != wanted:
         raise MeshError(

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..core import torch_compat as compat
+from ..core.plan.mesh import device_of
 from ..errors import ModuleError
 
 
@@ -85,11 +86,6 @@ def broadcast(mesh: DeviceMesh, device: torch.device, tensors: Sequence[tuple[st
             dist.broadcast(flat, group=process_group, group_src=0)
         if moved.data_ptr() != local.data_ptr() or moved.device != local.device:
             local.copy_(moved)
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """This rank's device: the current one of the mesh's type."""
-    return compat.current_device(mesh.device_type)
 
 
 def _process_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..core import torch_compat as compat
-from ..errors import ArgumentError, MeshError, OrderError, got
+from ..core.plan.mesh import checked_mesh
+from ..errors import ArgumentError, MeshError, OrderError
 
 AXES = ("replicate", "shard")
 
@@ -36,7 +37,7 @@ def flat_mesh(name: str, mesh: DeviceMesh | None) -> DeviceMesh:
         _require_processes()
         world = dist.get_world_size()
         return _once(("world", world), lambda: init_device_mesh(compat.default_device_type(), (world,)))
-    if checked_mesh(mesh).ndim != 1:
+    if checked_mesh(mesh, "parallelize").ndim != 1:
         raise MeshError(
             f"strategy {name!r} got a {mesh.ndim}-D mesh: {mesh}",
             expected="a 1-D mesh of all data-parallel ranks, or None",
@@ -47,7 +48,7 @@ def flat_mesh(name: str, mesh: DeviceMesh | None) -> DeviceMesh:
 
 def replicated_mesh(name: str, mesh: DeviceMesh | None) -> DeviceMesh:
     """(W, 1): every rank keeps everything. Collective and raises: as ``flat_mesh``; a 2-D mesh may be passed if it is one."""
-    if mesh is not None and checked_mesh(mesh).ndim == 2 and mesh.size(1) == 1:
+    if mesh is not None and checked_mesh(mesh, "parallelize").ndim == 2 and mesh.size(1) == 1:
         return mesh
     flat = flat_mesh(name, mesh)
     return _cut(flat, (flat.size(), 1))
@@ -58,7 +59,7 @@ def node_mesh(name: str, mesh: DeviceMesh | None, shard_size: int | None) -> Dev
 
     Raises: MeshError for a mesh with more axes, or if ``shard_size`` is not its last; ArgumentError if it does not divide the ranks.
     """
-    if mesh is None or checked_mesh(mesh).ndim != 2:
+    if mesh is None or checked_mesh(mesh, "parallelize").ndim != 2:
         flat = flat_mesh(name, mesh)
         size = node_size(name, flat.size(), shard_size)
         return _cut(flat, (flat.size() // size, size))
@@ -68,7 +69,7 @@ def node_mesh(name: str, mesh: DeviceMesh | None, shard_size: int | None) -> Dev
 
 def flat_mesh_of_nodes(name: str, mesh: DeviceMesh | None, shard_size: int | None) -> tuple[DeviceMesh, int]:
     """The 1-D mesh over all ranks, and how many consecutive ones are a node. Collective and raises: as ``node_mesh``."""
-    if mesh is None or checked_mesh(mesh).ndim != 2:
+    if mesh is None or checked_mesh(mesh, "parallelize").ndim != 2:
         flat = flat_mesh(name, mesh)
         return flat, node_size(name, flat.size(), shard_size)
     _check_last_axis(name, mesh, shard_size)
@@ -117,23 +118,6 @@ def _require_processes() -> None:
         "parallelize got no mesh, and there is no process group",
         expected="a program started by torchrun, or one that has called torch.distributed.init_process_group()",
         fix="torchrun --nproc-per-node 2 script.py",
-    )
-
-
-def checked_mesh(mesh: Any) -> DeviceMesh:
-    """``mesh`` itself. Raises: ArgumentError if it is none; MeshError if this rank is not in it."""
-    if isinstance(mesh, DeviceMesh):
-        if mesh.get_coordinate() is None:
-            raise MeshError(
-                f"parallelize got a mesh that this rank is not part of: {mesh}",
-                expected="a mesh whose ranks include the one that makes the call",
-                fix="call parallelize on the ranks of the mesh only, or pass each rank the mesh that it is in",
-            )
-        return mesh
-    raise ArgumentError(
-        got("parallelize", "mesh", mesh),
-        expected="a torch.distributed.device_mesh.DeviceMesh or None",
-        fix="build one with init_device_mesh(device_type, (world_size,)), or leave it out",
     )
 
 

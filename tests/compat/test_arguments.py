@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torchs
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fsdp2.compat
@@ -252,6 +252,10 @@ def test_wrong_groups_meshes_and_strategies_are_refused() -> None:
         FSDP(nn.Linear(2, 2), sharding_strategy="FULL_SHARD")
     with pytest.raises(ArgumentError, match=r"device_id=1\.5"):
         FSDP(nn.Linear(2, 2), device_id=1.5)
+    of_rank_0 = DeviceMesh(device_type(), [0])
+    if dist.get_rank() == 1:
+        with pytest.raises(MeshError, match="FSDP got a mesh that this rank is not part of"):
+            FSDP(nn.Linear(2, 2), device_mesh=of_rank_0)
     for size in ("3", "three"):
         said = f"LOCAL_WORLD_SIZE.*{size}.*2 ranks"
         with patch.dict("os.environ", {"LOCAL_WORLD_SIZE": size}), pytest.raises(ArgumentError, match=said):

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ... import errors
 from ...errors import CheckpointError, FSDPError, message
-from .. import torch_compat as compat
+from ..plan.mesh import device_of
 
 T = TypeVar("T")
 Axis = tuple[dist.ProcessGroup, torch.device]
@@ -113,11 +113,6 @@ def agree_on_meshes(meshes: Sequence[DeviceMesh], problem: FSDPError | None) -> 
     outer = outermost(meshes)
     axes = [(mesh, axis) for _ in outer for mesh in outer for axis in range(mesh.ndim) if mesh.size(axis) > 1]
     agree_over([(mesh.get_group(axis), device_of(mesh)) for mesh, axis in axes], problem)
-
-
-def device_of(mesh: DeviceMesh) -> torch.device:
-    """This rank's device of the mesh."""
-    return compat.current_device(mesh.device_type)
 
 
 def agree_over(axes: Sequence[Axis], problem: FSDPError | None) -> None:

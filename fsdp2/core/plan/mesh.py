@@ -109,18 +109,7 @@ def read_mesh(mesh: DeviceMesh | None, dims: Any = None) -> DataParallelMesh:
     """
     if mesh is None:
         mesh = world_mesh()
-    if not isinstance(mesh, DeviceMesh):
-        raise ArgumentTypeError(
-            got("fully_shard", "mesh", mesh),
-            expected="a torch.distributed.device_mesh.DeviceMesh or None",
-            fix="build one with init_device_mesh(device_type, (world_size,))",
-        )
-    if (mesh.ndim in (1, 2) or dims is not None) and mesh.get_coordinate() is None:
-        raise MeshError(
-            f"fully_shard got a mesh that this rank is not part of: {mesh}",
-            expected="a mesh whose ranks include the one that makes the call",
-            fix="call fully_shard on the ranks of the mesh only, or pass each rank the mesh that it is in",
-        )
+    checked_mesh(mesh, "fully_shard")
     if dims is not None:
         return _read_spmd_mesh(mesh, dims)
     if mesh.ndim == 1:
@@ -138,6 +127,23 @@ def read_mesh(mesh: DeviceMesh | None, dims: Any = None) -> DataParallelMesh:
         expected="a 1-D mesh (shard) or a 2-D mesh (replicate, shard)",
         fix="slice the data-parallel axes out of it by name, for instance mesh['dp'], or pass dp_mesh_dims",
     )
+
+
+def checked_mesh(mesh: Any, caller: str, argument: str = "mesh") -> DeviceMesh:
+    """``mesh`` itself. Raises: ArgumentTypeError if it is none; MeshError if this rank is not in it."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentTypeError(
+            got(caller, argument, mesh),
+            expected="a torch.distributed.device_mesh.DeviceMesh or None",
+            fix="build one with init_device_mesh(device_type, (world_size,))",
+        )
+    if mesh.get_coordinate() is None:
+        raise MeshError(
+            f"{caller} got a mesh that this rank is not part of: {mesh}",
+            expected="a mesh whose ranks include the one that makes the call",
+            fix=f"call {caller} on the ranks of the mesh only, or pass each rank the mesh that it is in",
+        )
+    return mesh
 
 
 def read_mesh_info(info: Any) -> DataParallelMesh:
@@ -200,8 +206,8 @@ def world_mesh() -> DeviceMesh:
     return init_device_mesh(compat.default_device_type(), (dist.get_world_size(),))
 
 
-def mesh_device(mesh: DataParallelMesh) -> torch.device:
-    """The device of this rank: the current one of the mesh's type."""
+def device_of(mesh: DeviceMesh | DataParallelMesh) -> torch.device:
+    """This rank's device: the current one of the mesh's type."""
     return compat.current_device(mesh.device_type)
 
 

@@ -23,7 +23,7 @@ from ..iteration.module_state import ModuleState, group_with
 from ..modules.hooks import UnitHooks
 from ..modules.shown_parameters import ModuleRegistry
 from ..modules.unmanaged_parameters import REGISTRATIONS, refuse_gradients
-from ..plan.mesh import DataParallelMesh, mesh_device, post_forward_mesh, read_mesh_info
+from ..plan.mesh import DataParallelMesh, device_of, post_forward_mesh, read_mesh_info
 from ..plan.placement import ShardSpec, is_lazy, refuse_unplaceable, shard_spec
 from .arguments import check_placement_fn, checked_reshard_after_forward
 
@@ -45,7 +45,7 @@ def build_unit(
 
     mesh: of parameters for which ``shard_placement_fn`` names no other
     """
-    device = mesh_device(mesh)
+    device = device_of(mesh)
     after = checked_reshard_after_forward(reshard_after_forward, mesh)
     read = read_modules(modules, mesh, shard_placement_fn, ignored_params)
     managed, owners, placed = read.managed, read.owners, read.placed
@@ -136,7 +136,7 @@ def read_modules(
     placed = {param: place(names[0], param) for param, (names, _) in owners.items()}
     refuse_unplaceable((names[0], param, *placed[param]) for param, (names, _) in owners.items())
     refuse_unextendable((names[0], param) for param, (names, _) in owners.items())
-    _check_devices(owners, buffers, mesh_device(mesh))
+    _check_devices(owners, buffers, device_of(mesh))
     return ModulesRead(managed, owners, tied, buffers, place, placed)
 
 

@@ -70,6 +70,12 @@ class ByteReader:
             self._fill(path, key, offset, shape, dtype.itemsize, part, bytes_of(staged))
             out[part.seen_from(box.start).slices].copy_(staged.view(dtype).view(part.shape))
 
+    def content(self, path: Path, key: str, offset: int, nbytes: int) -> bytes:
+        """So many bytes from ``offset`` on. Raises: as ``read``"""
+        found = bytearray(nbytes)
+        self._pread(path, key, offset, memoryview(found))
+        return bytes(found)
+
     def _fill(self, path: Path, key: str, offset: int, shape: Sequence[int], itemsize: int, box: Box, into: memoryview) -> None:
         """Write the bytes of ``box`` in C order to ``into``."""
         run, count, pitch, starts = runs_of(shape, itemsize, box)

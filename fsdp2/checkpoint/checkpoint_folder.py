@@ -101,7 +101,6 @@ class CheckpointFolder:
             number += 1
             final = self.path / f"step_{step:06d}_{number}"
         _being_written.discard(self.partial.name)
-        _sync(self.path)
         written = self.path / f"latest_{uuid.uuid4().hex}.partial"
         _being_written.add(written.name)
         with written.open("w") as file:
@@ -110,7 +109,7 @@ class CheckpointFolder:
             os.fsync(file.fileno())
         written.replace(self._pointer)
         _being_written.discard(written.name)
-        _sync(self.path)
+        _sync(self.path)  # of both renames; if a power failure loses the first alone, ``latest`` takes the checkpoint before
         return final
 
     def prune(self) -> None:

@@ -27,24 +27,23 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
-from ..core.comm.agreement import LostRankError, default_group
+from ..core.comm.agreement import LostRankError, agree, default_group
 from ..errors import ArgumentError, FSDPError, OrderError, message
 from .checkpoint_folder import CheckpointFolder
-from .every_rank import from_rank_0, on_every_rank
+from .every_rank import from_rank_0, on_every_rank, tried
 from .failure import failure
 from .host_copy import host_copy
 from .model_tensors import checked_model
 from .named_state import named_model_state, named_optimizer_state, names_in, numbered_optimizer_state
 from .own_group import borrow_group, give_back
-from .own_values import take_own_values
+from .own_values import digests_of, take_own_values
 from .random_state import random_state, set_random_state
 from .restore import Restored, read_state
 from .safe_dcp import pack, unpack
-from .targets.dcp_writer import DigestingWriter
+from .targets.dcp_writer import DigestingWriter, LatePlanner
 
 
 @runtime_checkable
@@ -120,7 +119,6 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2_checkpointer")
         self._pending: Future[None] | None = None
         self._closed = False
-        self._locked = False  # whether the folder is ours to write to
         # Whoever forgets to close must not keep others out; the thread holds on to this object until a save is written.
         weakref.finalize(self, self._folder.unlock).atexit = False  # the lock ends with the process
 
@@ -134,10 +132,7 @@ class Checkpointer:
         """
         self.wait()
         with torch.inference_mode(False), torch.no_grad():
-            state = on_every_rank(self._group, f"cannot take the state of step {step}", lambda: self._state(step))
-        if not self._locked:
-            from_rank_0(self._group, f"cannot save step {step} in {self._folder.path}", self._folder.lock)
-            self._locked = True
+            state = on_every_rank(self._group, f"cannot save step {step} in {self._folder.path}", lambda: self._state(step))
         self._pending = self._thread.submit(self._write, state, step)
         del state  # the thread drops it when it is written
         if not self._asynchronous:
@@ -154,10 +149,13 @@ class Checkpointer:
             pending.result()
 
     def _state(self, step: int) -> dict[str, Any]:
+        """A copy; from the first one on, rank 0 keeps other runs from the folder."""
         if type(step) is not int or step < 0:
             headline = f"Checkpointer.save got step {step!r}"[:300]
             raise ArgumentError(message(headline, expected="a number of steps, an int that is not negative", fix="pass int(step)"))
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        if rank == 0:
+            self._folder.lock()
         copied = partial(host_copy, shared=not self._asynchronous)
         state: dict[str, Any] = {"step": step, "world_size": size, "model": copied(named_model_state(self._model))}
         if self._optimizer is not None:
@@ -170,32 +168,43 @@ class Checkpointer:
         state["random"] = {f"rank_{rank}": pack(random_state(self._device_type), "random state")}
         return state
 
+    @torch.no_grad()  # of a thread's own; with it a DTensor's local tensor would cost a node of autograd each time
     def _write(self, state: dict[str, Any], step: int) -> None:
         """In the thread. Nobody else talks in our group meanwhile."""
         folder, what = self._folder, f"cannot save step {step} in {self._folder.path}"
+        parts: dict[str, Any] = {name: state[name] for name in ("model", "optimizer") if name in state}
+        rank = dist.get_rank(self._group)
+        told: list[tuple[str, dict[Any, bytes]]] = []  # of each rank; rank 0 names the folder
+
+        def own_state() -> dict[str, Any]:
+            own = take_own_values(parts, [digests for _, digests in told], rank)
+            return {"own": {f"rank_{rank}": pack(own, "what differs between the ranks")}} if own else {}
+
+        def prepare() -> tuple[tuple[str, dict[Any, bytes]], DigestingWriter, LatePlanner]:
+            name = folder.begin().name if rank == 0 else ""
+            return (name, digests_of(parts)), DigestingWriter(folder.path), LatePlanner(own_state)
+
+        def write(writer: DigestingWriter, planner: LatePlanner) -> None:
+            into = folder.path / told[0][0]  # a rank may see the folder at another path
+            dcp_save(state, checkpoint_id=into, storage_writer=writer, planner=planner, process_group=self._group)
+            if rank == 0:  # DCP has heard of every rank that all of it is written
+                folder.commit(step)
+
+        unpruned: FSDPError | None = None
         try:
-            name = from_rank_0(self._group, what, lambda: folder.begin().name)
-            self._write_files(state, folder.path / name, what)
-            from_rank_0(self._group, what, lambda: folder.commit(step))
+            prepared, problem = tried(what, prepare)
+            told += agree(self._group, problem, prepared[0][0] if prepared else ("", {}))
+            _, problem = tried(what, lambda: write(*prepared[0][1:]))
+            if problem is None and rank == 0:
+                _, unpruned = tried(f"step {step} is saved, but earlier ones in {folder.path} cannot be removed", folder.prune)
+            unpruned, *_ = agree(self._group, problem, unpruned)
         except LostRankError:
             raise  # the next save removes what there is
         except FSDPError:
             from_rank_0(self._group, f"{what}, nor remove what there is of it", folder.discard)
             raise
-        from_rank_0(self._group, f"step {step} is saved, but earlier ones in {folder.path} cannot be removed", folder.prune)
-
-    def _write_files(self, state: dict[str, Any], into: Path, what: str) -> None:
-        parts: dict[str, Any] = {name: state[name] for name in ("model", "optimizer") if name in state}
-        own = take_own_values(parts, self._group, what)
-
-        def prepare() -> tuple[DigestingWriter, DefaultSavePlanner]:
-            if own:
-                state["own"] = {f"rank_{dist.get_rank(self._group)}": pack(own, "what differs between the ranks")}
-            return DigestingWriter(into), DefaultSavePlanner()
-
-        writer, planner = on_every_rank(self._group, what, prepare)
-        save = partial(dcp_save, state, storage_writer=writer, planner=planner, process_group=self._group)
-        on_every_rank(self._group, what, save)
+        if unpruned is not None:
+            raise unpruned
 
     # --- loading ---
 

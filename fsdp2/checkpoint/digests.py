@@ -56,8 +56,9 @@ def write_digests(folder: Path, files: dict[str, FileDigest], whole: Iterable[st
     for name, digest in files.items():
         directories = {str(at): crc for at, crc in digest.directories.items()}
         fields[name] = {"nbytes": digest.nbytes} | ({"directories": directories} if digest.crc32 is None else {"crc32": digest.crc32})
+    text = json.dumps({"files": fields, "crc32": _of(fields)})
     with (folder / DIGESTS).open("w") as file:
-        json.dump({"files": fields, "crc32": _of(fields)}, file)
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
 

@@ -48,12 +48,19 @@ def from_rank_0(process_group: dist.ProcessGroup | None, what: str, action: Call
 
 
 def tried(what: str, action: Callable[[], T]) -> tuple[list[T], FSDPError | None]:
-    """What ``action()`` returns, alone in a list, or the problem: the FSDPError that it raises, or a CheckpointError with the cause."""
+    """What ``action()`` returns, alone in a list, or the problem: the FSDPError that it raises, or a CheckpointError with the cause.
+
+    Of what DCP has collected from several ranks, the FSDPError of the lowest.
+    """
     try:
         return [action()], None
     except FSDPError as error:
         return [], error
     except (Exception, CheckpointException) as error:
+        causes = [cause for _, (cause, _) in sorted(error.failures.items())] if isinstance(error, CheckpointException) else []
+        ours = [cause for cause in causes if isinstance(cause, FSDPError)]
+        if ours:
+            return [], ours[0]
         problem = failure(
             f"{what}: {describe(error)}",
             expected="every rank to succeed",

@@ -11,6 +11,7 @@ Worked example of an index, ``model.safetensors.index.json``:
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import zlib
@@ -166,6 +167,7 @@ def _fields(path: Path) -> dict[str, Any]:
     return fields
 
 
+@functools.lru_cache(maxsize=1000)  # DCP's metadata name a file for each chunk
 def is_inside(name: str) -> bool:
     """Whether ``name`` is a relative path that stays in its folder, on any system; ``"a/b"`` does, ``"../b"`` does not.
 

@@ -40,7 +40,7 @@ def named_model_state(model: nn.Module) -> State:
     """
     token = wants_shards.set(True)
     try:
-        if not model.state_dict():
+        if next(model.parameters(), None) is None and not model.state_dict():
             return {}  # torch's refuses
         state: State = get_model_state_dict(model)
     finally:

@@ -2,48 +2,39 @@
 
 Running means of a batch norm are such: every rank sees its own batches. DCP takes what is not sharded from any rank. Here the value of
 the lowest rank is what the checkpoint has under its name, and ranks that differ from it keep their own beside it, which only matters
-if as many ranks go on from it. It refuses to know what the values are.
+if as many ranks go on from it. It refuses to know what the values are, and how ranks talk.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-from .every_rank import of_every_rank, on_every_rank
 
 Path = tuple[Any, ...]
 
 
-def take_own_values(state: dict[str, Any], process_group: dist.ProcessGroup | None, what: str) -> dict[Path, Tensor]:
-    """Take out of ``state`` the plain tensors, in host memory, that differ from those of the lowest rank that has them.
+def digests_of(state: dict[str, Any]) -> dict[Path, bytes]:
+    """Of the plain tensors of ``state``, in host memory, by their path of keys: what ranks have to tell each other."""
+    return {path: _digest(tensor) for path, tensor in _plain_tensors(state, ()).items()}
 
-    Returns:    them, by their path of keys; empty on the lowest rank
-    Collective: yes, over ``process_group``
-    Raises:     on every rank, what went wrong on one
+
+def take_own_values(state: dict[str, Any], of_ranks: Sequence[dict[Path, bytes]], rank: int) -> dict[Path, Tensor]:
+    """Take out of ``state`` the tensors that differ from those of the lowest rank that has them; none on that rank itself.
+
+    of_ranks: what ``digests_of`` gave on every rank
+    rank:     this one
     """
-    digests: dict[Path, bytes] = {}
-
-    def digest() -> dict[Path, bytes]:
-        digests.update({path: _digest(tensor) for path, tensor in _plain_tensors(state, ()).items()})
-        return digests
-
-    of_ranks = of_every_rank(process_group, what, digest)
-    return on_every_rank(process_group, what, lambda: _taken(state, digests, of_ranks))
-
-
-def _taken(state: dict[str, Any], digests: dict[Path, bytes], of_ranks: list[dict[Path, bytes]]) -> dict[Path, Tensor]:
     first: dict[Path, bytes] = {}
     for each in of_ranks:
         for path, digest in each.items():
             first.setdefault(path, digest)
     own: dict[Path, Tensor] = {}
-    for path in [path for path, digest in digests.items() if digest != first[path]]:
+    for path in [path for path, digest in of_ranks[rank].items() if digest != first[path]]:
         into = state
         for key in path[:-1]:
             into = into[key]

@@ -382,6 +382,17 @@ def test_only_one_save_is_under_way(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
+def test_ranks_agree_three_times_in_a_save(tmp_path: Path) -> None:
+    """Symptom: a save was slower than ``dcp.save``. Cause: eight agreements beside DCP's own; each waits for the slowest rank."""
+    run = Run(tmp_path, asynchronous=False)
+    run.checkpointer.save(0)
+    with patch.object(dist, "all_gather_object", wraps=dist.all_gather_object) as agreements:
+        run.checkpointer.save(1)
+    assert agreements.call_count == 3
+    run.checkpointer.close()
+
+
+@on_ranks(2)
 def test_memory_is_one_copy_of_the_shards_until_the_save_is_complete(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.step()

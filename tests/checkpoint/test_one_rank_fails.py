@@ -96,10 +96,10 @@ SAVING: list[Names] = [
     (f"{CHECKPOINT}.checkpointer.host_copy", 1, 0, "memory"),
     (f"{CHECKPOINT}.own_values._plain_tensors", 1, 0, "memory"),
     (f"{CHECKPOINT}.own_values._digest", 1, 0, "memory"),
-    (f"{CHECKPOINT}.own_values._taken", 1, 0, "memory"),
+    (f"{CHECKPOINT}.checkpointer.take_own_values", 1, 0, "memory"),
     (f"{CHECKPOINT}.checkpointer.pack", 1, 1, "memory"),  # of what differs between ranks; before it of random states
     (f"{CHECKPOINT}.checkpointer.DigestingWriter", 1, 0, "permission"),
-    (f"{CHECKPOINT}.checkpointer.DefaultSavePlanner", 0, 0, "memory"),
+    (f"{CHECKPOINT}.checkpointer.LatePlanner", 0, 0, "memory"),
     ("os.writev", 1, 0, "disk"),
     ("torch.distributed.checkpoint.filesystem.FileSystemWriter.finish", 0, 0, "disk"),
     (f"{CHECKPOINT}.checkpoint_folder._sync", 0, 1, "disk"),

@@ -9,13 +9,13 @@ from __future__ import annotations
 import io
 import os
 import zlib
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
@@ -26,8 +26,19 @@ from ...core import torch_compat as compat
 from ..byte_ranges import bytes_of
 from ..digests import FileDigest, directory_digest, write_digests
 from ..safe_dcp import METADATA
+from ..torch_pickle import described
 from ..torch_zip import around
-from .torch_target import described
+
+
+class LatePlanner(DefaultSavePlanner):
+    """Asks for a part of the state when DCP's ranks already listen to each other: what fails in ``more`` all of them hear of."""
+
+    def __init__(self, more: Callable[[], dict[str, Any]]) -> None:
+        super().__init__()
+        self._more = more
+
+    def set_up_planner(self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner(state_dict | self._more(), storage_meta, is_coordinator)
 
 
 class _Written(NamedTuple):
@@ -38,15 +49,11 @@ class _Written(NamedTuple):
 class DigestingWriter(FileSystemWriter):
     """Writes one file a rank. Memory: of tensors that are not contiguous, or not in host memory, a copy of one at a time."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self._folder = folder
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0.distcp"
         results: list[WriteResult] = []
         if plan.items:
-            file = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+            file = os.open(Path(self.path) / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
             try:
                 at = 0
                 for item in plan.items:
@@ -77,8 +84,9 @@ class DigestingWriter(FileSystemWriter):
             digest.nbytes = max(digest.nbytes, info.offset + info.length)
             if directory is not None:
                 digest.directories[info.offset] = directory
-        super().finish(metadata, [[replace(each, storage_data=each.storage_data.info) for each in of_rank] for of_rank in results])
-        write_digests(self._folder, files, [METADATA])
+        described = [[WriteResult(each.index, each.size_in_bytes, each.storage_data.info) for each in of_rank] for of_rank in results]
+        super().finish(metadata, described)
+        write_digests(Path(self.path), files, [METADATA])
 
 
 def _parts(tensor: Tensor) -> list[memoryview]:

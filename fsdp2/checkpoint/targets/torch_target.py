@@ -7,94 +7,40 @@ that are the same bytes of the source share a storage, so that ties survive. It 
 
 from __future__ import annotations
 
-import collections
-import functools
 import io
 import math
-import pickle
 import struct
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ...core import torch_compat as compat
 from ..byte_ranges import bytes_of
-from ..lazy import LazyTensor, Stored
+from ..lazy import LazyTensor
 from ..named_state import State
 from ..readers.lazy_pieces import dtype_of
 from ..readers.source import place_of
-from ..safetensors_format import NAMES, Entry
+from ..torch_pickle import StoredAs, TensorPickler
 from .streaming import Stream, converted
 
 _ALIGN = 64
-_TYPED = {
-    torch.float64: torch.DoubleStorage,
-    torch.float32: torch.FloatStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.int64: torch.LongStorage,
-    torch.int32: torch.IntStorage,
-    torch.int16: torch.ShortStorage,
-    torch.int8: torch.CharStorage,
-    torch.uint8: torch.ByteStorage,
-    torch.bool: torch.BoolStorage,
-    torch.complex64: torch.ComplexFloatStorage,
-}
 
 
-class _Storage:
-    def __init__(self, key: str, lazy: LazyTensor, dtype: torch.dtype) -> None:
-        self.key = key
-        self.lazy = lazy
-        self.dtype = dtype
+class _Storages:
+    """The storages that a state needs, one for tensors that are the same bytes of the source."""
 
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.lazy.shape) * self.dtype.itemsize
-
-
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, dtype: torch.dtype | None, model: set[int]) -> None:
-        super().__init__(file, protocol=2)
-        self.storages: dict[Any, _Storage] = {}
+    def __init__(self, dtype: torch.dtype | None, model: set[int]) -> None:
+        self.found: dict[Any, tuple[StoredAs, LazyTensor]] = {}
         self._dtype = dtype
         self._model = model
 
-    def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, _Storage):
-            return None
-        typed = _TYPED.get(obj.dtype)
-        if typed is None:
-            return ("storage", torch.UntypedStorage, obj.key, "cpu", obj.nbytes)
-        return ("storage", typed, obj.key, "cpu", obj.nbytes // obj.dtype.itemsize)
-
-    def reducer_override(self, obj: Any) -> Any:
+    def stored_as(self, obj: Any) -> StoredAs | None:
         if not isinstance(obj, LazyTensor):
-            return NotImplemented
+            return None
         dtype = converted(obj, self._dtype) if id(obj) in self._model else dtype_of(obj)
-        storage = self.storages.setdefault((place_of(obj), dtype), _Storage(str(len(self.storages)), obj, dtype))
-        stride = tuple(math.prod(max(size, 1) for size in obj.shape[dim + 1 :]) for dim in range(len(obj.shape)))
-        arguments: tuple[Any, ...] = (storage, 0, obj.shape, stride, False, collections.OrderedDict())
-        if dtype in _TYPED:
-            return compat.REBUILD_TENSOR, arguments
-        return compat.REBUILD_TENSOR_OF_DTYPE, (*arguments, dtype)
-
-
-def described(tensor: Tensor) -> bytes | None:
-    """The ``data.pkl`` of a contiguous tensor alone, whose storage is "0"; None where that does not tell all of it."""
-    plain = type(tensor) is Tensor and tensor.layout is torch.strided and tensor.dtype in NAMES
-    return _described(tensor.dtype, tuple(tensor.shape)) if plain and not tensor.is_conj() and not tensor.is_neg() else None
-
-
-@functools.lru_cache(maxsize=10_000)
-def _described(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    description = io.BytesIO()
-    nbytes = math.prod(shape) * dtype.itemsize
-    _Pickler(description, None, set()).dump(Stored(Path(), "", Entry(NAMES[dtype], shape, 0, nbytes)))
-    return description.getvalue()
+        stored = StoredAs(str(len(self.found)), dtype, obj.shape)
+        return self.found.setdefault((place_of(obj), dtype), (stored, obj))[0]
 
 
 def write_torch(path: Path, state: State, model: State, stream: Stream) -> None:
@@ -104,22 +50,22 @@ def write_torch(path: Path, state: State, model: State, stream: Stream) -> None:
     Memory: the description, and one band
     """
     description = io.BytesIO()
-    pickler = _Pickler(description, stream.dtype, {id(value) for value in model.values()})
-    pickler.dump(state)
+    storages = _Storages(stream.dtype, {id(value) for value in model.values()})
+    TensorPickler(description, storages.stored_as).dump(state)
     with zipfile.ZipFile(path, "x", allowZip64=True) as zipped:
         for name, data in (("data.pkl", description.getvalue()), ("byteorder", b"little")):
             zipped.writestr(zipfile.ZipInfo(f"archive/{name}"), data)
-        for storage in pickler.storages.values():
-            _write_storage(zipped, storage, stream)
+        for stored, lazy in storages.found.values():
+            _write_storage(zipped, stored, lazy, stream)
         zipped.writestr(zipfile.ZipInfo("archive/version"), b"3\n")
 
 
-def _write_storage(zipped: zipfile.ZipFile, storage: _Storage, stream: Stream) -> None:
-    info = zipfile.ZipInfo(f"archive/data/{storage.key}")
-    is_large = storage.nbytes > 1 << 30
+def _write_storage(zipped: zipfile.ZipFile, stored: StoredAs, lazy: LazyTensor, stream: Stream) -> None:
+    info = zipfile.ZipInfo(f"archive/data/{stored.key}")
+    is_large = math.prod(stored.shape) * stored.dtype.itemsize > 1 << 30
     begin = zipped.start_dir + 30 + len(info.filename) + (20 if is_large else 0) + 4
     padding = -begin % _ALIGN
     info.extra = struct.pack("<HH", 0x4246, padding) + b"Z" * padding
     with zipped.open(info, "w", force_zip64=is_large) as file:
-        for band in stream.bands(storage.lazy, storage.dtype):
+        for band in stream.bands(lazy, stored.dtype):
             file.write(bytes_of(band))

@@ -119,6 +119,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2_checkpointer")
         self._pending: Future[None] | None = None
         self._closed = False
+        self._locked = False  # whether the folder is ours to write to
         # Whoever forgets to close must not keep others out; the thread holds on to this object until a save is written.
         weakref.finalize(self, self._folder.unlock).atexit = False  # the lock ends with the process
 
@@ -133,6 +134,9 @@ class Checkpointer:
         self.wait()
         with torch.inference_mode(False), torch.no_grad():
             state = on_every_rank(self._group, f"cannot save step {step} in {self._folder.path}", lambda: self._state(step))
+        if not self._locked:
+            from_rank_0(self._group, f"cannot save step {step} in {self._folder.path}", self._folder.lock)
+            self._locked = True
         self._pending = self._thread.submit(self._write, state, step)
         del state  # the thread drops it when it is written
         if not self._asynchronous:
@@ -149,13 +153,10 @@ class Checkpointer:
             pending.result()
 
     def _state(self, step: int) -> dict[str, Any]:
-        """A copy; from the first one on, rank 0 keeps other runs from the folder."""
         if type(step) is not int or step < 0:
             headline = f"Checkpointer.save got step {step!r}"[:300]
             raise ArgumentError(message(headline, expected="a number of steps, an int that is not negative", fix="pass int(step)"))
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        if rank == 0:
-            self._folder.lock()
         copied = partial(host_copy, shared=not self._asynchronous)
         state: dict[str, Any] = {"step": step, "world_size": size, "model": copied(named_model_state(self._model))}
         if self._optimizer is not None:

@@ -37,61 +37,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-__all__ = [
-    "REBUILD_TENSOR",
-    "REBUILD_TENSOR_OF_DTYPE",
+__all__ = [  # names of torch that others take from here, beside what is defined below
     "DTensorSpec",
     "FakeTensor",
     "TensorMeta",
     "TorchDispatchMode",
     "TorchFSDPModule",
-    "a_module_has_failed",
-    "all_gather_single",
-    "allow_any_grad_dtype",
-    "applied_apis",
-    "chunk_cat",
-    "coalescing_manager",
-    "compiled_modules",
-    "concatenate_meshes",
-    "current_device",
-    "current_graph_task",
-    "default_device_type",
-    "device_module",
-    "dynamo_disabled",
-    "flatten_mesh",
     "forward_ad",
-    "functorch_disabled",
-    "functorch_is_active",
-    "has_met_compiler",
-    "has_own_dispatch",
-    "is_fake_backend",
     "is_traceable_wrapper_subclass",
-    "is_tracing",
-    "leaf_gets_gradient_in_this_backward",
-    "let_guard_pickler_find",
-    "local_tensor",
-    "new_dtensor",
-    "new_named_group",
-    "premul_sum",
-    "preserved_versions",
-    "profiler_is_on",
     "pytree",
-    "queue_end_of_backward",
-    "reduce_scatter_single",
-    "register_module_state",
-    "set_local_tensor",
-    "shard_dim",
-    "spec_of",
-    "storage_key",
-    "storage_use_count",
-    "strided_shard",
-    "swap_tensors",
-    "swap_tensors_is_on",
-    "unflatten_mesh",
-    "unscale_and_check",
-    "waited_for",
-    "will_run_in_this_backward",
-    "without_module_state",
 ]
 
 REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE = _rebuild_tensor_v2, _rebuild_tensor_v3
@@ -208,10 +162,6 @@ def rendezvous(tensor: Tensor, group: dist.ProcessGroup) -> None:
     symmetric_memory.rendezvous(tensor, group=group.group_name)
 
 
-def is_fake_backend(group: dist.ProcessGroup) -> bool:
-    return bool(dist.get_backend(group) == "fake")
-
-
 # --- meshes -------------------------------------------------------------------------------------------------------------------
 
 
@@ -288,10 +238,6 @@ def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
 def allow_any_grad_dtype(param: nn.Parameter) -> None:
     """Let ``param.grad`` have another dtype than ``param``."""
     param.grad_dtype = None
-
-
-def swap_tensors_is_on() -> bool:
-    return bool(torch.__future__.get_swap_module_params_on_conversion())
 
 
 def swap_tensors(one: Tensor, other: Tensor) -> None:

@@ -25,7 +25,6 @@ State = TypeVar("State")
 
 _WIDTH = 100
 _MARK = "# fsdp2: "
-_Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
 _COMPOUND = (cst.If, cst.For, cst.While, cst.With, cst.Try, cst.FunctionDef, cst.ClassDef, cst.Match)
 
 

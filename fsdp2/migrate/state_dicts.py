@@ -85,13 +85,13 @@ def enter_with(editor: Editor, node: cst.With) -> None:
             made_by = editor.names.origin_of(item.item.func)
             if made_by == f"{_STATIC}state_dict_type":
                 contexts.append((node, _wanted(editor, item.item)))
-                if not _asks_inside(editor, node):
+                if not _asks_inside(node):
                     editor.refuse("fsdp1", item.item, "state_dict_type around a call: the state dict is taken elsewhere")
             elif made_by == f"{_STATIC}summon_full_params":
                 contexts.append((node, None))
 
 
-def _asks_inside(editor: Editor, node: cst.With) -> bool:
+def _asks_inside(node: cst.With) -> bool:
     """Whether a state dict is taken or loaded in the text of the block."""
     found = False
 

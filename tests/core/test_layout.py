@@ -129,8 +129,7 @@ def test_assembling_undoes_disassembling(cut):
 def test_the_example_of_the_docstring():
     layout = group_layout(cuts_of([(5, 4), (4,)], 2), num_shards=2, align=32)
     assert [(slot.numel, slot.offset, slot.gap, slot.unsharded_offset) for slot in layout.slots] == [(12, 0, 20, 0), (2, 32, 30, 64)]
-    assert (layout.shard_numel, layout.padding_numel, layout.unsharded_numel) == (64, 50, 128)
-    assert layout.split_sizes == [12, 20, 2, 30]
+    assert (layout.shard_numel, layout.unsharded_numel) == (64, 128)
     assert [slot.unsharded_numel for slot in layout.slots] == [24, 4]
 
 
@@ -154,10 +153,6 @@ def test_slots_are_aligned_disjoint_and_cover_the_flat_shard_with_their_gaps(sha
         stop = slot.offset + slot.numel + slot.gap
     assert stop == layout.shard_numel
     assert layout.shard_numel % align == 0
-    assert sum(layout.split_sizes) == layout.shard_numel
-    assert layout.padding_numel == sum(slot.gap for slot in layout.slots)
-    if align == 1:
-        assert layout.padding_numel == 0
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -203,7 +198,7 @@ def test_regions_of_the_unsharded_storage_do_not_overlap():
 
 def test_an_empty_group_has_no_size():
     layout = group_layout([], num_shards=4, align=32)
-    assert (layout.shard_numel, layout.unsharded_numel, layout.padding_numel, layout.split_sizes) == (0, 0, 0, [])
+    assert (layout.shard_numel, layout.unsharded_numel, layout.slots) == (0, 0, ())
 
 
 # --- the gather plan --------------------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +106,6 @@ class GroupLayout:
     @property
     def unsharded_numel(self) -> int:
         return self.shard_numel * self.num_shards
-
-    @property
-    def padding_numel(self) -> int:
-        """Elements of the flat shard that hold no parameter on rank 0."""
-        return self.shard_numel - sum(slot.numel for slot in self.slots)
-
-    @cached_property
-    def split_sizes(self) -> list[int]:
-        """Sizes that cut a flat shard into slot, gap, slot, gap, ..."""
-        return [size for slot in self.slots for size in (slot.numel, slot.gap)]
 
 
 def group_layout(cuts: Iterable[Cut], *, num_shards: int, align: int) -> GroupLayout:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .core import torch_compat as compat
-from .core.group.extensions import needs_own_memory
+from .core.group.own_memory import needs_own_memory
 from .core.group.param import ShardedParam, own_shard
 from .core.iteration.module_state import unit_of
 from .core.iteration.unit import Unit

@@ -31,19 +31,17 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import os
-import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core import torch_compat as compat
 from ..core.comm.streams import Event, Stream, use_streams
+from .operators import watched
+from .touches import Memory, Race, Touch, extent, frames
 
 Clock = dict[Stream, int]
 _HOST = "host"
@@ -54,124 +52,6 @@ class RaceError(AssertionError):
     """Touches of the same memory that nothing orders."""
 
 
-# ---- what is remembered ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Touch:
-    """One operator at one point of one stream. where: (file, line, function) of the Python frames, innermost first."""
-
-    stream: Stream
-    tick: int
-    what: str
-    where: tuple[tuple[str, int, str], ...]
-
-    def __str__(self) -> str:
-        frames = " < ".join(f"{os.path.basename(file)}:{line} {function}" for file, line, function in self.where)
-        return f"{self.what} on {self.stream}, at {frames}"
-
-    @property
-    def site(self) -> tuple[object, ...]:
-        return (self.stream, self.what, self.where)
-
-
-@dataclass(frozen=True, slots=True)
-class Race:
-    """``later`` was started after ``earlier``, but nothing makes it run after.
-
-    how:    in words; {earlier} and {later} stand for the operators
-    memory: what is known of the buffer
-    """
-
-    how: str
-    earlier: Touch
-    later: Touch
-    memory: str
-
-    def __str__(self) -> str:
-        return f"{self.how}\n    earlier  {self.earlier}\n    later    {self.later}\n    buffer   {self.memory}"
-
-
-class _Cell:
-    """The last touches of a range of bytes; a write leaves nothing before it to remember."""
-
-    __slots__ = ("reads", "write")
-
-    def __init__(self, write: Touch | None, reads: dict[Stream, Touch]) -> None:
-        self.write = write
-        self.reads = reads
-
-
-class _Memory:
-    """One allocation: [start, stop) in cells, cell i from ``starts[i]`` to the next start.
-
-    allocated: None if we did not see it: before the recording, or inside an operator; then its owner is not known
-    holders: the storages (``_cdata``) that keep it
-    """
-
-    __slots__ = ("allocated", "cells", "holders", "is_host", "start", "starts", "stop")
-
-    def __init__(self, start: int, stop: int, allocated: Touch | None, is_host: bool) -> None:
-        self.start = start
-        self.stop = stop
-        self.allocated = allocated
-        self.is_host = is_host
-        self.holders: set[int] = set()
-        self.starts = [start]  # of the cells
-        self.cells = [_Cell(allocated, {})]
-
-    def __str__(self) -> str:
-        size = f"{self.stop - self.start} bytes"
-        return f"{size}, whose allocation was not recorded" if self.allocated is None else f"{size}, by {self.allocated}"
-
-    def _cut(self, address: int) -> int:
-        """The index of the cell that begins at ``address``, cutting one in two if need be."""
-        if address == self.stop:
-            return len(self.cells)
-        index = bisect.bisect_right(self.starts, address) - 1
-        if self.starts[index] != address:
-            index += 1
-            before = self.cells[index - 1]
-            self.starts.insert(index, address)
-            self.cells.insert(index, _Cell(before.write, before.reads.copy()))
-        return index
-
-    def touch(self, start: int, stop: int, touch: Touch, write: bool) -> list[Touch]:
-        """Remember ``touch`` of [start, stop); returns the earlier ones that must be ordered before it."""
-        first, last = self._cut(start), self._cut(stop)
-        before: list[Touch] = []
-        for cell in self.cells[first:last]:
-            if cell.write is not None:
-                before.append(cell.write)
-            if write:
-                before.extend(cell.reads.values())
-            else:
-                cell.reads[touch.stream] = touch
-        if write:
-            self.starts[first:last] = [start]
-            self.cells[first:last] = [_Cell(touch, {})]
-        return before
-
-    def last_touches(self) -> list[Touch]:
-        found = {}
-        for cell in self.cells:
-            for touch in (cell.write, *cell.reads.values()):
-                if touch is not None:
-                    found[id(touch)] = touch
-        return list(found.values())
-
-    def forget(self) -> None:
-        """All that came before is past."""
-        self.starts = [self.start]
-        self.cells = [_Cell(None, {})]
-
-    def absorb(self, other: _Memory) -> None:
-        """``other`` turned out to be a part of this one."""
-        first, last = self._cut(other.start), self._cut(other.stop)
-        self.starts[first:last] = other.starts
-        self.cells[first:last] = other.cells
-
-
 @dataclass(slots=True)
 class _Holder:
     """A storage that was seen: where its memory was then."""
@@ -179,7 +59,7 @@ class _Holder:
     reference: weakref.ref[torch.UntypedStorage]
     start: int
     stop: int
-    memory: _Memory | None
+    memory: Memory | None
 
 
 # ---- the streams -------------------------------------------------------------------------------------------------------------
@@ -206,8 +86,8 @@ class RecordingStreams:
         self._host: Clock = {}
         self._holders: dict[int, _Holder] = {}
         self._starts: list[int] = []  # of all memory, ascending
-        self._memories: dict[int, _Memory] = {}  # by its start
-        self._freed: dict[Stream, list[tuple[_Memory, Touch]]] = {}
+        self._memories: dict[int, Memory] = {}  # by its start
+        self._freed: dict[Stream, list[tuple[Memory, Touch]]] = {}
         self._has_host_memory = False
         self._to_device = False  # while host memory is copied to the device
 
@@ -288,7 +168,7 @@ class RecordingStreams:
 
     def _touch_now(self, what: str, stream: Stream | None = None) -> Touch:
         stream = self._current[-1] if stream is None else stream
-        return Touch(stream, 0 if stream is _HOST else self._clock(stream)[stream], what, _frames())
+        return Touch(stream, 0 if stream is _HOST else self._clock(stream)[stream], what, frames())
 
     def _is_ordered(self, earlier: Touch, later: Touch) -> bool:
         if earlier.stream is _HOST:
@@ -296,7 +176,7 @@ class RecordingStreams:
         clock = self._host if later.stream is _HOST else self._clock(later.stream)
         return clock.get(earlier.stream, 0) >= earlier.tick
 
-    def _report(self, how: str, earlier: Touch, later: Touch, memory: _Memory) -> None:
+    def _report(self, how: str, earlier: Touch, later: Touch, memory: Memory) -> None:
         key = (how, earlier.site, later.site)
         if key not in self._seen_races:
             self._seen_races.add(key)
@@ -326,7 +206,7 @@ class RecordingStreams:
             memory.holders.add(key)
         return holder
 
-    def _memory_at(self, start: int, stop: int, allocated: Touch | None) -> _Memory:
+    def _memory_at(self, start: int, stop: int, allocated: Touch | None) -> Memory:
         first = bisect.bisect_right(self._starts, start)
         if first > 0 and self._memories[self._starts[first - 1]].stop > start:
             first -= 1
@@ -338,7 +218,7 @@ class RecordingStreams:
         if parts:  # a piece of it was seen first
             start, stop, allocated = min(start, parts[0].start), max(stop, parts[-1].stop), None
             is_host = any(part.is_host for part in parts)
-        memory = _Memory(start, stop, allocated, is_host)
+        memory = Memory(start, stop, allocated, is_host)
         for part in parts:
             memory.absorb(part)
             memory.holders |= part.holders
@@ -349,7 +229,7 @@ class RecordingStreams:
         self._memories[start] = memory
         return memory
 
-    def _memory_of(self, tensor: Tensor) -> _Memory | None:
+    def _memory_of(self, tensor: Tensor) -> Memory | None:
         return self._holder(tensor.untyped_storage()).memory
 
     def _died(self, key: int) -> None:
@@ -389,7 +269,7 @@ class RecordingStreams:
         if memory is None:
             assert tensor.numel() == 0, f"{touch}: used after its storage was freed"
             return
-        start, stop = _extent(tensor)
+        start, stop = extent(tensor)
         if stop > start:
             for earlier in memory.touch(start, stop, touch, write):
                 if not self._is_ordered(earlier, touch):
@@ -443,12 +323,9 @@ class RecordingStreams:
         if copies and not non_blocking:
             self._host_waits_for(self.mark(self._current[-1]))
 
-    def watching(self) -> AbstractContextManager[Any]:
+    def watching(self) -> AbstractContextManager[None]:
         """Inside, operators are recorded."""
-        stack = contextlib.ExitStack()
-        stack.enter_context(_replaced_functions(self))
-        stack.enter_context(_Operators(self))
-        return stack
+        return watched(by=self)
 
 
 @contextlib.contextmanager
@@ -460,184 +337,10 @@ def recording(streams: RecordingStreams | None = None, device_type: str = "cpu")
     streams.check()
 
 
-# ---- seeing operators --------------------------------------------------------------------------------------------------------
-
-
-class _Operators(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Files every operator that runs under it, in backward as well: on the CPU, that is on the calling thread."""
-
-    def __init__(self, streams: RecordingStreams) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._streams = streams
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        subclasses = [kind for kind in types if compat.has_own_dispatch(kind)]
-        if compat.FakeTensor in subclasses:  # it has no memory
-            return func(*args, **kwargs)
-        if subclasses:
-            return NotImplemented  # a DTensor, say: it comes back with its local tensors
-        roles = _roles.get(func)
-        if roles is None:
-            roles = _roles[func] = _Roles(func)
-        if roles.is_view:
-            return func(*args, **kwargs)
-        blocks = roles.name == "aten.copy_" and not (kwargs.get("non_blocking", False) or args[2:] == (True,))
-        touch = self._streams.before_operator(roles.name, *roles.sort(args, kwargs), blocks=blocks)
-        result = func(*args, **kwargs)
-        outputs: list[Tensor] = []
-        _find(result, outputs)
-        self._streams.after_operator(touch, outputs)
-        return result
-
-
-@contextlib.contextmanager
-def _replaced_functions(streams: RecordingStreams) -> Iterator[None]:
-    """See what is no operator: reads by the host, ``to``, which from CPU to CPU does nothing, and pinned memory.
-
-    By replacing functions: torch function modes, which are made for this, are not active in backward.
-    """
-
-    def seen_to(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if type(tensor) is Tensor and args:
-            with streams.transfer(tensor, args[0], kwargs.get("non_blocking", False)) as must_copy:
-                return to(tensor, *args, **({**kwargs, "copy": True} if must_copy else kwargs))
-        return to(tensor, *args, **kwargs)
-
-    def seen_read(read: Any) -> Any:
-        def seen(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            reads: list[Tensor] = []
-            _find(tensor, reads)
-            streams.before_operator(read.__name__, reads, [], [])
-            return read(tensor, *args, **kwargs)
-
-        return seen
-
-    def seen_allocation(allocate: Any) -> Any:
-        def seen(*args: Any, **kwargs: Any) -> Any:
-            tensor = allocate(*args, **{**kwargs, "pin_memory": False})
-            if kwargs.get("pin_memory"):
-                streams.keep_on_host(tensor)
-            return tensor
-
-        return seen
-
-    to = Tensor.to
-    methods = {"to": seen_to, "tolist": seen_read(Tensor.tolist), "numpy": seen_read(Tensor.numpy)}
-    functions = {"empty": torch.empty, "zeros": torch.zeros}
-    for name, method in methods.items():
-        assert name not in vars(Tensor), f"another recording is active: Tensor.{name} is replaced"
-        setattr(Tensor, name, method)
-    for name, function in functions.items():
-        setattr(torch, name, seen_allocation(function))
-    try:
-        yield
-    finally:
-        for name in methods:
-            delattr(Tensor, name)  # the methods themselves are its base class's
-        for name, function in functions.items():
-            setattr(torch, name, function)
-
-
-# c10d's schemas do not say what they write.
-_COLLECTIVE_WRITES = {
-    "_allgather_base_": {"output_tensor"},
-    "_reduce_scatter_base_": {"output_tensor"},
-    "allgather_": {"output_tensors"},
-    "allgather_coalesced_": {"output_lists"},
-    "allgather_into_tensor_coalesced_": {"outputs"},
-    "allreduce_": {"tensors"},
-    "allreduce_coalesced_": {"tensors"},
-    "alltoall_": {"output_tensors"},
-    "alltoall_base_": {"output"},
-    "barrier": set(),
-    "broadcast_": {"tensors"},
-    "gather_": {"output_tensors"},
-    "recv_": {"tensors"},
-    "recv_any_source_": {"tensors"},
-    "reduce_": {"tensors"},
-    "reduce_scatter_": {"output_tensors"},
-    "reduce_scatter_tensor_coalesced_": {"outputs"},
-    "scatter_": {"output_tensors"},
-    "send": set(),
-}
-
-# These look at shapes, or set them, but touch no element of their arguments.
-_SHAPE_ONLY = {
-    *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
-    *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "is_pinned", "is_same_size"),
-    *("_unsafe_view", "set_", "resize_", "resize_as_", "record_stream", "barrier"),
-}
-
-
-class _Roles:
-    """Which arguments of one operator are read, and which are written."""
-
-    def __init__(self, operator: Any) -> None:
-        schema = operator._schema
-        namespace, _, base = schema.name.partition("::")
-        self.name = f"{namespace}.{base}"
-        aliases = [argument.alias_info for argument in schema.arguments if argument.alias_info is not None]
-        self.is_view = bool(aliases) and not any(alias.is_write for alias in aliases)
-        self._names = [argument.name for argument in schema.arguments]
-        self._touches = base not in _SHAPE_ONLY
-        if namespace == "c10d":
-            self._writes = _COLLECTIVE_WRITES.get(base, set(self._names))
-        else:
-            self._writes = {
-                argument.name for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write
-            }
-
-    def sort(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """The tensors that are read, those that are written, and those of which neither is true."""
-        reads: list[Tensor] = []
-        writes: list[Tensor] = []
-        for name, value in (*zip(self._names, args, strict=False), *kwargs.items()):
-            _find(value, writes if name in self._writes else reads)
-        return (reads, writes, []) if self._touches else ([], [], reads + writes)
-
-
-_roles: dict[Any, _Roles] = {}
-
-
-def _find(value: Any, found: list[Tensor]) -> None:
-    """The tensors in ``value`` that have memory."""
-    if isinstance(value, Tensor):
-        if value.layout is torch.strided and not value.is_meta and not compat.has_own_dispatch(type(value)):
-            found.append(value)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _find(item, found)
-
-
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Addresses [start, stop) from the first to the last byte of ``tensor``."""
-    start = tensor.data_ptr()
-    if tensor.numel() == 0:
-        return start, start
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
-
-
 def _advance(clock: Clock, event: Clock) -> None:
     for stream, tick in event.items():
         if clock.get(stream, 0) < tick:
             clock[stream] = tick
-
-
-_LEAVE_OUT = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(contextlib.__file__) + os.sep + "contextlib", __file__)
-
-
-def _frames(most: int = 5) -> tuple[tuple[str, int, str], ...]:
-    """The innermost frames of Python code that is neither torch's nor ours."""
-    found: list[tuple[str, int, str]] = []
-    frame = sys._getframe(2)
-    while frame is not None and len(found) < most:  # type: ignore[redundant-expr]
-        code = frame.f_code
-        if not code.co_filename.startswith(_LEAVE_OUT):
-            found.append((code.co_filename, frame.f_lineno, code.co_name))
-        frame = frame.f_back  # type: ignore[assignment]
-    return tuple(found)
 
 
 __all__ = ["Race", "RaceError", "RecordingStreams", "Touch", "recording"]

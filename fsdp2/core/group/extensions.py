@@ -26,14 +26,13 @@ Worked example, a (5, 4) weight over 2 ranks that sends rows of int8 and one sca
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -45,85 +44,8 @@ from ..comm.communicators import CommWork
 from ..comm.streams import Event, Streams
 from ..plan.layout import Cut, rows_of
 from ..plan.mesh import DataParallelMesh
-from ..plan.placement import ShardSpec
+from .own_memory import POST, PRE, has_extension, missing_half
 from .param import ShardedParam, new_unsharded_param, storage_view
-
-PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-
-# --- which tensors, and how they are cut ----------------------------------------------------------------------------------------
-
-
-def has_extension(local: Tensor) -> bool:
-    return hasattr(local, PRE) or hasattr(local, POST)
-
-
-def needs_own_memory(param: Tensor) -> bool:
-    """Whether a parameter (of a DTensor, its local tensor) cannot be a piece of a flat buffer."""
-    local = compat.local_tensor(param) if isinstance(param, DTensor) else param
-    return has_extension(local) or compat.is_traceable_wrapper_subclass(compat.waited_for(local))
-
-
-def refuse_unextendable(params: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Raise ExtensionError naming every parameter with half an extension, or one that cannot be cut into tensors of its kind."""
-    found = []
-    for name, param in params:
-        local = compat.local_tensor(param) if isinstance(param, DTensor) else param
-        problem = _half(local)
-        if problem is None and needs_own_memory(local):
-            if local.ndim == 0:
-                problem = "has no dim to cut"
-            elif not local.is_contiguous():
-                problem = f"is not contiguous but has strides {tuple(local.stride())}"
-        if problem is not None:
-            found.append(f"{name} {tuple(param.shape)} of type {type(local).__name__}: {problem}")
-    if found:
-        raise ExtensionError(
-            f"{len(found)} parameters are tensors of a kind that cannot be sharded",
-            items=found,
-            expected=f"contiguous tensors with at least one dim, and with both {PRE} and {POST}, or neither",
-            fix="change the tensor class, or pass them in ignored_params",
-        )
-
-
-def _half(local: Tensor) -> str | None:
-    for one, other in ((PRE, POST), (POST, PRE)):
-        if hasattr(local, one) and not hasattr(local, other):
-            return f"has {one} but no {other}"
-    return None
-
-
-def cut_out(name: str, whole: Tensor, spec: ShardSpec, rank: int) -> Tensor:
-    """This rank's shard of ``whole``, of the same kind and with memory of its own (with room for the largest shard).
-
-    Made of the operators that torch's FSDP2 uses, for they are those that tensor subclasses implement: chunk, new_zeros, narrow
-    from 0 and copy_.
-    Raises: ExtensionError if the subclass cannot do it.
-    """
-    cut = spec.cut
-    shape = cut.shard_shape(rank)
-    try:
-        if cut.dim is None:
-            shard = whole.new_zeros(cut.shape)
-            shard.copy_(whole)
-        else:
-            chunks = torch.chunk(whole, cut.num_shards, dim=cut.dim)
-            shard = whole.new_zeros(cut.shard_shape(0))
-            if math.prod(shape) > 0:
-                shard.narrow(cut.dim, 0, shape[cut.dim]).copy_(chunks[rank])
-            shard = shard.narrow(cut.dim, 0, shape[cut.dim])
-        if tuple(shard.shape) != shape:
-            raise ValueError(f"torch.chunk, new_zeros and narrow led to the shape {tuple(shard.shape)}, not {shape}")
-    except Exception as error:
-        raise ExtensionError(
-            f"{name} {tuple(whole.shape)} of type {type(whole).__name__} cannot be cut into {cut.num_shards} shards: "
-            f"{type(error).__name__}: {error}",
-            expected="a tensor subclass with torch.chunk, new_zeros, narrow and copy_ for these shapes",
-            fix="choose shapes that divide, implement the operator, or pass the parameter in ignored_params",
-        ) from error
-    return shard
-
-
-# --- what is gathered -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -229,7 +151,7 @@ class ExtensionGather:
         there = local if local.device == self._device else local.to(self._device, non_blocking=non_blocking)
         if not has_extension(local):
             return [_values(param, there, self._param_dtype)], None
-        problem = _half(local) or (None if param.spec.order is None else "is not contiguous")
+        problem = missing_half(local) or (None if param.spec.order is None else "is not contiguous")
         if problem is not None:
             raise ExtensionError(
                 f"{param.fqn} of type {type(local).__name__} {problem}",

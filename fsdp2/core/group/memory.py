@@ -33,7 +33,8 @@ from ..plan.mesh import DataParallelMesh
 from ..plan.placement import in_dtype
 from .all_gather import Gather, GatherPlace, LocalGather
 from .custom_all_gather import CommGather
-from .extensions import ExtensionGather, has_extension, needs_own_memory
+from .extensions import ExtensionGather
+from .own_memory import has_extension, needs_own_memory
 from .param import Owner, ShardedParam, new_unsharded_param, shard_view, storage_view
 from .smaller_mesh import PostForward
 from .step_count import OPTIMIZER_STEPS

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import ParameterError
-from ..group.extensions import has_extension
+from ..group.own_memory import has_extension
 from ..group.param import Owner, ShardedParam
 from ..group.param_group import ParamGroup
 

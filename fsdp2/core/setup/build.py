@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import ArgumentError, DeviceError, MeshError, ModuleError, OrderError, ParameterError, message
 from .. import torch_compat as compat
-from ..group.extensions import cut_out, needs_own_memory, refuse_unextendable
 from ..group.memory import GroupOptions
+from ..group.own_memory import cut_out, needs_own_memory, refuse_unextendable
 from ..group.param import Owner, ShardedParam, new_sharded_param, sharded_from
 from ..group.param_group import ParamGroup
 from ..iteration.module_state import ModuleState, group_with

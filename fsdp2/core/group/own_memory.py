@@ -1,0 +1,89 @@
+"""Parameters with memory of their own: which tensors cannot be a piece of a flat shard, and how they are cut.
+
+Those with the all-gather hooks of ``extensions.py``, and tensor subclasses. It refuses to know how they are gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ...errors import ExtensionError
+from .. import torch_compat as compat
+from ..plan.placement import ShardSpec
+
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+def has_extension(local: Tensor) -> bool:
+    return hasattr(local, PRE) or hasattr(local, POST)
+
+
+def needs_own_memory(param: Tensor) -> bool:
+    """Whether a parameter (of a DTensor, its local tensor) cannot be a piece of a flat buffer."""
+    local = compat.local_tensor(param) if isinstance(param, DTensor) else param
+    return has_extension(local) or compat.is_traceable_wrapper_subclass(compat.waited_for(local))
+
+
+def refuse_unextendable(params: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raise ExtensionError naming every parameter with half an extension, or one that cannot be cut into tensors of its kind."""
+    found = []
+    for name, param in params:
+        local = compat.local_tensor(param) if isinstance(param, DTensor) else param
+        problem = missing_half(local)
+        if problem is None and needs_own_memory(local):
+            if local.ndim == 0:
+                problem = "has no dim to cut"
+            elif not local.is_contiguous():
+                problem = f"is not contiguous but has strides {tuple(local.stride())}"
+        if problem is not None:
+            found.append(f"{name} {tuple(param.shape)} of type {type(local).__name__}: {problem}")
+    if found:
+        raise ExtensionError(
+            f"{len(found)} parameters are tensors of a kind that cannot be sharded",
+            items=found,
+            expected=f"contiguous tensors with at least one dim, and with both {PRE} and {POST}, or neither",
+            fix="change the tensor class, or pass them in ignored_params",
+        )
+
+
+def missing_half(local: Tensor) -> str | None:
+    for one, other in ((PRE, POST), (POST, PRE)):
+        if hasattr(local, one) and not hasattr(local, other):
+            return f"has {one} but no {other}"
+    return None
+
+
+def cut_out(name: str, whole: Tensor, spec: ShardSpec, rank: int) -> Tensor:
+    """This rank's shard of ``whole``, of the same kind and with memory of its own (with room for the largest shard).
+
+    Made of the operators that torch's FSDP2 uses, for they are those that tensor subclasses implement: chunk, new_zeros, narrow
+    from 0 and copy_.
+    Raises: ExtensionError if the subclass cannot do it.
+    """
+    cut = spec.cut
+    shape = cut.shard_shape(rank)
+    try:
+        if cut.dim is None:
+            shard = whole.new_zeros(cut.shape)
+            shard.copy_(whole)
+        else:
+            chunks = torch.chunk(whole, cut.num_shards, dim=cut.dim)
+            shard = whole.new_zeros(cut.shard_shape(0))
+            if math.prod(shape) > 0:
+                shard.narrow(cut.dim, 0, shape[cut.dim]).copy_(chunks[rank])
+            shard = shard.narrow(cut.dim, 0, shape[cut.dim])
+        if tuple(shard.shape) != shape:
+            raise ValueError(f"torch.chunk, new_zeros and narrow led to the shape {tuple(shard.shape)}, not {shape}")
+    except Exception as error:
+        raise ExtensionError(
+            f"{name} {tuple(whole.shape)} of type {type(whole).__name__} cannot be cut into {cut.num_shards} shards: "
+            f"{type(error).__name__}: {error}",
+            expected="a tensor subclass with torch.chunk, new_zeros, narrow and copy_ for these shapes",
+            fix="choose shapes that divide, implement the operator, or pass the parameter in ignored_params",
+        ) from error
+    return shard

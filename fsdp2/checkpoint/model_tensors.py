@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Placement
 from ..core import torch_compat as compat
 from ..core.iteration.module_state import unit_of
 from ..core.iteration.unit import Unit
-from ..core.modules.walk import all_names
+from ..core.modules.module_names import all_names
 from ..errors import ArgumentError, ParameterError, message
 from .boxes import Cut, Piece, in_order, local_shape_of, pieces_of
 

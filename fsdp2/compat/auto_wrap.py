@@ -15,7 +15,7 @@ from torch import nn
 
 from ..core.iteration.module_state import unit_of
 from ..errors import ArgumentError, ModuleError, got
-from ..grouping.tree import CONTAINERS, OPAQUE
+from ..grouping.module_tree import CONTAINERS, OPAQUE
 from .api import MixedPrecision
 
 Chosen = list[tuple[nn.Module, dict[str, Any]]]

@@ -35,8 +35,8 @@ from .api import (
     StateDictType,
     member,
 )
+from .gather_and_cut import cut_like, is_first_rank, local_part, sharded_params, whole
 from .settings import Settings, settings_of
-from .whole import cut_like, is_first_rank, local_part, sharded_params, whole
 
 State = dict[str, Any]
 

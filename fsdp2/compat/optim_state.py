@@ -24,8 +24,8 @@ from ..core import torch_compat as compat
 from ..core.group.param import ShardedParam
 from ..core.iteration.module_state import unit_of
 from .api import OptimStateKeyType, StateDictSettings, StateDictType, member
+from .gather_and_cut import cut_like, is_first_rank, sharded_params, whole
 from .model_state import fsdp_modules_of
-from .whole import cut_like, is_first_rank, sharded_params, whole
 
 State = dict[str, Any]
 

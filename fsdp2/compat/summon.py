@@ -20,7 +20,7 @@ from ..core.iteration.module_state import ModuleState, unit_of
 from ..core.modules.shown_parameters import set_parameter
 from ..core.plan.placement import in_dtype
 from ..errors import ArgumentError, OrderError, message
-from .whole import is_first_rank, whole
+from .gather_and_cut import is_first_rank, whole
 
 
 @dataclass

@@ -20,7 +20,7 @@ from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .api import BackwardPrefetch, MixedPrecision, ShardingStrategy, member
 from .auto_wrap import chosen_modules
 from .ignored import read_ignored
-from .initialise import Own, broadcast_own, cast_own_buffers, materialize_own
+from .initial_values import Own, broadcast_own, cast_own_buffers, materialize_own
 from .meshes import current, read_device, read_groups
 from .settings import Options, Settings, give_settings, settings_of
 

@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from .tree import ModuleTree
+from .module_tree import ModuleTree
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 

@@ -18,8 +18,8 @@ from typing import Any
 from torch import nn
 
 from ..errors import ModuleError, ParameterError, got_object
+from .module_tree import CONTAINERS, ModuleTree, is_sharded
 from .policies import as_policy
-from .tree import CONTAINERS, ModuleTree, is_sharded
 
 
 @dataclass(frozen=True)

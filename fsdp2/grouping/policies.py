@@ -19,7 +19,7 @@ from torch import nn
 
 from ..errors import ArgumentError
 from .auto import auto_groups
-from .tree import CONTAINERS, ModuleTree
+from .module_tree import CONTAINERS, ModuleTree
 
 Group = list[nn.Module]
 

@@ -18,7 +18,7 @@ import libcst as cst
 
 from .editor import Editor
 from .names import Names
-from .trees import arguments, code, dotted, is_none, string_of
+from .syntax_trees import arguments, code, dotted, is_none, string_of
 
 _UNSEEN = "buffer_dtype={}: which buffers it casts is not seen in this file"
 

@@ -12,7 +12,7 @@ import libcst as cst
 from .devices import device_type
 from .editor import Editor, Rules, enclosing_call
 from .fsdp1_wrap import in_isinstance
-from .trees import arguments, code, is_none, keyword, literal, with_args
+from .syntax_trees import arguments, code, is_none, keyword, literal, with_args
 
 _SIGNATURE = (
     "module",

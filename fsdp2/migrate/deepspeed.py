@@ -19,7 +19,7 @@ import libcst as cst
 
 from .deepspeed_config import Plan, from_dict, from_file, plan_of
 from .editor import Editor, Rules
-from .trees import arguments, code, dotted, keyword, literal, string_of, with_args
+from .syntax_trees import arguments, code, dotted, keyword, literal, string_of, with_args
 
 _SIGNATURE = (
     "args",

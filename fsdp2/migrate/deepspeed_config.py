@@ -13,7 +13,7 @@ from typing import Any
 
 import libcst as cst
 
-from .trees import code, string_of
+from .syntax_trees import code, string_of
 
 STAGES = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 _OPTIMIZERS = {"adam": "AdamW", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad"}

@@ -9,7 +9,7 @@ import libcst as cst
 
 from .editor import Editor
 from .names import Names
-from .trees import arguments, dotted, string_of
+from .syntax_trees import arguments, dotted, string_of
 
 _CPU_ONLY = ("gloo", "mpi", "cpu:gloo")
 _STARTS = ("torch.distributed.init_process_group", "torch.distributed.distributed_c10d.init_process_group")

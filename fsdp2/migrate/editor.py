@@ -15,7 +15,7 @@ import libcst as cst
 
 from .names import WRAPPED, Names
 from .report import Finding, Kind
-from .trees import code, comments_in, dotted, expression, statement
+from .syntax_trees import code, comments_in, dotted, expression, statement
 
 CallRule = Callable[["Editor", cst.Call, cst.Call], cst.BaseExpression | None]
 """(editor, the call as it was, as it has become) -> what to put there; None: not mine."""

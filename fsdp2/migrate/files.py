@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterable
 from pathlib import Path
 
-from .imported import imported_names
 from .report import Finding, Kind, Migrated
 
 CONFIGS = (".yaml", ".yml")
@@ -61,4 +61,20 @@ def _neighbours(path: Path, texts: dict[Path, str]) -> list[Path]:
             continue
         if other.stem in own or path.stem in imported_names(text):
             found.append(other)
+    return found
+
+
+def imported_names(text: str) -> set[str]:
+    """The last parts of modules' names: ``{"policies", "train"}`` for ``from .policies import x`` and ``import a.train``."""
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return set()
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.rpartition(".")[2] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").rpartition(".")[2])
+            found |= {alias.name for alias in node.names}
     return found

@@ -15,7 +15,7 @@ import libcst as cst
 
 from .editor import Editor, Rules, enclosing_call
 from .names import VALUES
-from .trees import Arguments, arguments, code, is_none, keyword, literal, with_args
+from .syntax_trees import Arguments, arguments, code, is_none, keyword, literal, with_args
 
 STRATEGIES = {
     "FULL_SHARD": "zero3",

@@ -16,7 +16,7 @@ from .buffers import cast
 from .devices import device_type
 from .editor import Editor, Rules, enclosing_call
 from .fsdp1_values import partial_policy, strategy_by_getattr
-from .trees import arguments, code, dotted, expression, is_none, keyword, string_of, with_args, without_comment
+from .syntax_trees import arguments, code, dotted, expression, is_none, keyword, string_of, with_args, without_comment
 
 SIGNATURE = (
     "module",

@@ -14,7 +14,7 @@ import libcst as cst
 
 from .origins import is_framework_module, new_home, origin, star_names
 from .report import Finding, Kind
-from .trees import code, dotted, statement
+from .syntax_trees import code, dotted, statement
 
 _MAX_LINE = 100
 

@@ -11,7 +11,7 @@ import libcst as cst
 
 from .editor import Editor, Rules, receiver
 from .names import SHARDED, WRAPPED, Names
-from .trees import arguments, code, dotted, with_args
+from .syntax_trees import arguments, code, dotted, with_args
 
 _STATIC = "fsdp:FullyShardedDataParallel."
 _CLIP = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_")

@@ -21,7 +21,7 @@ from libcst.metadata import (
 )
 
 from .origins import FSDP1_NAMES, is_framework_module, origin, star_names
-from .trees import arguments, code, dotted, parameters
+from .syntax_trees import arguments, code, dotted, parameters
 
 SHARDED = ("fsdp1", "ddp", "deepspeed")
 """Tags of models."""

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError
-from .files import migrate_files
-from .imported import imported_names
+from .files import imported_names, migrate_files
 
 
 @dataclass(frozen=True)

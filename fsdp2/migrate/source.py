@@ -14,7 +14,7 @@ from pathlib import Path
 import libcst as cst
 from libcst.metadata import MetadataWrapper
 
-from . import averages, buffers, ddp, deepspeed, fsdp1_values, fsdp1_wrap, model_use, state_dicts, unresolved, upstream
+from . import buffers, ddp, deepspeed, fsdp1_values, fsdp1_wrap, model_use, parameter_loops, state_dicts, torch_fsdp2, unresolved
 from .editor import Editor, Rules
 from .imports import fix_imports
 from .names import Names
@@ -74,7 +74,7 @@ def _editor(names: Names, path: Path | None, upstream_too: bool) -> Editor:
     if active:
         rules.add(model_use.SHARED)
         rules.add(state_dicts.SHARED)
-        rules.add(averages.RULES)
+        rules.add(parameter_loops.RULES)
     if "fsdp1" in active:
         for each in (fsdp1_values.RULES, fsdp1_wrap.RULES, model_use.FSDP1, state_dicts.FSDP1):
             rules.add(each)
@@ -83,7 +83,7 @@ def _editor(names: Names, path: Path | None, upstream_too: bool) -> Editor:
     if "deepspeed" in active:
         rules.add(deepspeed.RULES)
     if upstream_too:
-        rules.add(upstream.RULES)
+        rules.add(torch_fsdp2.RULES)
     editor = Editor(names, rules)
     editor.of(deepspeed.Engine).script = path
     return editor

@@ -18,7 +18,7 @@ from .editor import Editor, Rules
 from .model_use import is_use_before_wrap
 from .names import SHARDED
 from .rank_guards import on_every_rank
-from .trees import arguments, code, dotted
+from .syntax_trees import arguments, code, dotted
 
 _STATIC = "fsdp:FullyShardedDataParallel."
 _DCP = "torch.distributed.checkpoint.state_dict"

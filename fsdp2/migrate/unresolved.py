@@ -16,7 +16,7 @@ from libcst import matchers
 
 from .model_use import is_asked_for
 from .names import SHARDED, WRAPPED, Names
-from .trees import code, dotted, string_of
+from .syntax_trees import code, dotted, string_of
 
 _INSTEAD = {
     "no_sync": "fsdp2.accumulate({0})",

@@ -30,7 +30,7 @@ from ..plan.model_axes import varying_axes
 from .compiler_orders import warn_of_losing_orders
 from .nested_tensors import find_tensors, map_tensors
 from .optimizer_steps import watch_optimizers
-from .stored_tensors import StoredTensors, stored_tensors
+from .tensors_left_on_modules import StoredTensors, stored_tensors
 from .unmanaged_parameters import REGISTRATIONS, warn_of_plain_parameters
 from .whole_tensors import cut_whole_tensors
 

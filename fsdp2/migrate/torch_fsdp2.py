@@ -6,7 +6,7 @@ import libcst as cst
 
 from .editor import Editor, Rules
 from .origins import new_home
-from .trees import code
+from .syntax_trees import code
 
 
 def by_module(editor: Editor, old: cst.Attribute, new: cst.BaseExpression) -> cst.BaseExpression:

@@ -20,7 +20,7 @@ from libcst import matchers
 
 from .editor import Editor, Rules
 from .names import SHARDED, WRAPPED, Names
-from .trees import code, dotted, parameters
+from .syntax_trees import code, dotted, parameters
 
 _LISTS = ("parameters", "named_parameters")
 _SUMMON = "fsdp2.compat.FullyShardedDataParallel.summon_full_params"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..checkpoint.named_state import clean_name
 from ..core import torch_compat as compat
 from ..core.group.param import sharded_from
-from ..core.modules.walk import all_names
+from ..core.modules.module_names import all_names
 from ..core.plan.mesh import DataParallelMesh
 from ..core.setup.build import managed_modules
 from ..errors import ArgumentError, MaterializationError, got

@@ -18,7 +18,7 @@ import libcst as cst
 from libcst import matchers
 
 from .names import Names
-from .trees import code, dotted, string_of
+from .syntax_trees import code, dotted, string_of
 
 
 class Which(Enum):

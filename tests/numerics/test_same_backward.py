@@ -95,6 +95,55 @@ def test_a_rank_that_does_not_call_a_group_is_an_error_by_name_on_every_rank(rou
     check_step(model, reference, x)
 
 
+def roots() -> tuple[nn.Module, Model]:
+    """Each layer is a root of its own, below a module that nobody sharded."""
+    torch.manual_seed(0)
+    reference = Model()
+    model = copy.deepcopy(reference)
+    for layer in (model.first, *model.blocks):
+        fully_shard(layer, mesh=cpu_mesh())
+    return model, reference
+
+
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("frozen", [0, 1, 3])
+def test_a_root_that_one_rank_leaves_out_is_an_error_by_name_on_every_rank(frozen):
+    """Symptom: roots did not know of each other; the gradients of two were swapped in silence, or gloo ended the process."""
+    model, reference = roots()
+    x, *_ = batches(1)
+    check_step(model, reference, x)
+    with pytest.raises(OrderError, match=r"(?s)1 units.*the root FSDPBlock: .*ranks \[0\] does not have it"):
+        step(model, own_chunk(x), EVERY, frozen if dist.get_rank() == 0 else None)
+    for layer in (model.first, *model.blocks):
+        layer.reset_iter_state()
+    check_step(model, reference, x)
+
+
+@on_ranks(2, timeout=60)
+def test_roots_whose_forward_one_backward_does_not_reach_are_not_compared():
+    """Rank 1 keeps the graph of a forward of other roots, whose backward never comes."""
+    model, reference = roots()
+    other, _ = roots()
+    x, *_ = batches(1)
+    kept = [other(own_chunk(x), EVERY)]
+    if dist.get_rank() == 0:
+        kept.clear()
+    check_step(model, reference, x)
+
+
+@on_ranks(2, timeout=60)
+def test_backwards_of_two_models_may_follow_their_forwards_in_any_order():
+    model, reference = roots()
+    other, _ = roots()
+    x, *_ = batches(1)
+    losses = [each(own_chunk(x), EVERY).square().mean() for each in (model, other)]
+    for loss in losses:
+        loss.backward()
+    step(reference, x, EVERY)
+    for each in (model, other):
+        assert_equal_grads(grads_of(each), grads_of(reference), ulps=32)
+
+
 @on_ranks(2, 3, timeout=60)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_rank_that_leaves_out_one_block_is_an_error_by_name_where_forward_gathers_too(strategy):

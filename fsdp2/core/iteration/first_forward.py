@@ -11,6 +11,7 @@ from torch import nn
 
 from ...errors import OrderError, message, meta_error
 from .module_state import ModuleState
+from .same_backward import Agreement
 from .schedule import Schedule
 from .unit import Unit
 
@@ -47,7 +48,10 @@ def adopt(root: ModuleState, units_below: Callable[[nn.Module], list[tuple[str, 
             schedule.is_last_backward &= unit.schedule.is_last_backward
             schedule.post_optim_event = schedule.post_optim_event or unit.schedule.post_optim_event
             schedule._kept |= unit.schedule._kept
+            if unit.schedule.agreement is not None:
+                unit.schedule.agreement.retire()
         unit.schedule = schedule
+    schedule.agreement = Agreement(units, schedule.alive_logs)
     schedule.settled = True
     return schedule
 

@@ -2,11 +2,12 @@
 
 Groups are gathered and reduced one after another, in an order that follows from each rank's own graph. If one rank left out a unit that
 the others have, its next group would meet their last one: a hang, or, between groups of equal size, gradients of other parameters in
-silence. So the first moment of a backward costs one all-gather of one byte a unit. What a rank does without a collective is its own:
-how often it calls a unit that it need not gather, which frozen units it calls, whether its data need a gradient. A unit that some ranks
-reduce at the end of backward is reduced there by all, if nobody has to gather it. On stream-ordered backends (NCCL) the host would have
-to wait for the device to read the answer, so there nothing is compared. This file refuses to know when a backward begins and what is
-communicated in it.
+silence. So the first moment of a backward costs one all-gather of eight bytes, a checksum of what the rank will do; where these differ,
+another of one byte a unit. What a rank does without a collective is its own: how often it calls a unit that it need not gather, which
+frozen units it calls, whether its data need a gradient. A unit that some ranks reduce at the end of backward is reduced there by all,
+if nobody has to gather it. A backward that runs through several roots is compared as a whole when the first of them begins: a rank that
+leaves out a root would else not come to compare it. On stream-ordered backends (NCCL) the host would have to wait for the device to
+read the answer, so there nothing is compared. This file refuses to know when a backward begins and what is communicated in it.
 
 Worked example, units 0 (the root), 1 and 2, sharded; rank 0 did not call unit 1
 
@@ -17,9 +18,11 @@ Worked example, units 0 (the root), 1 and 2, sharded; rank 0 did not call unit 1
 
 from __future__ import annotations
 
+import collections
+import weakref
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -42,11 +45,49 @@ _SAID = {
     AT_END: "reduces it last, for none of its inputs needs a gradient",
 }
 
+_Moment = tuple[int, int, int]
+"""Of forward: 0 and its number, or, of a root that keeps logs, 1, the number of the log and the place there."""
+_Ways = dict[tuple[int, int], dict[int, int]]
+"""By root and unit, and by rank."""
+
+_roots: weakref.WeakSet[Agreement] = weakref.WeakSet()
+_num_units: collections.Counter[tuple[str, ...]] = collections.Counter()
+"""How many units ``fully_shard`` has made over the same ranks."""
+_compared: weakref.WeakKeyDictionary[Agreement, int] = weakref.WeakKeyDictionary()
+"""The backward (id of the graph task) in which a root was compared with an earlier one."""
+
+
+def number(unit: Unit) -> None:
+    """``fully_shard`` has made ``unit``: all ranks know it by the same number, whatever else they have."""
+    if unit.groups:
+        mesh = unit.groups[0].mesh
+        ranks = tuple(group.group_name for group in (mesh.shard_group, mesh.replicate_group) if group is not None)
+        unit.number = _num_units[ranks]
+        _num_units[ranks] += 1
+
+
+@dataclass
+class _Part:
+    """What a backward does with one root.
+
+    root:   number of its first unit
+    ways:   what it does with each unit
+    timed:  moments of forward, of which the engine goes back through the latest first: a unit is gathered, or (True) reduced
+    last:   the units that it reduces when the graph has run
+    """
+
+    root: int
+    ways: list[int]
+    timed: list[tuple[_Moment, int, bool]]
+    last: list[int]
+    is_reached: bool = False  # the backward goes through a unit that communicates
+
 
 class Agreement:
     """The units of one root that communicate over the same ranks as the first of them, and those ranks."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], logs: Callable[[], Sequence[ForwardLog]]) -> None:
+        """logs: of forwards whose backward may come, in order, if ranks may leave parts of them out of their backward"""
         first = next((unit.groups[0].mesh for unit in units if unit.groups), None)
         groups = () if first is None else (first.shard_group, first.replicate_group)
         self._process_groups = [group for group in groups if group is not None and group.size() > 1]
@@ -62,59 +103,114 @@ class Agreement:
         ]
         self._all_units = units
         self._below: dict[Unit, list[ParamGroup]] = {}
-        self.is_needed = bool(self._process_groups) and len(self._units) > 1
+        self._logs = logs
+        self._ranks = tuple(group.group_name for group in self._process_groups)
+        self.number = self._units[0].number if self._units else 0
+        if self._process_groups and self._units:
+            _roots.add(self)
 
-    def check(self, logs: Sequence[ForwardLog]) -> None:
+    def retire(self) -> None:
+        """Another root has taken over its units."""
+        _roots.discard(self)
+
+    def check(self) -> None:
         """Raise OrderError on every rank if this backward, which has just begun, communicates in another order on one of them.
 
-        logs: of forwards whose backward may come, in order, if ranks may leave parts of them out of their backward
-        Collective: yes, over the shard axis, then the replicate axis, unless nobody communicates in this backward.
+        Collective: yes, over the shard axis, then the replicate axis; not if the root communicates nothing, or is one unit and alone
+        in this backward, or was compared with an earlier one.
         """
-        if not any(self._communicates(unit) for unit in self._units):
+        task = compat.current_graph_task()
+        if _compared.get(self) == task or not any(map(self._communicates, self._units)):
             return
-        ways, middle, last = self._expected([log for log in logs if log.is_in_this_backward()] or logs[-1:])
-        rows = self._gather_rows(ways, middle, last)
-        if _have_one_order(rows):
+        if not self._process_groups:
             return
-        # All ranks have seen the same rows, so all of them come here.
-        joined = [index for index in range(len(ways)) if self._can_join(index, {row[8 + index] for row in rows})]
-        left_out = [index for index in joined if ways[index] == LEFT_OUT]
-        if not joined or not _have_one_order(self._gather_rows(ways, middle, sorted(last + left_out))):
-            self._refuse(rows)
+        logs = self._logs()
+        parts = [self._part([log for log in logs if log.is_in_this_backward()] or logs[-1:], keeps_logs=bool(logs))]
+        others = sorted((each for each in _roots if each is not self and each._ranks == self._ranks), key=lambda each: each.number)
+        for other in others:
+            logs = other._logs()
+            part = other._part([log for log in logs if log.is_in_this_backward()], keeps_logs=bool(logs))
+            if part.is_reached:
+                parts.append(part)
+                _compared[other] = task
+        if (len(parts) > 1 or len(self._units) > 1) and not self._have_one_order(parts):
+            self._join_or_refuse(parts)
+
+    def _have_one_order(self, parts: Sequence[_Part]) -> bool:
+        """Whether all ranks communicate in the order of this rank's ``parts``. Collective: yes."""
+        numbers = [part.root if len(parts) > 1 else 0 for part in parts]
+        timed = sorted(
+            (
+                (moment, number, index, reduces)
+                for number, part in zip(numbers, parts, strict=True)
+                for moment, index, reduces in part.timed
+            ),
+            reverse=True,
+        )
+        order = [(number, index, reduces) for _, number, index, reduces in timed]
+        order += [(number, index, True) for number, part in zip(numbers, parts, strict=True) for index in reversed(part.last)]
+        mine = torch.tensor(
+            [*dist.get_rank().to_bytes(4, "big"), *zlib.crc32(repr(order).encode()).to_bytes(4, "big")], dtype=torch.uint8
+        )
+        rows: list[list[int]] = self._gather(mine).tolist()
+        return all(row[4:] == rows[0][4:] for row in rows)
+
+    def _join_or_refuse(self, parts: Sequence[_Part]) -> None:
+        """The ranks' orders differ. What some of them leave out they reduce at the end with the others, if that makes them equal."""
+        first_roots, ways = self._gather_ways(parts)
+        # Another root is maybe in no backward of those ranks, which would have an end.
+        joined = []
+        if len(first_roots) == 1:
+            joined = [
+                index for root, index in sorted(ways) if root == self.number and self._can_join(index, set(ways[root, index].values()))
+            ]
+        left_out = [index for index in joined if parts[0].ways[index] == LEFT_OUT]
+        parts[0].last = sorted([*parts[0].last, *left_out])
+        if not joined or not self._have_one_order(parts):
+            self._refuse(ways)
         for index in left_out:
             for group in self._units[index].groups:
                 group.gradients.reached = True
 
-    def _expected(self, logs: Sequence[ForwardLog]) -> tuple[list[int], list[tuple[int, bool]], list[int]]:
-        """What this backward does with each unit; in which order it gathers and (True) reduces units; which it reduces last."""
-        ways = []
-        timed: list[tuple[Any, int, bool]] = []
-        last = []
+    def _part(self, logs: Sequence[ForwardLog], keeps_logs: bool) -> _Part:
+        """What the backward that has just begun does with this root.
+
+        logs: of the forwards that it goes through, if the root keeps logs
+        """
+        part = _Part(self.number, [], [], [])
         for index, unit in enumerate(self._units):
             if not self._communicates(unit):
-                ways.append(LEFT_OUT)
+                part.ways.append(LEFT_OUT)
                 continue
-            way, begins, ends = _in_logs(unit, logs) if logs else self._in_graph(unit)
+            way, begins, ends = _in_logs(unit, logs) if keeps_logs else self._in_graph(unit)
+            part.is_reached |= bool(begins)
             if way == LEFT_OUT and any(group.gradients.is_due for group in unit.groups):
                 way = LAST
             if not self._is_resident(unit):
-                timed += [(moment, index, False) for moment in begins]
+                part.timed += [(moment, index, False) for moment in begins]
             elif way == AT_END:
                 way = LAST
-            ways.append(way)
+            part.ways.append(way)
             if way == IN_MIDDLE and _reduces(unit):
-                timed.append((min(ends), index, True))
+                part.timed.append((min(ends), index, True))
             elif way != LEFT_OUT and _reduces(unit):
-                last.append(index)
-        timed.sort(reverse=True)  # the engine goes back through forward
-        return ways, [(index, reduces) for _, index, reduces in timed], last
+                part.last.append(index)
+        return part
 
-    def _gather_rows(self, ways: list[int], middle: list[tuple[int, bool]], last: list[int]) -> list[list[int]]:
-        """Of each rank: its number, a checksum of the order of its collectives, and what it does with each unit. Collective: yes."""
-        order = middle + [(index, True) for index in reversed(last)]
-        header = [*dist.get_rank().to_bytes(4, "big"), *zlib.crc32(repr(order).encode()).to_bytes(4, "big")]
-        rows: list[list[int]] = self._gather(torch.tensor(header + ways, dtype=torch.uint8)).tolist()
-        return rows
+    def _gather_ways(self, parts: Sequence[_Part]) -> tuple[set[int], _Ways]:
+        """Which roots come first in the backwards of ranks, and what each rank does with each unit. Collective: yes."""
+        mine = [dist.get_rank(), self.number] + [
+            value for part in parts for index, way in enumerate(part.ways) for value in (part.root, index, way)
+        ]
+        length = int(self._gather(torch.tensor([len(mine)])).max())
+        rows: list[list[int]] = self._gather(torch.tensor(mine + [-1] * (length - len(mine)))).tolist()
+        ways: _Ways = {}
+        for row in rows:
+            for at in range(2, len(row), 3):
+                root, index, way = row[at : at + 3]
+                if root >= 0:
+                    ways.setdefault((root, index), {each[0]: LEFT_OUT for each in rows})[row[0]] = way
+        return {row[1] for row in rows}, ways
 
     def _can_join(self, index: int, ways: set[int]) -> bool:
         """Whether those ranks that leave out a unit can reduce it with the others, at the end of backward."""
@@ -132,19 +228,21 @@ class Agreement:
             return True
         return all(group.mesh.shard_size == 1 for group in unit.groups)
 
-    def _in_graph(self, unit: Unit) -> tuple[int, list[int], list[int]]:
+    def _in_graph(self, unit: Unit) -> tuple[int, list[_Moment], list[_Moment]]:
         """What this backward does with ``unit``, and at which moments of forward it begins and ends with its calls."""
-        begins, ends, opened = [], [], []
+        begins: list[_Moment] = []
+        ends: list[_Moment] = []
+        opened: list[_Moment] = []
         task = compat.current_graph_task()
         for reference in unit.calls:
             call = reference()
             if call is None or not call.will_pass_inputs(task):  # None: its graph is gone
                 continue
             if not call.nodes:
-                opened.append(call.left)
+                opened.append((0, call.left, 0))
             else:
-                begins.append(call.left)
-                ends.append(call.entered)
+                begins.append((0, call.left, 0))
+                ends.append((0, call.entered, 0))
         if not opened:
             return IN_MIDDLE if ends else LEFT_OUT, begins, ends
         if not ends and not self._gives_gradients(unit):
@@ -166,6 +264,11 @@ class Agreement:
             if param.unsharded is not None and param.unsharded.requires_grad
         )
 
+    def _name_of(self, index: int, has_others: bool) -> str:
+        unit = self._units[index]
+        root = f"the root {type(self._all_units[0].modules[0]).__name__}" if has_others else "the root"
+        return f"{unit.fqn} of {root}" if unit.fqn and has_others else unit.fqn or root
+
     def _gather(self, mine: torch.Tensor) -> torch.Tensor:
         found = mine
         for group in self._process_groups:
@@ -174,15 +277,18 @@ class Agreement:
             found = gathered
         return found.view(-1, mine.numel())
 
-    def _refuse(self, rows: list[list[int]]) -> None:
+    def _refuse(self, ways: _Ways) -> None:
+        roots = {each.number: each for each in _roots if each._ranks == self._ranks} | {self.number: self}
+        has_others = len({root for root, _ in ways}) > 1
         items = []
-        for index, unit in enumerate(self._units):
+        for (root, index), each in sorted(ways.items()):
             ranks: dict[int, list[int]] = {}
-            for row in rows:
-                ranks.setdefault(row[8 + index], []).append(int.from_bytes(bytes(row[:4]), "big"))
+            for rank, way in each.items():
+                ranks.setdefault(way, []).append(rank)
             if len(ranks) > 1:
                 said = [f"the backward of ranks {sorted(each)} {_SAID[way]}" for way, each in sorted(ranks.items())]
-                items.append(f"{unit.fqn or 'the root'}: {'; '.join(said)}")
+                name = roots[root]._name_of(index, has_others) if root in roots else "a root that this rank has not run"
+                items.append(f"{name}: {'; '.join(said)}")
         raise OrderError(
             message(
                 f"{len(items)} units are not in the same backward on all ranks" if items else "ranks ran units in different orders",
@@ -194,19 +300,15 @@ class Agreement:
         )
 
 
-def _have_one_order(rows: list[list[int]]) -> bool:
-    return all(row[4:8] == rows[0][4:8] for row in rows)
-
-
 def _reduces(unit: Unit) -> bool:
     return unit.micro_batch.reduces and any(param.sharded.requires_grad for group in unit.groups for param in group.params)
 
 
-def _in_logs(unit: Unit, logs: Sequence[ForwardLog]) -> tuple[int, list[tuple[int, int]], list[tuple[int, int]]]:
+def _in_logs(unit: Unit, logs: Sequence[ForwardLog]) -> tuple[int, list[_Moment], list[_Moment]]:
     """As ``Agreement._in_graph``; a moment is the number of a log and a place there."""
     visits = [visit for log in logs for visit in log.visits.get(unit, ())]
-    begins = [(visit.log, visit.begin_at) for visit in visits if visit.begin_at is not None]
-    ends = [(visit.log, visit.end_at) for visit in visits if visit.has_end()]
+    begins = [(1, visit.log, visit.begin_at) for visit in visits if visit.begin_at is not None]
+    ends = [(1, visit.log, visit.end_at) for visit in visits if visit.has_end()]
     if not begins:
         return LEFT_OUT, [], []
     return IN_MIDDLE if len(ends) == len(begins) else AT_END, begins, ends

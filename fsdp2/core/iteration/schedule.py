@@ -77,7 +77,7 @@ class Schedule:
         self.log: ForwardLog | None = None  # of the forward under way
         self._logs: list[weakref.ref[ForwardLog]] = []  # of forwards whose backward may come
         # backward
-        self._agreement: Agreement | None = None  # made in the first
+        self.agreement: Agreement | None = None  # made in the first forward
         self._reading: Reading | None = None  # of the backward under way
         self._task = -1  # graph task at whose end ``end_of_backward`` runs
         self._at_end: weakref.ref[Callable[[], None]] | None = None  # what that graph task calls then, and is the only one to hold
@@ -93,6 +93,10 @@ class Schedule:
     def choose_logs(self) -> None:
         """Ranks keep the order of each other's backward, whatever they leave out of it, if any unit asks for unused parameters."""
         self._keeps_logs = any(group.gradients.options.reduce_unused for unit in self.units for group in unit.groups)
+
+    def alive_logs(self) -> list[ForwardLog]:
+        """Of the forwards whose backward may come, in order."""
+        return [log for reference in self._logs if (log := reference()) is not None]
 
     # --- forward ---
 
@@ -415,11 +419,8 @@ class Schedule:
         if self._has_failed_backward():
             self._end_failed_backward()
         if self._task == -1:
-            alive = [log for reference in self._logs if (log := reference()) is not None]
-            if self._agreement is None:
-                self._agreement = Agreement(self.units)
-            if self._agreement.is_needed and not compat.functorch_is_active():
-                self._agreement.check(alive)
+            if self.agreement is not None and not compat.functorch_is_active():
+                self.agreement.check()
             at_end = functools.partial(self.end_of_backward)
             if not compat.queue_end_of_backward(at_end):
                 raise _compiled_autograd_error()
@@ -429,7 +430,7 @@ class Schedule:
             self._task = compat.current_graph_task()
             self._waiting = bool(self._started) or self._holds_unreduced()
             if self._logs:
-                self._reading = Reading(self._task, alive)
+                self._reading = Reading(self._task, self.alive_logs())
 
     def end_of_backward(self) -> None:
         """Reduce what has not been reduced, and finish; a pipeline schedule calls it when sync is on again. Collective: yes."""

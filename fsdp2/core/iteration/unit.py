@@ -140,6 +140,7 @@ class Unit:
     uses:                   its own and those it borrows
     reshard_after_forward:  True, False, or a number of ranks: each group then reshards to its own ``smaller`` mesh
     reshard_is_default:     the user left it to us: a root then keeps its parameters from forward to backward
+    number:                 among the units over the same ranks, in the order of ``fully_shard`` calls; a copy has its original's
     """
 
     def __init__(
@@ -168,6 +169,7 @@ class Unit:
         self.prefetch_forward: Sequence[Unit] = []
         self.prefetch_backward: Sequence[Unit] = []
         self.fqn = ""
+        self.number = 0
         self.summoned = False  # its modules show whole parameters that are not its own; forward takes them as they are
         self.backward_prefetch: Literal["pre", "post"] | None = "pre"  # before its gradients are computed, after that, or not at all
         self.prefetch_after: Unit | None = None  # what "post" is to gather, in the backward under way

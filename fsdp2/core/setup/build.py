@@ -20,6 +20,7 @@ from ..group.own_memory import cut_out, needs_own_memory, refuse_unextendable
 from ..group.param import Owner, ShardedParam, new_sharded_param, sharded_from
 from ..group.param_group import ParamGroup
 from ..iteration.module_state import ModuleState, group_with
+from ..iteration.same_backward import number
 from ..modules.hooks import UnitHooks
 from ..modules.shown_parameters import ModuleRegistry
 from ..modules.unmanaged_parameters import REGISTRATIONS, refuse_gradients
@@ -87,6 +88,7 @@ def build_unit(
         reshard_is_default=after is None,
     )
     unit.ignored = [Owner(module, name) for module in managed for name, param in module._parameters.items() if param in ignored_params]
+    number(unit)
     unit.hooks = UnitHooks(unit)
     unit.hooks.install()
     for module in modules:

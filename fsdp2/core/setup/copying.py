@@ -128,6 +128,7 @@ def _copy_unit(unit: ModuleState, memo: dict[Any, Any], copies: dict[ModuleState
         unit.reshard_is_default,
     )
     new.set_micro_batch(unit.micro_batch)
+    new.number = unit.number
     new.unshard_in_backward = unit.unshard_in_backward
     new.max_reductions = unit.max_reductions
     new.accumulates_whole = unit.accumulates_whole

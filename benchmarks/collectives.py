@@ -31,7 +31,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 def issuers(collective: str, full: torch.Tensor, row: torch.Tensor) -> Iterator[tuple[str, Callable[[], ours.Pending]]]:
     """Each algorithm's name, and a function that issues it: ``full`` is (W * P,), ``row`` is (P,)."""
     world: Any = dist.group.WORLD
-    reduction = ours.reduction_for(dist.get_world_size(), 1, full.dtype, "gloo").reduce_scatter
+    reduction = ours.divisions_for(dist.get_world_size(), 1, full.dtype, "gloo").reduce_scatter
     for name in ALGORITHMS[collective]:
         algorithm: Any = name
         if collective == "all_gather":

@@ -1,6 +1,6 @@
 """How much CPU time does the host spend per module and step, over the plain model?
 
-Fake process group of 8 ranks, parameters so small that arithmetic and copies vanish: what is left is Python, dispatch and
+Fake process group of 8 or 64 ranks, parameters so small that arithmetic and copies vanish: what is left is Python, dispatch and
 autograd. The time is that of the main thread alone (``time.thread_time``; a CPU backward runs on it), forward and backward,
 divided by the number of blocks, the root's own share included.
 """
@@ -9,18 +9,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import common
 import models
 import torch
+import torch.distributed as dist
 from torch import nn
 
-TARGET = common.Target(0.35, 0.25)
+
+@dataclass(frozen=True)
+class Case:
+    """mixed: bf16 parameters, gradients reduced in fp32."""
+
+    params_per_block: int
+    target: common.Target
+    world_size: int = 8
+    mixed: bool = False
 
 
-def stepper(model: nn.Module, steps: int) -> Callable[[], float]:
+CASES = [
+    Case(2, common.Target(0.35, 0.25)),
+    Case(12, common.Target(0.35, 0.25)),
+    Case(12, common.Target(0.40, 0.30), mixed=True),
+    Case(12, common.Target(0.43, 0.30), world_size=64),
+    Case(50, common.Target(0.35, 0.25)),
+]
+
+
+def stepper(model: nn.Module, steps: int, dtype: torch.dtype) -> Callable[[], float]:
     """A function that trains ``steps`` steps and returns its thread time in ms per step."""
-    x = torch.randn(2, 16, requires_grad=True)  # as from an embedding: every block's input needs a gradient
+    x = torch.randn(2, 16, dtype=dtype, requires_grad=True)  # as from an embedding: every block's input needs a gradient
     parameters = list(model.parameters())
 
     def sample() -> float:
@@ -39,27 +58,29 @@ def stepper(model: nn.Module, steps: int) -> Callable[[], float]:
 def main() -> None:
     options = common.parser(__doc__).parse_args()
     common.start(options, __doc__)
-    mesh = common.fake_mesh(8)
     num_blocks, rounds, steps = (8, 12, 2) if options.quick else (16, 40, 2)
-    for params_per_block in (2, 12, 50):
+    for case in CASES:
+        mesh = common.fake_mesh(case.world_size)
         functions = {}
+        dtype = torch.bfloat16 if case.mixed else torch.float32
         for name in options.implementations:
-            model = models.tiny_stack(num_blocks, params_per_block)
-            functions[name] = stepper(common.shard(model, model.blocks, name, mesh), steps)
+            model = models.tiny_stack(num_blocks, case.params_per_block)
+            functions[name] = stepper(common.shard(model, model.blocks, name, mesh, mixed=case.mixed), steps, dtype)
         samples = common.interleave(functions, rounds, warmup=3)
         overheads = common.over_plain(samples, num_blocks)
         result = common.Result.of(
             "host_time",
             "host time over plain, per module and step",
-            f"{params_per_block} parameters",
+            f"{case.params_per_block} parameters, {case.world_size} ranks{', mixed' if case.mixed else ''}",
             "ms",
             overheads,
-            TARGET,
+            case.target,
             plain_ms_per_module=common.Spread.of(samples[common.PLAIN]).p50 / num_blocks,
             num_blocks=num_blocks,
-            world_size=8,
+            world_size=case.world_size,
         )
         common.report(result, options.json)
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -175,8 +175,9 @@ class FSDPModule:
         unit = _unit(self)
         refuse_meta([unit])
         unit.issue(copy=async_op)
-        schedule_of(unit).keep(unit)
-        schedule_of(unit).kept_by_forward.discard(unit)
+        tree = schedule_of(unit).tree
+        tree.leave_unsharded(unit)
+        tree.step.left_by_forward.discard(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -265,8 +266,7 @@ class FSDPModule:
         """Change ``reshard_after_forward`` (True or False), for the root as well. Recursive."""
         check_bool("set_reshard_after_forward", "reshard_after_forward", reshard_after_forward)
         for unit in _units(self, recurse):
-            unit.reshard_after_forward = reshard_after_forward
-            unit.reshard_is_default = False
+            unit.choose(reshard_after_forward=reshard_after_forward, reshard_is_default=False)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether parameters are resharded after backward; keeping them saves the next micro-batch's gather. Recursive.
@@ -281,17 +281,17 @@ class FSDPModule:
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs the parameters at all (an embedding's does not)."""
         check_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
-        _unit(self).unshard_in_backward = unshard_in_backward
+        _unit(self).choose(unshard_in_backward=unshard_in_backward)
 
     # --- prefetch ---
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Gather these as soon as this module's own parameters are there in forward, instead of the recorded next one."""
-        _unit(self).prefetch_forward = checked_units(modules, "set_modules_to_forward_prefetch")
+        _unit(self).choose(prefetch_forward=checked_units(modules, "set_modules_to_forward_prefetch"))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """The same in backward, instead of the module that ran before."""
-        _unit(self).prefetch_backward = checked_units(modules, "set_modules_to_backward_prefetch")
+        _unit(self).choose(prefetch_backward=checked_units(modules, "set_modules_to_backward_prefetch"))
 
     # --- reduction ---
 
@@ -348,7 +348,7 @@ class FSDPModule:
         """
         check_max_input_buffers(max_input_buffers)
         for unit in _units(self, recurse):
-            unit.max_reductions = max_input_buffers
+            unit.choose(max_reductions=max_input_buffers)
             if unit.schedule is not None:
                 unit.schedule.choose_max_reductions()
 

@@ -51,11 +51,10 @@ def measured_state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | No
     for unit in {id(unit): unit for module in model.modules() if (unit := unit_of(module)) is not None}.values():
         for group in unit.groups:
             master.add(param.local if group.flat is None else group.flat for param in group.params)
-            if group.gather is not None and not group.has_own_memory:
-                compute.add_storage(group.storage)
-            if group.post_forward is not None:
-                compute.add(group.post_forward.kept)
-            gradients.add(group.gradients.kept)
+            if group.unsharded is not None:
+                for storage in group.unsharded.storages():
+                    compute.add_storage(storage)
+            gradients.add(group.gradients.unreduced)
             shown = [each for param in group.params for each in (param.sharded, param.unsharded) if each is not None]
             gradients.add(each.grad for each in shown)
     state = _Storages()

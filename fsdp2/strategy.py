@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .api import FSDPModule, fully_shard
-from .core.group.micro_batch import MicroBatch
+from .core.group.options import MicroBatch
 from .core.iteration.module_state import unit_of
 from .core.modules.optimizer_steps import STEPS
 from .core.modules.sharded_class import sharded_class
@@ -142,7 +142,7 @@ def parallelize(
         )
         unit = unit_of(group.modules[0])
         assert unit is not None
-        unit.accumulates_whole = chosen.gradients == "nobody"
+        unit.choose(accumulates_whole=chosen.gradients == "nobody")
     return model
 
 
@@ -230,11 +230,11 @@ def accumulate(model: nn.Module, last: bool = False) -> Iterator[None]:
         usual = unit.micro_batch
         unit.set_micro_batch(
             MicroBatch(
-                reduces=usual.reduces and not unit.accumulates_whole,
+                reduces=usual.reduces and not unit.options.accumulates_whole,
                 all_reduces=False,
-                keeps_shards=True,
-                reshards=usual.reshards and unit.reshard_after_forward is not False,
-                reshards_to_smaller=any(group.smaller is not None for group in unit.groups),
+                accumulates_shards=True,
+                reshards=usual.reshards and unit.options.reshard_after_forward is not False,
+                reshards_to_smaller=any(group.smaller_mesh is not None for group in unit.groups),
             )
         )
     try:
@@ -242,4 +242,4 @@ def accumulate(model: nn.Module, last: bool = False) -> Iterator[None]:
     finally:
         for unit, usual in zip(units, before, strict=True):
             unit.set_micro_batch(usual)
-        STEPS.waiting.update(group.gradients for unit in units for group in unit.groups if group.gradients.holds_unreduced)
+        STEPS.waiting.update(group.gradients for unit in units for group in unit.groups if group.gradients.has_unreduced)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from harness import device_type
+from harness.states import check_moves
 
 
 def pytest_report_header() -> str:
@@ -17,6 +18,7 @@ def pytest_report_header() -> str:
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)  # as in the ranks: the same order of additions, and no fight over the cores
+    check_moves()
 
 
 @pytest.fixture(autouse=True)

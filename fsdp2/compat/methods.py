@@ -96,7 +96,7 @@ class WrappedModule(FSDPModule):
         before = [unit.micro_batch for unit in units]
         self.set_requires_gradient_sync(False)
         for unit in units:
-            keeps = unit.reshard_after_forward is False
+            keeps = unit.options.reshard_after_forward is False
             unit.set_micro_batch(replace(unit.micro_batch, reshards=unit.micro_batch.reshards and not keeps))
         try:
             yield

@@ -81,7 +81,7 @@ def _units(module: nn.Module, recurse: bool) -> list[ModuleState]:
 def _refuse_busy(units: list[ModuleState]) -> None:
     in_backward = compat.current_graph_task() != -1
     for unit in units:
-        if unit.summoned or unit.running or in_backward:
+        if unit.summoned or unit.calls.running or in_backward:
             where = "inside of summon_full_params" if unit.summoned else "inside of forward or backward"
             raise OrderError(
                 message(

@@ -89,7 +89,7 @@ def wrap_module(module: nn.Module, options: Options, mixin: type, mixin_below: t
     swap_class(module, mixin, prefix="")  # type(model.module).__name__ is the user's, as in FSDP1
     give_settings(module, settings)
     _choose_casts(module)
-    unit.backward_prefetch = _PREFETCH[options.backward_prefetch]
+    unit.choose(backward_prefetch=_PREFETCH[options.backward_prefetch])
     if mixed_precision is not None and mixed_precision.keep_low_precision_grads:
         for group in unit.groups:
             group.gradients.choose(grad_dtype=mixed_precision.param_dtype)

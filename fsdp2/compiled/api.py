@@ -107,7 +107,7 @@ def _root_of(model: Any, caller: str) -> ModuleState:
                 fix="call fully_shard(model) first; a model that is not sharded is compiled by torch.compile",
             )
         )
-    if unit.schedule is not None and unit.schedule.settled and unit.schedule.root is not unit:
+    if unit.schedule is not None and unit.schedule.settled and unit.schedule.tree.root is not unit:
         raise OrderError(
             message(
                 f"fsdp2.{caller} got {unit.fqn!r}, which is a part of a larger model",

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.comm import collectives
-from ..core.comm.collectives import GradientReduction, Reduction, reduction_for
+from ..core.comm.collectives import Division, Divisions, divisions_for
 from ..core.group.param import ShardedParam
 from ..core.plan.layout import Cut, Slot, rows_of
 from . import operators
@@ -50,9 +50,9 @@ class Bucket:
         self.keep = keep
         group = members[0].face.group
         self.mesh = group.mesh
-        self.param_dtype = group.param_dtype
-        self.reduce_dtype = group.reduce_dtype
-        self.reduction = _reduction_of(members[0].face)
+        self.param_dtype = group.plan.param_dtype
+        self.reduce_dtype = group.plan.reduce_dtype
+        self.divisions = _divisions_of(members[0].face)
         self._options = group.options
         self.scatter_group = group.gradients.scatter_group
         self._gather_backend = "" if group.mesh.shard_group is None else dist.get_backend(group.mesh.shard_group)
@@ -62,7 +62,7 @@ class Bucket:
 
     @property
     def unsharded_nbytes(self) -> int:
-        return sum(member.face.group.layout.unsharded_numel for member in self.members) * self.param_dtype.itemsize
+        return sum(member.face.group.plan.layout.unsharded_numel for member in self.members) * self.param_dtype.itemsize
 
     @property
     def params(self) -> list[ShardedParam]:
@@ -91,10 +91,10 @@ class Bucket:
         start = 0
         for member in self.members:
             group = member.face.group
-            for param, slot in zip(group.params, group.layout.slots, strict=True):
+            for param, slot in zip(group.params, group.plan.layout.slots, strict=True):
                 columns = rows[:, start + slot.offset : start + slot.offset + slot.numel]
                 whole.append(param.spec.to_logical(_assembled(columns, slot.cut)))
-            start += group.layout.shard_numel
+            start += group.plan.layout.shard_numel
         return whole
 
     def reduce(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
@@ -108,7 +108,7 @@ class Bucket:
             used.update(index for index, grad in enumerate(found) if grad is not None)
             pieces += self._laid_out(plan.params, plan.layout.slots, found)
         summed = torch.cat(pieces, dim=1).to(self.reduce_dtype).view(-1)
-        scatter, all_reduce = self.reduction.reduce_scatter, self.reduction.all_reduce
+        scatter, all_reduce = self.divisions.reduce_scatter, self.divisions.all_reduce
         if self.mesh.shard_size > 1:
             assert self.scatter_group is not None
             collective = functools.partial(operators.reduce_scatter, algorithm=self._reduce_scatter_algorithm(summed))
@@ -206,16 +206,16 @@ def _has_operators(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype in collectives.SENDABLE
 
 
-def _reduction_of(face: Face) -> GradientReduction:
+def _divisions_of(face: Face) -> Divisions:
     """As in eager mode, by operations that functional collectives know: sums and averages."""
     group, gradients = face.group, face.group.gradients
     mesh = group.mesh
     factor = gradients.options.divide_factor
     backend, all_reduce_backend = gradients.backends
-    return reduction_for(
+    return divisions_for(
         mesh.shard_size,
         mesh.replicate_size,
-        group.reduce_dtype,
+        group.plan.reduce_dtype,
         backend,
         factor,
         gradients.options.sum_only or factor is not None,
@@ -225,13 +225,13 @@ def _reduction_of(face: Face) -> GradientReduction:
 
 def _reduced(
     tensor: Tensor,
-    reduction: Reduction,
+    division: Division,
     collective: Callable[[Tensor, str, dist.ProcessGroup], Tensor],
     process_group: dist.ProcessGroup,
 ) -> Tensor:
-    operation = "avg" if reduction.op == dist.ReduceOp.AVG else "sum"
-    result = collective(_divided(tensor, reduction.predivide), operation, process_group)
-    return _divided(result, reduction.postdivide)
+    operation = "avg" if division.op == dist.ReduceOp.AVG else "sum"
+    result = collective(_divided(tensor, division.predivide), operation, process_group)
+    return _divided(result, division.postdivide)
 
 
 def _divided(tensor: Tensor, divisor: float | None) -> Tensor:

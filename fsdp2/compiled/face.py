@@ -33,7 +33,7 @@ class Landing:
 
     def __init__(self, group: ParamGroup, plan: ReducePlan) -> None:
         self.plan = plan
-        one = torch.zeros(1, dtype=group.dtype, device=group.device)
+        one = torch.zeros(1, dtype=group.plan.dtype, device=group.device)
         self.leaf = one.expand(plan.layout.shard_numel).detach().requires_grad_()
         self.leaf.register_post_accumulate_grad_hook(self._arrive)  # type: ignore[no-untyped-call]
         self.used: set[int] = set()
@@ -108,12 +108,12 @@ class Face:
 
 
 def _plan_of(group: ParamGroup) -> tuple[Any, ...]:
-    return group.layout, group.dtype, group.param_dtype, group.reduce_dtype, [id(param) for param in group.params]
+    return group.plan.layout, group.plan.dtype, group.plan.param_dtype, group.plan.reduce_dtype, [id(param) for param in group.params]
 
 
 def new_stand_in(param: ShardedParam, group: ParamGroup) -> nn.Parameter:
     """A parameter like the unsharded one, over a storage of its own that is freed."""
-    whole = torch.empty(param.spec.cut.shape, dtype=group.param_dtype, device=group.device)
+    whole = torch.empty(param.spec.cut.shape, dtype=group.plan.param_dtype, device=group.device)
     whole.untyped_storage().resize_(0)
     with torch.no_grad():
         return nn.Parameter(param.spec.to_logical(whole), requires_grad=param.sharded.requires_grad)

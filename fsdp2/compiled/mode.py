@@ -40,6 +40,7 @@ class FullGraph:
         self._model = model
         self._root = root
         self._options = options
+        self._num_registrations = 0  # on managed modules, when parameters that are nobody's were last looked for
         self._schedule: Schedule | None = None  # that the units were taken from
         self._units: list[ModuleState] = []
         self._faces: list[Face] = []
@@ -83,11 +84,11 @@ class FullGraph:
         schedule = self._root.schedule
         if schedule is None or not schedule.settled:
             schedule = adopt(self._root, units_below)
-            warn_of_plain_parameters(self._model, schedule.units)
-            schedule.num_registrations = REGISTRATIONS.count
-        elif schedule.num_registrations != REGISTRATIONS.count:
+            warn_of_plain_parameters(self._model, schedule.tree.units)
+            self._num_registrations = REGISTRATIONS.count
+        elif self._num_registrations != REGISTRATIONS.count:
             warn_of_plain_parameters(self._model, [below for _, below in units_below(self._model)])
-            schedule.num_registrations = REGISTRATIONS.count
+            self._num_registrations = REGISTRATIONS.count
         if self._schedule is not schedule:
             self._schedule = schedule
             self._units, self._faces = [unit for _, unit in units_below(self._model)], []
@@ -117,11 +118,11 @@ class FullGraph:
         return run
 
     def _refuse_units_around(self, schedule: Schedule) -> None:
-        if schedule.root is not self._root:
+        if schedule.tree.root is not self._root:
             raise OrderError(
                 message(
                     f"{self._root.fqn} ({type(self._model).__name__}) is in full-graph mode, and a part of a larger model: "
-                    f"fully_shard was applied to {type(schedule.root.modules[0]).__name__} around it",
+                    f"fully_shard was applied to {type(schedule.tree.root.modules[0]).__name__} around it",
                     expected="full-graph mode on the root, the module whose forward runs first",
                     fix="call fsdp2.uncompile on the part, and fsdp2.compile on the root",
                 )
@@ -131,8 +132,8 @@ class FullGraph:
         """What is built into a graph beside the parameters themselves, and what no graph has."""
         return tuple(
             (
-                unit.reshard_after_forward,
-                unit.reshard_is_default,
+                unit.options.reshard_after_forward,
+                unit.options.reshard_is_default,
                 tuple(
                     (
                         group.gradients.options.divide_factor,
@@ -213,7 +214,8 @@ class FullGraph:
 
     def _keeps(self, face: Face) -> bool:
         unit = self._unit_of[id(face.group)]
-        return unit.reshard_after_forward is False or (unit.reshard_is_default and unit is self._root)
+        options = unit.options
+        return options.reshard_after_forward is False or (options.reshard_is_default and unit is self._root)
 
     def _agree(self, problem: FSDPError | None, order_of_gathers: Any = None) -> None:
         """At the first forward: every rank has captured the same, or every rank raises.

@@ -51,12 +51,12 @@ def refuse_what_graphs_lack(units: Sequence[Unit]) -> None:
     found = []
     for unit in units:
         where = unit.fqn or "the root"
-        if unit.shrinking:
+        if unit.max_norm_weights:
             found.append(f"{where}: Embedding(max_norm=...) writes to its weight in forward")
         for group in unit.groups:
             gradients = group.gradients
             names = ", ".join(param.fqn for param in group.params[:3])
-            if group.has_own_memory:
+            if group.plan.has_own_memory:
                 found.append(f"{where}: {names} have all-gather extensions")
             if any(param.spec.unsharded is not None for param in group.params):
                 found.append(f"{where}: {names} are DTensors beside data parallelism (tensor, sequence or expert parallelism)")
@@ -66,9 +66,9 @@ def refuse_what_graphs_lack(units: Sequence[Unit]) -> None:
                 found.append(f"{where}: it has a custom communicator")
             if gradients.options.all_reduce_hook is not None or gradients.options.all_reduce_instead is not None:
                 found.append(f"{where}: it has an all-reduce hook")
-            if gradients.options.grad_dtype not in (None, group.dtype):
+            if gradients.options.grad_dtype not in (None, group.plan.dtype):
                 found.append(f"{where}: its gradients are kept in {gradients.options.grad_dtype}, which is not the parameters' own")
-            if gradients.holds_unreduced:
+            if gradients.has_unreduced:
                 raise OrderError(
                     message(
                         f"{where} holds gradients that were accumulated without sync and not reduced yet",

@@ -133,12 +133,12 @@ def _buckets(faces: Sequence[tuple[Face, bool]], nbytes: int) -> list[Bucket]:
 def _go_together(one: Bucket, other: Bucket) -> bool:
     if one.scatter_group is not other.scatter_group:
         return False
-    return (one.mesh.groups, one.param_dtype, one.reduce_dtype, one.keep, one.reduction) == (
+    return (one.mesh.groups, one.param_dtype, one.reduce_dtype, one.keep, one.divisions) == (
         other.mesh.groups,
         other.param_dtype,
         other.reduce_dtype,
         other.keep,
-        other.reduction,
+        other.divisions,
     )
 
 

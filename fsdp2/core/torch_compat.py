@@ -64,25 +64,21 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 # --- collectives: looked up on torch.distributed when called, so that tools which patch or count them see ours ----------------
 
 
-def _work(work: Any) -> dist.Work | None:
-    return work  # type: ignore[no-any-return]
-
-
 if hasattr(dist, "all_gather_single"):  # torch 2.13; it deprecates the older names
 
     def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
-        return _work(dist.all_gather_single(output, input, group=group, async_op=async_op))
+        return dist.all_gather_single(output, input, group=group, async_op=async_op)  # type: ignore[no-any-return]
 
     def reduce_scatter_single(output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
-        return _work(dist.reduce_scatter_single(output, input, op=op, group=group, async_op=async_op))
+        return dist.reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)  # type: ignore[no-any-return]
 
 else:  # torch 2.11 and 2.12
 
     def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
-        return _work(dist.all_gather_into_tensor(output, input, group=group, async_op=async_op))
+        return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)  # type: ignore[no-any-return]
 
     def reduce_scatter_single(output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
-        return _work(dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op))
+        return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)  # type: ignore[no-any-return]
 
 
 def coalescing_manager(group: dist.ProcessGroup, device: torch.device | None, async_ops: bool) -> AbstractContextManager[Any]:

@@ -36,10 +36,10 @@ def shard(model: nn.Module, after: bool | None = None) -> nn.Module:
 def count_collectives(run) -> dict[str, int]:
     """How many all-gathers and reductions our groups issue while ``run()`` runs."""
     from fsdp2.core.group.all_gather import Gather
-    from fsdp2.core.group.reduction import InFlight
+    from fsdp2.core.group.reduction import Reduction
 
     counts = {"gather": 0, "reduce": 0}
-    start, reduce = Gather.start, InFlight.__init__
+    start, reduce = Gather.start, Reduction.__init__
 
     def counted_start(self, *args):
         counts["gather"] += 1
@@ -49,7 +49,7 @@ def count_collectives(run) -> dict[str, int]:
         counts["reduce"] += 1
         reduce(self, *args, **kwargs)
 
-    with mock.patch.object(Gather, "start", counted_start), mock.patch.object(InFlight, "__init__", counted_reduce):
+    with mock.patch.object(Gather, "start", counted_start), mock.patch.object(Reduction, "__init__", counted_reduce):
         run()
     return counts
 
@@ -192,7 +192,7 @@ def test_calls_of_a_submodule_leave_the_record_of_the_root_alone():
         with torch.no_grad():
             model.blocks[1](torch.ones(2, 10))
     schedule = model._get_fsdp_state().schedule
-    assert [unit.fqn for unit in schedule._records[model._get_fsdp_state()]] == ["", "blocks.0", "blocks.1", "blocks.2"]
+    assert [unit.fqn for unit in schedule.tree.records[model._get_fsdp_state()]] == ["", "blocks.0", "blocks.1", "blocks.2"]
 
 
 # --- chunked loss -----------------------------------------------------------------------------------------------------------------

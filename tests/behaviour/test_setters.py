@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard, parallelize
 from fsdp2.core.comm import communicators as custom_comm
-from fsdp2.errors import OrderError
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp, token_batches, transformer
 from harness.training import (
@@ -119,18 +118,18 @@ def test_setters_that_change_communication_only():
 
 @on_ranks(2)
 def test_as_many_reductions_are_in_flight_as_asked_for():
-    from fsdp2.core.iteration.schedule import Schedule
+    from fsdp2.core.iteration.reductions import Reductions
 
     model = shard(mlp(num_blocks=4))
     most = 0
-    reduce = Schedule._reduce
+    start = Reductions.start
 
     def counted(self, *args, **kwargs):
         nonlocal most
-        reduce(self, *args, **kwargs)
-        most = max(most, len(self._reductions))
+        start(self, *args, **kwargs)
+        most = max(most, self.num_holding)
 
-    with mock.patch.object(Schedule, "_reduce", counted):
+    with mock.patch.object(Reductions, "start", counted):
         for number in (1, 2, 3):
             most = 0
             model.blocks[0].set_reduce_scatter_max_input_buffers(number)  # one list for all: the most generous counts
@@ -150,13 +149,12 @@ def test_the_separate_group_carries_the_reductions():
 
 
 @on_ranks(2, timeout=30)
-def test_ranks_that_have_made_different_numbers_of_process_groups_are_told():
+def test_ranks_may_have_made_different_numbers_of_process_groups():
     """Symptom: a hang, in torch too: each rank waited for the others under another name."""
     model, reference = shard(mlp()), mlp()
     if dist.get_rank() == 0:
         dist.new_group([0], use_local_synchronization=True)
-    with pytest.raises(OrderError, match=r"rank 0: \d+ process groups"):
-        model.set_separate_reduce_scatter_group()
+    model.set_separate_reduce_scatter_group()
     assert_same_bits(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
 
 
@@ -267,9 +265,9 @@ def test_an_embedding_is_not_gathered_in_backward_if_it_need_not_be():
     start = Gather.start
     with mock.patch.object(Gather, "start", lambda self, *args: (starts.append(self), start(self, *args))[1]):
         forward_backward(model, own_chunk(token_batches(1)[0]))
-    ours = model.embedding._get_fsdp_state().groups[0].gather
+    ours = model.embedding._get_fsdp_state().groups[0].unsharded.gather
     assert starts.count(ours) == 1
-    assert starts.count(model.blocks[0]._get_fsdp_state().groups[0].gather) == 2
+    assert starts.count(model.blocks[0]._get_fsdp_state().groups[0].unsharded.gather) == 2
 
 
 # --- what a device cannot do ----------------------------------------------------------------------------------------------------------

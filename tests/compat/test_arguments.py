@@ -272,7 +272,7 @@ def test_torchs_enums_and_dataclasses_are_taken_for_ours() -> None:
         cpu_offload=torchs.CPUOffload(offload_params=True),
     )
     assert model.sharding_strategy is ShardingStrategy.NO_SHARD
-    assert unit_of(model).backward_prefetch == "post"
+    assert unit_of(model).options.backward_prefetch == "post"
     assert model(torch.ones(1, 4)).dtype is torch.bfloat16
 
 
@@ -533,7 +533,7 @@ def test_dtypes_in_forward_are_those_of_fsdp1(
 @on_ranks(2)
 def test_reduce_dtype_defaults_to_param_dtype_and_may_stand_alone() -> None:
     def reduce_dtype(**arguments: Any) -> torch.dtype:
-        return unit_of(FSDP(nn.Linear(2, 2), mixed_precision=MixedPrecision(**arguments))).groups[0].reduce_dtype
+        return unit_of(FSDP(nn.Linear(2, 2), mixed_precision=MixedPrecision(**arguments))).groups[0].plan.reduce_dtype
 
     assert reduce_dtype(param_dtype=torch.bfloat16) is torch.bfloat16
     assert reduce_dtype(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) is torch.float32

@@ -126,7 +126,7 @@ def test_deepcopy_is_an_independent_fsdp_module_with_the_same_settings() -> None
     assert isinstance(other, FSDP)
     assert other.check_is_root()
     assert not other.blocks[0].check_is_root()
-    assert unit_of(other).backward_prefetch is None
+    assert unit_of(other).options.backward_prefetch is None
     assert unit_of(other).groups[0].gradients.options.grad_dtype is torch.bfloat16
     for name, value in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], value)

@@ -124,7 +124,7 @@ def test_where_backward_gathers_again_forward_saves_no_parameter():
 def test_units_are_merged_up_to_the_bucket_size(in_a_bucket, num_buckets):
     model = shard(four_blocks())
     group = fully_shard.state(model.blocks[0]).groups[0]
-    nbytes = group.layout.unsharded_numel * 4
+    nbytes = group.plan.layout.unsharded_numel * 4
     fsdp2.compile(model, backend="aot_eager", bucket_bytes=in_a_bucket * nbytes)
     steps = fed_own_chunk(model, token_batches(2))
     assert_equal_training(steps, fed_in_chunks(four_blocks(), token_batches(2)))
@@ -204,7 +204,7 @@ def test_mixed_precision_is_that_of_eager_mode(reduce_dtype):
     assert_same_bits(steps, fed_own_chunk(eager, batches(3), adamw))
     gathers = [each for each in last(model, "forward").collectives if each.kind == "all_gather"]
     group = fully_shard.state(model.blocks[0]).groups[0]
-    assert gathers[-1].nbytes == group.layout.unsharded_numel * 2
+    assert gathers[-1].nbytes == group.plan.layout.unsharded_numel * 2
 
 
 @pytest.mark.slow

@@ -188,9 +188,9 @@ def test_settings_and_prefetch_are_copied():
     assert unit.groups[0].gradients.options.divide_factor == 1.0
     assert not unit.micro_batch.reduces
     assert not unit.micro_batch.reshards
-    assert twin.blocks[0]._get_fsdp_state().prefetch_forward == [block._get_fsdp_state() for block in list(twin.blocks)[1:]]
+    assert twin.blocks[0]._get_fsdp_state().options.prefetch_forward == [block._get_fsdp_state() for block in list(twin.blocks)[1:]]
     alone = copy.deepcopy(model.blocks[0])
-    assert alone._get_fsdp_state().prefetch_forward == []
+    assert alone._get_fsdp_state().options.prefetch_forward == []
 
 
 @on_ranks(2)

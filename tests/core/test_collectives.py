@@ -15,15 +15,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp2.core.comm import collectives
 from fsdp2.core.comm.collectives import (
     SUM,
-    Reduction,
+    Division,
     all_gather,
     all_reduce,
     choose_all_gather,
     choose_all_reduce,
     choose_reduce_scatter,
+    divisions_for,
     is_stream_ordered,
     reduce_scatter,
-    reduction_for,
 )
 from harness import on_ranks
 
@@ -96,7 +96,7 @@ def assert_within_rounding(actual: Tensor, expected: Tensor) -> None:
     ],
 )
 def test_the_two_legs_of_a_gradient_divide_once(arguments, expected):
-    legs = reduction_for(*arguments)
+    legs = divisions_for(*arguments)
     found = []
     for leg in (legs.reduce_scatter, legs.all_reduce):
         found += [leg.op.name, leg.premultiply, leg.predivide, leg.postdivide]
@@ -104,8 +104,8 @@ def test_the_two_legs_of_a_gradient_divide_once(arguments, expected):
 
 
 def test_a_premultiplied_sum_carries_its_factor_to_the_backend():
-    assert reduction_for(4, 1, torch.float32, "nccl", 5.0).reduce_scatter.backend_op == dist.ReduceOp.PREMUL_SUM
-    assert reduction_for(4, 1, torch.float32, "nccl").reduce_scatter.backend_op == dist.ReduceOp.AVG
+    assert divisions_for(4, 1, torch.float32, "nccl", 5.0).reduce_scatter.backend_op == dist.ReduceOp.PREMUL_SUM
+    assert divisions_for(4, 1, torch.float32, "nccl").reduce_scatter.backend_op == dist.ReduceOp.AVG
 
 
 @pytest.mark.parametrize("backend", ["nccl", "fake", "a backend that nobody knows"])
@@ -181,7 +181,7 @@ def test_reduce_scatter_gives_each_rank_its_row_of_the_sum(algorithm, numel, wor
     rank, world = dist.get_rank(), dist.group.WORLD
     for dtype in FLOATS:
         expected = rank_ordered_sum(world_size, world_size * numel, dtype)[rank * numel : (rank + 1) * numel]
-        for reduction in (SUM, Reduction(postdivide=3.0), Reduction(predivide=2.0, postdivide=1.5)):
+        for reduction in (SUM, Division(postdivide=3.0), Division(predivide=2.0, postdivide=1.5)):
             output = torch.full((numel,), -1, dtype=dtype)
             input_ = row(rank, world_size * numel, dtype)
             reduce_scatter(output, input_, world, reduction, algorithm, async_op=True).finish()
@@ -198,7 +198,7 @@ def test_reduce_scatter_gives_each_rank_its_row_of_the_sum(algorithm, numel, wor
 def test_all_reduce_gives_every_rank_the_same_sum(algorithm, numel, world_size):
     rank, world = dist.get_rank(), dist.group.WORLD
     for dtype in FLOATS:
-        for reduction in (SUM, Reduction(postdivide=3.0), Reduction(predivide=2.0, postdivide=1.5)):
+        for reduction in (SUM, Division(postdivide=3.0), Division(predivide=2.0, postdivide=1.5)):
             buffer = row(rank, numel, dtype)
             all_reduce(buffer, world, reduction, algorithm, async_op=True).finish()
             wanted = rank_ordered_sum(world_size, numel, dtype)
@@ -218,7 +218,7 @@ def test_hsdp_averages_each_gradient_once(dtype):
     rank = dist.get_rank()
     shards = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    legs = reduction_for(2, 2, dtype, "gloo")
+    legs = divisions_for(2, 2, dtype, "gloo")
     output = torch.empty(5, dtype=dtype)
     reduce_scatter(output, torch.full((10,), rank + 1.0, dtype=dtype), shards, legs.reduce_scatter, "pairwise", True).finish()
     all_reduce(output, replicas, legs.all_reduce, "all_gather", True).finish()
@@ -228,7 +228,7 @@ def test_hsdp_averages_each_gradient_once(dtype):
 @on_ranks(2, 4)
 @pytest.mark.parametrize("algorithm", SCATTERS)
 def test_fp16_gradients_near_the_largest_number_are_averaged_without_overflow(algorithm, world_size):
-    reduction = reduction_for(world_size, 1, torch.float16, "gloo").reduce_scatter
+    reduction = divisions_for(world_size, 1, torch.float16, "gloo").reduce_scatter
     output = torch.empty(3, dtype=torch.float16)
     input_ = torch.full((3 * world_size,), 30000.0, dtype=torch.float16)
     reduce_scatter(output, input_, dist.group.WORLD, reduction, algorithm, True).finish()
@@ -262,7 +262,7 @@ def test_collectives_in_flight_together_may_be_finished_in_any_order(world_size)
 @pytest.mark.parametrize("algorithm", SCATTERS)
 def test_a_second_finish_does_nothing(algorithm):
     output = torch.empty(3)
-    pending = reduce_scatter(output, torch.ones(6), dist.group.WORLD, Reduction(postdivide=4.0), algorithm, True)
+    pending = reduce_scatter(output, torch.ones(6), dist.group.WORLD, Division(postdivide=4.0), algorithm, True)
     pending.finish()
     pending.finish()
     assert_bitwise(output, torch.full((3,), 0.5))
@@ -338,6 +338,6 @@ def test_stream_ordered_gathers_leave_nothing_to_wait_for(fake_world, algorithm,
 @pytest.mark.parametrize("algorithm", ["stock", "all_to_all", "all_reduce"])
 def test_stream_ordered_reductions_divide_right_behind_the_collective(fake_world, algorithm):
     output, buffer = torch.full((2,), 4.0), torch.full((3,), 8.0)
-    assert reduce_scatter(output, torch.ones(8), fake_world, Reduction(postdivide=4.0), algorithm, False) is collectives._DONE
-    assert all_reduce(buffer, fake_world, Reduction(postdivide=4.0), "stock", False) is collectives._DONE
+    assert reduce_scatter(output, torch.ones(8), fake_world, Division(postdivide=4.0), algorithm, False) is collectives._DONE
+    assert all_reduce(buffer, fake_world, Division(postdivide=4.0), "stock", False) is collectives._DONE
     assert_bitwise(buffer, torch.full((3,), 2.0))

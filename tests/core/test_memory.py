@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.core.comm import collectives
 from fsdp2.core.group.all_gather import Gather
-from fsdp2.core.group.reduction import InFlight
+from fsdp2.core.group.reduction import Reduction
 from fsdp2.core.plan.layout import TransientBytes, peak_of_step, transient_bytes
 from fsdp2.core.setup import build
 from harness import cpu_mesh, on_ranks
@@ -85,19 +85,19 @@ def terms(module: nn.Module) -> TransientBytes:
     """The terms of the module's one group, from its plans."""
     (group,) = module._get_fsdp_state().groups
     reduce_layout = group.gradients._plan.layout
-    nbytes = reduce_layout.unsharded_numel * group.reduce_dtype.itemsize
+    nbytes = reduce_layout.unsharded_numel * group.plan.reduce_dtype.itemsize
     backend = dist.get_backend(group.mesh.shard_group)
     ranks = group.mesh.shard_size
     algorithm = group.options.reduce_scatter or collectives.choose_reduce_scatter(backend, ranks, nbytes, "cpu")
     received_rows = {"stock": 0, "all_reduce": 0, "pairwise": ranks - 2, "all_to_all": ranks}[algorithm]
     return transient_bytes(
-        group.layout,
+        group.plan.layout,
         reduce_layout,
-        num_direct=group.num_direct,
-        itemsize=group.dtype.itemsize,
-        param_itemsize=group.param_dtype.itemsize,
-        reduce_itemsize=group.reduce_dtype.itemsize,
-        casts=group.param_dtype is not group.dtype,
+        num_direct=group.plan.num_direct,
+        itemsize=group.plan.dtype.itemsize,
+        param_itemsize=group.plan.param_dtype.itemsize,
+        reduce_itemsize=group.plan.reduce_dtype.itemsize,
+        casts=group.plan.param_dtype is not group.plan.dtype,
         received_rows=received_rows,
     )
 
@@ -123,7 +123,7 @@ def assert_peak_is_explained(model: Model, *, prefetch: bool, max_reductions: in
     # All that there is between steps is the sharded state: nothing is kept unsharded, no buffer is left over.
     assert sharded <= between_steps <= sharded + ACTIVATIONS
     groups = [terms(block) for block in model.blocks]
-    early = model.blocks[0]._get_fsdp_state().groups[0].num_direct > 0
+    early = model.blocks[0]._get_fsdp_state().groups[0].plan.num_direct > 0
     explained = peak_of_step(groups, terms(model), prefetch=prefetch, allocates_early=early, max_reductions=max_reductions)
     transient = live.peak - sharded
     assert 0.9 * explained <= transient <= explained + ACTIVATIONS, (
@@ -155,9 +155,9 @@ def slow_reductions() -> Iterator[None]:
 
     They do so a moment after ``wait`` returns, when they get Python's lock: until then they keep one more buffer alive.
     """
-    advance, finish = InFlight.advance, Gather.finish
+    advance, finish = Reduction.advance, Gather.finish
 
-    def advance_and_let_go(self: InFlight) -> None:
+    def advance_and_let_go(self: Reduction) -> None:
         held = [] if self._input is None else [self._input.untyped_storage()]
         references = [weakref.ref(storage) for storage in held]
         del held
@@ -166,7 +166,7 @@ def slow_reductions() -> Iterator[None]:
 
     def finish_and_let_go(self: Gather) -> None:
         buffers = () if self._pending is None else self._pending._buffers
-        own = {id(self._place.storage), id(None if self._flat is None else self._flat.untyped_storage())}
+        own = {id(self._target.storage), id(None if self._flat is None else self._flat.untyped_storage())}
         storages = [tensor.untyped_storage() for tensor in tree_leaves(list(map(list, buffers)))]
         references = [weakref.ref(storage) for storage in storages if id(storage) not in own]
         del buffers, storages
@@ -175,7 +175,7 @@ def slow_reductions() -> Iterator[None]:
 
     with (
         patch.object(collectives._Waiting, "is_completed", lambda self: False),
-        patch.object(InFlight, "advance", advance_and_let_go),
+        patch.object(Reduction, "advance", advance_and_let_go),
         patch.object(Gather, "finish", finish_and_let_go),
     ):
         yield

@@ -30,9 +30,8 @@ from fsdp2 import AllGather, CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy,
 from fsdp2.core import torch_compat as compat
 from fsdp2.core.comm.streams import streams_of
 from fsdp2.core.group.all_gather import Gather
-from fsdp2.core.group.reduction import InFlight
+from fsdp2.core.group.reduction import Reduction
 from fsdp2.core.iteration.module_state import schedule_of
-from fsdp2.core.iteration.schedule import Schedule
 from fsdp2.testing.recording import Race, RaceError, RecordingStreams, recording
 from harness import cpu_mesh, on_ranks
 from harness.models import MLP, batches, mlp
@@ -634,7 +633,7 @@ NEEDED_BY = {
     "all_gather.start": "plain",
     "all_gather.finish": "plain",
     "all_gather.finish 2": "unshard_on_a_side_stream",
-    "memory._free_behind_uses": "unshard_on_a_side_stream",
+    "unsharded._free_behind_uses": "unshard_on_a_side_stream",
     "reduction.__init__": "plain",
     "reduction._after_scatter": "hsdp",
     "reduction._hand_out": "all_reduce_hook",
@@ -684,10 +683,10 @@ def test_no_race_on_the_path_of_nccl_in(name, passes_at_once):
 @pytest.mark.parametrize(
     ("owner", "buffer", "scenario"),
     [
-        (InFlight, "_input", "plain"),
-        (InFlight, "_held", "hsdp_bf16"),
-        (InFlight, "_held", "replicated_bf16"),
-        (InFlight, "_held", "all_reduce_hook_bf16"),
+        (Reduction, "_input", "plain"),
+        (Reduction, "_held", "hsdp_bf16"),
+        (Reduction, "_held", "replicated_bf16"),
+        (Reduction, "_held", "all_reduce_hook_bf16"),
         (Gather, "_held", "unshard_over_the_step"),
     ],
 )
@@ -718,6 +717,6 @@ def test_sending_the_shard_itself_where_the_user_may_write_is_a_race():
 
 
 def test_a_prefetch_that_nobody_cancels_is_a_race():
-    with mock.patch.object(Schedule, "close_leases"):
+    with mock.patch("fsdp2.core.iteration.forward.release"), mock.patch("fsdp2.core.iteration.backward.release"):
         races = replay_on_fake_ranks(replace(SCENARIOS["shorter_evaluation"], num_steps=3), RecordingStreams())
     assert any("on compute writes" in race.how and "on gather" in str(race.earlier) for race in races)

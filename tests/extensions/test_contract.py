@@ -89,7 +89,8 @@ def test_all_tensors_of_a_group_travel_in_one_collective_as_bytes_where_dtypes_d
     with counted_gathers() as seen:
         model.unshard()
     rows = 3 * 7 + 3 * 4
-    assert sorted(seen, key=str) == sorted([(2 * rows, torch.uint8), (64, torch.float32)], key=str)  # the other: the biases
+    biases = 2 * 4  # 3 rows of each, in slots of 16 bytes
+    assert sorted(seen, key=str) == sorted([(2 * rows, torch.uint8), (biases, torch.float32)], key=str)
 
 
 @on_ranks(2)
@@ -127,7 +128,7 @@ def test_a_custom_communicator_carries_them():
 
 
 def extended(model: nn.Module) -> Any:
-    (group,) = [group for group in model._get_fsdp_state().groups if group.has_own_memory]
+    (group,) = [group for group in model._get_fsdp_state().groups if group.plan.has_own_memory]
     return group
 
 
@@ -139,7 +140,7 @@ def test_reshard_frees_its_tensors_and_the_unsharded_parameter_stays_the_same(ki
     weight = model.weight
     assert type(weight) is nn.Parameter
     before = weight.detach().clone()
-    storages = [storage for storage, _ in extended(model).gather._storages]
+    storages = [storage for storage, _ in extended(model).unsharded.gather._storages]
     assert all(storage.size() > 0 for storage in storages)
     assert weight.untyped_storage()._cdata in {storage._cdata for storage in storages}
     version = weight._version
@@ -158,7 +159,7 @@ def test_a_prefetch_that_is_cancelled_leaves_nothing_behind():
     for _ in range(2):
         model.unshard(async_op=True)
         model.reshard()
-        assert all(storage.size() == 0 for storage, _ in extended(model).gather._storages)
+        assert all(storage.size() == 0 for storage, _ in extended(model).unsharded.gather._storages)
     assert isinstance(model.weight, DTensor)
     run(model)
 
@@ -290,7 +291,7 @@ def test_a_local_tensor_may_be_exchanged_for_one_of_another_kind():
     assert type(model.weight._local_tensor) is RowInt8
     model.weight._local_tensor = values
     run(model)
-    assert not any(group.has_own_memory for group in model._get_fsdp_state().groups)
+    assert not any(group.plan.has_own_memory for group in model._get_fsdp_state().groups)
 
 
 # --- beside torch's FSDP2 -------------------------------------------------------------------------------------------------------

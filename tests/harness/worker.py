@@ -77,6 +77,9 @@ def _process_groups() -> tuple[int, int]:
 def serve(pipe: Connection, rank: int, world_size: int, store_path: str, log_path: str) -> None:
     """The whole life of the process. Replies once when the process group is ready, then once to each job."""
     _redirect_output(log_path)
+    from harness.states import check_moves
+
+    check_moves()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which kills us
     threading.Thread(target=_exit_with_parent, name=WATCHER, daemon=True).start()
     _join_process_group(rank, world_size, store_path)

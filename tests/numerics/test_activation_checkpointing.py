@@ -220,4 +220,4 @@ def test_a_recomputation_that_stops_early_does_not_keep_blocks_unsharded(reentra
         loss = model(x).square().mean()
         assert not any(group.is_unsharded for block in model.blocks for group in block._get_fsdp_state().groups)
         loss.backward()
-        assert not any(block._get_fsdp_state().running for block in model.blocks)
+        assert not any(block._get_fsdp_state().calls.running for block in model.blocks)

@@ -176,13 +176,12 @@ def test_the_log_dies_with_the_graph_and_is_kept_only_where_it_is_asked_for():
     schedule = model._get_fsdp_state().schedule
     outputs = model(own_chunk(batches(1)[0]))
     schedule = model._get_fsdp_state().schedule
-    assert schedule.log is None
-    assert [reference() is not None for reference in schedule._logs] == [True]
+    assert len(schedule.logs.alive()) == 1
     del outputs
-    assert [reference() is not None for reference in schedule._logs] == [False]
+    assert schedule.logs.alive() == []
     model.set_reduce_scatter_unused_params(False)
     loss_of(model(own_chunk(batches(1)[0])), [1] * 7).backward()
-    assert [reference() for reference in schedule._logs] == [None]
+    assert schedule.logs.alive() == []
 
 
 class Apart(nn.Module):
@@ -240,4 +239,4 @@ def test_what_is_known_of_a_forward_dies_with_its_graph():
         schedule = model._get_fsdp_state().schedule
         output.sum()
         del output
-        assert schedule._logs[-1]() is None  # at once, without the garbage collector
+        assert schedule.logs.alive() == []  # at once, without the garbage collector

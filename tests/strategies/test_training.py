@@ -269,7 +269,7 @@ def test_a_copy_trains_by_the_same_strategy(strategy):
     for ours, theirs in zip(one, other, strict=True):
         for name, param in ours.params.items():
             assert torch.equal(param.full_tensor(), theirs.params[name].full_tensor())
-    assert unit_of(copied).accumulates_whole is (strategy == "ddp")
+    assert unit_of(copied).options.accumulates_whole is (strategy == "ddp")
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------------------

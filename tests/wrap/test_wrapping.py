@@ -158,6 +158,6 @@ def test_parallelize_leaves_what_was_wrapped_before_as_it_is():
     fully_shard(model.blocks[1])
     assert plan(model, {Block}).names == ["blocks.0", "blocks.2"]
     parallelize(model, wrap={Block}, strategy="zero2")
-    assert unit_of(model.blocks[1]).reshard_after_forward is True
-    assert unit_of(model.blocks[0]).reshard_after_forward is False
+    assert unit_of(model.blocks[1]).options.reshard_after_forward is True
+    assert unit_of(model.blocks[0]).options.reshard_after_forward is False
     assert_equal_training(fed_own_chunk(model, batches()), fed_in_chunks(mlp(), batches()))

@@ -1,7 +1,7 @@
 """All-gather, reduce-scatter and all-reduce of flat buffers, by the algorithm that suits the backend.
 
 Each function issues a collective and returns a ``Pending``; ``finish()`` makes the result valid. The ``choose_*`` functions
-pick the algorithm, ``reduction_for`` picks who divides the gradients by what; both are pure. This file refuses to know
+pick the algorithm, ``divisions_for`` picks who divides the gradients by what; both are pure. This file refuses to know
 parameters, layouts, streams and when to communicate.
 
 Worked example: reduce-scatter by "pairwise", 3 ranks, P = 2, averaged. Rank 1 holds the rows ``[[1, 1], [5, 5], [2, 2]]``; row
@@ -89,7 +89,7 @@ def choose_all_reduce(backend: str, world_size: int, nbytes: int, device_type: s
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class Division:
     """How one collective reduces: divide the input in place, sum (or average) over the ranks, divide the output in place."""
 
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM  # SUM, AVG or PREMUL_SUM
@@ -104,19 +104,19 @@ class Reduction:
         object.__setattr__(self, "backend_op", backend_op)
 
 
-SUM = Reduction()
-_AVG = Reduction(op=dist.ReduceOp.AVG)
+SUM = Division()
+_AVG = Division(op=dist.ReduceOp.AVG)
 
 
 @dataclass(frozen=True, slots=True)
-class GradientReduction:
+class Divisions:
     """The reductions of the two legs of one gradient; together they divide once."""
 
-    reduce_scatter: Reduction
-    all_reduce: Reduction
+    reduce_scatter: Division
+    all_reduce: Division
 
 
-def reduction_for(
+def divisions_for(
     shard_ranks: int,
     replicate_ranks: int,
     reduce_dtype: torch.dtype,
@@ -124,7 +124,7 @@ def reduction_for(
     divide_factor: float | None = None,
     sum_only: bool = False,
     all_reduce_backend: str = "",
-) -> GradientReduction:
+) -> Divisions:
     """Divide a gradient by ``divide_factor`` (by default all data-parallel ranks) over reduce-scatter and all-reduce together.
 
     backend:            of the reduce-scatter
@@ -154,19 +154,19 @@ def reduction_for(
     elif (backend if shard_ranks > 1 else between) in _AVERAGES and not sum_only and total_ranks > 1:
         # Division inside the collective costs no kernel.
         if divide_factor is None:
-            all_reduce = _AVG if between in _AVERAGES else Reduction(postdivide=replicate_ranks)
-            return GradientReduction(_AVG if shard_ranks > 1 else SUM, all_reduce if replicate_ranks > 1 else SUM)
+            all_reduce = _AVG if between in _AVERAGES else Division(postdivide=replicate_ranks)
+            return Divisions(_AVG if shard_ranks > 1 else SUM, all_reduce if replicate_ranks > 1 else SUM)
         if factor == shard_ranks:
-            return GradientReduction(_AVG if shard_ranks > 1 else SUM, SUM)
-        scaled = Reduction(op=dist.ReduceOp.PREMUL_SUM, premultiply=1 / factor)
-        return GradientReduction(scaled, SUM) if shard_ranks > 1 else GradientReduction(SUM, scaled)
+            return Divisions(_AVG if shard_ranks > 1 else SUM, SUM)
+        scaled = Division(op=dist.ReduceOp.PREMUL_SUM, premultiply=1 / factor)
+        return Divisions(scaled, SUM) if shard_ranks > 1 else Divisions(SUM, scaled)
     if postdivide == 1:
         postdivide = None
     if replicate_ranks == 1:
-        return GradientReduction(Reduction(predivide=predivide, postdivide=postdivide), SUM)
+        return Divisions(Division(predivide=predivide, postdivide=postdivide), SUM)
     if shard_ranks == 1:
-        return GradientReduction(SUM, Reduction(predivide=predivide, postdivide=postdivide))
-    return GradientReduction(Reduction(predivide=predivide), Reduction(postdivide=postdivide))
+        return Divisions(SUM, Division(predivide=predivide, postdivide=postdivide))
+    return Divisions(Division(predivide=predivide), Division(postdivide=postdivide))
 
 
 # ---- the three collectives --------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def reduce_scatter(
     output: Tensor,
     input: Tensor,
     process_group: dist.ProcessGroup,
-    reduction: Reduction,
+    division: Division,
     algorithm: ReduceScatterAlgorithm,
     async_op: bool,
 ) -> Pending:
@@ -237,42 +237,42 @@ def reduce_scatter(
     Collective: yes. Neither side may be touched until ``finish``.
     """
     world_size = process_group.size()
-    if reduction.predivide is not None:
-        input.div_(reduction.predivide)
+    if division.predivide is not None:
+        input.div_(division.predivide)
     if world_size == 1:
         _copy_unless_same(output, input)
-        if reduction.postdivide is not None:
-            output.div_(reduction.postdivide)
+        if division.postdivide is not None:
+            output.div_(division.postdivide)
         return _DONE
     if algorithm == "stock":
-        work = compat.reduce_scatter_single(output, input, reduction.backend_op, process_group, async_op)
+        work = compat.reduce_scatter_single(output, input, division.backend_op, process_group, async_op)
         if async_op:
-            return _Waiting([work], (input,), output, reduction.postdivide)
-        if reduction.postdivide is not None:
-            output.div_(reduction.postdivide)
+            return _Waiting([work], (input,), output, division.postdivide)
+        if division.postdivide is not None:
+            output.div_(division.postdivide)
         return _DONE
     rank = process_group.rank()
     rows = input.view(world_size, output.numel()).unbind()
     if algorithm == "all_reduce":
-        work = dist.all_reduce(input, op=reduction.backend_op, group=process_group, async_op=async_op)
-        return _issued(_Waiting([work], (), output, reduction.postdivide, (rows[rank],)), async_op)
-    assert reduction.op == dist.ReduceOp.SUM, f"{algorithm!r} sums locally, but the reduction is {reduction}"
+        work = dist.all_reduce(input, op=division.backend_op, group=process_group, async_op=async_op)
+        return _issued(_Waiting([work], (), output, division.postdivide, (rows[rank],)), async_op)
+    assert division.op == dist.ReduceOp.SUM, f"{algorithm!r} sums locally, but the reduction is {division}"
     if algorithm == "all_to_all":
         received = torch.empty_like(input)
         work = dist.all_to_all_single(received, input, group=process_group, async_op=async_op)
         received_rows: Sequence[Tensor] = received.view(world_size, output.numel()).unbind()
-        return _issued(_Waiting([work], (input,), output, reduction.postdivide, received_rows), async_op)
+        return _issued(_Waiting([work], (input,), output, division.postdivide, received_rows), async_op)
     # The lowest row of another rank needs no scratch: it is received where the sum will be.
     others = [output, *(torch.empty_like(output) for _ in range(world_size - 2))]
     received_rows = [*others[:rank], rows[rank], *others[rank:]]
     works = start_exchange(received_rows, rows, process_group, async_op)
-    return _issued(_Waiting(works, (input,), output, reduction.postdivide, received_rows), async_op)
+    return _issued(_Waiting(works, (input,), output, division.postdivide, received_rows), async_op)
 
 
 def all_reduce(
     buffer: Tensor,
     process_group: dist.ProcessGroup,
-    reduction: Reduction,
+    division: Division,
     algorithm: AllReduceAlgorithm,
     async_op: bool,
 ) -> Pending:
@@ -283,24 +283,24 @@ def all_reduce(
     Collective: yes. ``buffer`` may not be touched until ``finish``.
     """
     world_size = process_group.size()
-    if reduction.predivide is not None:
-        buffer.div_(reduction.predivide)
+    if division.predivide is not None:
+        buffer.div_(division.predivide)
     if world_size == 1:
-        if reduction.postdivide is not None:
-            buffer.div_(reduction.postdivide)
+        if division.postdivide is not None:
+            buffer.div_(division.postdivide)
         return _DONE
     if algorithm == "stock":
-        work = dist.all_reduce(buffer, op=reduction.backend_op, group=process_group, async_op=async_op)
+        work = dist.all_reduce(buffer, op=division.backend_op, group=process_group, async_op=async_op)
         if async_op:
-            return _Waiting([work], (), buffer, reduction.postdivide)
-        if reduction.postdivide is not None:
-            buffer.div_(reduction.postdivide)
+            return _Waiting([work], (), buffer, division.postdivide)
+        if division.postdivide is not None:
+            buffer.div_(division.postdivide)
         return _DONE
-    assert reduction.op == dist.ReduceOp.SUM, f"{algorithm!r} sums locally, but the reduction is {reduction}"
+    assert division.op == dist.ReduceOp.SUM, f"{algorithm!r} sums locally, but the reduction is {division}"
     gathered = buffer.new_empty(world_size * buffer.numel())
     work = compat.all_gather_single(gathered, buffer, process_group, async_op)
     rows = gathered.view(world_size, buffer.numel()).unbind()
-    return _issued(_Waiting([work], (), buffer, reduction.postdivide, rows), async_op)
+    return _issued(_Waiting([work], (), buffer, division.postdivide, rows), async_op)
 
 
 # ---- the parts they are made of ---------------------------------------------------------------------------------------------

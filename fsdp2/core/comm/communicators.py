@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...policy import AllGather, ReduceScatter
 from .. import torch_compat as compat
-from .collectives import Pending, Reduction
+from .collectives import Division, Pending
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -47,13 +47,13 @@ class CommWork:
 
 
 def comm_reduce_scatter(
-    comm: ReduceScatter, output: Tensor, buffer: Tensor, process_group: dist.ProcessGroup, reduction: Reduction
+    comm: ReduceScatter, output: Tensor, buffer: Tensor, process_group: dist.ProcessGroup, division: Division
 ) -> Pending:
     """Reduce ``buffer`` (W * n,) to ``output`` (n,), both from ``comm.allocate``. Collective: yes."""
-    if reduction.predivide is not None:
-        buffer.div_(reduction.predivide)
-    work = comm(output_tensor=output, input_tensor=buffer, group=process_group, op=reduction.backend_op)
-    return CommWork(work, output, reduction.postdivide)
+    if division.predivide is not None:
+        buffer.div_(division.predivide)
+    work = comm(output_tensor=output, input_tensor=buffer, group=process_group, op=division.backend_op)
+    return CommWork(work, output, division.postdivide)
 
 
 # --- memory of the process group's own ------------------------------------------------------------------------------------------

@@ -76,6 +76,7 @@ class HostStreams:
     host_waits = True
     compute = gather = reduce = all_reduce = None
     _nowhere: AbstractContextManager[Any] = contextlib.nullcontext()
+    resize = staticmethod(torch.UntypedStorage.resize_)
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         return self._nowhere
@@ -85,9 +86,6 @@ class HostStreams:
 
     def order(self, stream: Stream, event: Event) -> None:
         pass
-
-    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        storage.resize_(nbytes)
 
     def has_passed(self, event: Event) -> bool:
         return True

@@ -28,7 +28,7 @@ from .param import storage_view
 
 
 @dataclass(frozen=True)
-class GatherPlace:
+class GatherTarget:
     """Where an all-gather writes.
 
     storage:        the unsharded storage, which must be allocated while a ``Gather`` is made
@@ -62,46 +62,46 @@ class Gather:
         "_packed",
         "_packed_start",
         "_pending",
-        "_place",
         "_process_group",
         "_rearranged",
         "_split_sizes",
         "_started_on",
         "_streams",
+        "_target",
     )
 
     def __init__(
         self,
         layout: GroupLayout,
         num_direct: int,
-        place: GatherPlace,
+        target: GatherTarget,
         process_group: dist.ProcessGroup | None,
         streams: Streams,
         algorithm: collectives.AllGatherAlgorithm | None,
     ) -> None:
         """layout: its first ``num_direct`` slots are gathered directly. process_group: None where there is one shard only."""
-        self._place = place
+        self._target = target
         self._process_group = process_group
         self._streams = streams
         self._num_shards = layout.num_shards
         backend = "" if process_group is None else dist.get_backend(process_group)
         self._async_op = not collectives.is_stream_ordered(backend)
-        nbytes = layout.unsharded_numel * place.dtype.itemsize
-        self._algorithm = algorithm or collectives.choose_all_gather(backend, layout.num_shards, nbytes, place.device.type)
-        like = torch.empty(0, dtype=place.dtype, device=place.device)
+        nbytes = layout.unsharded_numel * target.dtype.itemsize
+        self._algorithm = algorithm or collectives.choose_all_gather(backend, layout.num_shards, nbytes, target.device.type)
+        like = torch.empty(0, dtype=target.dtype, device=target.device)
         direct, packed = layout.slots[:num_direct], layout.slots[num_direct:]
         self._direct_bounds = [(slot.offset, slot.offset + slot.numel) for slot in direct]
         self._direct_outputs = [
-            storage_view(place.storage, like, offset, (slot.unsharded_numel,))
-            for slot, offset in zip(direct, place.offsets, strict=False)
+            storage_view(target.storage, like, offset, (slot.unsharded_numel,))
+            for slot, offset in zip(direct, target.offsets, strict=False)
         ]
         self._packed_start = packed[0].offset if packed else layout.shard_numel
         self._split_sizes: list[int] = []
         self._copy_outs: list[Tensor] = []
         self._rearranged: list[tuple[int, Cut, Tensor]] = []
-        for slot, offset in zip(packed, place.offsets[num_direct:], strict=True):
+        for slot, offset in zip(packed, target.offsets[num_direct:], strict=True):
             if not slot.cut.is_row_major:
-                whole = storage_view(place.storage, like, offset, slot.cut.shape)
+                whole = storage_view(target.storage, like, offset, slot.cut.shape)
                 self._rearranged.append((len(self._copy_outs), slot.cut, whole))
             self._add_copy_out(like, offset, slot.numel)
             if slot.gap > 0:  # the padding goes into the padding of the unsharded storage
@@ -118,7 +118,7 @@ class Gather:
 
     def _add_copy_out(self, like: Tensor, offset: int, numel: int) -> None:
         self._split_sizes.append(numel)
-        self._copy_outs.append(storage_view(self._place.storage, like, offset, (self._num_shards, numel)))
+        self._copy_outs.append(storage_view(self._target.storage, like, offset, (self._num_shards, numel)))
 
     def start(self, flat: Tensor | None, copy: bool) -> None:
         """Issue the collectives; on a stream device their copy-out is queued behind them at once.
@@ -128,22 +128,22 @@ class Gather:
         Collective: yes, over ``process_group``.
         """
         assert flat is not None
-        streams, place = self._streams, self._place
+        streams, target = self._streams, self._target
         source = flat
         if copy:  # on compute, where the user's writes are: a copy made on another stream would race with them
-            self._held = source = flat.to(place.device, copy=True).to(place.dtype)
+            self._held = source = flat.to(target.device, copy=True).to(target.dtype)
         if self._alloc_early:
-            streams.resize(place.storage, place.nbytes)
+            streams.resize(target.storage, target.nbytes)
         if streams.host_waits:
             if not copy:
-                source = flat.to(place.device).to(place.dtype)
+                source = flat.to(target.device).to(target.dtype)
             self._issue(source, self._inputs(source, source is flat), copy)
             return
         self._started_on = streams.compute
         streams.order(streams.gather, streams.mark(streams.compute))
         with streams.on(streams.gather):
             if not copy:
-                source = flat.to(place.device, non_blocking=True).to(place.dtype)
+                source = flat.to(target.device, non_blocking=True).to(target.dtype)
             self._issue(source, self._inputs(source, source is flat), copy)
             self._copy_out()
             self._event = streams.mark(streams.gather)
@@ -176,7 +176,7 @@ class Gather:
         streams = self._streams
         if streams.host_waits:
             if not self._alloc_early:
-                streams.resize(self._place.storage, self._place.nbytes)
+                streams.resize(self._target.storage, self._target.nbytes)
             self._copy_out()
         else:
             streams.order(streams.compute, self._event)
@@ -211,18 +211,18 @@ class Gather:
 class LocalGather:
     """Over a single rank there is nothing to gather: its flat shard is laid out as the unsharded storage is.
 
-    Where the compute dtype and the device are those of the flat shard, ``place.storage`` is its own, and the unsharded parameters share
-    its memory from the start; else one copy fills them, as long as they are unsharded.
+    Where the compute dtype and the device are those of the flat shard, ``target.storage`` is its own, and the unsharded parameters
+    share its memory from the start; else one copy fills them, as long as they are unsharded.
     """
 
-    __slots__ = ("_place", "_streams", "_whole")
+    __slots__ = ("_streams", "_target", "_whole")
 
-    def __init__(self, flat: Tensor, place: GatherPlace, streams: Streams) -> None:
-        self._place = place
+    def __init__(self, flat: Tensor, target: GatherTarget, streams: Streams) -> None:
+        self._target = target
         self._streams = streams
-        like = torch.empty(0, dtype=place.dtype, device=place.device)
-        shares = place.storage.data_ptr() == flat.data_ptr()
-        self._whole = None if shares else storage_view(place.storage, like, 0, (flat.numel(),))
+        like = torch.empty(0, dtype=target.dtype, device=target.device)
+        shares = target.storage.data_ptr() == flat.data_ptr()
+        self._whole = None if shares else storage_view(target.storage, like, 0, (flat.numel(),))
 
     def start(self, flat: Tensor | None, copy: bool) -> None:
         """Collective: no. ``flat`` is read now on the host, elsewhere until ``finish``, unless ``copy``."""
@@ -230,7 +230,7 @@ class LocalGather:
         streams = self._streams
         if self._whole is None:
             return
-        streams.resize(self._place.storage, self._place.nbytes)
+        streams.resize(self._target.storage, self._target.nbytes)
         if copy or streams.host_waits:  # on compute, where the user's writes are
             self._whole.copy_(flat)
             return

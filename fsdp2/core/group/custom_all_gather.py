@@ -14,7 +14,7 @@ from ...policy import AllGather
 from ..comm.communicators import CommWork
 from ..comm.streams import Streams
 from ..plan.layout import GroupLayout, group_layout
-from .all_gather import Gather, GatherPlace
+from .all_gather import Gather, GatherTarget
 
 
 class CommGather(Gather):
@@ -23,11 +23,11 @@ class CommGather(Gather):
     __slots__ = ("_bounds", "_comm", "_rank", "_sizes")
 
     def __init__(
-        self, layout: GroupLayout, place: GatherPlace, process_group: dist.ProcessGroup, streams: Streams, comm: AllGather
+        self, layout: GroupLayout, target: GatherTarget, process_group: dist.ProcessGroup, streams: Streams, comm: AllGather
     ) -> None:
         """layout: of the flat shard; what is sent has no gaps."""
         compact = group_layout([slot.cut for slot in layout.slots], num_shards=layout.num_shards, align=1)
-        super().__init__(compact, 0, place, process_group, streams, "stock")
+        super().__init__(compact, 0, target, process_group, streams, "stock")
         self._comm = comm
         self._rank = process_group.rank()
         self._bounds = [(slot.offset, slot.offset + slot.numel) for slot in layout.slots]

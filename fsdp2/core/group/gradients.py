@@ -16,10 +16,9 @@ from torch import Tensor
 from ...errors import OrderError, message
 from ..comm import collectives
 from .memory import GroupMemory
-from .micro_batch import MicroBatch
+from .options import MicroBatch, ReductionOptions
 from .reduce_plan import ReducePlan
-from .reduction import InFlight
-from .reduction_options import ReductionOptions
+from .reduction import Reduction
 
 
 class Gradients:
@@ -40,8 +39,8 @@ class Gradients:
         self._accumulated: Tensor | None = None
         self._used: list[bool] = []
         self.partial: Tensor | None = None  # reduce-scattered, and not all-reduced or handed out yet
-        self._adding: InFlight | None = None  # on its way to ``partial``
-        self._reduction: tuple[object, collectives.GradientReduction] | None = None
+        self._adding: Reduction | None = None  # on its way to ``partial``
+        self._divisions: tuple[object, collectives.Divisions] | None = None
 
     def choose(self, **changes: Any) -> None:
         """From the next reduction on, reduce with these ``ReductionOptions``; the others stay."""
@@ -55,18 +54,18 @@ class Gradients:
         trainable = [param.sharded.requires_grad for param in group.params]
         if (
             self._plan is None
-            or self._planned_layout is not group.layout
+            or self._planned_layout is not group.plan.layout
             or self._planned_trainable != trainable
-            or (self._plans_frozen and not self.holds_unreduced)
+            or (self._plans_frozen and not self.has_unreduced)
         ):
-            before, waits = self._plan, self.holds_unreduced
-            if waits and (self._planned_layout is not group.layout or self.options.comm is not None):
+            before, waits = self._plan, self.has_unreduced
+            if waits and (self._planned_layout is not group.plan.layout or self.options.comm is not None):
                 self._refuse_change(trainable)
             held = before.params if before is not None and waits else []
             params = [param for param in group.params if param.sharded.requires_grad or param in held]
             self._plan = plan = ReducePlan(group, params, compact=False)
             self._plans_frozen = len(params) > sum(trainable)
-            self._planned_layout, self._planned_trainable = group.layout, trainable
+            self._planned_layout, self._planned_trainable = group.plan.layout, trainable
             self._compact_plans.clear()
             if before is not None and waits:
                 self._move(before, plan)
@@ -89,7 +88,7 @@ class Gradients:
         where = group.fqn or "the root"
         toggled = []
         what = f"dtype or memory of the parameters of {where}"
-        if self._planned_layout is group.layout:
+        if self._planned_layout is group.plan.layout:
             pairs = zip(group.params, trainable, self._planned_trainable, strict=True)
             toggled = [f"{param.fqn} requires_grad={now}" for param, now, before in pairs if now is not before]
             what = f"requires_grad of parameters of {where}"
@@ -114,10 +113,10 @@ class Gradients:
     @property
     def hands_out(self) -> bool:
         """Whether a reduction ends at the sharded parameters; else its result is added up here."""
-        return self.micro_batch.all_reduces or not (self.micro_batch.keeps_shards or self.group.mesh.replicate_group is not None)
+        return self.micro_batch.all_reduces or not (self.micro_batch.accumulates_shards or self.group.mesh.replicate_group is not None)
 
     @property
-    def kept(self) -> list[Tensor]:
+    def unreduced(self) -> list[Tensor]:
         """What was added up and has not reached the sharded parameters, in reduce dtype: whole, or reduce-scattered."""
         return [each for each in (self._accumulated, self.partial) if each is not None]
 
@@ -127,8 +126,8 @@ class Gradients:
             return True
         switches = self.micro_batch
         if switches.reduces:
-            holds_partial = self.partial is not None or self._adding is not None
-            if self._accumulated is not None or (holds_partial and switches.all_reduces):
+            has_partial = self.partial is not None or self._adding is not None
+            if self._accumulated is not None or (has_partial and switches.all_reduces):
                 return True
         for param in self.group.params:  # noqa: SIM110 (a generator would cost every unit of every backward a call more)
             if param.unsharded is not None and param.unsharded.grad is not None:
@@ -140,11 +139,11 @@ class Gradients:
         """Whether a backward reduces what accumulated before, even if it adds nothing."""
         if not self.micro_batch.reduces:
             return False
-        holds_partial = self.partial is not None or self._adding is not None
-        return self._accumulated is not None or (holds_partial and self.micro_batch.all_reduces)
+        has_partial = self.partial is not None or self._adding is not None
+        return self._accumulated is not None or (has_partial and self.micro_batch.all_reduces)
 
     @property
-    def holds_unreduced(self) -> bool:
+    def has_unreduced(self) -> bool:
         """Whether something that accumulated has not reached the sharded parameters yet."""
         return self._accumulated is not None or self.partial is not None or self._adding is not None
 
@@ -180,7 +179,7 @@ class Gradients:
                 dtype = plan.grad_dtype  # added as they are, so that the sum alone is rounded
             buffer = torch.empty(plan.input_numel, dtype=dtype, device=self.group.device)
         else:
-            adds_up = not self.micro_batch.reduces or not self.hands_out or self.holds_unreduced
+            adds_up = not self.micro_batch.reduces or not self.hands_out or self.has_unreduced
             whole = adds_up or self.options.reduce_unused
             if not whole and not any(used):
                 return None
@@ -239,36 +238,36 @@ class Gradients:
         scatter, all_reduce = ("" if group is None else str(dist.get_backend(group)) for group in groups)
         return scatter, all_reduce
 
-    def reduction(self) -> collectives.GradientReduction:
+    def divisions(self) -> collectives.Divisions:
         mesh, options = self.group.mesh, self.options
-        dtype = self.group.reduce_dtype
+        dtype = self.group.plan.reduce_dtype
         key = (options, dtype)
-        if self._reduction is None or self._reduction[0] != key:
+        if self._divisions is None or self._divisions[0] != key:
             backend, all_reduce_backend = self.backends
             if options.comm is not None and options.divide_factor is None:
                 backend = "nccl"  # whose operation upstream shows to a custom communicator on every backend
-            reduction = collectives.reduction_for(
+            divisions = collectives.divisions_for(
                 mesh.shard_size, mesh.replicate_size, dtype, backend, options.divide_factor, options.sum_only, all_reduce_backend
             )
-            self._reduction = (key, reduction)
-        return self._reduction[1]
+            self._divisions = (key, divisions)
+        return self._divisions[1]
 
-    def reduce(self, buffer: Tensor) -> InFlight:
+    def reduce(self, buffer: Tensor) -> Reduction:
         """Start reducing what ``collect`` returned. Collective: yes, over the shard axis, then the replicate axis."""
         assert self._collected is not None
         if self._adding is not None:
             self._adding.advance()
         # On the host, the rest may come after the user has changed what is asked here, and after others have asked.
         hands_out = self.micro_batch.all_reduces or self.hands_out
-        reduction = InFlight(
+        reduction = Reduction(
             self.group,
             self._collected,
             self._used,
             buffer,
-            self.reduction(),
+            self.divisions(),
             self.options,
             partial=self.partial if hands_out else None,
-            keep=None if hands_out else self.add_partial,
+            add_to_partial=None if hands_out else self.add_to_partial,
         )
         if hands_out:
             self.partial = None  # it goes the rest of the way with this reduction: from now on nothing waits for another one
@@ -276,7 +275,7 @@ class Gradients:
             self._adding = reduction
         return reduction
 
-    def add_partial(self, output: Tensor) -> None:
+    def add_to_partial(self, output: Tensor) -> None:
         """Keep a reduce-scattered gradient, in reduce dtype, that is not to be all-reduced or handed out yet."""
         self.partial = output if self.partial is None else self.partial.add_(output)
         self._adding = None

@@ -52,7 +52,7 @@ def shrinking_weights(groups: Iterable[GroupMemory]) -> list[ShrunkRows]:
     return [
         ShrunkRows(group, param, owner.module)
         for group in groups
-        if not group.has_own_memory
+        if not group.plan.has_own_memory
         for param in group.params
         for owner in param.owners[:1]
         if isinstance(owner.module, (nn.Embedding, nn.EmbeddingBag))

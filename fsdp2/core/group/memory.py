@@ -2,9 +2,8 @@
 
 A group owns one flat shard, of which its sharded parameters are views, and one storage, of which its unsharded parameters are views.
 ``issue`` starts an all-gather into that storage, ``wait`` makes its result usable and shows the unsharded parameters to the
-modules, ``reshard`` shows the sharded ones again and frees the storage (never the storage *object*: autograd's saved views alias
-it). All parameters of a group have one storage dtype, one compute dtype, one mesh. It refuses to know when it is used, gradients,
-and the user's modules (its ``Registry`` shows parameters to them).
+modules, ``reshard`` shows the sharded ones again and frees the storage. All parameters of a group have one storage dtype, one compute
+dtype, one mesh. It refuses to know when it is used, gradients, and the user's modules (its ``Registry`` shows parameters to them).
 
 Note: leases. The flat shard is read by an all-gather from ``issue`` to its completion; a write in between would be seen by the
 other ranks (measured: 99 % of the elements). So whoever lets the user write (end of backward, state dict hooks, ``_apply``, ...)
@@ -14,57 +13,25 @@ before the wait. The unsharded storage is leased for writing over the same time:
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...errors import ParameterError, meta_error
+from ...errors import meta_error
 from ...policy import AllGather
-from ..comm import collectives
-from ..comm.streams import Event, Stream, streams_of
-from ..plan.layout import GroupLayout, gather_plan, group_layout
+from ..comm.streams import Event, streams_of
 from ..plan.mesh import DataParallelMesh
 from ..plan.placement import in_dtype
-from .all_gather import Gather, GatherPlace, LocalGather
-from .custom_all_gather import CommGather
-from .extensions import ExtensionGather
-from .own_memory import has_extension, needs_own_memory
-from .param import Owner, ShardedParam, new_unsharded_param, shard_view, storage_view
-from .smaller_mesh import PostForward
+from .group_plan import GroupPlan, have_mixed_dtypes, plan_group
+from .options import GroupOptions
+from .own_memory import has_extension
+from .param import Owner, ShardedParam, shard_view
 from .step_count import OPTIMIZER_STEPS
-
-ALIGN_NBYTES = 128
-"""Every view of a flat buffer starts at a multiple of this: kernels and collectives leave their fast paths otherwise."""
-
-DIRECT_FROM_NBYTES = 1 << 20
-"""Parameters from this size on are gathered straight into place, where the backend gains by it."""
-
-
-@dataclass(frozen=True)
-class GroupOptions:
-    """How a group runs; the last four are private, for tests and benchmarks: measurement picks their defaults.
-
-    mp_policy:            as the user gave it, for all-gather extensions
-    offload, pin_memory:  keep the flat shard in (page-locked) host memory
-    gather:               "auto", "direct", "packed" or "mixed"
-    all_gather, reduce_scatter, all_reduce: the collective algorithm; None lets ``collectives`` choose
-    """
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    offload: bool = False
-    pin_memory: bool = False
-    mp_policy: Any = None
-    gather: str = "auto"
-    all_gather: collectives.AllGatherAlgorithm | None = None
-    reduce_scatter: collectives.ReduceScatterAlgorithm | None = None
-    all_reduce: collectives.AllReduceAlgorithm | None = None
+from .unsharded import Unsharded
 
 
 class Registry(Protocol):
@@ -97,8 +64,27 @@ class GroupState(Enum):
     RESHARDED = auto()
 
 
+MOVES = {
+    GroupState.SHARDED: {GroupState.UNSHARDING},
+    GroupState.UNSHARDING: {GroupState.UNSHARDED, GroupState.SHARDED},
+    GroupState.UNSHARDED: {GroupState.SHARDED, GroupState.HIDDEN, GroupState.RESHARDED},
+    GroupState.HIDDEN: {GroupState.UNSHARDED, GroupState.SHARDED},
+    GroupState.RESHARDED: {GroupState.UNSHARDING, GroupState.SHARDED},
+}
+"""The moves that a group's state may make; the tests check each one that is made."""
+
+
 class GroupMemory:
-    """Parameters that are all-gathered together."""
+    """Parameters that are all-gathered together.
+
+    fqn:             of the module that fully_shard was called on, from the root
+    registry:        set by whoever touches the modules, before the first unshard
+    all_gather_comm: a custom communicator
+    smaller_mesh:    for ``reshard_after_forward=<int>``
+    plan, flat:      replaced when parameters were moved or cast; ``flat`` is None on the meta device, and where parameters have
+                     memory of their own
+    unsharded:       None until the first unshard by this plan
+    """
 
     def __init__(self, params: Sequence[ShardedParam], mesh: DataParallelMesh, device: torch.device, options: GroupOptions) -> None:
         self.params = list(params)
@@ -107,16 +93,14 @@ class GroupMemory:
         self.options = options
         self.streams = streams_of(device)
         self.state = GroupState.SHARDED
-        self.fqn = ""  # of the module that fully_shard was called on, from the root
-        self.registry: Registry  # set by whoever touches the modules, before the first unshard
-        self.all_gather_comm: AllGather | None = None  # a custom communicator
-        self.flat: Tensor | None = None  # None on the meta device, and where parameters have memory of their own
+        self.fqn = ""
+        self.registry: Registry
+        self.all_gather_comm: AllGather | None = None
+        self.smaller_mesh: DataParallelMesh | None = None
+        self.plan: GroupPlan
+        self.flat: Tensor | None = None
+        self.unsharded: Unsharded | None = None
         self._host_read: Event = None  # behind the last copy of an offloaded flat shard to the device
-        self._free: Callable[[], None]  # frees the unsharded memory; set with ``gather``
-        self._allocated_on: Stream = None  # the stream that was compute at the last ``issue``
-        self.smaller: DataParallelMesh | None = None  # for ``reshard_after_forward=<int>``
-        self.post_forward: PostForward | None = None
-        self._steps = 0  # optimizer steps before the last unshard
         self.rebuild()
 
     # --- the plan ---
@@ -128,57 +112,31 @@ class GroupMemory:
         Memory: one flat shard more than the parameters as they are now.
         """
         assert self.state is GroupState.SHARDED
-        self._refuse_mixed_dtypes()
-        self.dtype = self.params[0].dtype
-        for param in self.params:
-            if param.spec.sharded.tensor_meta is None or param.spec.sharded.tensor_meta.dtype is not self.dtype:
-                param.spec = replace(param.spec, sharded=in_dtype(param.spec.sharded, self.dtype))
-        wanted = self.options.param_dtype
-        self.param_dtype = wanted if wanted is not None and self.dtype.is_floating_point else self.dtype
-        self.reduce_dtype = self.options.reduce_dtype or self.param_dtype
-        itemsize = min(dtype.itemsize for dtype in (self.dtype, self.param_dtype, self.reduce_dtype))
-        self.align = max(ALIGN_NBYTES // itemsize, 1)
-        cuts = [param.spec.cut for param in self.params]
-        plan = gather_plan(cuts, mode=self._gather_mode(), direct_from_numel=DIRECT_FROM_NBYTES // self.param_dtype.itemsize)
-        self.params = [self.params[index] for index in (*plan.direct, *plan.packed)]
-        self.num_direct = len(plan.direct)
-        cuts = [param.spec.cut for param in self.params]
-        self.layout = group_layout(cuts, num_shards=self.mesh.shard_size, align=self.align)
-        self.gather: Gather | LocalGather | ExtensionGather | None = None  # made with the unsharded storage at the first unshard
-        self.post_forward = None
-        self.is_meta = any(param.local_now().is_meta for param in self.params)
+        plan = plan_group(self.params, self.mesh, self.options)
+        self.plan, self.params, self.unsharded = plan, plan.params, None
         self.flat = None  # before the new one is made: parameters that were moved or cast no longer lie in the old one
-        for param in self.params:
+        for param in plan.params:
+            if param.spec.sharded.tensor_meta is None or param.spec.sharded.tensor_meta.dtype is not plan.dtype:
+                param.spec = replace(param.spec, sharded=in_dtype(param.spec.sharded, plan.dtype))
             param.take_over_toggle()
             if self.mesh.shard_size == 1:
-                param.unsharded = None  # which may be the old one
-        for param in self.params:
+                param.unsharded = None  # which may be the old flat shard
             param.local = param.local_now()
-        self.has_own_memory = any(needs_own_memory(param.local) for param in self.params)
-        if self.is_meta:
+        if plan.is_meta:
             return
-        if self.has_own_memory:
+        if plan.has_own_memory:
             self._move_own_memory()
             return
-        self.flat = self._new_flat(self.layout.shard_numel, self.dtype)
+        self.flat = self._new_flat(plan.layout.shard_numel, plan.dtype)
         with torch.no_grad():
-            for param, slot in zip(self.params, self.layout.slots, strict=True):
-                place = shard_view(self.flat, slot, param.spec, param.rank)
-                place.copy_(param.local_now())
-                param.place(place)
+            for param, slot in zip(plan.params, plan.layout.slots, strict=True):
+                shard = shard_view(self.flat, slot, param.spec, param.rank)
+                shard.copy_(param.local_now())
+                param.move_to(shard)
 
     def has_mixed_dtypes(self) -> bool:
         """Whether some of the parameters were cast and others not."""
-        return any(param.dtype is not self.params[0].dtype for param in self.params)
-
-    def _refuse_mixed_dtypes(self) -> None:
-        if self.has_mixed_dtypes():
-            raise ParameterError(
-                "parameters that fully_shard grouped by dtype have different ones now",
-                items=[f"{param.fqn} {tuple(param.sharded.shape)} {param.dtype}" for param in self.params],
-                expected="one dtype for the parameters of one group",
-                fix="cast the whole module, or cast the part before fully_shard, which then gives it a group of its own",
-            )
+        return have_mixed_dtypes(self.params)
 
     def _move_own_memory(self) -> None:
         """Parameters with all-gather extensions stay what they are; they only come to the right device."""
@@ -191,7 +149,7 @@ class GroupMemory:
                         local = local.pin_memory()
                 elif local.device != self.device:
                     local = local.to(self.device)
-            param.place(local)
+            param.move_to(local)
 
     def on_meta(self) -> list[str]:
         """Names and shapes of the parameters that have no values yet."""
@@ -201,94 +159,18 @@ class GroupMemory:
         device = torch.device("cpu") if self.options.offload else self.device
         return torch.zeros(numel, dtype=dtype, device=device, pin_memory=self.options.offload and self.options.pin_memory)
 
-    def _gather_mode(self) -> str:
-        if self.options.gather == "auto" and self.mesh.shard_group is not None:
-            # Measured: on gloo direct gathers lose at every size that was tried (0.9x at 1 MB parameters, 0.35x at 16 KB).
-            return "packed" if dist.get_backend(self.mesh.shard_group) == "gloo" else "auto"
-        return self.options.gather
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def _make_unsharded(self) -> Gather | LocalGather | ExtensionGather:
-        """Make the unsharded storage object and the parameters over it, which live as long as this plan."""
-        if not self.has_own_memory and any(has_extension(param.local) for param in self.params):
+    def _make_unsharded(self) -> Unsharded:
+        if not self.plan.has_own_memory and any(has_extension(param.local) for param in self.params):
             self.rebuild()  # methods were put on plain local tensors: their neighbours leave the flat shard with them
-        if self.has_own_memory:
-            return self._make_extension_gather()
-        self.storage = self._new_storage()
-        like = torch.empty(0, dtype=self.param_dtype, device=self.device)
-        for param, slot in zip(self.params, self.layout.slots, strict=True):
-            view = storage_view(self.storage, like, slot.unsharded_offset, slot.cut.shape)
-            param.unsharded = new_unsharded_param(param, param.spec.to_logical(view))
-        if self.mesh.shard_size == 1:
-            assert self.flat is not None
-            self.gather = LocalGather(self.flat, self._place(), self.streams)
-        else:
-            self.gather = self._new_gather(self.layout, self.num_direct, self.mesh.shard_group)
-        if not self._shares_memory():
-            self._allocated_on = self.streams.compute
-            free = functools.partial(self.streams.resize, self.storage, 0)  # a method would cost each reshard a call
-            self._free = free if self.streams.host_waits else self._free_behind_uses
-            self._free()
-        return self.gather
-
-    def _free_behind_uses(self) -> None:
-        """The memory goes back to the stream that it was allocated on: a side stream of the user's, if ``unshard`` was called there."""
-        streams = self.streams
-        if self._allocated_on != streams.compute:
-            streams.order(self._allocated_on, streams.mark(streams.compute))
-        streams.resize(self.storage, 0)
-
-    def _shares_memory(self) -> bool:
-        """Whether the flat shard is the unsharded parameters: one rank keeps all of them, as they are computed with."""
-        return self.mesh.shard_size == 1 and self.param_dtype is self.dtype and not self.options.offload
-
-    def _new_storage(self) -> torch.UntypedStorage:
-        if self._shares_memory():
-            assert self.flat is not None
-            self._free = _do_nothing
-            return self.flat.untyped_storage()
-        nbytes = self.layout.unsharded_numel * self.param_dtype.itemsize
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
-
-    def _make_extension_gather(self) -> ExtensionGather:
-        """The unsharded parameters are made by the extensions, out of what was gathered first."""
-        gather = ExtensionGather(
-            self.params,
-            self.mesh,
-            self.device,
-            self.streams,
-            self.param_dtype,
-            self.options.mp_policy,
-            self.all_gather_comm,
-            self.options.all_gather,
-        )
-        self.gather, self._free = gather, gather.free
-        return gather
-
-    def _place(self) -> GatherPlace:
-        return GatherPlace(
-            storage=self.storage,
-            nbytes=self.layout.unsharded_numel * self.param_dtype.itemsize,
-            dtype=self.param_dtype,
-            device=self.device,
-            offsets=[slot.unsharded_offset for slot in self.layout.slots],
-        )
-
-    def _new_gather_over(self, layout: GroupLayout, process_group: dist.ProcessGroup | None) -> Gather:
-        return self._new_gather(layout, 0, process_group)
-
-    def _new_gather(self, layout: GroupLayout, num_direct: int, process_group: dist.ProcessGroup | None) -> Gather:
-        comm, place = self.all_gather_comm, self._place()
-        if comm is not None and process_group is not None and process_group.size() > 1:
-            return CommGather(layout, place, process_group, self.streams, comm)
-        return Gather(layout, num_direct, place, process_group, self.streams, self.options.all_gather)
+        made = Unsharded(self.plan, self.mesh, self.device, self.options, self.streams, self.flat, self.all_gather_comm)
+        self.unsharded = made
+        return made
 
     def set_all_gather_comm(self, comm: AllGather | None) -> None:
         """Gather through ``comm`` from the next unshard on; None: as the plan says."""
         self.reshard()
         self.all_gather_comm = comm
-        self.gather = self.post_forward = None
+        self.unsharded = None
 
     # --- unshard ---
 
@@ -310,20 +192,21 @@ class GroupMemory:
         if self.state is GroupState.SHARDED:
             if not self.registry.verify():
                 self.rebuild()
-            if self.is_meta:
+            if self.plan.is_meta:
                 raise meta_error(self.on_meta(), str(self.device))
-            gather = self.gather or self._make_unsharded()
-            gather.start(self.flat, copy)
-            self._steps = OPTIMIZER_STEPS.value
+            unsharded = self.unsharded or self._make_unsharded()
+            unsharded.gather.start(self.flat, copy)
+            unsharded.num_steps = OPTIMIZER_STEPS.value
             if self.options.offload:
                 self._host_read = self.streams.mark(self.streams.gather)
         elif self.state is GroupState.RESHARDED:
-            assert self.post_forward is not None
-            self.post_forward.issue()
+            assert self.unsharded is not None
+            assert self.unsharded.smaller is not None
+            unsharded = self.unsharded
+            self.unsharded.smaller.issue()
         else:
             return
-        if not self.streams.host_waits:
-            self._allocated_on = self.streams.compute
+        unsharded.allocated_on = self.streams.compute
         self.state = GroupState.UNSHARDING
 
     def wait(self) -> None:
@@ -336,11 +219,11 @@ class GroupMemory:
     def release(self) -> None:
         """End an issued unshard that nobody has waited for, so that the flat shard may be written; no-op otherwise."""
         if self.state is GroupState.UNSHARDING:
-            self._finish_gather()
+            unsharded = self._finish_gather()
             self.state = GroupState.SHARDED
-            if not self.has_own_memory:  # else they are shown; and if an extension raised, there are no others yet
+            if not self.plan.has_own_memory:  # else they are shown; and if an extension raised, there are no others yet
                 self.registry.show_sharded()
-            self._free()
+            unsharded.free()
 
     def await_host_read(self) -> None:
         """Block until an offloaded flat shard may be written: its writers run on the host, which is ordered behind no stream."""
@@ -348,26 +231,30 @@ class GroupMemory:
             self.streams.synchronize(self._host_read)
             self._host_read = None
 
-    def _finish_gather(self) -> None:
-        if self.post_forward is not None and self.post_forward.holds_shards:
-            self.post_forward.finish()
+    def _finish_gather(self) -> Unsharded:
+        unsharded = self.unsharded
+        assert unsharded is not None
+        if unsharded.smaller is not None and unsharded.smaller.has_shards:
+            unsharded.smaller.finish()
         else:
-            assert self.gather is not None
-            self.gather.finish()
+            unsharded.gather.finish()
+        return unsharded
 
     def shards_version(self) -> tuple[int, int]:
         """Changes when a sharded parameter is written: by an optimizer, or in place (but through ``.data`` nobody notices)."""
-        return self._steps, sum([param.sharded._version + param.local._version for param in self.params])
+        num_steps = 0 if self.unsharded is None else self.unsharded.num_steps
+        return num_steps, sum([param.sharded._version + param.local._version for param in self.params])
 
     def is_out_of_date(self, version: tuple[int, int]) -> bool:
         """Whether shards were written since they were unsharded, and since ``shards_version`` returned ``version``."""
-        return OPTIMIZER_STEPS.value != self._steps or self.shards_version() != version
+        now = self.shards_version()
+        return now[0] != OPTIMIZER_STEPS.value or now != version
 
     # --- reshard ---
 
     def take_over_toggles(self) -> None:
         """Between iterations, what is shown may have been told to require a gradient or not, and so may the sharded parameters."""
-        smaller = self.post_forward.shown if self.post_forward is not None else []
+        smaller = [] if self.unsharded is None or self.unsharded.smaller is None else self.unsharded.smaller.shown
         for param, shown in zip(self.params, smaller, strict=False):  # none, unless resharded to the smaller mesh
             if shown.requires_grad is not param.trainable:
                 param.sharded.requires_grad_(shown.requires_grad)
@@ -390,41 +277,42 @@ class GroupMemory:
 
     def reshard(self) -> None:
         """Show the sharded parameters and free the unsharded storage; a pending unshard is waited for first."""
+        if self.state is GroupState.SHARDED:
+            return
+        unsharded = self.unsharded
+        assert unsharded is not None
         if self.state is GroupState.UNSHARDED:
             self.registry.show_sharded()
             self.state = GroupState.SHARDED
-            self._free()
+            unsharded.free()
         elif self.state is GroupState.HIDDEN:
             self.state = GroupState.SHARDED
-            self._free()
+            unsharded.free()
         elif self.state is GroupState.UNSHARDING:
             self.release()
         elif self.state is GroupState.RESHARDED:
-            assert self.post_forward is not None
+            assert unsharded.smaller is not None
             self.registry.show_sharded()
-            self.post_forward.drop()
+            unsharded.smaller.drop()
             self.state = GroupState.SHARDED
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def reshard_to(self, smaller: DataParallelMesh) -> None:
-        """From unsharded to shards over ``smaller``, so that the next unshard gathers among fewer ranks; no-op otherwise."""
-        if self.state is GroupState.HIDDEN:
+    def reshard_to_smaller(self) -> None:
+        """From unsharded to shards over the smaller mesh, so that the next unshard gathers among fewer ranks; no-op otherwise.
+
+        Without a smaller mesh: ``reshard``; with parameters that have memory of their own as well, for what an extension has made
+        cannot be cut.
+        """
+        if (
+            self.smaller_mesh is None
+            or self.state is GroupState.HIDDEN
+            or (self.state is GroupState.UNSHARDED and self.plan.has_own_memory)
+        ):
             self.reshard()
-        if self.state is not GroupState.UNSHARDED:
-            return
-        if self.has_own_memory:  # what an extension has made cannot be cut
-            self.reshard()
-            return
-        if self.post_forward is None or self.post_forward.mesh is not smaller:
-            self.post_forward = PostForward(smaller, self.params, self._new_gather_over, self.align)
-        self.registry.show(self.post_forward.keep_shards())
-        self.state = GroupState.RESHARDED
-        self._free()
-
-
-def _do_nothing() -> None:
-    """How unsharded parameters that are the flat shard are freed."""
-
-
-__all__ = ["ALIGN_NBYTES", "DIRECT_FROM_NBYTES", "GroupMemory", "GroupOptions", "GroupState", "Registry"]
+        elif self.state is GroupState.UNSHARDED:
+            assert self.unsharded is not None
+            smaller = self.unsharded.cut_for(self.smaller_mesh)
+            self.registry.show(smaller.shown)
+            self.state = GroupState.RESHARDED
+            self.unsharded.free()

@@ -72,7 +72,7 @@ class ShardedParam:
         """The local tensor of ``sharded`` as it is now: ``_apply`` and loading may have replaced it."""
         return compat.local_tensor(self.sharded)  # type: ignore[arg-type]
 
-    def place(self, local: Tensor) -> None:
+    def move_to(self, local: Tensor) -> None:
         """Let ``sharded`` keep its data in ``local``."""
         compat.set_local_tensor(self.sharded, local)  # type: ignore[arg-type]
         self.local = local
@@ -118,7 +118,7 @@ def new_sharded_param(
         if name != _MARK and name not in vars(local):  # where a tensor subclass keeps its inner tensors
             setattr(sharded, name, value)
     param = ShardedParam(fqn, owners, spec, rank, sharded, local)
-    param.place(local)
+    param.move_to(local)
     mark(original, param)
     return param
 

@@ -12,7 +12,8 @@ import torch
 
 from ..plan.mesh import DataParallelMesh
 from .gradients import Gradients
-from .memory import GroupMemory, GroupOptions
+from .memory import GroupMemory
+from .options import GroupOptions
 from .param import ShardedParam
 
 

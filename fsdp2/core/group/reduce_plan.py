@@ -37,25 +37,27 @@ class ReducePlan:
         self.num_shards = group.mesh.shard_size
         cuts = [param.spec.cut for param in self.params]
         flags = Cut((self.num_shards * len(cuts),), 0, self.num_shards)
-        self.layout = group_layout(cuts if compact else [*cuts, flags], num_shards=self.num_shards, align=1 if compact else group.align)
+        self.layout = group_layout(
+            cuts if compact else [*cuts, flags], num_shards=self.num_shards, align=1 if compact else group.plan.align
+        )
         self.input_numel = self.layout.unsharded_numel
         self.flags_slot = None if compact else self.layout.slots[-1]
-        self.grad_dtype = group.param_dtype
-        self.reduce_dtype = group.reduce_dtype
-        # What goes into chunk_cat: a place for each gradient and for the flags, and zeros for the gap behind each.
+        self.grad_dtype = group.plan.param_dtype
+        self.reduce_dtype = group.plan.reduce_dtype
+        # What goes into chunk_cat: room for each gradient and for the flags, and zeros for the gap behind each.
         self._pieces: list[Tensor | None] = []
-        self._places: list[int] = []
+        self._piece_of_slot: list[int] = []
         for slot in self.layout.slots:
-            self._places.append(len(self._pieces))
+            self._piece_of_slot.append(len(self._pieces))
             if slot.numel > 0:
                 self._pieces.append(None)
             if slot.gap > 0:
                 self._pieces.append(torch.zeros(self.num_shards, slot.gap, dtype=self.grad_dtype, device=group.device))
         self._all_used = torch.ones(self.num_shards, len(cuts), dtype=self.grad_dtype, device=group.device)
-        # For each parameter: its place among the pieces (None: no elements), and how a gradient becomes a piece (None: as it is).
+        # For each parameter: its index among the pieces (None: no elements), and how a gradient becomes a piece (None: as it is).
         self._arrange = [
-            (place if cut.slot_numel > 0 else None, None if param.spec.order is None and cut.dim == 0 else param.spec)
-            for param, cut, place in zip(self.params, cuts, self._places, strict=False)
+            (piece_index if cut.slot_numel > 0 else None, None if param.spec.order is None and cut.dim == 0 else param.spec)
+            for param, cut, piece_index in zip(self.params, cuts, self._piece_of_slot, strict=False)
         ]
         self.views = [GradView(param, slot.offset) for param, slot in zip(self.params, self.layout.slots, strict=False)]
 
@@ -79,7 +81,7 @@ class ReducePlan:
         """Lay ``grads`` (logical, full shapes) and their flags into ``out`` (num_shards * n,), in the dtype of ``out``."""
         pieces = self._pieces.copy()
         missing = []
-        for index, (place, spec) in enumerate(self._arrange):
+        for index, (piece_index, spec) in enumerate(self._arrange):
             grad = grads[index]
             if grad is None:
                 missing.append(index)
@@ -89,14 +91,14 @@ class ReducePlan:
                 piece = grad if spec is None else _rank_major(grad, spec)
                 if piece.dtype is not self.grad_dtype:
                     piece = piece.to(self.grad_dtype)
-            if place is not None:
-                pieces[place] = piece
+            if piece_index is not None:
+                pieces[piece_index] = piece
         if self.flags_slot is not None:
             flags = self._all_used
             if missing:
                 flags = flags.clone()
                 flags[:, missing] = 0
-            pieces[self._places[-1]] = flags
+            pieces[self._piece_of_slot[-1]] = flags
         try:
             compat.chunk_cat(pieces, self.num_shards, out.view(self.num_shards, -1))  # type: ignore[arg-type]
         except RuntimeError:
@@ -113,10 +115,10 @@ class ReducePlan:
         assert self.flags_slot is not None
         assert before.flags_slot is not None
         for index, (param, source) in enumerate(zip(before.params, before.layout.slots, strict=False)):
-            place = self.params.index(param)
-            target = self.layout.slots[place]
+            index_here = self.params.index(param)
+            target = self.layout.slots[index_here]
             new.narrow(1, target.offset, target.numel).copy_(old.narrow(1, source.offset, source.numel))
-            new.select(1, self.flags_slot.offset + place).copy_(old.select(1, before.flags_slot.offset + index))
+            new.select(1, self.flags_slot.offset + index_here).copy_(old.select(1, before.flags_slot.offset + index))
         return new.view(-1)
 
     def _refuse_sparse(self, grads: list[Tensor | None]) -> None:

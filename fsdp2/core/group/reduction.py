@@ -21,24 +21,24 @@ from ..comm import collectives
 from ..comm.communicators import comm_reduce_scatter
 from ..plan.placement import in_dtype
 from .memory import GroupMemory
+from .options import ReductionOptions
 from .reduce_plan import GradView, ReducePlan
-from .reduction_options import ReductionOptions
 
 
-class InFlight:
+class Reduction:
     """One reduction on its way: reduce-scatter, perhaps all-reduce, then the sharded parameters get their gradients.
 
     On a stream device everything is queued at once. On the host each leg is waited for when ``advance`` or ``finish`` is called.
     """
 
     __slots__ = (
+        "_add_to_partial",
         "_advanced",
         "_all_reduce",
+        "_divisions",
         "_group",
         "_held",
-        "_how",
         "_input",
-        "_keep",
         "_late",
         "_options",
         "_output",
@@ -56,42 +56,44 @@ class InFlight:
         plan: ReducePlan,
         used: list[bool],
         buffer: Tensor,
-        how: collectives.GradientReduction,
+        divisions: collectives.Divisions,
         options: ReductionOptions,
         partial: Tensor | None,
-        keep: Callable[[Tensor], None] | None,
+        add_to_partial: Callable[[Tensor], None] | None,
     ) -> None:
         """Start reducing ``buffer``. Collective: yes, over the shard axis, then the replicate axis.
 
         buffer:  (plan.layout.unsharded_numel,), reduce dtype, as ``plan`` lays it out
         used:    which of the plan's parameters have a gradient there
-        how:     what each leg divides by, and where
+        divisions: what each leg divides by, and where
         partial: what earlier reduce-scatters have left, which goes the rest of the way with this one
-        keep:    takes what was reduce-scattered; None: it goes the rest of the way
+        add_to_partial: takes what was reduce-scattered; None: it goes the rest of the way
         """
         self._group = group
         self._plan = plan
         self._used = used
-        self._how = how
+        self._divisions = divisions
         self._options = options
         self._input: Tensor | None = buffer
         self._output: Tensor | None = None
         self._held: Tensor | None = None
         self._pending: collectives.Pending | None = None
         self._all_reduce: collectives.Pending | None = None
-        self._keep = keep
+        self._add_to_partial = add_to_partial
         self._partial = partial
         self._scattered: Any = None  # event behind the reduce-scatter
         self._reduced: Any = None  # event behind everything
         self._late: list[int] = []
         self._advanced = False
         streams = group.streams
+        if streams.host_waits:
+            self._scatter(buffer)
+            return
         streams.order(streams.reduce, streams.mark(streams.compute))
         with streams.on(streams.reduce):
             self._scatter(buffer)
-            if not streams.host_waits:
-                self._finish_pending()
-                self._after_scatter()
+            self._finish_pending()
+            self._after_scatter()
 
     def _scatter(self, buffer: Tensor) -> None:
         group, plan = self._group, self._plan
@@ -102,7 +104,7 @@ class InFlight:
         comm = self._options.comm
         if comm is not None and plan.num_shards > 1:
             self._output = comm.allocate((plan.layout.shard_numel,), dtype=buffer.dtype, device=buffer.device)
-            self._pending = comm_reduce_scatter(comm, self._output, buffer, process_group, self._how.reduce_scatter)
+            self._pending = comm_reduce_scatter(comm, self._output, buffer, process_group, self._divisions.reduce_scatter)
             return
         if plan.num_shards == 1:
             self._output = buffer
@@ -116,7 +118,7 @@ class InFlight:
             self._output,
             buffer,
             process_group,
-            self._how.reduce_scatter,
+            self._divisions.reduce_scatter,
             algorithm,
             not collectives.is_stream_ordered(backend),
         )
@@ -129,8 +131,8 @@ class InFlight:
         assert output is not None
         process_group = self._group.mesh.replicate_group
         stream = streams.reduce
-        if self._keep is not None:
-            self._keep(output)
+        if self._add_to_partial is not None:
+            self._add_to_partial(output)
             self._output = None
             self._reduced = self._scattered
             return
@@ -164,7 +166,7 @@ class InFlight:
         self._all_reduce = collectives.all_reduce(
             output,
             process_group,
-            self._how.all_reduce,
+            self._divisions.all_reduce,
             algorithm,
             not collectives.is_stream_ordered(backend),
         )
@@ -241,7 +243,7 @@ class InFlight:
             with streams.on(stream):
                 hook(output if plan.flags_slot is None else output[: plan.flags_slot.offset])  # which is behind all gradients
         with streams.on(stream):
-            reduced = output.to(options.grad_dtype or group.dtype)
+            reduced = output.to(options.grad_dtype or group.plan.dtype)
             if group.options.offload:
                 reduced = self._offload(reduced, stream)
             if not all(self._used) and not options.reduce_unused:
@@ -276,7 +278,7 @@ class InFlight:
 
     def _give(self, reduced: Tensor, views: list[GradView]) -> None:
         """Let the sharded parameters of ``views`` have their gradients, views of ``reduced``."""
-        is_usual = reduced.dtype is self._group.dtype
+        is_usual = reduced.dtype is self._group.plan.dtype
         for view in views:
             param = view.param
             sharded = param.sharded

@@ -22,7 +22,7 @@ from .all_gather import Gather
 from .param import ShardedParam, mark, own_shard, shard_view, whole_local
 
 
-class PostForward:
+class SmallerShards:
     """A group's shards over ``mesh``, a smaller one than the group's; made while the unsharded storage is allocated."""
 
     def __init__(
@@ -42,16 +42,15 @@ class PostForward:
         self.shown: list[nn.Parameter] = []  # what ``keep_shards`` returned last
 
     @property
-    def holds_shards(self) -> bool:
+    def has_shards(self) -> bool:
         return self._flat is not None
 
-    @property
-    def kept(self) -> list[Tensor]:
-        """What is held: the flat buffer of this rank's shards, if any."""
-        return [] if self._flat is None else [self._flat]
+    def storages(self) -> list[torch.UntypedStorage]:
+        """That of the flat buffer of this rank's shards, while it holds any."""
+        return [] if self._flat is None else [self._flat.untyped_storage()]
 
-    def keep_shards(self) -> list[nn.Parameter]:
-        """Copy this rank's shards out of the unsharded parameters; returns them as DTensors, in the group's order."""
+    def keep_shards(self) -> None:
+        """Copy this rank's shards out of the unsharded parameters: DTensors in ``shown``, in the group's order."""
         first = self._params[0].unsharded
         assert first is not None
         self._flat = torch.zeros(self._layout.shard_numel, dtype=first.dtype, device=first.device)
@@ -62,7 +61,6 @@ class PostForward:
             shown.append(nn.Parameter(compat.new_dtensor(local, spec.sharded), requires_grad=param.sharded.requires_grad))
             mark(shown[-1], param)
         self.shown = shown
-        return shown
 
     def issue(self) -> None:
         """Start gathering among the ranks of the smaller mesh. Collective: yes, over its shard axis."""

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 from torch import nn
 
-from ...errors import OrderError, message, meta_error
+from ...errors import OrderError, meta_error
+from .backward_agreement import Agreement
 from .module_state import ModuleState
-from .same_backward import Agreement
 from .schedule import Schedule
 from .unit import Unit
 
@@ -24,11 +24,9 @@ def adopt(root: ModuleState, units_below: Callable[[nn.Module], list[tuple[str, 
     """
     if len(root.modules) > 1:
         raise OrderError(
-            message(
-                f"the root of a forward is a list of modules: {[type(module).__name__ for module in root.modules]}",
-                expected="one root module, so that one forward has one beginning and one end",
-                fix="call fully_shard on the module that holds them all, and run that",
-            )
+            f"the root of a forward is a list of modules: {[type(module).__name__ for module in root.modules]}",
+            expected="one root module, so that one forward has one beginning and one end",
+            fix="call fully_shard on the module that holds them all, and run that",
         )
     found = units_below(root.modules[0])
     for name, unit in found:
@@ -47,7 +45,7 @@ def adopt(root: ModuleState, units_below: Callable[[nn.Module], list[tuple[str, 
         if unit.schedule is not None:
             schedule.is_last_backward &= unit.schedule.is_last_backward
             schedule.post_optim_event = schedule.post_optim_event or unit.schedule.post_optim_event
-            schedule._kept |= unit.schedule._kept
+            schedule.tree.step.unsharded |= unit.schedule.tree.step.unsharded
             if unit.schedule.agreement is not None:
                 unit.schedule.agreement.retire()
         unit.schedule = schedule
@@ -62,18 +60,16 @@ def _refuse_strange_ties(units: Sequence[Unit]) -> None:
         strange = [param.fqn for group in unit.uses if id(group) not in own for param in group.params if len(param.owners) > 1]
         if strange:
             raise OrderError(
-                message(
-                    f"{unit.fqn or 'the root'} is tied to parameters that belong to a module outside of the root: {strange}",
-                    expected="all modules that share a parameter below one root, so that one backward has all its gradients",
-                    fix="call fully_shard on a module that holds them all, and run forward through it",
-                )
+                f"{unit.fqn or 'the root'} is tied to parameters that belong to a module outside of the root: {strange}",
+                expected="all modules that share a parameter below one root, so that one backward has all its gradients",
+                fix="call fully_shard on a module that holds them all, and run forward through it",
             )
 
 
 def refuse_meta(units: Sequence[Unit]) -> None:
     """Raise MaterializationError naming every parameter that is still on the meta device."""
     for unit in units:
-        if any(group.is_meta for group in unit.groups):
+        if any(group.plan.is_meta for group in unit.groups):
             unit.notice_changes()  # ``load_state_dict(assign=True)`` may have put parameters with values in their place
     missing = [name for unit in units for group in unit.groups for name in group.on_meta()]
     if missing:

@@ -1,4 +1,4 @@
-"""What a forward did, in order, for a backward that not all ranks take the same way.
+"""What a forward did, in order, for backwards that not all ranks take the same way.
 
 A backward runs the nodes of its graph in the reverse of the order in which they were made. So the begin and the end of every
 unit's backward come in the reverse of the order in which its forward ended and began; a rank whose loss ignores an output leaves out
@@ -17,100 +17,126 @@ Worked example, units a and b in a root; this rank's loss ignores what b returne
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from .unit import Call, Unit, Visit
+from .call import Call, GraphPart
+from .unit import Unit
 
 _numbers = itertools.count()
 
 
+class Moment(NamedTuple):
+    """The begin of a call's backward, or its end."""
+
+    unit: Unit
+    call: Call
+    is_end: bool
+
+
 class ForwardLog:
-    """The calls of one forward of a root, with autograd; alive as long as the graph of one of them, whose Call has it."""
+    """The calls of one forward of a root, with autograd; alive as long as the graph of one of them, whose part of it has the log."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self.moments: list[tuple[Visit, bool] | None] = []  # with True: the end of its backward
-        self.visits: dict[Unit, list[Visit]] = {}
-        self.task = -1  # the backward that reads it
-        self.position = 0  # how many of its moments are still to come there
+        self.moments: list[Moment | None] = []
+        self.calls: dict[Unit, list[Call]] = {}
 
-    def enter(self, call: Call) -> None:
-        """The forward of ``call`` begins; once for a list of modules that run in one pass."""
-        if call.visit is None:
-            call.log = self
-            call.visit = Visit(self.number, call, len(self.moments))
-            self.moments.append((call.visit, True))
-            self.visits.setdefault(call.unit, []).append(call.visit)
+    def enter(self, unit: Unit, part: GraphPart) -> None:
+        """A forward call of ``unit`` begins; once for a list of modules that run in one pass."""
+        call = part.call
+        if call.log is None:
+            part.log, part.bottoms = self, []
+            call.log = self.number
+            call.end_at = len(self.moments)
+            self.moments.append(Moment(unit, call, is_end=True))
+            self.calls.setdefault(unit, []).append(call)
 
-    def leave(self, call: Call) -> None:
-        """The forward of ``call`` has ended; of a list of modules, that of each: the last one counts."""
-        visit = call.visit
-        assert visit is not None
-        visit.has_inputs = bool(call.nodes)
+    def leave(self, unit: Unit, part: GraphPart) -> None:
+        """A forward call of ``unit`` has ended; of a list of modules, that of each: the last one counts."""
+        call = part.call
+        call.has_inputs = bool(part)
         if call.is_watched:
-            if visit.begin_at is not None:
-                self.moments[visit.begin_at] = None
-            visit.begin_at = len(self.moments)
-            self.moments.append((visit, False))
+            if call.begin_at is not None:
+                self.moments[call.begin_at] = None
+            call.begin_at = len(self.moments)
+            self.moments.append(Moment(unit, call, is_end=False))
 
     def is_in_this_backward(self) -> bool:
         """Whether the backward that has just begun reaches anything of this forward."""
-        return any(visit.is_in_this_backward() for visits in self.visits.values() for visit in visits)
+        return any(call.is_in_this_backward() for calls in self.calls.values() for call in calls)
+
+
+class ForwardLogs:
+    """The logs of the forwards whose backward may come."""
+
+    def __init__(self) -> None:
+        self._logs: list[weakref.ref[ForwardLog]] = []
+
+    def begin(self) -> ForwardLog:
+        """A forward begins."""
+        log = ForwardLog()
+        self._logs = [reference for reference in self._logs if reference() is not None]
+        self._logs.append(weakref.ref(log))
+        return log
+
+    def alive(self) -> list[ForwardLog]:
+        return [log for reference in self._logs if (log := reference()) is not None]
 
 
 class Reading:
     """One backward's way through the logs of the forwards that it reaches, the latest first."""
 
-    def __init__(self, task: int, logs: Iterable[ForwardLog]) -> None:
-        """logs: all that are alive, in order."""
+    def __init__(self, task: int, logs: Sequence[ForwardLog]) -> None:
+        """task: the outermost graph task of the backward; logs: all that are alive, in order."""
         self._task = task
-        self._logs = list(logs)
-        self._numbered = {log.number: log for log in self._logs}  # a backward keeps all logs
-        for log in self._logs:
-            if log.is_in_this_backward():
-                self._open(log)
+        self._logs = {log.number: log for log in logs}
+        self._to_come = {log.number: len(log.moments) for log in logs if log.is_in_this_backward()}  # of moments, by log
+        self._done: set[tuple[Call, bool]] = set()
 
-    def _open(self, log: ForwardLog) -> None:
-        log.task = self._task
-        log.position = len(log.moments)
+    def is_done(self, call: Call, is_end: bool) -> bool:
+        """Whether this moment has passed, for this rank or for others."""
+        return (call, is_end) in self._done
 
-    def left_out_before(self, visit: Visit, is_end: bool) -> Iterator[tuple[Visit, bool]]:
-        """The moments before this one that this rank's backward left out (True: an end), in order; that of ``visit`` is passed then."""
-        log = self._numbered[visit.log]
-        if log.task != self._task:
-            self._open(log)
-        for later in reversed(self._logs):
+    def reach(self, call: Call, is_end: bool) -> Iterator[Moment]:
+        """This rank's backward has come to a moment: yields those before it that it has left out, in order."""
+        assert call.log is not None
+        number = call.log
+        log = self._logs[number]
+        self._to_come.setdefault(number, len(log.moments))
+        for later in reversed(self._logs.values()):
             if later is log:
                 break
             yield from self._left_out(later, -1, in_graph=True)
-        index = visit.end_at if is_end else visit.begin_at
+        index = call.end_at if is_end else call.begin_at
         assert index is not None
         yield from self._left_out(log, index, in_graph=True)
-        log.position = min(log.position, index)
+        self._to_come[number] = min(self._to_come[number], index)
+        self._done.add((call, is_end))
 
-    def left_out_at_end(self) -> Iterator[tuple[Visit, bool]]:
+    def left_out_at_end(self) -> Iterator[Moment]:
         """The rest, when the graph has run."""
-        for log in reversed(self._logs):
+        for log in reversed(self._logs.values()):
             yield from self._left_out(log, -1, in_graph=False)
 
-    def _left_out(self, log: ForwardLog, stop: int, in_graph: bool) -> Iterator[tuple[Visit, bool]]:
+    def _left_out(self, log: ForwardLog, stop: int, in_graph: bool) -> Iterator[Moment]:
         """The moments of ``log`` behind that at ``stop``; only those before one that is still to come in the graph."""
-        while log.task == self._task and log.position > stop + 1:
-            moment = log.moments[log.position - 1]
-            if moment is not None:
-                visit, is_end = moment
-                if is_end and visit.has_end() and visit.ended != self._task:
-                    if in_graph and visit.will_end_itself():
+        while self._to_come.get(log.number, 0) > stop + 1:
+            moment = log.moments[self._to_come[log.number] - 1]
+            if moment is not None and not self.is_done(moment.call, moment.is_end):
+                call = moment.call
+                if not moment.is_end:
+                    self._done.add((call, False))
+                    yield moment
+                elif call.has_inputs and call.begin_at is not None:
+                    if in_graph and call.will_end(self._task):
                         return
-                    visit.ended = self._task
+                    self._done.add((call, True))
                     yield moment
-                elif not is_end and visit.begun != self._task:
-                    visit.begun = self._task
-                    yield moment
-            log.position -= 1
+            self._to_come[log.number] -= 1
 
-    def still_to_end(self, unit: Unit) -> list[Visit]:
-        """The visits of ``unit`` in this backward whose end is still to come, or unknown, since no input needs a gradient."""
-        task = self._task
-        visits = [visit for log in self._logs if log.task == task for visit in log.visits.get(unit, ())]
-        return [visit for visit in visits if visit.begin_at is not None and visit.ended != task]
+    def calls_left(self, unit: Unit) -> list[Call]:
+        """The calls of ``unit`` in this backward whose end is still to come, or unknown, since no input needs a gradient."""
+        calls = [call for number in self._to_come for call in self._logs[number].calls.get(unit, ())]
+        return [call for call in calls if call.begin_at is not None and not self.is_done(call, is_end=True)]

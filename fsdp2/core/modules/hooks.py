@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...errors import CompileError, OrderError, message
+from ...errors import CompileError, OrderError
 from .. import torch_compat as compat
+from ..iteration.call import Call, GraphPart, next_moment
 from ..iteration.first_forward import adopt
 from ..iteration.module_state import ModuleState, unit_of
-from ..iteration.unit import Call, Visit
 from ..plan.model_axes import varying_axes
 from .compiler_orders import warn_of_losing_orders
 from .nested_tensors import find_tensors, map_tensors
@@ -48,6 +47,7 @@ class UnitHooks:
         self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
         self._output_dtype: torch.dtype | None = policy.output_dtype
         self._casts_back = False
+        self._num_registrations = 0  # on managed modules, when parameters that are nobody's were last looked for
         self._stored: dict[int, StoredTensors | None] = {}  # what each module's forward leaves, looked for in its first with autograd
         several = len(unit.modules) > 1
         self.pre_forward = compat.dynamo_disabled(self._pre_forward_of_several if several else self._pre_forward)
@@ -135,11 +135,9 @@ class UnitHooks:
     def _traced_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not compat.is_tracing():  # nobody compiles: stand-ins have no memory
             raise CompileError(
-                message(
-                    "the compiler did not compile forward",
-                    expected="torch.compile to be on: no TORCH_COMPILE_DISABLE, no torch.compiler.set_stance that skips it",
-                    fix="switch it on, or call fsdp2.uncompile(model)",
-                )
+                "the compiler did not compile forward",
+                expected="torch.compile to be on: no TORCH_COMPILE_DISABLE, no torch.compiler.set_stance that skips it",
+                fix="switch it on, or call fsdp2.uncompile(model)",
             )
         return None if self._input_dtype is None else compat.pytree.tree_map_only(Tensor, self._cast_input, (args, kwargs))
 
@@ -156,15 +154,16 @@ class UnitHooks:
         schedule = unit.schedule
         if schedule is None or not schedule.settled:
             schedule = adopt(unit, units_below)
-            warn_of_plain_parameters(unit.modules[0], schedule.units)
-            warn_of_losing_orders(unit.modules[0], schedule.units, compat.has_met_compiler(self.pre_forward))
-            schedule.num_registrations = REGISTRATIONS.count
-        elif schedule.num_registrations != REGISTRATIONS.count and unit is schedule.root:
+            warn_of_plain_parameters(unit.modules[0], schedule.tree.units)
+            warn_of_losing_orders(unit.modules[0], schedule.tree.units, compat.has_met_compiler(self.pre_forward))
+            self._num_registrations = REGISTRATIONS.count
+        elif self._num_registrations != REGISTRATIONS.count and unit is schedule.tree.root:
             warn_of_plain_parameters(unit.modules[0], [below for _, below in units_below(unit.modules[0])])
-            schedule.num_registrations = REGISTRATIONS.count
-        if unit.running:
+            self._num_registrations = REGISTRATIONS.count
+        calls = unit.calls
+        if calls.running:
             schedule.end_interrupted_forward()
-        if schedule.forward_root is None and unit.device.type != "cpu":
+        if schedule.forward is None and unit.device.type != "cpu":
             args, kwargs = map_tensors(functools.partial(Tensor.to, device=unit.device, non_blocking=True), (args, kwargs))
         if self._input_dtype is not None:
             args, kwargs = map_tensors(self._cast_input, (args, kwargs))
@@ -174,21 +173,18 @@ class UnitHooks:
         else:
             schedule.begin_forward(unit)
         if not torch.is_grad_enabled():
-            unit.running.append(None)
+            calls.running.append(None)
             return args, kwargs
-        call = unit.shared_call
-        if call is not None and call.begun == -1:
+        part = calls.shared
+        if part is not None and part.call.begun == -1:
             # The engine runs nodes in the reverse of the order in which they were made: the first module's backward is the last.
-            unit.running.append(call)
-            return self._watch_inputs(call, args, kwargs, is_first=False)
-        call = Call(unit)
-        if unit.calls:
-            unit.forget_old_calls()
-        unit.calls.append(weakref.ref(call))
-        unit.running.append(call)
-        if schedule.log is not None:
-            schedule.log.enter(call)
-        return self._watch_inputs(call, args, kwargs)
+            calls.running.append(part)
+            return self._watch_inputs(part, args, kwargs, is_first=False)
+        part = calls.begin()
+        calls.running.append(part)
+        if schedule.forward is not None and schedule.forward.log is not None:
+            schedule.forward.log.enter(unit, part)
+        return self._watch_inputs(part, args, kwargs)
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         unit = self._unit
@@ -197,11 +193,11 @@ class UnitHooks:
         if output is None and compat.a_module_has_failed():
             self.end_failed_forward()
             return None
-        call = unit.running.pop()
-        if call is not None:
-            output = self._watch_outputs(call, output)
+        part = unit.calls.running.pop()
+        if part is not None:
+            output = self._watch_outputs(part, output)
             if self._stored.get(id(module), _NOT_LOOKED_FOR) is not None:
-                self._watch_stored(call, module)
+                self._watch_stored(part, module)
         elif type(output) is not Tensor or output._base is not None:
             output = map_tensors(_outlive_parameters, output)
         assert unit.schedule is not None
@@ -215,9 +211,9 @@ class UnitHooks:
     def end_failed_forward(self) -> None:
         """A forward of the unit's modules raised; maybe before our pre-hook was done."""
         unit = self._unit
-        if unit.running:
-            unit.running.pop()
-        unit.end_pass()
+        if unit.calls.running:
+            unit.calls.running.pop()
+        unit.calls.end_pass()
         if unit.schedule is not None:
             with compat.functorch_disabled():
                 unit.schedule.end_failed_forward(unit)
@@ -228,11 +224,13 @@ class UnitHooks:
         unit = self._unit
         if unit.summoned:
             return self._pre_forward(module, args, kwargs)
-        if not unit.to_run:
-            unit.to_run.update(unit.modules)
-            unit.shared_call = None
+        calls = unit.calls
+        if not calls.to_run:
+            calls.to_run.update(unit.modules)
+            calls.shared = None
         args, kwargs = self._pre_forward(module, args, kwargs)
-        unit.shared_call = unit.running[-1] or unit.shared_call
+        if calls.running[-1] is not None:
+            calls.shared = calls.running[-1]
         return args, kwargs
 
     def _post_forward_of_several(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -240,17 +238,18 @@ class UnitHooks:
         if output is None and compat.a_module_has_failed() and compat.current_graph_task() == -1:
             self.end_failed_forward()
             return None
-        if not unit.running:  # a recomputation raised before our pre-hook was done
+        calls = unit.calls
+        if not calls.running:  # a recomputation raised before our pre-hook was done
             return output
-        unit.to_run.discard(module)
-        if not unit.to_run:
-            unit.shared_call = None
+        calls.to_run.discard(module)
+        if not calls.to_run:
+            calls.shared = None
             return self._post_forward(module, args, output)
-        call = unit.running.pop()
-        if call is not None:
-            output = self._watch_outputs(call, output)
+        part = calls.running.pop()
+        if part is not None:
+            output = self._watch_outputs(part, output)
             if self._stored.get(id(module), _NOT_LOOKED_FOR) is not None:
-                self._watch_stored(call, module)
+                self._watch_stored(part, module)
         assert unit.schedule is not None
         unit.schedule.end_part(unit)
         return output if self._output_dtype is None else map_tensors(self._cast_output, output)
@@ -268,7 +267,7 @@ class UnitHooks:
     # --- backward ---
 
     def _watch_inputs(
-        self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], is_first: bool = True
+        self, part: GraphPart, args: tuple[Any, ...], kwargs: dict[str, Any], is_first: bool = True
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Pass each input that needs a gradient through a node that runs in backward when that gradient is done.
 
@@ -276,7 +275,7 @@ class UnitHooks:
         """
         levels = compat.functorch_is_active() or compat.forward_ad._current_level >= 0
         if len(args) == 1 and not kwargs and type(args[0]) is Tensor and not levels:  # by far the most common
-            return (self._watched(call, args[0], is_first=is_first),) if args[0].requires_grad else args, kwargs
+            return (self._watched(part, args[0], is_first=is_first),) if args[0].requires_grad else args, kwargs
         watched: dict[int, Tensor] = {}
 
         def watch(tensor: Tensor) -> Tensor:
@@ -284,32 +283,32 @@ class UnitHooks:
                 return tensor
             found = watched.get(id(tensor))
             if found is None:
-                found = watched[id(tensor)] = self._watched(call, tensor, levels, is_first)
+                found = watched[id(tensor)] = self._watched(part, tensor, levels, is_first)
             return found
 
         return map_tensors(watch, (args, kwargs))  # type: ignore[no-any-return]
 
-    def _watched(self, call: Call, tensor: Tensor, levels: bool = False, is_first: bool = True) -> Tensor:
+    def _watched(self, part: GraphPart, tensor: Tensor, levels: bool = False, is_first: bool = True) -> Tensor:
         view = tensor.view_as(tensor)
         for each in compat.levels_of(view) if levels else (view,):
             node = each.grad_fn
             if node is not None and not is_first:
-                node.register_prehook(functools.partial(_pass_input, weakref.ref(call), self._unit))
+                node.register_prehook(functools.partial(_pass_input, self._unit, part.call))
             elif node is not None:
-                node.register_prehook(functools.partial(_end_backward, weakref.ref(call), self._unit, call.visit))
-                call.nodes.append(node)
+                node.register_prehook(functools.partial(_end_backward, self._unit, part.call))
+                part.append(node)
         return view
 
-    def _watch_stored(self, call: Call, module: nn.Module) -> None:
+    def _watch_stored(self, part: GraphPart, module: nn.Module) -> None:
         """What the forward of ``module`` has left on it and below it."""
         if id(module) not in self._stored:
             self._stored[id(module)] = stored_tensors(module)
         stored = self._stored[id(module)]
         if stored is not None:
             for attributes, name, tensor in stored.new():
-                attributes[name] = self._watch_outputs(call, tensor)
+                attributes[name] = self._watch_outputs(part, tensor)
 
-    def _watch_outputs(self, call: Call, output: Any) -> Any:
+    def _watch_outputs(self, part: GraphPart, output: Any) -> Any:
         if type(output) is Tensor:
             found: list[Tensor] = [output]
         else:
@@ -320,8 +319,11 @@ class UnitHooks:
             found = [each for tensor in found for each in compat.levels_of(tensor)]
         schedule = self._unit.schedule
         assert schedule is not None
-        finds_bottoms = schedule.log is not None and schedule.forward_root is self._unit and not self._unit.running and not levels
-        hook = functools.partial(_begin_backward, self._unit, call)
+        forward = schedule.forward
+        log = None if forward is None else forward.log
+        begins = forward is not None and forward.root is self._unit and not self._unit.calls.running
+        finds_bottoms = log is not None and begins and not levels
+        hook = functools.partial(_begin_backward, self._unit, part)
         seen: list[Any] = []
         for tensor in found:
             if not tensor.requires_grad:
@@ -329,37 +331,34 @@ class UnitHooks:
             base = tensor._base
             node = tensor.grad_fn
             if (node if base is None else base.grad_fn) is None and isinstance(tensor if base is None else base, nn.Parameter):
-                return self._watch_outputs(call, map_tensors(_outlive_parameters, output))
-            if node in call.nodes:  # an input, passed through: its node ends the backward, so that another has to begin it
-                return self._watch_outputs(call, map_tensors(functools.partial(_apart_from, call.nodes), output))
+                return self._watch_outputs(part, map_tensors(_outlive_parameters, output))
+            if node in part:  # an input, passed through: its node ends the backward, so that another has to begin it
+                return self._watch_outputs(part, map_tensors(functools.partial(_apart_from, part), output))
             watched = [] if node is None else [node]
-            if base is not None and base.grad_fn is not None and not _made_input(call.nodes, base.grad_fn):
+            if base is not None and base.grad_fn is not None and not _made_input(part, base.grad_fn):
                 watched.append(base.grad_fn)
             if finds_bottoms and any(_below(each) is None for each in watched):  # then the call would hold what holds the call
-                return self._watch_outputs(call, map_tensors(_apart_from_bottom, output))
+                return self._watch_outputs(part, map_tensors(_apart_from_bottom, output))
             for each in watched:
                 if each not in seen:
                     seen.append(each)
                     each.register_prehook(hook)
         if seen:
-            call.is_watched = True
-            call.leave()
+            part.call.is_watched = True
+            part.call.left = next_moment()
         if finds_bottoms:
-            _find_bottoms(call, seen)
-        if call.visit is not None:
-            assert schedule.log is not None
-            schedule.log.leave(call)
+            _find_bottoms(part, seen)
+        if log is not None and part.call.log is not None:
+            log.leave(self._unit, part)
         return output
 
 
 def _refuse_autograd(unit: ModuleState) -> None:
     if torch.is_grad_enabled():
         raise OrderError(
-            message(
-                f"forward of {unit.fqn or 'the root'} was called inside of summon_full_params, with autograd",
-                expected="torch.no_grad() around it: gradients of the whole parameters would be lost",
-                fix="run training steps outside of summon_full_params",
-            )
+            f"forward of {unit.fqn or 'the root'} was called inside of summon_full_params, with autograd",
+            expected="torch.no_grad() around it: gradients of the whole parameters would be lost",
+            fix="run training steps outside of summon_full_params",
         )
 
 
@@ -383,18 +382,18 @@ def _below(node: Any) -> Any:
     return next((each for each, _ in node.next_functions if each is not None and each.next_functions), None)
 
 
-def _find_bottoms(call: Call, nodes: list[Any]) -> None:
-    """Give ``call`` a node that runs with each of ``nodes``, those of its outputs, unless that is one of its inputs' nodes.
+def _find_bottoms(part: GraphPart, nodes: list[Any]) -> None:
+    """Give a call a node that runs with each of ``nodes``, those of its outputs, unless that is one of its inputs' nodes.
 
     A bottom has only leaves below it: so none of the nodes that hold the call is below what the call holds.
     """
-    passed = set(call.nodes)
+    passed = set(part)
     for node in nodes:
         while node not in passed:
             passed.add(node)
             below = _below(node)
             if below is None:
-                call.bottoms.append(node)
+                part.bottoms.append(node)
                 break
             node = below
 
@@ -419,44 +418,45 @@ def _around(moment: str, unit: ModuleState) -> Iterator[None]:
 
 
 @compat.dynamo_disabled
-def _begin_backward(unit: ModuleState, call: Call, grads: Any) -> None:
+def _begin_backward(unit: ModuleState, part: GraphPart, grads: Any) -> None:
     schedule = unit.schedule
     assert schedule is not None
     if compat.profiler_is_on() or compat.functorch_is_active():
         with _around("pre_backward", unit):
-            schedule.begin_backward(call, unit)
+            schedule.begin_backward(part.call, unit)
     else:
-        schedule.begin_backward(call, unit)
+        schedule.begin_backward(part.call, unit)
 
 
 @compat.dynamo_disabled
-def _end_backward(reference: weakref.ref[Call], unit: ModuleState, visit: Visit | None, grads: Any) -> None:
+def _end_backward(unit: ModuleState, call: Call, grads: Any) -> None:
     schedule = unit.schedule
     assert schedule is not None
-    call = reference()
-    if call is not None and torch.is_grad_enabled():
+    if torch.is_grad_enabled():
         _watch_gradients(unit, call, grads)
     if compat.profiler_is_on() or compat.functorch_is_active():
         with _around("post_backward", unit):
-            schedule.end_backward_of(call, unit, visit)
+            schedule.end_backward_of(call, unit)
     else:
-        schedule.end_backward_of(call, unit, visit)
+        schedule.end_backward_of(call, unit)
 
 
 @compat.dynamo_disabled
-def _pass_input(reference: weakref.ref[Call], unit: ModuleState, grads: Any) -> None:
+def _pass_input(unit: ModuleState, call: Call, grads: Any) -> None:
     """The gradient of an input is done that does not end the call."""
-    call = reference()
-    if call is not None and torch.is_grad_enabled():
+    if torch.is_grad_enabled():
         _watch_gradients(unit, call, grads)
 
 
 def _watch_gradients(unit: ModuleState, call: Call, grads: tuple[Tensor | None, ...]) -> None:
     """A backward with ``create_graph`` made a graph: a backward through that needs the parameters from here on."""
+    part = call.graph()
+    if part is None:
+        return
     for grad in grads:
         for each in () if grad is None else compat.levels_of(grad):
             if each.grad_fn is not None:
-                each.grad_fn.register_prehook(functools.partial(_begin_backward, unit, call))
+                each.grad_fn.register_prehook(functools.partial(_begin_backward, unit, part))
 
 
 class _Saving:

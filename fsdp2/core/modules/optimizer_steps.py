@@ -57,7 +57,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _refuse_incomplete(optimizer: Optimizer) -> None:
     """Raise OrderError if gradients of its parameters still wait for their last micro-batch: it would step without them."""
     for gradients in list(STEPS.waiting):
-        if not gradients.holds_unreduced:
+        if not gradients.has_unreduced:
             STEPS.waiting.discard(gradients)
     waiting = {id(param.sharded): param.fqn for gradients in STEPS.waiting for param in gradients.group.params}
     incomplete = [waiting[id(param)] for group in optimizer.param_groups for param in group["params"] if id(param) in waiting]

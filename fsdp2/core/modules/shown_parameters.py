@@ -45,7 +45,7 @@ class ModuleRegistry:
 
     def _prepare(self) -> None:
         """Build the dicts again: the group has new unsharded parameters."""
-        self._made_for = self._group.gather
+        self._made_for = self._group.unsharded
         self._slow = []
         sharded: dict[int, tuple[dict[str, Any], dict[str, nn.Parameter]]] = {}
         unsharded: dict[int, tuple[dict[str, Any], dict[str, nn.Parameter]]] = {}
@@ -62,7 +62,7 @@ class ModuleRegistry:
         self._unsharded = list(unsharded.values())
 
     def show_sharded(self) -> None:
-        if self._made_for is not self._group.gather:
+        if self._made_for is not self._group.unsharded:
             self._prepare()
         for parameters, shown in self._sharded:
             parameters.update(shown)
@@ -70,7 +70,7 @@ class ModuleRegistry:
             setattr(module, name, param.sharded)
 
     def show_unsharded(self) -> None:
-        if self._made_for is not self._group.gather:
+        if self._made_for is not self._group.unsharded:
             self._prepare()
         for parameters, shown in self._unsharded:
             parameters.update(shown)
@@ -86,7 +86,7 @@ class ModuleRegistry:
     def verify(self) -> bool:
         """Whether all is as we left it; parameters that the user put in their place are adopted, or refused by name."""
         intact = True
-        watches = not self._group.has_own_memory
+        watches = not self._group.plan.has_own_memory
         for parameters, name, param in self._owned:
             now = parameters.get(name)
             sharded = param.sharded

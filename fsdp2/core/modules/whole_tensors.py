@@ -24,7 +24,7 @@ from ..plan.placement import in_dtype
 def cut_whole_tensors(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
     """Replace the values for parameters that ``module`` owns. state_dict: torch's own copy, so that the caller keeps theirs."""
     for group in unit.uses:
-        if group.has_own_memory:
+        if group.plan.has_own_memory:
             continue  # what a tensor subclass takes, it says itself
         for param in group.params:
             for owner in param.owners:

@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import ArgumentError, DeviceError, MeshError, ModuleError, OrderError, ParameterError, message
 from .. import torch_compat as compat
-from ..group.memory import GroupOptions
+from ..group.options import GroupOptions
 from ..group.own_memory import cut_out, needs_own_memory, refuse_unextendable
 from ..group.param import Owner, ShardedParam, new_sharded_param, sharded_from
 from ..group.param_group import ParamGroup
+from ..iteration.backward_agreement import number
 from ..iteration.module_state import ModuleState, group_with
-from ..iteration.same_backward import number
+from ..iteration.unit import UnitOptions
 from ..modules.hooks import UnitHooks
 from ..modules.shown_parameters import ModuleRegistry
 from ..modules.unmanaged_parameters import REGISTRATIONS, refuse_gradients
@@ -68,15 +69,15 @@ def build_unit(
         group = _new_group(params, owners, specs, cut, own_mesh, device, options)
         own_after = afters[id(own_mesh)]
         if isinstance(own_after, int) and not isinstance(own_after, bool):
-            group.smaller = post_forward_mesh(own_mesh, own_after)
+            group.smaller_mesh = post_forward_mesh(own_mesh, own_after)
         groups.append(group)
     for buffer in read.buffers.values():
         if not buffer.is_meta:
             buffer.data = buffer.to(device)
-    for sharded, _, places in read.tied:
-        for owner in places:
+    for sharded, _, more_owners in read.tied:
+        for owner in more_owners:
             group_with(sharded).registry.add_owner(sharded, owner)
-    if any(group.smaller is not None for group in groups):
+    if any(group.smaller_mesh is not None for group in groups):
         after = reshard_after_forward
     unit = ModuleState(
         modules,
@@ -84,8 +85,7 @@ def build_unit(
         borrowed,
         device,
         mp_policy,
-        reshard_after_forward=True if after is None else after,
-        reshard_is_default=after is None,
+        UnitOptions(reshard_after_forward=True if after is None else after, reshard_is_default=after is None),
     )
     unit.ignored = [Owner(module, name) for module in managed for name, param in module._parameters.items() if param in ignored_params]
     number(unit)
@@ -105,7 +105,7 @@ class ModulesRead:
     """What one unit of some modules would be made of.
 
     managed:  the modules in their trees that belong to it
-    owners:   every parameter to shard, with its names and places
+    owners:   every parameter to shard, with its names and owners
     tied:     those that an earlier unit sharded
     buffers:  every buffer to move, by name
     place:    what was asked for ``placed``
@@ -200,7 +200,7 @@ _Owned = dict[nn.Parameter, tuple[list[str], list[Owner]]]
 
 
 def _owners(modules: Sequence[nn.Module], managed: Sequence[nn.Module], ignored: set[nn.Parameter]) -> _Owned:
-    """Every parameter to shard with its names and places, in the order of ``named_parameters()``."""
+    """Every parameter to shard with its names and owners, in the order of ``named_parameters()``."""
     owned: _Owned = {}
     inside = set(managed)
     for index, root in enumerate(modules):
@@ -212,10 +212,10 @@ def _owners(modules: Sequence[nn.Module], managed: Sequence[nn.Module], ignored:
                 if param is None or param in ignored:
                     continue
                 fqn = f"{prefix}{module_name}.{name}" if module_name else f"{prefix}{name}"
-                names, places = owned.setdefault(param, ([], []))
+                names, owners = owned.setdefault(param, ([], []))
                 names.append(fqn)
-                if not any(place.module is module and place.name == name for place in places):
-                    places.append(Owner(module, name))
+                if not any(owner.module is module and owner.name == name for owner in owners):
+                    owners.append(Owner(module, name))
     return owned
 
 
@@ -235,10 +235,10 @@ def _buffers(modules: Sequence[nn.Module], managed: Sequence[nn.Module]) -> dict
 def _refuse_scripted(owned: _Owned) -> None:
     """Raise for parameters inside of modules that take no hooks."""
     scripted = [
-        f"{names[0]} in a {type(place.module).__name__}"
-        for names, places in owned.values()
-        for place in places
-        if isinstance(place.module, torch.jit.ScriptModule)
+        f"{names[0]} in a {type(owner.module).__name__}"
+        for names, owners in owned.values()
+        for owner in owners
+        if isinstance(owner.module, torch.jit.ScriptModule)
     ]
     if scripted:
         raise ModuleError(
@@ -361,8 +361,8 @@ def _new_group(
 ) -> ParamGroup:
     sharded: list[ShardedParam] = []
     for param in params:
-        names, places = owned[param]
-        sharded.append(new_sharded_param(names[0], places, param, specs[param], mesh.shard_rank, cut.get(param)))
+        names, owners = owned[param]
+        sharded.append(new_sharded_param(names[0], owners, param, specs[param], mesh.shard_rank, cut.get(param)))
         refuse_gradients(param, sharded[-1])
     group = ParamGroup(sharded, mesh, device, options)
     group.registry = ModuleRegistry(group)

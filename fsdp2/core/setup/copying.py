@@ -53,8 +53,10 @@ def deepcopy_module(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     for unit in pending:
         _copy_unit(unit, memo, copies)
     for unit, made in copies.items():
-        made.prefetch_forward = [copies[other] for other in unit.prefetch_forward if other in copies]
-        made.prefetch_backward = [copies[other] for other in unit.prefetch_backward if other in copies]
+        made.choose(
+            prefetch_forward=[copies[other] for other in unit.options.prefetch_forward if other in copies],
+            prefetch_backward=[copies[other] for other in unit.options.prefetch_backward if other in copies],
+        )
     return new
 
 
@@ -124,15 +126,10 @@ def _copy_unit(unit: ModuleState, memo: dict[Any, Any], copies: dict[ModuleState
         borrowed,
         unit.device,
         unit.mp_policy,
-        unit.reshard_after_forward,
-        unit.reshard_is_default,
+        unit.options,
     )
     new.set_micro_batch(unit.micro_batch)
     new.number = unit.number
-    new.unshard_in_backward = unit.unshard_in_backward
-    new.max_reductions = unit.max_reductions
-    new.accumulates_whole = unit.accumulates_whole
-    new.backward_prefetch = unit.backward_prefetch
     new.ignored = [Owner(memo[id(owner.module)], owner.name) for owner in unit.ignored if id(owner.module) in memo]
     for group, made in zip(unit.groups, new.groups, strict=True):
         made.gradients.options = group.gradients.options
@@ -153,7 +150,7 @@ def _copy_group(group: ParamGroup, memo: dict[Any, Any]) -> ParamGroup:
         params.append(ShardedParam(param.fqn, owners, param.spec, param.rank, sharded, compat.local_tensor(sharded)))
     new = ParamGroup(params, group.mesh, group.device, group.options)
     new.fqn = group.fqn
-    new.smaller = group.smaller
+    new.smaller_mesh = group.smaller_mesh
     new.all_gather_comm = group.all_gather_comm
     new.registry = ModuleRegistry(new)
     return new

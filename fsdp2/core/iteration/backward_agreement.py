@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ...errors import OrderError, message
+from ...errors import OrderError
 from .. import torch_compat as compat
 from ..comm import collectives
 from ..group.param_group import ParamGroup
@@ -224,7 +224,8 @@ class Agreement:
 
     def _is_resident(self, unit: Unit) -> bool:
         """Whether its parameters are there when backward begins, so that only reductions tell its ranks apart."""
-        if unit.reshard_after_forward is False or (unit.reshard_is_default and unit is self._all_units[0]):
+        options = unit.options
+        if options.reshard_after_forward is False or (options.reshard_is_default and unit is self._all_units[0]):
             return True
         return all(group.mesh.shard_size == 1 for group in unit.groups)
 
@@ -234,11 +235,10 @@ class Agreement:
         ends: list[_Moment] = []
         opened: list[_Moment] = []
         task = compat.current_graph_task()
-        for reference in unit.calls:
-            call = reference()
-            if call is None or not call.will_pass_inputs(task):  # None: its graph is gone
+        for call in unit.calls.awaiting:
+            if not call.will_pass_inputs(task):
                 continue
-            if not call.nodes:
+            if not call.graph():
                 opened.append((0, call.left, 0))
             else:
                 begins.append((0, call.left, 0))
@@ -290,13 +290,11 @@ class Agreement:
                 name = roots[root]._name_of(index, has_others) if root in roots else "a root that this rank has not run"
                 items.append(f"{name}: {'; '.join(said)}")
         raise OrderError(
-            message(
-                f"{len(items)} units are not in the same backward on all ranks" if items else "ranks ran units in different orders",
-                items=items,
-                expected="forward to call the same units in the same order on every rank, and each loss to use what they return",
-                fix="make one group of what encloses modules that some ranks leave out (wrap=None: the whole model), or, if only the"
-                " losses differ, call set_reduce_scatter_unused_params(True) on the root; go on after reset_iter_state()",
-            )
+            f"{len(items)} units are not in the same backward on all ranks" if items else "ranks ran units in different orders",
+            items=items,
+            expected="forward to call the same units in the same order on every rank, and each loss to use what they return",
+            fix="make one group of what encloses modules that some ranks leave out (wrap=None: the whole model), or, if only the"
+            " losses differ, call set_reduce_scatter_unused_params(True) on the root; go on after reset_iter_state()",
         )
 
 
@@ -306,9 +304,9 @@ def _reduces(unit: Unit) -> bool:
 
 def _in_logs(unit: Unit, logs: Sequence[ForwardLog]) -> tuple[int, list[_Moment], list[_Moment]]:
     """As ``Agreement._in_graph``; a moment is the number of a log and a place there."""
-    visits = [visit for log in logs for visit in log.visits.get(unit, ())]
-    begins = [(1, visit.log, visit.begin_at) for visit in visits if visit.begin_at is not None]
-    ends = [(1, visit.log, visit.end_at) for visit in visits if visit.has_end()]
+    calls = [(log.number, call) for log in logs for call in log.calls.get(unit, ())]
+    begins = [(1, number, call.begin_at) for number, call in calls if call.begin_at is not None]
+    ends = [(1, number, call.end_at) for number, call in calls if call.has_inputs and call.begin_at is not None]
     if not begins:
         return LEFT_OUT, [], []
     return IN_MIDDLE if len(ends) == len(begins) else AT_END, begins, ends

@@ -1,0 +1,82 @@
+"""What the user chose for a group: how it runs, how its gradients are reduced, and what the next backward does.
+
+All three are frozen values. Setters, ``fsdp2.accumulate`` and ``no_sync`` replace a value as a whole and put the old one back; a
+reduction under way keeps those that it started with. This file refuses to know who reads them, and when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...policy import ReduceScatter
+from ..comm import collectives
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """How a group runs; the last four are private, for tests and benchmarks: measurement picks their defaults.
+
+    mp_policy:            as the user gave it, for all-gather extensions
+    offload, pin_memory:  keep the flat shard in (page-locked) host memory
+    gather:               "auto", "direct", "packed" or "mixed"
+    all_gather, reduce_scatter, all_reduce: the collective algorithm; None lets ``collectives`` choose
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    offload: bool = False
+    pin_memory: bool = False
+    mp_policy: Any = None
+    gather: str = "auto"
+    all_gather: collectives.AllGatherAlgorithm | None = None
+    reduce_scatter: collectives.ReduceScatterAlgorithm | None = None
+    all_reduce: collectives.AllReduceAlgorithm | None = None
+
+
+@dataclass(frozen=True)
+class ReductionOptions:
+    """How the gradients of a group are reduced.
+
+    divide_factor:       what their sum over the ranks is divided by; None: the number of data-parallel ranks
+    sum_only:            collectives only add; kernels of ours divide
+    reduce_unused:       a parameter that no rank used gets a zero gradient instead of None
+    grad_dtype:          of the sharded parameters' gradients; None: the parameters' own
+    process_group:       of the reduce-scatter, if it has one of its own
+    comm:                a custom communicator for the reduce-scatter
+    all_reduce_instead:  changes the gradients in place, instead of the all-reduce
+    all_reduce_hook:     changes what was reduced in place, on ``all_reduce_hook_stream`` or else where the reduction ran
+    """
+
+    divide_factor: float | None = None
+    sum_only: bool = False
+    reduce_unused: bool = False
+    grad_dtype: torch.dtype | None = None
+    process_group: dist.ProcessGroup | None = None
+    comm: ReduceScatter | None = None
+    all_reduce_instead: Callable[[Tensor], None] | None = None
+    all_reduce_hook: Callable[[Tensor], None] | None = None
+    all_reduce_hook_stream: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """The switches of one unit for its next backward; the defaults are those of a step's only backward.
+
+    reduces:            gradients are reduced over the shard axis; else they accumulate whole, in reduce dtype
+    all_reduces:        what was reduce-scattered is all-reduced over the replicate axis, too; else it accumulates there
+    accumulates_shards:       ``all_reduces`` False keeps what was reduce-scattered even where there is no replicate axis
+    reshards:           parameters are resharded after backward
+    reshards_to_smaller: ... but only to each group's ``smaller`` mesh
+    """
+
+    reduces: bool = True
+    all_reduces: bool = True
+    accumulates_shards: bool = False
+    reshards: bool = True
+    reshards_to_smaller: bool = False

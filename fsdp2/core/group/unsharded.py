@@ -1,0 +1,131 @@
+"""A group's unsharded side: the storage of its unsharded parameters, what fills it, and how it is freed.
+
+The unsharded parameters are made once over one storage, whose *object* is never freed: autograd's saved views alias it. It refuses to
+know states, and when anything happens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...policy import AllGather
+from ..comm.streams import Stream, Streams
+from ..plan.layout import GroupLayout
+from ..plan.mesh import DataParallelMesh
+from .all_gather import Gather, GatherTarget, LocalGather
+from .custom_all_gather import CommGather
+from .extensions import ExtensionGather
+from .group_plan import GroupPlan
+from .options import GroupOptions
+from .param import new_unsharded_param, storage_view
+from .smaller_mesh import SmallerShards
+
+
+class Unsharded:
+    """Made at the first unshard, when the parameters have their values; given up when the group is planned again.
+
+    gather:       fills the storage
+    storage:      of the unsharded parameters; None where extensions make them
+    free:         frees the memory, not the parameters
+    smaller:      the shards over the smaller mesh, once there were some
+    num_steps:    optimizer steps that had begun before the last unshard
+    allocated_on: the stream that was compute then
+    """
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def __init__(
+        self,
+        plan: GroupPlan,
+        mesh: DataParallelMesh,
+        device: torch.device,
+        options: GroupOptions,
+        streams: Streams,
+        flat: Tensor | None,
+        comm: AllGather | None,
+    ) -> None:
+        """flat: this rank's shards, unless they have memory of their own; comm: a custom communicator."""
+        self._plan = plan
+        self._device = device
+        self._options = options
+        self._streams = streams
+        self._comm = comm
+        self.allocated_on: Stream = streams.compute
+        self.storage: torch.UntypedStorage | None = None
+        self.smaller: SmallerShards | None = None
+        self.num_steps = 0
+        self.gather: Gather | LocalGather | ExtensionGather
+        self.free: Callable[[], None]
+        if plan.has_own_memory:
+            self.gather = ExtensionGather(
+                plan.params, mesh, device, streams, plan.param_dtype, options.mp_policy, comm, options.all_gather
+            )
+            self.free = self.gather.free
+            return
+        assert flat is not None
+        shares_memory = mesh.shard_size == 1 and plan.param_dtype is plan.dtype and not options.offload
+        if shares_memory:  # one rank keeps all of the parameters, as they are computed with
+            self.storage = flat.untyped_storage()
+        else:
+            self.storage = torch.empty(plan.unsharded_nbytes, dtype=torch.uint8, device=device).untyped_storage()
+        like = torch.empty(0, dtype=plan.param_dtype, device=device)
+        for param, slot in zip(plan.params, plan.layout.slots, strict=True):
+            view = storage_view(self.storage, like, slot.unsharded_offset, slot.cut.shape)
+            param.unsharded = new_unsharded_param(param, param.spec.to_logical(view))
+        if mesh.shard_size == 1:
+            self.gather = LocalGather(flat, self._target(), streams)
+        else:
+            self.gather = self._new_gather(plan.layout, mesh.shard_group, plan.num_direct)
+        if shares_memory:
+            self.free = _do_nothing
+        elif streams.host_waits:
+            self.free = functools.partial(streams.resize, self.storage, 0)  # a method would cost each reshard a call
+        else:
+            self.free = self._free_behind_uses
+        self.free()
+
+    def _target(self) -> GatherTarget:
+        plan = self._plan
+        assert self.storage is not None
+        return GatherTarget(
+            storage=self.storage,
+            nbytes=plan.unsharded_nbytes,
+            dtype=plan.param_dtype,
+            device=self._device,
+            offsets=[slot.unsharded_offset for slot in plan.layout.slots],
+        )
+
+    def _new_gather(self, layout: GroupLayout, process_group: dist.ProcessGroup | None, num_direct: int = 0) -> Gather:
+        comm, target = self._comm, self._target()
+        if comm is not None and process_group is not None and process_group.size() > 1:
+            return CommGather(layout, target, process_group, self._streams, comm)
+        return Gather(layout, num_direct, target, process_group, self._streams, self._options.all_gather)
+
+    def cut_for(self, mesh: DataParallelMesh) -> SmallerShards:
+        """Keep shards over ``mesh``, the smaller one, of what is unsharded now."""
+        if self.smaller is None or self.smaller.mesh is not mesh:
+            self.smaller = SmallerShards(mesh, self._plan.params, self._new_gather, self._plan.align)
+        self.smaller.keep_shards()
+        return self.smaller
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """Those that hold unsharded parameters, or shards over the smaller mesh; not those of extensions."""
+        own = [] if self.storage is None else [self.storage]
+        return own if self.smaller is None else own + self.smaller.storages()
+
+    def _free_behind_uses(self) -> None:
+        """The memory goes back to the stream that it was allocated on: a side stream of the user's, if ``unshard`` was called there."""
+        streams = self._streams
+        assert self.storage is not None
+        if self.allocated_on != streams.compute:
+            streams.order(self.allocated_on, streams.mark(streams.compute))
+        streams.resize(self.storage, 0)
+
+
+def _do_nothing() -> None:
+    """How unsharded parameters that are the flat shard are freed."""

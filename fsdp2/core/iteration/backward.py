@@ -1,0 +1,206 @@
+"""One backward of a root: it unshards each unit again, prefetches the one before, and reduces gradients behind each.
+
+Note: order of collectives. Everything here is a function of what is equal on all ranks: the module structure, the order of forward
+calls, and which calls a backward reaches. A unit's gradients are reduced when the backward of its last call in this graph has
+passed its inputs, or at the end of backward, in reverse order of the units, if no input needs a gradient. What happened to
+arrive decides nothing. (Measured: with a parameter unused on one rank, reducing on arrival lets two groups of equal shapes swap
+their gradients without an error.)
+
+``Backward`` takes the order from this rank's own graph, which others share as long as every loss uses the same outputs;
+``LoggedBackward`` takes it from the log of the forward, which is equal whatever the losses use. It refuses to know hooks and buffers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+from .. import torch_compat as compat
+from .call import Call
+from .forward_log import ForwardLog, Moment, Reading
+from .unit import Unit
+from .unit_tree import UnitTree, release
+
+
+class Backward:
+    """One backward under way, in the order of this rank's graph.
+
+    task: id of the outermost graph task; -1 if none runs, and only what accumulated is reduced
+    """
+
+    def __init__(self, tree: UnitTree, task: int, at_end: Callable[[], None] | None) -> None:
+        """at_end: what that graph task calls at its end; nobody else holds it, and the engine drops it if backward fails."""
+        self.task = task
+        self._tree = tree
+        self._at_end = None if at_end is None else weakref.ref(at_end)
+        self._waited_before = tree.has_unreduced()  # gradients of earlier backwards had not reached the sharded parameters
+        self._prefetched: list[Unit] = []
+        self._prefetch_behind: dict[Unit, Unit] = {}  # what backward_prefetch="post" is to gather behind a unit's gradients
+        self._recomputed: list[tuple[Unit, int]] = []  # and how many forwards of the unit were under way
+
+    def has_failed(self) -> bool:
+        """Whether an exception ended it: the engine then dropped what it was to call."""
+        return self._at_end is not None and self._at_end() is None
+
+    def lost_earlier_gradients(self) -> bool:
+        """Whether gradients of earlier backwards wait among those of this one."""
+        return self._waited_before and self._tree.has_unreduced()
+
+    # --- moments ---
+
+    def begin(self, unit: Unit, call: Call) -> None:
+        """The gradient of an output of ``call`` is there: unshard ``unit``, prefetch the one before. Collective: yes."""
+        tree = self._tree
+        tree.reductions.poll()
+        for group in unit.uses:
+            group.gradients.reached = True
+        options = unit.options
+        if options.unshard_in_backward:
+            unit.issue()
+            unit.wait()
+        if options.prefetch_backward:
+            for other in options.prefetch_backward:
+                self._prefetch(other)
+            return
+        step = tree.step
+        positions = step.positions.get(unit)
+        if positions:
+            index = positions.pop()
+            if index > 0 and tree.automatic_prefetch and options.backward_prefetch is not None:
+                before = step.order[index - 1]
+                if options.backward_prefetch == "pre":
+                    self._prefetch(before)
+                else:
+                    self._prefetch_behind[unit] = before
+
+    def _prefetch(self, unit: Unit) -> None:
+        if unit.options.unshard_in_backward:
+            unit.issue()
+            self._prefetched.append(unit)
+
+    def end(self, unit: Unit, call: Call, task: int) -> None:
+        """The gradient of an input of ``call`` is done. Collective: yes, if it was its unit's last in this backward."""
+        if not call.passes_last_input(task):
+            return
+        call.ended = task
+        calls = unit.calls
+        if calls.to_run and task != self.task:
+            return  # one module of a list was recomputed, in a backward of its own; the others follow, or the end of backward does
+        if not call.again and len(calls.awaiting) == 1 and calls.awaiting[0] is call:  # by far the most common
+            calls.awaiting.clear()
+            left = []
+        else:
+            left = [other for other in calls.awaiting if other.ended != task and other.will_pass_inputs(task)]
+        if not left:
+            self.reduce(unit)
+        elif all(other.begun != task for other in left):
+            self._pause(unit)
+
+    def _pause(self, unit: Unit) -> None:
+        """Other calls of ``unit`` are still to come, and none of them has begun."""
+        if unit.options.reshard_after_forward is not False:
+            unit.reshard()
+
+    def reduce(self, unit: Unit, at_end: bool = False) -> None:
+        """Reduce the gradients of the unit's own groups: now those that nobody borrows, at the end of backward what is left."""
+        taken = [
+            (group.gradients, group.gradients.take())
+            for group in reversed(unit.groups)
+            if (group.gradients.is_waiting() if at_end else group.holders is None)
+        ]
+        if compat.functorch_is_active():  # the backward of a transform, to which parameters are constants
+            taken = []
+        if unit.micro_batch.reshards:
+            # First, for the unsharded parameters' memory can then hold the reduce-scatter input.
+            unit.reshard(to_smaller=unit.micro_batch.reshards_to_smaller)
+        if self._prefetch_behind:
+            before = self._prefetch_behind.pop(unit, None)
+            if before is not None and not at_end:
+                self._prefetch(before)
+        reductions = self._tree.reductions
+        for gradients, grads in taken:
+            if grads:
+                reductions.start(gradients, grads)
+
+    def begin_recomputation(self, unit: Unit) -> None:
+        """``unit`` runs forward again, to recompute a checkpointed segment. Collective: yes."""
+        unit.issue()
+        unit.wait()
+        self._recomputed.append((unit, len(unit.calls.running)))
+
+    def end_recomputations(self) -> None:
+        """Non-reentrant checkpointing leaves a forward as soon as it has what it needs, and its post-hooks never run."""
+        for unit, num_running in self._recomputed:
+            del unit.calls.running[num_running:]
+        self._recomputed.clear()
+
+    # --- its end ---
+
+    def finish(self, is_last: bool) -> None:
+        """Reduce what has not been reduced. Collective: yes."""
+        tree = self._tree
+        self.end_recomputations()
+        step = tree.step = tree.step.after_backward(is_last)
+        for unit in reversed(tree.units):
+            for group in unit.groups:
+                if group.gradients.is_waiting():
+                    self.reduce(unit, at_end=True)
+                    break
+            else:
+                if unit.micro_batch.reshards:
+                    unit.reshard(to_smaller=unit.micro_batch.reshards_to_smaller)
+            if unit.micro_batch.reshards_to_smaller or not unit.micro_batch.reshards:
+                tree.leave_unsharded(unit)
+            if unit.calls.to_run:  # of a recomputation that ran a part of the list
+                unit.calls.end_pass()
+        assert tree.step is step
+        release(self._prefetched)
+
+
+class LoggedBackward(Backward):
+    """One backward under way, in the order of the logs of its forwards, which is the same on all ranks.
+
+    The engine knows only what this rank's backward reaches: before each moment, what others have done by then is done for them.
+    """
+
+    def __init__(self, tree: UnitTree, task: int, at_end: Callable[[], None], logs: Sequence[ForwardLog]) -> None:
+        super().__init__(tree, task, at_end)
+        self._reading = Reading(task, logs)
+
+    def begin(self, unit: Unit, call: Call) -> None:
+        if call.log is None:
+            super().begin(unit, call)
+        elif not self._reading.is_done(call, is_end=False):
+            self._do_for_others(self._reading.reach(call, is_end=False))
+            super().begin(unit, call)
+        elif unit.options.unshard_in_backward:  # for others; since then it may have been resharded
+            unit.issue()
+            unit.wait()
+
+    def end(self, unit: Unit, call: Call, task: int) -> None:
+        if call.log is None:
+            super().end(unit, call, task)
+        elif call.passes_last_input(task):
+            call.ended = task
+            if not self._reading.is_done(call, is_end=True):
+                self._do_for_others(self._reading.reach(call, is_end=True))
+                self._end_logged(unit)
+
+    def _do_for_others(self, moments: Iterable[Moment]) -> None:
+        for moment in moments:
+            if moment.is_end:
+                self._end_logged(moment.unit)
+            else:
+                super().begin(moment.unit, moment.call)
+
+    def _end_logged(self, unit: Unit) -> None:
+        """A call of ``unit`` has passed its inputs, on this rank or on others."""
+        left = self._reading.calls_left(unit)
+        if not left:
+            self.reduce(unit)
+        elif not any(self._reading.is_done(other, is_end=False) for other in left):
+            self._pause(unit)
+
+    def finish(self, is_last: bool) -> None:
+        self._do_for_others(self._reading.left_out_at_end())
+        super().finish(is_last)

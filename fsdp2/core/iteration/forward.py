@@ -1,0 +1,127 @@
+"""One forward of a root: it unshards each unit as its turn comes, prefetches the next, and reshards behind each.
+
+It records the order in which units run; the next forward that begins with the same unit prefetches from that record, and backward in
+the reverse of this forward's order. It refuses to know hooks and graphs.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+import torch
+
+from .forward_log import ForwardLog
+from .unit import Unit
+from .unit_tree import UnitTree, release
+
+_OURS = ("fsdp2/core/", "torch/_dynamo/")  # the files of hooks and of what calls them under a compiler, whose frames end before forward
+
+
+class Forward:
+    """One forward under way; nothing of it is left when it has ended, but the record of its order and the ``Step``.
+
+    root: the unit whose forward began it
+    log:  if one is kept
+    """
+
+    def __init__(self, tree: UnitTree, root: Unit, log: ForwardLog | None) -> None:
+        self.root = root
+        self.log = log
+        self._tree = tree
+        self._caller = _Caller()
+        self._recorded = tree.records.get(root, [])
+        self._recording: list[Unit] = []
+        self._precedes_backward = torch.is_grad_enabled()
+        self._num_before = len(tree.step.order)
+        self._prefetched: list[Unit] = []
+        self._partial: list[Unit] = []  # lists of modules of which some have run, and others may not
+
+    def begin(self, unit: Unit) -> None:
+        """``unit`` is about to run: unshard it, then prefetch the next. Collective: yes."""
+        unit.issue()
+        unit.wait()
+        recording = self._recording
+        recording.append(unit)
+        options = unit.options
+        if options.prefetch_forward:
+            for other in options.prefetch_forward:
+                other.issue()
+                self._prefetched.append(other)
+        elif self._tree.automatic_prefetch:
+            position = len(recording)
+            recorded = self._recorded
+            if position < len(recorded) and recorded[position - 1] is unit:
+                other = recorded[position]
+                other.issue()
+                self._prefetched.append(other)
+
+    def end(self, unit: Unit, stays: bool = False) -> None:
+        """``unit`` has run; free what backward does not need (``stays``: nothing)."""
+        for weight in unit.max_norm_weights:
+            weight.write_back()
+        tree = self._tree
+        if unit.options.reshard_after_forward is True and unit is not tree.root and not stays:  # by far the most common
+            unit.reshard()
+        else:
+            tree.reshard_after_forward(unit, stays)
+        if self._precedes_backward:
+            step = tree.step
+            step.positions[unit].append(len(step.order))
+            step.order.append(unit)
+
+    def end_part(self, unit: Unit) -> bool:
+        """One module of the list that ``unit`` is has run, and others of it have not; True if that ends the forward.
+
+        They may follow in this forward; unless it was called by itself, for instance a head on one chunk of tokens: its backward or
+        its next chunk is what follows then.
+        """
+        if unit is not self.root:
+            self._partial.append(unit)
+            return False
+        unit.calls.end_pass()
+        self.end(unit, stays=self._precedes_backward)
+        return True
+
+    def finish(self, failed: bool = False) -> None:
+        """The root has run, or raised."""
+        for unit in self._partial:
+            if unit.calls.to_run:
+                unit.calls.end_pass()
+                if not unit.calls.running:
+                    self.end(unit)
+        tree = self._tree
+        if failed:  # no backward follows, and the next forward runs what the last whole one ran
+            tree.step.cut(self._num_before)
+        else:
+            tree.records[self.root] = self._recording
+        release(self._prefetched)
+        if not self._precedes_backward:
+            tree.await_host_reads()
+
+    def was_interrupted(self) -> bool:
+        """Whether something else than an ``Exception`` has ended it, such as ctrl-C.
+
+        torch calls no hook then. To hooks the next forward looks like one that the root makes of itself inside its own; only the
+        stack differs.
+        """
+        return not self._caller.is_running()
+
+
+class _Caller:
+    """The frame that called our pre-forward hook: of ``nn.Module.__call__``, or of a method registered as a forward."""
+
+    __slots__ = ("_frame",)
+
+    def __init__(self) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and any(part in frame.f_code.co_filename for part in _OURS):
+            frame = frame.f_back
+        self._frame = frame
+
+    def is_running(self) -> bool:
+        """Whether it is below us on the stack."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        return frame is not None

@@ -1,0 +1,81 @@
+"""The reductions of all units under a root, under way one behind the other. It refuses to know which gradients come next.
+
+A reduce-scatter input is memory: at most ``limit`` reductions hold theirs at a time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+
+from torch import Tensor
+
+from ..group.gradients import Gradients
+from ..group.reduction import Reduction
+
+_behind: weakref.WeakSet[Reductions] = weakref.WeakSet()
+"""Those that compute is not ordered behind yet: the next backward that is the last of any root's iteration does it."""
+
+
+class Reductions:
+    """Reductions under way, in the order in which they were started.
+
+    limit: how many may hold their input
+    """
+
+    def __init__(self) -> None:
+        self.limit = 1
+        self._started: list[Reduction] = []  # since all of them were finished
+        self._holding: deque[Reduction] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._started)
+
+    @property
+    def num_holding(self) -> int:
+        """How many may hold their input now."""
+        return len(self._holding)
+
+    def poll(self) -> None:
+        """Free inputs that have been read. Local: nothing that other ranks see depends on it."""
+        for reduction in self._holding:
+            reduction.poll()
+
+    def start(self, gradients: Gradients, grads: list[Tensor | None]) -> None:
+        """Reduce what ``gradients.take`` returned, or add it to what accumulates. Collective: yes, if the micro-batch reduces."""
+        holding = self._holding
+        while len(holding) >= self.limit:
+            holding.popleft().advance()
+        buffer = gradients.collect(grads)
+        if buffer is not None:
+            reduction = gradients.reduce(buffer)
+            holding.append(reduction)
+            self._started.append(reduction)
+            del buffer
+            reduction.poll()
+
+    def finish(self) -> None:
+        """After this, all sharded gradients are there, as compute sees them."""
+        for reduction in self._started:
+            reduction.finish()
+        self._started.clear()
+        self._holding.clear()
+
+    def finish_later(self) -> None:
+        """Gradients are there in the order of the reduce stream; the next ``finish_all`` orders compute behind them."""
+        _behind.add(self)
+
+    def abandon(self) -> None:
+        """Wait for what is under way and forget it."""
+        for reduction in self._started:
+            reduction.abandon()
+        self._started.clear()
+        self._holding.clear()
+        _behind.discard(self)
+
+
+def finish_all() -> None:
+    """Finish the reductions of all roots that were left for later."""
+    for reductions in _behind:
+        reductions.finish()
+    _behind.clear()

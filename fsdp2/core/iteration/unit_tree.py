@@ -1,0 +1,126 @@
+"""All units under one root, and what they hand on from forward to backward and from step to step.
+
+It refuses to know hooks, autograd graphs and buffers, and when a forward or a backward begins and ends.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from ..comm.streams import Streams, streams_of
+from ..group.memory import GroupState
+from ..group.param_group import ParamGroup
+from .reductions import Reductions
+from .unit import Unit
+
+
+class Step:
+    """What forwards leave to the backward and the forward that follow; replaced as a whole when it is used up, or dropped.
+
+    order:     units in the order in which their forward calls ended since the last backward, for backward prefetch
+    positions:    of each unit there, the last one last
+    unsharded: groups that stay unsharded (or on the smaller mesh) until the next forward, and the version of their shards
+    left_by_forward: units that the last forward left so
+    """
+
+    __slots__ = ("left_by_forward", "order", "positions", "unsharded")
+
+    def __init__(self) -> None:
+        self.order: list[Unit] = []
+        self.positions: defaultdict[Unit, list[int]] = defaultdict(list)
+        self.unsharded: dict[ParamGroup, tuple[int, int]] = {}
+        self.left_by_forward: set[Unit] = set()
+
+    def cut(self, num_calls: int) -> None:
+        """Forget the calls behind the first ``num_calls``."""
+        for unit in set(self.order[num_calls:]):
+            self.positions[unit] = [position for position in self.positions[unit] if position < num_calls]
+        del self.order[num_calls:]
+
+    def after_backward(self, is_last: bool) -> Step:
+        """What a backward leaves: the order is read to the end by the last one."""
+        new = Step()
+        if not is_last:
+            new.order, new.positions = self.order, self.positions
+        return new
+
+
+class UnitTree:
+    """All units under one root.
+
+    units:    in the order of named_modules(); the root first
+    records:  for each unit whose forward began an iteration, the order in which units ran in the last one
+    step:     the one under way
+    """
+
+    def __init__(self, root: Unit, units: Sequence[Unit]) -> None:
+        self.root = root
+        self.units = units
+        self.streams: Streams = streams_of(root.device)
+        self.automatic_prefetch = True
+        self.reductions = Reductions()
+        self.records: dict[Unit, list[Unit]] = {}
+        self.step = Step()
+        self._offloaded = [group for unit in units for group in unit.groups if group.options.offload]
+
+    def leave_unsharded(self, unit: Unit) -> None:
+        """``unit`` is not fully resharded until the next forward, if nobody writes its shards before."""
+        for group in unit.uses:
+            self.step.unsharded[group] = group.shards_version()
+
+    def reshard_what_is_out_of_date(self) -> None:
+        """A forward begins: shards of what stayed unsharded may have been written since."""
+        unsharded = self.step.unsharded
+        for group, version in list(unsharded.items()):  # this forward may run only some of them
+            group.take_over_toggles()
+            if group.is_out_of_date(version):  # all ranks see that alike; whether one is HIDDEN may depend on who looked
+                group.reshard_for_all()
+                del unsharded[group]
+        self.step.left_by_forward.clear()
+
+    def reshard_after_forward(self, unit: Unit, stays: bool = False) -> None:
+        """Free what backward does not need of a unit that has run (``stays``: nothing)."""
+        options = unit.options
+        after = options.reshard_after_forward
+        if after is True:
+            # A root is needed again as soon as backward begins; where none can follow, nothing must be left unsharded,
+            # for clipping would then miss its parameters.
+            stays = stays or (options.reshard_is_default and unit is self.root and torch.is_grad_enabled())
+        else:
+            # If no backward follows that would, and whoever looks for gradients must find them, it is resharded now.
+            stays = torch.is_grad_enabled() or not unit.has_gradients()
+        if not stays:
+            unit.reshard()
+            return
+        if after is not True and after is not False:
+            unit.reshard(to_smaller=True)
+        self.leave_unsharded(unit)
+        self.step.left_by_forward.add(unit)
+
+    def has_unreduced(self) -> bool:
+        """Whether gradients wait anywhere on their way to the sharded parameters."""
+        if self.reductions:
+            return True
+        for unit in self.units:
+            for group in unit.groups:  # no generator: it would cost each unit of every backward a call more
+                if group.gradients.has_unreduced:
+                    return True
+        return False
+
+    def await_host_reads(self) -> None:
+        """Block until the host may write offloaded shards."""
+        for group in self._offloaded:
+            group.await_host_read()
+
+
+def release(units: list[Unit]) -> None:
+    """End the gathers that nobody has waited for: after this, sharded parameters may be written."""
+    for unit in units:
+        for group in unit.uses:
+            if group.state is GroupState.UNSHARDING or group.holders is not None:
+                unit.release()
+                break
+    units.clear()

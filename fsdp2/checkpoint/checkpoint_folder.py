@@ -23,6 +23,7 @@ import uuid
 from pathlib import Path
 
 from . import folder_lock
+from .durable import durable_file, sync_folder
 from .safe_dcp import METADATA
 
 _PARTIAL = re.compile(r"partial(_[0-9a-f]{32})?|latest(_[0-9a-f]{32})?\.partial")
@@ -96,20 +97,18 @@ class CheckpointFolder:
         """Name the complete ``partial``, and make it the latest."""
         final = self.path / f"step_{step:06d}"
         number = 1
-        _sync(self.partial)
+        sync_folder(self.partial)
         while not _renamed(self.partial, final):  # of another run in this folder, or from before a resume; perhaps it is the latest
             number += 1
             final = self.path / f"step_{step:06d}_{number}"
         _being_written.discard(self.partial.name)
         written = self.path / f"latest_{uuid.uuid4().hex}.partial"
         _being_written.add(written.name)
-        with written.open("w") as file:
-            file.write(final.name)
-            file.flush()
-            os.fsync(file.fileno())
+        with durable_file(written) as file:
+            file.write(final.name.encode())
         written.replace(self._pointer)
         _being_written.discard(written.name)
-        _sync(self.path)  # of both renames; if a power failure loses the first alone, ``latest`` takes the checkpoint before
+        sync_folder(self.path)  # of both renames; if a power failure loses the first alone, ``latest`` takes the checkpoint before
         return final
 
     def prune(self) -> None:
@@ -149,12 +148,3 @@ def _order(path: Path) -> tuple[int, int]:
     match = _NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1]), int(match[2] or 1)
-
-
-def _sync(folder: Path) -> None:
-    """Have renames in ``folder`` survive a power failure, too."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,6 +10,8 @@ checkpoint still needs, so that until the decisive rename a reader finds the ear
 A ``config.json`` that changes is away meanwhile, so that nobody reads weights beside the config of others: after a crash between
 these renames ``from_pretrained`` finds none, and says so, until the next save gives it back. One that stays the same is left alone.
 
+Before it, the safetensors library has to open every new file: readers are made of it.
+
 What a crash leaves behind, the next save removes; so one save at a time may write to a folder, which ``folder_lock.py`` sees to. It
 refuses to know what is in the files, and models and ranks.
 """
@@ -26,7 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from ..errors import CheckpointError
+from .durable import sync_folder
 from .failure import failure
 from .hf_folder import INDEX, INDEX_DIGEST, SINGLE, digest_of, read_index
 from .safetensors_format import with_digests
@@ -183,6 +188,13 @@ def commit(folder: Path, names: Names, nbytes: Sequence[int], weight_map: Mappin
                 fix="save to a folder that all ranks share, or with num_writers=1; the earlier checkpoint is unchanged",
                 file=path,
             )
+        try:
+            with safe_open(path, "pt"):
+                pass  # it has read and checked the header
+        except SafetensorError as error:
+            raise failure(
+                f"{path} is refused by the safetensors library: {error}", expected="what it opens", fix=UNCHANGED, file=path
+            ) from error
     earlier = _files_of_index(folder)
     if len(names.final) == 1:
         with _reported(folder / SINGLE):
@@ -194,7 +206,7 @@ def commit(folder: Path, names: Names, nbytes: Sequence[int], weight_map: Mappin
         with contextlib.suppress(OSError):  # the new checkpoint is complete without
             (folder / name).unlink()
     with contextlib.suppress(OSError):
-        _sync_folder(folder)
+        sync_folder(folder)
 
 
 def _commit_several(folder: Path, names: Names, weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
@@ -211,7 +223,7 @@ def _commit_several(folder: Path, names: Names, weight_map: Mapping[str, str], m
                 os.replace(names.temporary(folder, position), folder / name)
             done.append(folder / name)
         with _reported(folder / INDEX):
-            _sync_folder(folder)
+            sync_folder(folder)
             os.replace(index, folder / INDEX)
     except BaseException:
         for path in done:
@@ -234,14 +246,6 @@ def _files_of_index(folder: Path) -> list[str]:
     with contextlib.suppress(CheckpointError):
         found |= {name for name in read_index(folder / INDEX).values() if name.endswith(".safetensors") and name != SINGLE}
     return sorted(found)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

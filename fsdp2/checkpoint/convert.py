@@ -24,6 +24,8 @@ from torch import nn
 
 from ..errors import ArgumentError, CheckpointError, message
 from .byte_ranges import ByteReader
+from .durable import sync_folder
+from .every_rank import describe
 from .failure import failure
 from .lazy import LazyTensor
 from .named_state import State
@@ -33,6 +35,7 @@ from .readers.files import FORMATS
 from .readers.lazy_pieces import dtype_of
 from .readers.opened import open_source
 from .readers.source import Shapes, Source, nbytes_of, place_of, tensors_of
+from .save_plan import check_dtype
 from .save_plan import nbytes_of as size_of
 from .targets.dcp_target import write_dcp
 from .targets.safetensors_target import write_safetensors
@@ -99,8 +102,7 @@ def convert(
     """
     if to not in TARGETS:
         raise ArgumentError(message(f"to is {to!r}", expected=" or ".join(TARGETS), fix='to="dcp"'))
-    if dtype is not None and not getattr(dtype, "is_floating_point", False):
-        raise ArgumentError(message(f"dtype is {dtype!r}", expected="a floating-point dtype", fix="for instance torch.bfloat16"))
+    check_dtype(dtype)
     max_nbytes = size_of(max_shard_size)
     target = Path(os.path.abspath(dst))
     _check_target(Path(src), target, to, force)
@@ -134,15 +136,14 @@ def convert(
 def _refuse_scaled(source: Source, dtype: torch.dtype | None) -> None:
     model = {name: value for name, value in source.model.items() if isinstance(value, LazyTensor)}
     scales = scales_of(model) if dtype is not None else {}
-    lost = [f"{name}: is scaled by {scale}" for name, lazy in model.items() if dtype and (scale := scale_lost(lazy, dtype, scales))]
+    lost = {name: f"is scaled by {scale}" for name, lazy in model.items() if dtype and (scale := scale_lost(lazy, dtype, scales))}
     if lost:
         raise failure(
             f"{source.path} has {len(lost)} float8 tensors whose scales nothing here applies",
-            items=lost,
+            problems=lost,
             expected="weights that may be converted to another dtype as they are",
             fix="convert without dtype, or have the library that made them dequantise them",
             file=source.path,
-            key=lost[0].partition(":")[0],
         )
 
 
@@ -230,11 +231,12 @@ def _new(target: Path, force: bool) -> Iterator[Path]:
                 raise
         else:
             partial.replace(target)
+        sync_folder(target.parent)
     except CheckpointError:
         raise
-    except Exception as error:  # DCP wraps what went wrong in its own
+    except Exception as error:
         raise failure(
-            f"{target} cannot be written: {_reason(error)}",
+            f"{target} cannot be written: {describe(error)}",
             expected="a folder that can be written to, and room",
             fix="make room, or name another place; nothing was left behind",
             file=target,
@@ -245,11 +247,6 @@ def _new(target: Path, force: bool) -> Iterator[Path]:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
-
-
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__
 
 
 # --- the command ------------------------------------------------------------------------------------------------------------------

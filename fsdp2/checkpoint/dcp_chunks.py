@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ..core import torch_compat as compat
 from .boxes import Piece, pieces_of
+from .dcp_metadata import chunk_of
 from .model_tensors import cuts_of, is_strided
 
 
@@ -54,7 +55,7 @@ class _Chunks:
         return local
 
     def chunks(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(piece.box.start), torch.Size(piece.box.shape)) for piece in self._pieces]
+        return [chunk_of(piece.box) for piece in self._pieces]
 
     def write_items(self, name: str, whole: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self._tensor)

@@ -12,11 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
 from .boxes import Box, cover_problem
 from .failure import failure
 from .hf_folder import is_inside
+
+
+def box_of(chunk: ChunkStorageMetadata) -> Box:
+    """Where it lies in its tensor."""
+    start = tuple(chunk.offsets)
+    return Box(start, tuple(at + size for at, size in zip(start, chunk.sizes, strict=True)))
+
+
+def chunk_of(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape))
 
 
 def check_metadata(path: Path, metadata: Metadata) -> None:
@@ -49,8 +59,7 @@ def _chunks(path: Path, key: str, entry: TensorStorageMetadata) -> list[tuple[in
     for chunk in entry.chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
             raise _refused(path, key, f"a chunk of shape {tuple(chunk.sizes)} for {key} {shape}", "as many dims")
-        start = tuple(chunk.offsets)
-        boxes.append(Box(start, tuple(at + size for at, size in zip(start, chunk.sizes, strict=True))))
+        boxes.append(box_of(chunk))
     problem = cover_problem(shape, boxes)
     if problem is not None or not isinstance(entry.properties.dtype, torch.dtype):
         raise _refused(path, key, f"no whole {key} {shape}: {problem or 'its dtype is unknown'}", "every element in one chunk")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import zipfile
 import zlib
 from collections.abc import Iterable
@@ -21,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .durable import durable_file
 from .failure import failure
 from .hf_folder import is_inside
 from .regular_file import open_regular
@@ -57,10 +57,8 @@ def write_digests(folder: Path, files: dict[str, FileDigest], whole: Iterable[st
         directories = {str(at): crc for at, crc in digest.directories.items()}
         fields[name] = {"nbytes": digest.nbytes} | ({"directories": directories} if digest.crc32 is None else {"crc32": digest.crc32})
     text = json.dumps({"files": fields, "crc32": _of(fields)})
-    with (folder / DIGESTS).open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    with durable_file(folder / DIGESTS) as file:
+        file.write(text.encode())
 
 
 def _of(fields: dict[str, Any]) -> int:

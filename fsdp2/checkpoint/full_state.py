@@ -29,6 +29,7 @@ from ..core.comm.agreement import agree_on_meshes, agree_over, default_group
 from ..core.plan.mesh import device_of
 from ..errors import FSDPError
 from .bands import BandStream
+from .durable import durable_file, sync_folder
 from .every_rank import from_rank_0, on_every_rank, tried
 from .folder_lock import locked
 from .kept import Kept
@@ -115,11 +116,10 @@ def _write(state: State, path: Path) -> None:
     partial = path.with_name(f"{path.name}.partial")
     with locked(path.with_name(f".{path.name}.lock")):
         try:
-            with partial.open("wb") as file:
+            with durable_file(partial) as file:
                 torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
             partial.replace(path)
+            sync_folder(path.parent)
         finally:
             partial.unlink(missing_ok=True)
 
@@ -152,6 +152,7 @@ class _Gathered:
         self._state = state
         self._what = what
         self._whole: dict[int, Tensor] = {}  # on rank 0, by id of the DTensor
+        self._leaf_of: dict[PlannedTensor, int] = {}
         self._streamed: dict[DeviceMesh, list[PlannedTensor]] = {}
         self._others: list[DTensor] = []  # a reduction that is pending, a tensor subclass, ...: torch knows
         leaves: dict[int, DTensor] = {}
@@ -160,11 +161,12 @@ class _Gathered:
             mesh = leaf.device_mesh
             if mesh.get_coordinate() is None or not (mesh.mesh == 0).any():
                 continue
-            source = ModelTensor([str(id(leaf))], [({"value": leaf}, "value")])
+            source = ModelTensor(["a parameter"], [({"value": leaf}, "value")])
             if source.problem() is not None:
                 self._others.append(leaf)
             else:
                 planned = PlannedTensor(Kept(source), source.name, tuple(leaf.shape), leaf.dtype)
+                self._leaf_of[planned] = id(leaf)
                 self._streamed.setdefault(mesh, []).append(planned)
 
     def gather(self) -> FSDPError | None:
@@ -178,10 +180,10 @@ class _Gathered:
         return problem
 
     def _receive(self, band: Band, values: Tensor) -> None:
-        key = int(band.tensor.key)
-        if key not in self._whole:
-            self._whole[key] = torch.empty(band.tensor.shape, dtype=band.tensor.dtype)
-        self._whole[key][band.box.slices] = values
+        leaf = self._leaf_of[band.tensor]
+        if leaf not in self._whole:
+            self._whole[leaf] = torch.empty(band.tensor.shape, dtype=band.tensor.dtype)
+        self._whole[leaf][band.box.slices] = values
 
     def _gather_other(self, leaf: DTensor, problem: FSDPError | None) -> None:
         agree_on_meshes([leaf.device_mesh], problem)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-from .failure import failure
+from .failure import failure, readable
 from .lazy import Stored
 from .regular_file import open_regular
 from .safetensors_format import MAX_HEADER_NBYTES, Header, read_header, without_duplicates
@@ -152,14 +152,12 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def _fields(path: Path) -> dict[str, Any]:
+    with readable(path), open_regular(path) as file:
+        text = file.read(MAX_HEADER_NBYTES + 1)
     try:
-        with open_regular(path) as file:
-            text = file.read(MAX_HEADER_NBYTES + 1)
         if len(text) > MAX_HEADER_NBYTES:
             raise ValueError(f"it has more than {MAX_HEADER_NBYTES} bytes")
         fields = json.loads(text.decode("utf-8"), object_pairs_hook=without_duplicates)
-    except OSError as error:
-        raise failure(f"{path} cannot be read: {error.strerror or error}", expected="a readable file", file=path) from error
     except (ValueError, RecursionError) as error:
         raise failure(f"{path} is corrupt: {error}", expected="a JSON object in UTF-8", file=path) from error
     if not isinstance(fields, dict):

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from ..core import torch_compat as compat
 from ..core.comm.agreement import agree_on_meshes, outermost
 from ..core.iteration.unit import Unit
-from ..errors import CheckpointError, FSDPError, MaterializationError, message
+from ..errors import FSDPError, MaterializationError
 from ..materialize import RESET_NAMES, materialize
 from .boxes import Piece
 from .byte_ranges import ByteReader
 from .every_rank import tried
+from .failure import failure
 from .hf_folder import open_checkpoint
 from .key_map import KeyMap, Tensors, apply_key_map
 from .lazy import LazyTensor
@@ -52,9 +53,13 @@ class Mismatch:
     scale: str | None = None
 
     def __str__(self) -> str:
+        return f"{self.name}: {self.difference}"
+
+    @property
+    def difference(self) -> str:
         ours, theirs = (str(self.dtype).removeprefix("torch."), "/".join(self.stored_dtypes))
         scaled = f", to be scaled by {self.scale}" if self.scale is not None else ""
-        return f"{self.name}: {ours} {self.shape} in the model, {theirs} {self.stored_shape} in the checkpoint{scaled}"
+        return f"{ours} {self.shape} in the model, {theirs} {self.stored_shape} in the checkpoint{scaled}"
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,19 @@ class LoadReport:
     uninitialized: list[str] = field(default_factory=list)
     bytes_read: int = 0
     header_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions:
+    """Arguments of ``load_safetensors`` that ``load_checkpoint`` has as well."""
+
+    key_map: KeyMap | None
+    strict: bool
+    ignore_mismatched: bool
+    init_fn: Callable[[nn.Module], object] | None
+    device: torch.device | str | None
+    in_place: bool
+    progress: bool | None
 
 
 def load_safetensors(
@@ -134,7 +152,16 @@ def load_safetensors(
         checkpoint = open_checkpoint(path_or_index)
         return checkpoint.path, dict(checkpoint.tensors), checkpoint.header_bytes
 
-    return load_opened(model, path_or_index, opened, key_map, strict, ignore_mismatched, init_fn, device, in_place, progress)
+    options = LoadOptions(
+        key_map=key_map,
+        strict=strict,
+        ignore_mismatched=ignore_mismatched,
+        init_fn=init_fn,
+        device=device,
+        in_place=in_place,
+        progress=progress,
+    )
+    return load_opened(model, path_or_index, opened, options)
 
 
 def share_of(model: nn.Module) -> tuple[int, int]:
@@ -150,13 +177,7 @@ def load_opened(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],
     opened: Callable[[], tuple[Path, Tensors, int]],
-    key_map: KeyMap | None,
-    strict: bool,
-    ignore_mismatched: bool,
-    init_fn: Callable[[nn.Module], object] | None,
-    device: torch.device | str | None,
-    in_place: bool,
-    progress: bool | None,
+    options: LoadOptions,
 ) -> LoadReport:
     """Load lazy tensors of any origin; everything else is as in ``load_safetensors``.
 
@@ -167,25 +188,27 @@ def load_opened(
     def look() -> _Look:
         units = reshard(model)
         tensors = model_tensors(model)
-        return _Look(units, tensors, [each for each in tensors if each.is_meta], _device(units, device))
+        return _Look(units, tensors, [each for each in tensors if each.is_meta], _device(units, options.device))
 
     def read() -> tuple[LoadReport, list[tuple[ModelTensor, Tensor]]]:
         path, stored, header_bytes = opened()
         shapes = {name: tuple(each.tensor.shape) for each in at.tensors for name in each.names}
         report = LoadReport(header_bytes=header_bytes)
-        matched = _match(at.tensors, apply_key_map(stored, shapes, key_map), scales_of(stored), report)
-        _refuse(report, path, strict, ignore_mismatched)
+        matched = _match(at.tensors, apply_key_map(stored, shapes, options.key_map), scales_of(stored), report)
+        _refuse(report, path, options)
         new = {id(each) for each in at.on_meta}
         give_storage([each for each, _ in matched], at.units, at.device)
-        targets = [(each, lazy, _target(each, in_place or id(each) in new)) for each, lazy in matched]
-        bytes_read = _read(targets, progress)
-        return replace(report, bytes_read=bytes_read), [(each, to) for each, _, to in targets if not in_place and id(each) not in new]
+        targets = [(each, lazy, _target(each, options.in_place or id(each) in new)) for each, lazy in matched]
+        bytes_read = _read(targets, options.progress)
+        return replace(report, bytes_read=bytes_read), [
+            (each, to) for each, _, to in targets if not options.in_place and id(each) not in new
+        ]
 
     def hand_out() -> LoadReport:
         with torch.inference_mode(False), torch.no_grad():
             for each, values in aside:
                 each.local.copy_(values)
-        return _with_the_rest(model, at.tensors, report, init_fn, at.device, strict)
+        return _with_the_rest(model, at, report, options)
 
     what = f"cannot load {checkpoint}"
     with torch.inference_mode(False), torch.no_grad():
@@ -266,24 +289,20 @@ def can_convert(stored: str, dtype: torch.dtype) -> bool:
     return wide.min <= narrow.min and narrow.max <= wide.max
 
 
-def _refuse(report: LoadReport, path: os.PathLike[str], strict: bool, ignore_mismatched: bool) -> None:
-    problems = [] if ignore_mismatched else [str(each) for each in report.mismatched]
-    if strict:
-        problems += [f"{name}: is not in the checkpoint" for name in report.missing]
-        problems += [f"{name}: is not in the model" for name in report.unexpected]
+def _refuse(report: LoadReport, path: Path, options: LoadOptions) -> None:
+    problems = {} if options.ignore_mismatched else {each.name: each.difference for each in report.mismatched}
+    if options.strict:
+        problems |= dict.fromkeys(report.missing, "is not in the checkpoint") | dict.fromkeys(report.unexpected, "is not in the model")
     if not problems:
         return
-    error = CheckpointError(
-        message(
-            f"{path} does not fit the model: {len(report.missing)} keys missing, {len(report.unexpected)} unexpected, "
-            f"{len(report.mismatched)} of another shape or dtype, {len(report.loaded)} fit",
-            items=problems,
-            expected="the model's names, shapes and kinds of dtype",
-            fix="pass key_map to rename, strict=False to take what there is, or ignore_mismatched=True; nothing was changed",
-        )
+    error = failure(
+        f"{path} does not fit the model: {len(report.missing)} keys missing, {len(report.unexpected)} unexpected, "
+        f"{len(report.mismatched)} of another shape or dtype, {len(report.loaded)} fit",
+        problems=problems,
+        expected="the model's names, shapes and kinds of dtype",
+        fix="pass key_map to rename, strict=False to take what there is, or ignore_mismatched=True; nothing was changed",
+        file=path,
     )
-    error.file = str(path)
-    error.key = next(iter([each.name for each in report.mismatched] + report.missing + report.unexpected))
     error.report = report
     raise error
 
@@ -307,24 +326,17 @@ def _read(targets: Sequence[tuple[ModelTensor, LazyTensor, Tensor]], progress: b
         return reader.bytes_read
 
 
-def _with_the_rest(
-    model: nn.Module,
-    tensors: Sequence[ModelTensor],
-    report: LoadReport,
-    init_fn: Callable[[nn.Module], object] | None,
-    device: torch.device,
-    strict: bool,
-) -> LoadReport:
+def _with_the_rest(model: nn.Module, at: _Look, report: LoadReport, options: LoadOptions) -> LoadReport:
     """Let ``init_fn`` write what the checkpoint does not have."""
-    todo = list(still_on_meta(tensors))
+    todo = list(still_on_meta(at.tensors))
     if not todo:
         return report
     try:
-        materialize(model, init_fn or _reset_if_it_can, device=device)
+        materialize(model, options.init_fn or _reset_if_it_can, device=at.device)
     except MaterializationError:
-        if strict:
+        if options.strict:
             raise
-    left = set(still_on_meta(tensors))
+    left = set(still_on_meta(at.tensors))
     initialized = [name for name in todo if name not in left]
     return replace(report, initialized=initialized, uninitialized=[name for name in todo if name in left])
 

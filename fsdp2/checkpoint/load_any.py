@@ -14,7 +14,7 @@ from torch import nn
 
 from .key_map import KeyMap, Tensors
 from .lazy import LazyTensor
-from .load import LoadReport, load_opened, share_of
+from .load import LoadOptions, LoadReport, load_opened, share_of
 from .model_tensors import checked_model
 from .readers.opened import open_source
 from .readers.source import Shapes
@@ -52,4 +52,13 @@ def load_checkpoint(
         source = open_source(path, format=format, shapes=shapes, with_optimizer=False)
         return source.path, {name: value for name, value in source.model.items() if isinstance(value, LazyTensor)}, 0
 
-    return load_opened(model, path, opened, key_map, strict, ignore_mismatched, init_fn, device, in_place, progress)
+    options = LoadOptions(
+        key_map=key_map,
+        strict=strict,
+        ignore_mismatched=ignore_mismatched,
+        init_fn=init_fn,
+        device=device,
+        in_place=in_place,
+        progress=progress,
+    )
+    return load_opened(model, path, opened, options)

@@ -132,23 +132,22 @@ class _Reading:
     def _add_model(self, state: State) -> None:
         saved = self._below("model")
         saved_names = {path[1] for path in saved.values()}
-        problems = [f"{name}: is not in the checkpoint" for name in state if name not in saved_names]
-        problems += [f"{name}: is not in the model" for name in sorted(saved_names - state.keys())]
+        problems = {name: "is not in the checkpoint" for name in state if name not in saved_names}
+        problems |= dict.fromkeys(sorted(saved_names - state.keys()), "is not in the model")
         for key, path in saved.items():
             like, found = state.get(path[1]), self.metadata.state_dict_metadata[key]
             if isinstance(like, Tensor) and (isinstance(found, BytesStorageMetadata) or found.size != like.shape):
                 shape = tuple(found.size) if isinstance(found, TensorStorageMetadata) else "no tensor"
-                problems.append(f"{path[1]}: {tuple(like.shape)} in the model, {shape} in the checkpoint")
+                problems[path[1]] = f"{tuple(like.shape)} in the model, {shape} in the checkpoint"
             elif path[1] in state:
                 self.flat[key] = self._space(key, like if isinstance(like, Tensor) else None)
         if problems:
             raise failure(
                 f"{self.path} is of another model",
-                items=problems,
+                problems=problems,
                 expected="the model's names and shapes",
                 fix="build the model as it was when the checkpoint was saved; nothing was changed",
                 file=self.path,
-                key=problems[0].split(":")[0],
             )
 
     def _add_optimizer(self, model: nn.Module, optimizer: Optimizer) -> None:

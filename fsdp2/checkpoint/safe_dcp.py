@@ -98,18 +98,15 @@ def read_metadata(folder: Path) -> Metadata:
     except Exception as error:  # whatever a broken pickle raises
         raise failure(f"{path} cannot be read: {error}", expected="metadata as dcp.save writes them", file=path) from error
     sizes = {name: (folder / name).stat().st_size if (folder / name).is_file() else None for name in wanted}
-    broken = [
-        f"{name}: " + ("is missing" if (size := sizes[name]) is None else f"has {size} bytes of {nbytes}") + f", with {key}"
-        for name, (nbytes, key) in sorted(wanted.items())
-        if (sizes[name] or 0) < nbytes
-    ]
+    broken = sorted(name for name, (nbytes, _) in wanted.items() if (sizes[name] or 0) < nbytes)
     if broken:
+        whys = {name: "is missing" if sizes[name] is None else f"has {sizes[name]} bytes of {wanted[name][0]}" for name in broken}
         raise failure(
             f"{folder} has {len(broken)} files that are missing or cut short",
-            items=broken,
+            items=[f"{name}: {why}, with {wanted[name][1]}" for name, why in whys.items()],
             expected="all files that the save has written",
-            file=folder / broken[0].split(":")[0],
-            key=broken[0].rpartition("with ")[2],
+            file=folder / broken[0],
+            key=wanted[broken[0]][1],
         )
     return metadata
 
@@ -118,7 +115,7 @@ def unflatten(flat: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
     """The nested state that DCP took apart when it was saved: ``{"a": {"b": [1]}}`` from ``{"a.b.0": 1}``."""
     root: dict[Any, Any] = {}
     for key, value in flat.items():
-        *path, last = metadata.planner_data[key]
+        *path, last = (metadata.planner_data or {}).get(key, (key,))
         into = root
         for part in path:
             into = into.setdefault(part, {})
@@ -127,11 +124,11 @@ def unflatten(flat: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
 
 
 def _with_lists(node: Any) -> Any:
-    """A path's string parts are keys, its ints are places in lists."""
+    """A path's string parts are keys; ints from 0 on without a gap are places in lists."""
     if not isinstance(node, dict):
         return node
-    if node and all(isinstance(key, int) for key in node):
-        return [_with_lists(node[index]) for index in sorted(node)]
+    if node and all(type(key) is int for key in node) and sorted(node) == list(range(len(node))):
+        return [_with_lists(node[index]) for index in range(len(node))]
     return {key: _with_lists(value) for key, value in node.items()}
 
 

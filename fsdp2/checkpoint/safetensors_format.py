@@ -3,6 +3,10 @@
 A file is 8 bytes (little-endian length of the header), the header (JSON), then the tensors' bytes one after another, C-contiguous,
 little-endian, without gaps. It refuses to know models, ranks, and how the bytes behind the header are read.
 
+The safetensors library checks what we have written (see ``commit.py``). Beside it we read headers ourselves, because it tells no
+offsets, without which no rank could read its byte ranges alone, and neither bounds what a damaged header costs nor names its key; and
+write them ourselves, because it writes whole tensors that are in memory, where we write a stream.
+
 Worked example: one fp16 tensor "a" of shape (2,):
 
     b"\\x38\\0\\0\\0\\0\\0\\0\\0" + b'{"a":{"dtype":"F16","shape":[2],"data_offsets":[0,4]}}  ' + 4 bytes
@@ -23,8 +27,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..errors import CheckpointError
-from .failure import failure
+from .failure import failure, readable
 from .regular_file import open_regular
 
 DTYPES = {
@@ -81,17 +84,14 @@ def read_header(path: Path) -> Header:
 
     Raises: CheckpointError naming the file, and the key where there is one.
     """
-    try:
-        with open_regular(path) as file:
-            file_nbytes = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if file_nbytes < 8:
-                _refuse(path, f"is {file_nbytes} bytes long", "at least 8 bytes")
-            if not 2 <= length <= MAX_HEADER_NBYTES:
-                _refuse(path, f"has a header of {length} bytes", f"2 to {MAX_HEADER_NBYTES}: is it a safetensors file?")
-            text = file.read(length)
-    except OSError as error:
-        raise failure(f"{path} cannot be read: {error.strerror or error}", expected="a readable file", file=path) from error
+    with readable(path), open_regular(path) as file:
+        file_nbytes = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if file_nbytes < 8:
+            _refuse(path, f"is {file_nbytes} bytes long", "at least 8 bytes")
+        if not 2 <= length <= MAX_HEADER_NBYTES:
+            _refuse(path, f"has a header of {length} bytes", f"2 to {MAX_HEADER_NBYTES}: is it a safetensors file?")
+        text = file.read(length)
     if len(text) < length:
         _refuse(path, f"ends within its header: {8 + len(text)} of {8 + length} bytes", "a whole file")
     return parse_header(path, text, file_nbytes)
@@ -224,6 +224,3 @@ def build_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]], me
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-__all__ = ["DTYPES", "NAMES", "CheckpointError", "Entry", "Header", "build_header", "parse_header", "read_header"]

@@ -33,7 +33,18 @@ from .hf_config import config_files, has_config
 from .key_map import KeyMap
 from .model_tensors import ModelTensor, checked_model, meshes_of, model_tensors, reshard, still_on_meta
 from .progress import progress_bar
-from .save_plan import Band, PlannedFile, fingerprint, nbytes_of, plan_files, writers_of, written_tensors
+from .save_plan import (
+    Band,
+    PlannedFile,
+    check_dtype,
+    fingerprint,
+    index_metadata,
+    nbytes_of,
+    plan_files,
+    weight_map,
+    writers_of,
+    written_tensors,
+)
 
 BUFFER_NBYTES = 64 << 20
 """A rank holds at most twice this while it saves."""
@@ -124,8 +135,7 @@ def _ready(model: nn.Module, group: dist.ProcessGroup | None) -> Ready:
 def _check(num_writers: int | None, dtype: torch.dtype | None) -> None:
     if num_writers is not None and (type(num_writers) is not int or num_writers < 1):
         raise ArgumentError(message(f"num_writers is {num_writers!r}", expected="1 or more, or None for all ranks", fix="pass 1"))
-    if dtype is not None and not getattr(dtype, "is_floating_point", False):
-        raise ArgumentError(message(f"dtype is {dtype!r}", expected="a floating-point dtype", fix="for instance torch.bfloat16"))
+    check_dtype(dtype)
 
 
 def _agreed_plan(
@@ -179,7 +189,7 @@ def _commit(folder: Path, names: Names, files: list[PlannedFile], configs: dict[
         new_files[-1].finish()
     aside = take_away([folder / name for name in changed], names)
     try:
-        commit(folder, names, [file.nbytes for file in files], _weight_map(files, names), _metadata(files))
+        commit(folder, names, [file.nbytes for file in files], weight_map(files, names.final), index_metadata(files))
     except Exception:
         put_back(aside)
         raise
@@ -321,15 +331,3 @@ class _Writer:
         """Have the last file on the disk."""
         if self._new_files:
             self._new_files[-1].finish()
-
-
-def _weight_map(files: list[PlannedFile], names: Names) -> dict[str, str]:
-    return {tensor.key: name for file, name in zip(files, names.final, strict=True) for tensor in file.tensors}
-
-
-def _metadata(files: list[PlannedFile]) -> dict[str, int]:
-    tensors = [tensor for file in files for tensor in file.tensors]
-    return {
-        "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
-        "total_size": sum(tensor.nbytes for tensor in tensors),
-    }

@@ -14,7 +14,6 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
 
 import torch
 
@@ -90,13 +89,13 @@ def written_tensors(tensors: Iterable[ModelTensor], key_map: KeyMap | None) -> T
     shapes = {name: each.shape for name, each in kept.items()}
     again = {name: each.shape for name, each in apply_key_map(written, shapes, key_map).items()}
     if again != shapes:
-        differing = sorted(name for name in shapes.keys() | again.keys() if shapes.get(name) != again.get(name))
+        names = sorted(name for name in shapes.keys() | again.keys() if shapes.get(name) != again.get(name))
+        differing = {name: f"{shapes.get(name, 'not')} in the model, {again.get(name, 'not')} loaded again" for name in names}
         raise failure(
             f"key_map does not lead back to {len(differing)} of the model's tensors from what would be written",
-            items=[f"{name}: {shapes.get(name, 'not')} in the model, {again.get(name, 'not')} loaded again" for name in differing],
+            problems=differing,
             expected="rules whose inverse undoes them for every name of the model",
             fix="mend key_map; nothing was written",
-            key=differing[0],
         )
     return written
 
@@ -110,39 +109,42 @@ def plan_files(
     Raises: CheckpointError naming tensors of a dtype that the format does not have
     """
     dtypes = {key: list(dict.fromkeys(stored.entry.dtype for stored in lazy.stored())) for key, lazy in tensors.items()}
-    unknown = [f"{key}: {', '.join(names)}" for key, names in dtypes.items() if not DTYPES.keys() >= set(names) or len(names) > 1]
+    unknown = {key: ", ".join(names) for key, names in dtypes.items() if not DTYPES.keys() >= set(names) or len(names) > 1}
     if unknown:
         raise failure(
             f"{len(unknown)} tensors have a dtype that safetensors files do not know, or parts of several dtypes",
-            items=unknown,
+            problems=unknown,
             expected=", ".join(str(each).removeprefix("torch.") for each in NAMES),
             fix="convert them; nothing was written",
-            key=unknown[0].partition(":")[0],
         )
-    planned = [_planned(key, lazy, DTYPES[dtypes[key][0]], dtype) for key, lazy in tensors.items()]
+    return in_files((_planned(key, lazy, DTYPES[dtypes[key][0]], dtype) for key, lazy in tensors.items()), max_shard_nbytes, writers)
+
+
+def in_files(tensors: Iterable[PlannedTensor], max_nbytes: int, writers: Sequence[int]) -> list[PlannedFile]:
+    """``tensors`` in files, one without tensors if there are none, for ``writers`` in turns."""
     files = []
-    for index, content in enumerate(fill(planned, max_shard_nbytes)):
+    for index, content in enumerate(fill(tensors, max_nbytes)):
         header = build_header(((tensor.key, tensor.dtype, tensor.shape) for tensor in content), {"format": "pt"})
         files.append(PlannedFile(tuple(content), header, writers[index % len(writers)]))
     return files
 
 
-class ToFill(Protocol):
-    """What ``fill`` has to know of a tensor."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def nbytes(self) -> int: ...
+def weight_map(files: Sequence[PlannedFile], names: Sequence[str]) -> dict[str, str]:
+    """What an index says: in which file each key is."""
+    return {tensor.key: name for file, name in zip(files, names, strict=True) for tensor in file.tensors}
 
 
-T = TypeVar("T", bound=ToFill)
+def index_metadata(files: Iterable[PlannedFile]) -> dict[str, int]:
+    tensors = [tensor for file in files for tensor in file.tensors]
+    return {
+        "total_parameters": sum(math.prod(tensor.shape) for tensor in tensors),
+        "total_size": sum(tensor.nbytes for tensor in tensors),
+    }
 
 
-def fill(tensors: Iterable[T], max_nbytes: int) -> list[list[T]]:
+def fill(tensors: Iterable[PlannedTensor], max_nbytes: int) -> list[list[PlannedTensor]]:
     """The tensors of each file, in the order in which they lie there; an empty one if there are none."""
-    contents: list[list[T]] = [[]]
+    contents: list[list[PlannedTensor]] = [[]]
     filled = 0
     for tensor in tensors:
         if contents[-1] and filled + tensor.nbytes > max_nbytes:
@@ -183,3 +185,9 @@ def nbytes_of(size: int | str) -> int:
             message(f"max_shard_size is {size!r}", expected='a positive number of bytes, or text like "5GB" or "512MiB"', fix='"5GB"')
         )
     return nbytes
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """Whether tensors can be converted to it. Raises: ArgumentError"""
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        raise ArgumentError(message(f"dtype is {dtype!r}", expected="a floating-point dtype", fix="for instance torch.bfloat16"))

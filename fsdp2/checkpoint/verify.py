@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import ArgumentError, CheckpointError, message
+from ..errors import CheckpointError
 from .digests import DIGESTS, FileDigest, read_digests
 from .failure import failure
 from .hf_folder import digest_of, open_checkpoint, read_index, told_digest
 from .readers.deepspeed import find_deepspeed
-from .readers.files import FORMATS, dcp_folders, detect, families
+from .readers.files import FORMATS, check_format, dcp_folders, detect, families
 from .readers.opened import family_meant
 from .readers.torch_file import Window, is_torch_file
 from .regular_file import open_regular
@@ -71,8 +71,7 @@ def verify(path: str | os.PathLike[str], *, format: str | None = None, share: tu
     Memory:     a piece of 16 MiB, and the descriptions of the files
     Raises:     CheckpointError naming files and keys that are damaged, missing or cut short
     """
-    if format is not None and format not in FORMATS:
-        raise ArgumentError(message(f"format is {format!r}", expected=" or ".join(FORMATS), fix="leave it out to have it detected"))
+    check_format(format)
     root = Path(path)
     kind = format or detect(root)
     index, count = share

@@ -102,7 +102,7 @@ SAVING: list[Names] = [
     (f"{CHECKPOINT}.checkpointer.LatePlanner", 0, 0, "memory"),
     ("os.writev", 1, 0, "disk"),
     ("torch.distributed.checkpoint.filesystem.FileSystemWriter.finish", 0, 0, "disk"),
-    (f"{CHECKPOINT}.checkpoint_folder._sync", 0, 1, "disk"),
+    (f"{CHECKPOINT}.checkpoint_folder.sync_folder", 0, 1, "disk"),
 ]
 LOADING: list[Names] = [
     (f"{CHECKPOINT}.restore.read_metadata", 1, 0, "permission"),

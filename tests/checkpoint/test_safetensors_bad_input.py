@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import fsdp2.checkpoint.commit as commit
+import fsdp2.checkpoint.save_plan as save_plan
 from fsdp2 import FSDPError, fully_shard
 from fsdp2.checkpoint import CheckpointError, load_safetensors, save_safetensors
 from fsdp2.checkpoint.hf_folder import is_inside
@@ -497,6 +498,16 @@ def test_any_error_while_the_config_is_away_gives_it_back(tmp_path, monkeypatch)
     with pytest.raises(CheckpointError, match="StopIteration"):
         saved(model, tmp_path, "several")
     monkeypatch.undo()
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_file_that_the_safetensors_library_refuses_does_not_replace_the_earlier_checkpoint(tmp_path, monkeypatch):
+    saved(net(), tmp_path, "several")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    built = save_plan.build_header
+    monkeypatch.setattr(save_plan, "build_header", lambda *arguments: built(*arguments).replace(b'"F32"', b'"F64"'))
+    with pytest.raises(CheckpointError, match="refused by the safetensors library"):
+        saved(net(), tmp_path, "several")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 

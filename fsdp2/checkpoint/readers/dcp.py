@@ -18,18 +18,17 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from ..boxes import Box
 from ..byte_ranges import ByteReader
-from ..failure import failure
+from ..dcp_metadata import box_of
+from ..failure import failure, readable
 from ..lazy import LazyTensor, Stored
 from ..named_state import State
 from ..regular_file import open_regular
-from ..safe_dcp import METADATA, read_metadata, unpack
+from ..safe_dcp import METADATA, read_metadata, unflatten, unpack
 from ..safetensors_format import NAMES
 from ..torch_pickle import description_of
 from ..torch_zip import data_behind, head_nbytes
 from .lazy_pieces import Assembled, dtype_of
 from .torch_file import read_torch_file, stored
-
-Infos = dict[tuple[str, tuple[int, ...]], Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,94 +76,71 @@ class Chunk(LazyTensor):
 def read_dcp(folder: Path) -> State:
     """The nested state of a folder that ``dcp.save`` wrote, its tensors lazy. Raises: CheckpointError"""
     metadata = read_metadata(folder)
-    infos = {(index.fqn, tuple(index.offset or ())): info for index, info in (metadata.storage_data or {}).items()}
-    if any(getattr(info, "transform_descriptors", None) for info in infos.values()):
+    if any(getattr(info, "transform_descriptors", None) for info in (metadata.storage_data or {}).values()):
         raise failure(
             f"{folder} is compressed", expected="files without extensions", fix="load it with DCP, and save it without", file=folder
         )
-    root: dict[Any, Any] = {}
-    for key in metadata.state_dict_metadata:
-        *path, last = (metadata.planner_data or {}).get(key, (key,))
-        into = root
-        for part in path:
-            into = into.setdefault(part, {})
-        into[last] = _value(folder, key, metadata, infos)
-    return _with_lists(root)  # type: ignore[no-any-return]
+    chunks = DcpChunks(folder, metadata)
+    return unflatten({key: chunks.value(key) for key in metadata.state_dict_metadata}, metadata)
 
 
 class DcpChunks:
     """Where the values of a folder's keys lie."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
-        self.folder = folder
-        self.metadata = metadata
-        self._infos: Infos = {(index.fqn, tuple(index.offset or ())): info for index, info in (metadata.storage_data or {}).items()}
+        self._folder = folder
+        self._metadata = metadata
+        self._infos = {(index.fqn, tuple(index.offset or ())): info for index, info in (metadata.storage_data or {}).items()}
+
+    def value(self, key: str) -> Any:
+        """A tensor is lazy. Raises: CheckpointError, as all methods do"""
+        if isinstance(self._metadata.state_dict_metadata[key], TensorStorageMetadata):
+            return self._tensor(key)
+        info = self._info(key)
+        return read_torch_file(self._folder / info.relative_path, info.offset, info.length)
 
     def read(self, key: str, box: Box, out: Tensor, reader: ByteReader) -> None:
-        """Fill ``out`` with ``box`` of a tensor. Raises: CheckpointError"""
-        entry = self.metadata.state_dict_metadata[key]
+        """Fill ``out`` with ``box`` of a tensor."""
+        entry = self._metadata.state_dict_metadata[key]
         assert isinstance(entry, TensorStorageMetadata)
         if entry.properties.dtype in NAMES:
-            _tensor(self.folder, key, self.metadata, self._infos).read(box, out, reader)
+            self._tensor(key).read(box, out, reader)
             return
-        for chunk in entry.chunks:  # complex128, for instance
-            place = Box(tuple(chunk.offsets), tuple(start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)))
+        for place in map(box_of, entry.chunks):  # complex128, for instance
             common = box.intersect(place)
             if common.numel > 0:
                 value = unpack(self.content(key, place.start))
                 out[common.seen_from(box.start).slices].copy_(value[common.seen_from(place.start).slices])
 
     def content(self, key: str, offsets: tuple[int, ...] = ()) -> bytes:
-        """The bytes of a value that is no tensor, or of a tensor's chunk: a file of ``torch.save``. Raises: CheckpointError"""
+        """The bytes of a value that is no tensor, or of a tensor's chunk: a file of ``torch.save``."""
+        info = self._info(key, offsets)
+        path = self._folder / info.relative_path
+        with readable(path, key), open_regular(path) as file:
+            file.seek(info.offset)
+            return file.read(info.length)
+
+    def _tensor(self, key: str) -> Assembled:
+        entry = self._metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        shape, dtype = tuple(entry.size), entry.properties.dtype
+        if dtype not in NAMES:
+            expected = "a dtype that safetensors knows"
+            raise failure(f"{key} has dtype {dtype}", expected=expected, fix="convert it", file=self._folder, key=key)
+        parts = []
+        for box in map(box_of, entry.chunks):
+            info = self._info(key, box.start)
+            parts.append((box, Chunk(self._folder / info.relative_path, key, dtype, box.shape, info.offset, info.length)))
+        if sum(box.numel for box, _ in parts) != Box.whole(shape).numel:
+            raise self._missing(key, f"all of {shape}")
+        return Assembled(shape, tuple(parts))
+
+    def _info(self, key: str, offsets: tuple[int, ...] = ()) -> Any:
         info = self._infos.get((key, offsets))
         if info is None:
-            raise _missing(self.folder, key, f"the chunk at {offsets}" if offsets else "the bytes")
-        path = self.folder / info.relative_path
-        try:
-            with open_regular(path) as file:
-                file.seek(info.offset)
-                return file.read(info.length)
-        except OSError as error:
-            reason = error.strerror or error
-            raise failure(f"{path} cannot be read at {key}: {reason}", expected="a readable file", file=path, key=key) from error
+            raise self._missing(key, f"the chunk at {offsets}" if offsets else "the bytes")
+        return info
 
-
-def _value(folder: Path, key: str, metadata: Metadata, infos: Infos) -> Any:
-    entry = metadata.state_dict_metadata[key]
-    if isinstance(entry, TensorStorageMetadata):
-        return _tensor(folder, key, metadata, infos)
-    info = infos.get((key, ()))
-    if info is None:
-        raise _missing(folder, key, "its bytes")
-    return read_torch_file(folder / info.relative_path, info.offset, info.length)
-
-
-def _tensor(folder: Path, key: str, metadata: Metadata, infos: Infos) -> Assembled:
-    entry = metadata.state_dict_metadata[key]
-    assert isinstance(entry, TensorStorageMetadata)
-    shape, dtype = tuple(entry.size), entry.properties.dtype
-    if dtype not in NAMES:
-        raise failure(f"{key} has dtype {dtype}", expected="a dtype that safetensors knows", fix="convert it", file=folder, key=key)
-    parts = []
-    for chunk in entry.chunks:
-        box = Box(tuple(chunk.offsets), tuple(start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True)))
-        info = infos.get((key, tuple(chunk.offsets)))
-        if info is None:
-            raise _missing(folder, key, f"the chunk at {tuple(chunk.offsets)}")
-        parts.append((box, Chunk(folder / info.relative_path, key, dtype, tuple(chunk.sizes), info.offset, info.length)))
-    if sum(box.numel for box, _ in parts) != Box.whole(shape).numel:
-        raise _missing(folder, key, f"all of {shape}")
-    return Assembled(shape, tuple(parts))
-
-
-def _missing(folder: Path, key: str, what: str) -> Exception:
-    return failure(f"{folder} does not have {what} of {key}", expected="all files of one save", file=folder / METADATA, key=key)
-
-
-def _with_lists(node: Any) -> Any:
-    """A path's string parts are keys; ints from 0 on without a gap are places in lists."""
-    if not isinstance(node, dict):
-        return node
-    if node and sorted(map(str, node)) == sorted(map(str, range(len(node)))) and all(type(key) is int for key in node):
-        return [_with_lists(node[index]) for index in range(len(node))]
-    return {key: _with_lists(value) for key, value in node.items()}
+    def _missing(self, key: str, what: str) -> Exception:
+        file = self._folder / METADATA
+        return failure(f"{self._folder} does not have {what} of {key}", expected="all files of one save", file=file, key=key)

@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from ...errors import ArgumentError, message
 from ..checkpoint_folder import is_partial
 from ..failure import failure
 from ..safe_dcp import METADATA
@@ -25,6 +26,12 @@ FORMATS = ("safetensors", "dcp", "torch", "fsdp1", "deepspeed")
 _SUFFIXES = {".pt", ".pth", ".bin", ".ckpt", ".tar"}
 _LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
 _PART = re.compile(r"-(\d+)-of-(\d+)$")
+
+
+def check_format(format: str | None) -> None:
+    """Raises: ArgumentError if there is no such format"""
+    if format is not None and format not in FORMATS:
+        raise ArgumentError(message(f"format is {format!r}", expected=" or ".join(FORMATS), fix="leave it out to have it detected"))
 
 
 @dataclass(frozen=True)

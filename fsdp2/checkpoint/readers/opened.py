@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import ArgumentError, FSDPError, message
+from ...errors import FSDPError
 from ..failure import failure
 from ..hf_folder import open_checkpoint
 from ..lazy import LazyTensor, Stored
@@ -20,7 +20,7 @@ from ..named_state import State, clean_name
 from ..safetensors_format import DTYPES
 from .dcp import read_dcp
 from .deepspeed import find_deepspeed, read_deepspeed
-from .files import FORMATS, Family, check_complete, dcp_folders, detect, families, family_of, is_named_part
+from .files import Family, check_complete, check_format, dcp_folders, detect, families, family_of, is_named_part
 from .flat_params import has_flat_params, shapes_of, unflattened, unflattened_optimizer
 from .optimizer_forms import by_name, is_flattened, looks_like_optimizer, nested
 from .shards import Ranks, is_sharded, merge, resolve
@@ -53,8 +53,7 @@ def open_source(
     Memory:     descriptions of the tensors: some hundred bytes for each shard
     Raises:     CheckpointError naming file and key: cut short, a rank's file missing, files of different saves, nothing known
     """
-    if format is not None and format not in FORMATS:
-        raise ArgumentError(message(f"format is {format!r}", expected=" or ".join(FORMATS), fix="leave it out to have it detected"))
+    check_format(format)
     try:
         return _opened(Path(path), format, optimizer, shapes_of(shapes), with_optimizer)
     except FSDPError:

@@ -87,19 +87,16 @@ def _names_of_numbers(optimizer: State, model: State) -> dict[Any, str]:
 
 def _check_shapes(state: State, model: State) -> None:
     """A moment that is larger than its parameter belongs to another one."""
-    wrong: list[str] = []
+    wrong: dict[str, str] = {}
     for name, values in state.items():
         param = model.get(name)
-        wrong += [
-            f"{name}: {param.shape} in the model, {key} {value.shape}"
-            for key, value in tensors_of(values)
-            if key in ("exp_avg", "momentum_buffer") and isinstance(param, LazyTensor) and value.shape != param.shape
-        ]
+        for key, value in tensors_of(values):
+            if key in ("exp_avg", "momentum_buffer") and isinstance(param, LazyTensor) and value.shape != param.shape:
+                wrong[name] = f"{param.shape} in the model, {key} {value.shape}"
     if wrong:
         raise failure(
             f"the optimizer's state is not of this model: {len(wrong)} tensors do not fit",
-            items=wrong[:20],
+            problems=wrong,
             expected="moments of the shapes of the parameters",
             fix="name the files of one save",
-            key=wrong[0].partition(":")[0],
         )

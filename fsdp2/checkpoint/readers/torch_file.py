@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import torch
 
 from ...errors import CheckpointError
-from ..failure import failure
+from ..failure import failure, readable
 from ..lazy import LazyTensor, Stored
 from ..regular_file import open_regular
 from ..safetensors_format import NAMES, Entry
@@ -34,11 +34,8 @@ _MAX_EXPANSION = 16
 
 def is_torch_file(path: Path) -> bool:
     """Whether it begins like one of ``torch.save``: a zip, or the format before torch 1.6."""
-    try:
-        with open_regular(path) as file:
-            start = file.read(64)
-    except OSError as error:
-        raise failure(f"{path} cannot be read: {error.strerror or error}", expected="a readable file", file=path) from error
+    with readable(path), open_regular(path) as file:
+        start = file.read(64)
     return start.startswith(b"PK\x03\x04") or b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19" in start
 
 

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ..boxes import Box
+from ..dcp_metadata import box_of, chunk_of
 from ..lazy import LazyTensor
 from ..named_state import State, map_values
 from ..readers.lazy_pieces import dtype_of
@@ -53,15 +54,14 @@ class _Planner(DefaultSavePlanner):
         lazy = self._lazy_of.get(id(described))
         if lazy is None or write_item.tensor_data is None:
             return super().resolve_data(write_item)
-        chunk = write_item.tensor_data.chunk
-        stop = tuple(start + size for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
-        return self._stream.band(lazy, Box(tuple(chunk.offsets), stop), described.dtype)
+        return self._stream.band(lazy, box_of(write_item.tensor_data.chunk), described.dtype)
 
 
 def _band(fqn: str, data: TensorWriteData, box: Box) -> WriteItem:
-    offsets = torch.Size(box.start)
-    chunk = ChunkStorageMetadata(offsets, torch.Size(box.shape))
-    return WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, data.properties, data.size))
+    chunk = chunk_of(box)
+    return WriteItem(
+        MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, data.properties, data.size)
+    )
 
 
 def write_dcp(folder: Path, state: State, model: State, stream: Stream) -> None:

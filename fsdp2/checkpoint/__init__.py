@@ -1,14 +1,27 @@
-"""Checkpoints: from anything into sharded models, and back."""
+"""Checkpoints: from anything into sharded models, and back.
+
+Checkpointer         checkpointer, checkpointer_load; checkpoint_folder, folder_lock, gloo_group; per_rank_values, random_state
+save_safetensors     safetensors_save, safetensors_plan (what goes where), bands (to the writers), hf_commit, hf_config
+load_safetensors     safetensors_load, hf_folder (finding files), quantized; key_map and safetensors_format, which both have
+load_checkpoint      load_any_format, over ``readers``: a reader for each format
+convert, verify      over ``readers`` and ``targets``; digests
+full_state_dict      full_state
+DCP's files          dcp_files (reading without running them), dcp_metadata_check, dcp_strided (what torch gets wrong)
+torch.save's files   torch_pickle, torch_zip, pickle_limits
+a model's tensors    model_tensors (safetensors), named_state (DCP), host_copy; lazy and lazy_model (not read yet)
+elements and bytes   boxes, byte_ranges, regular_file, durable
+all ranks together   every_rank; failure (how errors are worded), progress
+"""
 
 from ..errors import CheckpointError
 from .checkpointer import Checkpointer, Resumed
 from .convert import Converted, convert
 from .full_state import full_optimizer_state_dict, full_state_dict, save_full_state
 from .key_map import Concat, KeyMap, KeyRule, Rename, Split, Stack, Transpose, Unstack
-from .load import LoadReport, Mismatch, load_safetensors
-from .load_any import load_checkpoint
+from .load_any_format import load_checkpoint
 from .readers import Source, open_source, write_shapes
-from .save import SavedCheckpoint, save_safetensors
+from .safetensors_load import LoadReport, Mismatch, load_safetensors
+from .safetensors_save import SavedCheckpoint, save_safetensors
 from .verify import Verified, verify
 
 __all__ = [

@@ -27,9 +27,9 @@ from ..core.plan.mesh import device_of
 from ..errors import FSDPError
 from .boxes import Box, Piece, pieces_of
 from .every_rank import tried
-from .kept import wanted
+from .lazy_model import wanted
 from .model_tensors import ModelTensor, cuts_of
-from .save_plan import Band, PlannedTensor
+from .safetensors_plan import Band, PlannedTensor
 
 Receive = Callable[[Band, Tensor], None]
 Ready = Callable[[FSDPError | None], None]

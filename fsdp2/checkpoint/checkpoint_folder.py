@@ -23,8 +23,8 @@ import uuid
 from pathlib import Path
 
 from . import folder_lock
+from .dcp_files import METADATA
 from .durable import durable_file, sync_folder
-from .safe_dcp import METADATA
 
 _PARTIAL = re.compile(r"partial(_[0-9a-f]{32})?|latest(_[0-9a-f]{32})?\.partial")
 _NAME = re.compile(r"step_(\d+)(?:_(\d+))?")

@@ -33,16 +33,16 @@ from torch.optim import Optimizer
 from ..core.comm.agreement import LostRankError, agree, default_group
 from ..errors import ArgumentError, FSDPError, OrderError, message
 from .checkpoint_folder import CheckpointFolder
+from .checkpointer_load import Restored, read_state
+from .dcp_files import pack, unpack
 from .every_rank import from_rank_0, on_every_rank, tried
 from .failure import failure
+from .gloo_group import borrow_group, give_back
 from .host_copy import host_copy
 from .model_tensors import checked_model
 from .named_state import named_model_state, named_optimizer_state, names_in, numbered_optimizer_state
-from .own_group import borrow_group, give_back
-from .own_values import digests_of, take_own_values
+from .per_rank_values import take_per_rank_values, value_digests
 from .random_state import random_state, set_random_state
-from .restore import Restored, read_state
-from .safe_dcp import pack, unpack
 from .targets.dcp_writer import DigestingWriter, LatePlanner
 
 
@@ -178,12 +178,12 @@ class Checkpointer:
         told: list[tuple[str, dict[Any, bytes]]] = []  # of each rank; rank 0 names the folder
 
         def own_state() -> dict[str, Any]:
-            own = take_own_values(parts, [digests for _, digests in told], rank)
+            own = take_per_rank_values(parts, [digests for _, digests in told], rank)
             return {"own": {f"rank_{rank}": pack(own, "what differs between the ranks")}} if own else {}
 
         def prepare() -> tuple[tuple[str, dict[Any, bytes]], DigestingWriter, LatePlanner]:
             name = folder.begin().name if rank == 0 else ""
-            return (name, digests_of(parts)), DigestingWriter(folder.path), LatePlanner(own_state)
+            return (name, value_digests(parts)), DigestingWriter(folder.path), LatePlanner(own_state)
 
         def write(writer: DigestingWriter, planner: LatePlanner) -> None:
             into = folder.path / told[0][0]  # a rank may see the folder at another path

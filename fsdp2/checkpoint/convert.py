@@ -35,8 +35,8 @@ from .readers.files import FORMATS
 from .readers.lazy_pieces import dtype_of
 from .readers.opened import open_source
 from .readers.source import Shapes, Source, nbytes_of, place_of, tensors_of
-from .save_plan import check_dtype
-from .save_plan import nbytes_of as size_of
+from .safetensors_plan import check_dtype
+from .safetensors_plan import nbytes_of as size_of
 from .targets.dcp_target import write_dcp
 from .targets.safetensors_target import write_safetensors
 from .targets.streaming import Stream

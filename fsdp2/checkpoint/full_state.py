@@ -32,7 +32,7 @@ from .bands import BandStream
 from .durable import durable_file, sync_folder
 from .every_rank import from_rank_0, on_every_rank, tried
 from .folder_lock import locked
-from .kept import Kept
+from .lazy_model import LazyParameter
 from .model_tensors import ModelTensor, checked_model, meshes_of, reshard
 from .named_state import (
     State,
@@ -43,7 +43,7 @@ from .named_state import (
     names_in,
     numbered_optimizer_state,
 )
-from .save_plan import Band, PlannedTensor
+from .safetensors_plan import Band, PlannedTensor
 
 BAND_NBYTES = 64 << 20
 
@@ -165,7 +165,7 @@ class _Gathered:
             if source.problem() is not None:
                 self._others.append(leaf)
             else:
-                planned = PlannedTensor(Kept(source), source.name, tuple(leaf.shape), leaf.dtype)
+                planned = PlannedTensor(LazyParameter(source), source.name, tuple(leaf.shape), leaf.dtype)
                 self._leaf_of[planned] = id(leaf)
                 self._streamed.setdefault(mesh, []).append(planned)
 

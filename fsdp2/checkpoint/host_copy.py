@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..core import torch_compat as compat
-from .dcp_chunks import tell_chunks
+from .dcp_strided import tell_chunks
 from .named_state import map_values
 
 

@@ -3,7 +3,7 @@
 A file is 8 bytes (little-endian length of the header), the header (JSON), then the tensors' bytes one after another, C-contiguous,
 little-endian, without gaps. It refuses to know models, ranks, and how the bytes behind the header are read.
 
-The safetensors library checks what we have written (see ``commit.py``). Beside it we read headers ourselves, because it tells no
+The safetensors library checks what we have written (see ``hf_commit.py``). Beside it we read headers ourselves, because it tells no
 offsets, without which no rank could read its byte ranges alone, and neither bounds what a damaged header costs nor names its key; and
 write them ourselves, because it writes whole tensors that are in memory, where we write a stream.
 

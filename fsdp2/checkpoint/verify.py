@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import CheckpointError
+from .dcp_files import METADATA, read_metadata
 from .digests import DIGESTS, FileDigest, read_digests
 from .failure import failure
 from .hf_folder import digest_of, open_checkpoint, read_index, told_digest
@@ -26,7 +27,6 @@ from .readers.files import FORMATS, check_format, dcp_folders, detect, families
 from .readers.opened import family_meant
 from .readers.torch_file import Window, is_torch_file
 from .regular_file import open_regular
-from .safe_dcp import METADATA, read_metadata
 from .safetensors_format import digests_of, read_header
 
 _PIECE_NBYTES = 16 << 20

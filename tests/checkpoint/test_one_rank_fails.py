@@ -94,9 +94,9 @@ CHECKPOINT = "fsdp2.checkpoint"
 
 SAVING: list[Names] = [
     (f"{CHECKPOINT}.checkpointer.host_copy", 1, 0, "memory"),
-    (f"{CHECKPOINT}.own_values._plain_tensors", 1, 0, "memory"),
-    (f"{CHECKPOINT}.own_values._digest", 1, 0, "memory"),
-    (f"{CHECKPOINT}.checkpointer.take_own_values", 1, 0, "memory"),
+    (f"{CHECKPOINT}.per_rank_values._plain_tensors", 1, 0, "memory"),
+    (f"{CHECKPOINT}.per_rank_values._digest", 1, 0, "memory"),
+    (f"{CHECKPOINT}.checkpointer.take_per_rank_values", 1, 0, "memory"),
     (f"{CHECKPOINT}.checkpointer.pack", 1, 1, "memory"),  # of what differs between ranks; before it of random states
     (f"{CHECKPOINT}.checkpointer.DigestingWriter", 1, 0, "permission"),
     (f"{CHECKPOINT}.checkpointer.LatePlanner", 0, 0, "memory"),
@@ -105,11 +105,11 @@ SAVING: list[Names] = [
     (f"{CHECKPOINT}.checkpoint_folder.sync_folder", 0, 1, "disk"),
 ]
 LOADING: list[Names] = [
-    (f"{CHECKPOINT}.restore.read_metadata", 1, 0, "permission"),
-    (f"{CHECKPOINT}.restore._Reading.prepare", 1, 0, "memory"),
-    (f"{CHECKPOINT}.restore.ByteReader", 1, 0, "memory"),
+    (f"{CHECKPOINT}.checkpointer_load.read_metadata", 1, 0, "permission"),
+    (f"{CHECKPOINT}.checkpointer_load._Reading.prepare", 1, 0, "memory"),
+    (f"{CHECKPOINT}.checkpointer_load.ByteReader", 1, 0, "memory"),
     ("os.preadv", 1, 0, "disk"),
-    (f"{CHECKPOINT}.restore._Reading.result", 0, 0, "memory"),
+    (f"{CHECKPOINT}.checkpointer_load._Reading.result", 0, 0, "memory"),
     (f"{CHECKPOINT}.checkpointer.set_random_state", 1, 0, "memory"),
 ]
 
@@ -166,7 +166,7 @@ def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_every_rank(tmp_pat
 
 # --- safetensors ------------------------------------------------------------------------------------------------------------------
 
-SAVE = f"{CHECKPOINT}.save"
+SAVE = f"{CHECKPOINT}.safetensors_save"
 SAVING_SAFETENSORS: list[Names] = [
     (f"{SAVE}.reshard", 1, 0, "memory"),
     (f"{SAVE}.model_tensors", 1, 0, "memory"),
@@ -183,9 +183,9 @@ SAVING_SAFETENSORS: list[Names] = [
     (f"{CHECKPOINT}.bands.BandStream._prepared", 1, 1, "memory"),
     (f"{CHECKPOINT}.bands._Step.hand_out", 0, 0, "memory"),
     (f"{SAVE}.bytes_of", 0, 3, "memory"),
-    (f"{CHECKPOINT}.commit.NewFile.finish", 0, 0, "memory"),
+    (f"{CHECKPOINT}.hf_commit.NewFile.finish", 0, 0, "memory"),
     (f"{SAVE}._weight_map", 0, 0, "memory"),
-    (f"{CHECKPOINT}.commit._files_of_index", 0, 0, "memory"),
+    (f"{CHECKPOINT}.hf_commit._files_of_index", 0, 0, "memory"),
 ]
 
 
@@ -210,7 +210,7 @@ def test_a_step_of_save_safetensors_that_fails_on_one_rank_is_an_error_on_every_
         assert torch.equal(value.to_local(), model.state_dict()[name].to_local())
 
 
-LOAD = f"{CHECKPOINT}.load"
+LOAD = f"{CHECKPOINT}.safetensors_load"
 LOADING_SAFETENSORS: list[Names] = [
     (f"{LOAD}.reshard", 1, 0, "memory"),
     (f"{LOAD}.model_tensors", 1, 0, "memory"),
@@ -242,7 +242,8 @@ def test_a_step_of_load_safetensors_that_fails_on_one_rank_is_an_error_on_every_
 def test_a_reader_that_fails_on_one_rank_alone_is_an_error_on_every_rank(tmp_path: Path) -> None:
     model = sharded()
     save_full_state(tmp_path / "full.pt", model)
-    raises_on_every_rank((f"{CHECKPOINT}.load_any.open_source", 1, 0, "memory"), lambda: load_checkpoint(model, tmp_path / "full.pt"))
+    names = (f"{CHECKPOINT}.load_any_format.open_source", 1, 0, "memory")
+    raises_on_every_rank(names, lambda: load_checkpoint(model, tmp_path / "full.pt"))
 
 
 # --- the whole state ----------------------------------------------------------------------------------------------------------------
@@ -349,7 +350,7 @@ def save_and_die(rank: int, store: str, out: str, how: str) -> None:
     checkpointer.save(1)
     checkpointer.wait()
     path, call = {
-        "Checkpointer": (f"{CHECKPOINT}.own_values._plain_tensors", lambda: (checkpointer.save(2), checkpointer.wait())),
+        "Checkpointer": (f"{CHECKPOINT}.per_rank_values._plain_tensors", lambda: (checkpointer.save(2), checkpointer.wait())),
         "save_safetensors": (f"{CHECKPOINT}.bands.BandStream._prepared", lambda: save_safetensors(model, Path(out) / "folder")),
         "full_state_dict": (f"{CHECKPOINT}.bands.BandStream._prepared", lambda: full_state_dict(model)),
     }[how]

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-import fsdp2.checkpoint.commit as commit
-import fsdp2.checkpoint.save_plan as save_plan
+import fsdp2.checkpoint.hf_commit as commit
+import fsdp2.checkpoint.safetensors_plan as save_plan
 from fsdp2 import FSDPError, fully_shard
 from fsdp2.checkpoint import CheckpointError, load_safetensors, save_safetensors
 from fsdp2.checkpoint.hf_folder import is_inside

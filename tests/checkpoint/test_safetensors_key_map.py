@@ -11,7 +11,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-import fsdp2.checkpoint.save as save
+import fsdp2.checkpoint.safetensors_save as save
 from fsdp2 import ArgumentError, fully_shard
 from fsdp2.checkpoint import (
     CheckpointError,

@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import fsdp2.checkpoint.save as save
+import fsdp2.checkpoint.safetensors_save as save
 from fsdp2 import ArgumentError, CPUOffloadPolicy, MaterializationError, fully_shard
 from fsdp2.checkpoint import CheckpointError, load_safetensors, save_safetensors
-from fsdp2.checkpoint.save_plan import nbytes_of, writers_of
+from fsdp2.checkpoint.safetensors_plan import nbytes_of, writers_of
 from harness import cpu_mesh, on_ranks
 from harness.memory import PeakBytes
 from harness.models import mlp, transformer

@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from ..boxes import Box
 from ..byte_ranges import ByteReader
-from ..dcp_metadata import box_of
+from ..dcp_files import METADATA, read_metadata, unflatten, unpack
+from ..dcp_metadata_check import box_of
 from ..failure import failure, readable
 from ..lazy import LazyTensor, Stored
 from ..named_state import State
 from ..regular_file import open_regular
-from ..safe_dcp import METADATA, read_metadata, unflatten, unpack
 from ..safetensors_format import NAMES
 from ..torch_pickle import description_of
 from ..torch_zip import data_behind, head_nbytes

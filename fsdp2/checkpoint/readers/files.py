@@ -16,8 +16,8 @@ from pathlib import Path
 
 from ...errors import ArgumentError, message
 from ..checkpoint_folder import is_partial
+from ..dcp_files import METADATA
 from ..failure import failure
-from ..safe_dcp import METADATA
 from .deepspeed import find_deepspeed
 from .numbered import missing_numbers, shown
 from .torch_file import is_torch_file

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ..boxes import Box
-from ..dcp_metadata import box_of, chunk_of
+from ..dcp_metadata_check import box_of, chunk_of
 from ..lazy import LazyTensor
 from ..named_state import State, map_values
 from ..readers.lazy_pieces import dtype_of

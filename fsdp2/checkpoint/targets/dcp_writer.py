@@ -24,8 +24,8 @@ from torch.futures import Future
 
 from ...core import torch_compat as compat
 from ..byte_ranges import bytes_of
+from ..dcp_files import METADATA
 from ..digests import FileDigest, directory_digest, write_digests
-from ..safe_dcp import METADATA
 from ..torch_pickle import described
 from ..torch_zip import around
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..byte_ranges import bytes_of
-from ..commit import NewFile, choose_names, commit, make_folder
+from ..hf_commit import NewFile, choose_names, commit, make_folder
 from ..lazy import LazyTensor
 from ..named_state import State
 from ..readers.source import place_of
-from ..save_plan import PlannedFile, PlannedTensor, in_files, index_metadata, weight_map
+from ..safetensors_plan import PlannedFile, PlannedTensor, in_files, index_metadata, weight_map
 from .streaming import Stream, converted
 
 

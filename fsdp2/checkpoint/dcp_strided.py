@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from ..core import torch_compat as compat
 from .boxes import Piece, pieces_of
-from .dcp_metadata import chunk_of
+from .dcp_metadata_check import chunk_of
 from .model_tensors import cuts_of, is_strided
 
 

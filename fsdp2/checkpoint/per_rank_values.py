@@ -18,15 +18,15 @@ from torch.distributed.tensor import DTensor
 Path = tuple[Any, ...]
 
 
-def digests_of(state: dict[str, Any]) -> dict[Path, bytes]:
+def value_digests(state: dict[str, Any]) -> dict[Path, bytes]:
     """Of the plain tensors of ``state``, in host memory, by their path of keys: what ranks have to tell each other."""
     return {path: _digest(tensor) for path, tensor in _plain_tensors(state, ()).items()}
 
 
-def take_own_values(state: dict[str, Any], of_ranks: Sequence[dict[Path, bytes]], rank: int) -> dict[Path, Tensor]:
+def take_per_rank_values(state: dict[str, Any], of_ranks: Sequence[dict[Path, bytes]], rank: int) -> dict[Path, Tensor]:
     """Take out of ``state`` the tensors that differ from those of the lowest rank that has them; none on that rank itself.
 
-    of_ranks: what ``digests_of`` gave on every rank
+    of_ranks: what ``value_digests`` gave on every rank
     rank:     this one
     """
     first: dict[Path, bytes] = {}
@@ -42,8 +42,8 @@ def take_own_values(state: dict[str, Any], of_ranks: Sequence[dict[Path, bytes]]
     return own
 
 
-def put_own_values(state: dict[str, Any], own: dict[Path, Tensor]) -> None:
-    """Undo ``take_own_values`` on what has been loaded, which may be the model's state alone."""
+def put_per_rank_values(state: dict[str, Any], own: dict[Path, Tensor]) -> None:
+    """Undo ``take_per_rank_values`` on what has been loaded, which may be the model's state alone."""
     for path, tensor in own.items():
         if path[0] not in state:
             continue

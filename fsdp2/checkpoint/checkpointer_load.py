@@ -23,14 +23,14 @@ from torch.optim import Optimizer
 from ..core import torch_compat as compat
 from .boxes import pieces_of
 from .byte_ranges import ByteReader
+from .dcp_files import read_metadata, unflatten, unpack
 from .every_rank import on_every_rank
 from .failure import failure
 from .host_copy import host_space
 from .model_tensors import cuts_of
 from .named_state import State, clean_name, named_model_state, named_optimizer_state, names_in
-from .own_values import put_own_values
+from .per_rank_values import put_per_rank_values
 from .readers.dcp import DcpChunks
-from .safe_dcp import read_metadata, unflatten, unpack
 from .verify import verify as verify_checkpoint
 
 
@@ -191,7 +191,7 @@ class _Reading:
     def result(self, model: nn.Module, optimizer: Optimizer | None) -> Restored:
         nested = unflatten(self.flat, self.metadata)
         for packed in nested.get("own", {}).values():
-            put_own_values(nested, unpack(packed))
+            put_per_rank_values(nested, unpack(packed))
         state = nested.get("optimizer", {})
         state = {"state": state.get("state", {}), "param_groups": state.get("param_groups", [])}
         if optimizer is not None:

@@ -14,10 +14,10 @@ from torch import nn
 
 from .key_map import KeyMap, Tensors
 from .lazy import LazyTensor
-from .load import LoadOptions, LoadReport, load_opened, share_of
 from .model_tensors import checked_model
 from .readers.opened import open_source
 from .readers.source import Shapes
+from .safetensors_load import LoadOptions, LoadReport, load_opened, share_of
 from .verify import verify as verify_checkpoint
 
 

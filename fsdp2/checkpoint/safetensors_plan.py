@@ -20,9 +20,9 @@ import torch
 from ..errors import ArgumentError, message
 from .boxes import Box, split
 from .failure import failure
-from .kept import Kept
 from .key_map import KeyMap, Tensors, apply_key_map, inverted
 from .lazy import LazyTensor
+from .lazy_model import LazyParameter
 from .model_tensors import ModelTensor
 from .safetensors_format import DTYPES, NAMES, build_header
 
@@ -84,7 +84,7 @@ def written_tensors(tensors: Iterable[ModelTensor], key_map: KeyMap | None) -> T
     key_map: as for loading; its rules are undone
     Raises:  ArgumentError for a rule that cannot be; CheckpointError if loading with ``key_map`` would not give these tensors again
     """
-    kept: Tensors = {each.name: Kept(each) for each in tensors}
+    kept: Tensors = {each.name: LazyParameter(each) for each in tensors}
     written = apply_key_map(kept, {}, inverted(key_map))
     shapes = {name: each.shape for name, each in kept.items()}
     again = {name: each.shape for name, each in apply_key_map(written, shapes, key_map).items()}

@@ -32,7 +32,7 @@ class Wanted(ByteReader):
 
 
 @dataclass(frozen=True, eq=False)
-class Kept(LazyTensor):
+class LazyParameter(LazyTensor):
     """A parameter or buffer, whole."""
 
     source: ModelTensor

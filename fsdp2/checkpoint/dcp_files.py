@@ -21,7 +21,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 from ..errors import CheckpointError
-from .dcp_metadata import check_metadata
+from .dcp_metadata_check import check_metadata
 from .failure import failure
 from .pickle_limits import check_key, check_pickle, checked_ordered_dict
 from .regular_file import open_regular

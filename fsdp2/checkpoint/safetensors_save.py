@@ -24,16 +24,16 @@ from ..core.plan.mesh import device_of
 from ..errors import ArgumentError, FSDPError, MaterializationError, message
 from .bands import BandStream, Ready
 from .byte_ranges import bytes_of
-from .commit import Names, NewFile, choose_names, commit, make_folder, put_back, rename, take_away, temporary_path
 from .every_rank import tried
 from .failure import failure
 from .folder_lock import NAME as LOCK
 from .folder_lock import locked
+from .hf_commit import Names, NewFile, choose_names, commit, make_folder, put_back, rename, take_away, temporary_path
 from .hf_config import config_files, has_config
 from .key_map import KeyMap
 from .model_tensors import ModelTensor, checked_model, meshes_of, model_tensors, reshard, still_on_meta
 from .progress import progress_bar
-from .save_plan import (
+from .safetensors_plan import (
     Band,
     PlannedFile,
     check_dtype,
@@ -78,7 +78,7 @@ def save_safetensors(
     """Write parameters and persistent buffers, whole, in Hugging Face's layout; ``load_safetensors`` and ``from_pretrained`` read it.
 
     folder:         made if it is not there; shared by all ranks that write, and locked against other jobs meanwhile. An earlier
-                    checkpoint in it is replaced in one rename, see ``commit.py``; other files are left alone, but for ``config``'s
+                    checkpoint in it is replaced in one rename, see ``hf_commit.py``; other files are left alone, but for ``config``'s
     max_shard_size: of a file, in bytes or like "5GB"; a larger tensor gets a file of its own. With one file there is no index
     num_writers:    1: rank 0 writes all files; more: as many ranks write different files at the same time; None: all ranks
     dtype:          to convert floating-point tensors to

@@ -184,7 +184,7 @@ SAVING_SAFETENSORS: list[Names] = [
     (f"{CHECKPOINT}.bands._Step.hand_out", 0, 0, "memory"),
     (f"{SAVE}.bytes_of", 0, 3, "memory"),
     (f"{CHECKPOINT}.hf_commit.NewFile.finish", 0, 0, "memory"),
-    (f"{SAVE}._weight_map", 0, 0, "memory"),
+    (f"{SAVE}.weight_map", 0, 0, "memory"),
     (f"{CHECKPOINT}.hf_commit._files_of_index", 0, 0, "memory"),
 ]
 

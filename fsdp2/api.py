@@ -44,7 +44,7 @@ from .core.setup.arguments import (
 )
 from .core.setup.build import build_unit
 from .core.setup.copying import deepcopy_module
-from .errors import ArgumentError, ModuleError, message
+from .errors import ArgumentError, ModuleError
 from .policy import (
     AllGather,
     DataParallelMeshDims,
@@ -305,11 +305,9 @@ class FSDPModule:
             gradients = group.gradients
             if stream is not None and group.mesh.replicate_group is not None:
                 raise ArgumentError(
-                    message(
-                        "set_all_reduce_hook got a stream for a module with native HSDP",
-                        expected="stream cannot be set when using native HSDP",
-                        fix="leave stream out: the hook runs on the all-reduce stream",
-                    )
+                    "set_all_reduce_hook got a stream for a module with native HSDP",
+                    expected="stream cannot be set when using native HSDP",
+                    fix="leave stream out: the hook runs on the all-reduce stream",
                 )
             gradients.choose(all_reduce_hook=hook, all_reduce_hook_stream=stream)
 
@@ -441,11 +439,9 @@ class FSDPModule:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raises: ModuleError. A module is bound to process groups, which no pickle carries."""
         raise ModuleError(
-            message(
-                f"{type(self).__name__} cannot be pickled or copied with copy.copy",
-                expected="its state_dict() to be saved, and copy.deepcopy() for a second module in this process",
-                fix="save model.state_dict() with torch.distributed.checkpoint; load it into a model built and sharded anew",
-            )
+            f"{type(self).__name__} cannot be pickled or copied with copy.copy",
+            expected="its state_dict() to be saved, and copy.deepcopy() for a second module in this process",
+            fix="save model.state_dict() with torch.distributed.checkpoint; load it into a model built and sharded anew",
         )
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .core import torch_compat as compat
-from .core.iteration.module_state import unit_of
+from .core.iteration.module_state import units_in
 from .errors import ArgumentError
 from .strategy import STRATEGIES
 
@@ -48,7 +48,7 @@ def measured_state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | No
     optimizer, state of the shape of its parameter counts, not step counters. Collective: no.
     """
     compute, gradients, master = _Storages(), _Storages(), _Storages()
-    for unit in {id(unit): unit for module in model.modules() if (unit := unit_of(module)) is not None}.values():
+    for unit in units_in(model.modules()):
         for group in unit.groups:
             master.add(param.local if group.flat is None else group.flat for param in group.params)
             if group.unsharded is not None:

@@ -32,13 +32,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .api import FSDPModule, fully_shard
 from .core.group.options import MicroBatch
-from .core.iteration.module_state import unit_of
+from .core.iteration.module_state import unit_of, units_in
 from .core.modules.optimizer_steps import STEPS
 from .core.modules.sharded_class import sharded_class
 from .core.plan.mesh import checked_mesh, device_of, read_mesh
 from .core.setup.arguments import check_policies, checked_modules
 from .core.setup.build import read_modules
-from .errors import ArgumentError, ModuleError, message
+from .errors import ArgumentError, ModuleError, got_object
 from .grouping.planning import plan
 from .policy import MixedPrecisionPolicy, OffloadPolicy
 from .strategies.same_start import broadcast, described, free_tensors, require_same
@@ -149,11 +149,9 @@ def parallelize(
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ModuleError(
-            message(
-                f"parallelize got an object of type {type(model).__name__}",
-                expected="one nn.Module; wrap= says which modules inside of it become groups",
-                fix="pass the model itself",
-            )
+            got_object("parallelize", model),
+            expected="one nn.Module; wrap= says which modules inside of it become groups",
+            fix="pass the model itself",
         )
     checked_modules(model)
 
@@ -163,11 +161,9 @@ def _strategy(name: Any) -> Strategy:
         return STRATEGIES[name]
     close = difflib.get_close_matches(str(name).lower(), STRATEGIES, n=1)
     raise ArgumentError(
-        message(
-            f"parallelize got strategy={name!r}",
-            expected=f"one of {list(STRATEGIES)}",
-            fix=f"strategy={close[0]!r}" if close else "see docs/strategies.md for what each keeps on a rank",
-        )
+        f"parallelize got strategy={name!r}",
+        expected=f"one of {list(STRATEGIES)}",
+        fix=f"strategy={close[0]!r}" if close else "see docs/strategies.md for what each keeps on a rank",
     )
 
 
@@ -177,11 +173,9 @@ def _placed(strategy: Strategy, mesh: DeviceMesh | None, shard_size: int | None)
     if shard_size is not None and not strategy.is_hybrid:
         hybrid = [each.name for each in STRATEGIES.values() if each.is_hybrid]
         raise ArgumentError(
-            message(
-                f"strategy {name!r} got shard_size={shard_size}",
-                expected=f"shard_size with a hybrid strategy only: {hybrid}",
-                fix="leave it out, or choose one of these",
-            )
+            f"strategy {name!r} got shard_size={shard_size}",
+            expected=f"shard_size with a hybrid strategy only: {hybrid}",
+            fix="leave it out, or choose one of these",
         )
     after = False if strategy.parameters == "nobody" else None
     if strategy.optimizer == "nobody":
@@ -212,15 +206,12 @@ def accumulate(model: nn.Module, last: bool = False) -> Iterator[None]:
     Raises:     ModuleError if ``model`` is not sharded.
     """
     given: Any = model
-    modules = given.modules() if isinstance(given, nn.Module) else ()
-    units = list({id(unit): unit for module in modules if (unit := unit_of(module)) is not None}.values())
+    units = units_in(given.modules() if isinstance(given, nn.Module) else ())
     if not units:
         raise ModuleError(
-            message(
-                f"accumulate got a {type(model).__name__} that is not sharded",
-                expected="a model that parallelize or fully_shard was called on",
-                fix="call fsdp2.parallelize(model, ...) first",
-            )
+            f"accumulate got a {type(model).__name__} that is not sharded",
+            expected="a model that parallelize or fully_shard was called on",
+            fix="call fsdp2.parallelize(model, ...) first",
         )
     if last:
         yield

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 from ..core.comm.agreement import LostRankError, agree, default_group
-from ..errors import ArgumentError, FSDPError, OrderError, message
+from ..errors import ArgumentError, FSDPError, OrderError, got
 from .checkpoint_folder import CheckpointFolder
 from .checkpointer_load import Restored, read_state
 from .dcp_files import pack, unpack
@@ -145,9 +145,7 @@ class Checkpointer:
     def wait(self) -> None:
         """Return when the save under way is complete, if there is one. Raises: CheckpointError if it has failed."""
         if self._closed:
-            raise OrderError(
-                message("this Checkpointer is closed", expected="to be called before close()", fix="make another Checkpointer")
-            )
+            raise OrderError("this Checkpointer is closed", expected="to be called before close()", fix="make another Checkpointer")
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -155,7 +153,7 @@ class Checkpointer:
     def _state(self, step: int) -> dict[str, Any]:
         if type(step) is not int or step < 0:
             headline = f"Checkpointer.save got step {step!r}"[:300]
-            raise ArgumentError(message(headline, expected="a number of steps, an int that is not negative", fix="pass int(step)"))
+            raise ArgumentError(headline, expected="a number of steps, an int that is not negative", fix="pass int(step)")
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
         copied = partial(host_copy, shared=not self._asynchronous)
         state: dict[str, Any] = {"step": step, "world_size": size, "model": copied(named_model_state(self._model))}
@@ -302,5 +300,5 @@ def _check(optimizer: Any, scheduler: Any, data: Any, keep_last: Any) -> None:
     ]
     for name, value, is_right, expected in wanted:
         if value is not None and not is_right:
-            headline = f"Checkpointer got {name} of type {type(value).__name__}: {value!r}"[:300]
-            raise ArgumentError(message(headline, expected=expected, fix=f"pass that as {name}, or leave it out"))
+            headline = got("Checkpointer", name, value)
+            raise ArgumentError(headline, expected=expected, fix=f"pass that as {name}, or leave it out")

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ArgumentError, CheckpointError, message
+from ..errors import ArgumentError, CheckpointError
 from .byte_ranges import ByteReader
 from .durable import sync_folder
 from .every_rank import describe
@@ -101,7 +101,7 @@ def convert(
     Raises:     CheckpointError naming file and key; ArgumentError. ``dst`` is then as it was, and nothing is left beside it
     """
     if to not in TARGETS:
-        raise ArgumentError(message(f"to is {to!r}", expected=" or ".join(TARGETS), fix='to="dcp"'))
+        raise ArgumentError(f"to is {to!r}", expected=" or ".join(TARGETS), fix='to="dcp"')
     check_dtype(dtype)
     max_nbytes = size_of(max_shard_size)
     target = Path(os.path.abspath(dst))

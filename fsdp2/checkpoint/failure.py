@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from ..errors import CheckpointError, message
+from ..errors import CheckpointError
 
 FIX = "check that the download or the save was complete; nothing was changed"
 
@@ -27,7 +27,7 @@ def failure(
     """
     if problems is not None:
         items, key = (f"{name}: {problem}" for name, problem in problems.items()), next(iter(problems))
-    error = CheckpointError(message(headline, items=items, expected=expected, fix=fix))
+    error = CheckpointError(headline, items=items, expected=expected, fix=fix)
     error.file = None if file is None else str(file)
     error.key = key
     return error

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ..core.comm.agreement import is_lost
 from ..core.comm.process_groups import another_over
-from ..errors import OrderError, message
+from ..errors import OrderError
 
 _free: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], list[dist.ProcessGroup]]] = WeakKeyDictionary()
 """By the default group, which ends with ``destroy_process_group()``, and by ranks: those that nobody uses."""
@@ -21,11 +21,9 @@ def borrow_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     """A group that nobody else uses, over the ranks of ``process_group`` (None: all). Collective: yes, over these."""
     if not dist.is_initialized():
         raise OrderError(
-            message(
-                "there is no process group",
-                expected="torch.distributed to be initialised, for one rank as for many",
-                fix="call torch.distributed.init_process_group before",
-            )
+            "there is no process group",
+            expected="torch.distributed to be initialised, for one rank as for many",
+            fix="call torch.distributed.init_process_group before",
         )
     free = _free_for(process_group)
     if free:

@@ -17,7 +17,7 @@ from torch import nn
 from ..api import FSDPModule
 from ..core import torch_compat as compat
 from ..core.modules.sharded_class import original_class
-from ..errors import ArgumentError, message
+from ..errors import ArgumentError
 from .failure import failure
 from .model_tensors import WRAPPERS
 
@@ -36,11 +36,9 @@ def config_files(model: nn.Module, dtypes: Collection[torch.dtype]) -> dict[str,
     """
     if not has_config(model):
         raise ArgumentError(
-            message(
-                f"config=True, but {type(model).__name__} has no config with save_pretrained",
-                expected="a model of transformers",
-                fix="leave config out, and write what the reader needs yourself",
-            )
+            f"config=True, but {type(model).__name__} has no config with save_pretrained",
+            expected="a model of transformers",
+            fix="leave config out, and write what the reader needs yourself",
         )
     found: dict[str, bytes] = {}
     for name in NAMES:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ..errors import ArgumentError, message
+from ..errors import ArgumentError
 from .failure import failure
 from .lazy import Joined, LazyTensor, Narrowed, Permuted, Squeezed, Unsqueezed
 
@@ -87,7 +87,7 @@ def _rules(key_map: KeyMap | None) -> Sequence[Any]:
 
 
 def _no_inverse(rule: Any, fix: str) -> ArgumentError:
-    return ArgumentError(message(f"key_map has {rule!r}, which cannot be undone to save", expected="rules with an inverse", fix=fix))
+    return ArgumentError(f"key_map has {rule!r}, which cannot be undone to save", expected="rules with an inverse", fix=fix)
 
 
 def _renaming(rule: Any) -> Renaming:
@@ -101,11 +101,9 @@ def _renaming(rule: Any) -> Renaming:
             compiled = re.compile(pattern)
             return lambda key: compiled.sub(replacement, key)
     raise ArgumentError(
-        message(
-            f"key_map has {rule!r} of type {type(rule).__name__}",
-            expected="a pair (regular expression, replacement or None), a function of a key, or a KeyRule",
-            fix='for instance key_map=[(r"^model\\.", "")]',
-        )
+        f"key_map has {rule!r} of type {type(rule).__name__}",
+        expected="a pair (regular expression, replacement or None), a function of a key, or a KeyRule",
+        fix='for instance key_map=[(r"^model\\.", "")]',
     )
 
 
@@ -313,11 +311,9 @@ def _filled(template: str, texts: Sequence[str]) -> str:
     parts = re.split(r"[*#]", template)
     if len(parts) - 1 != len(texts):
         raise ArgumentError(
-            message(
-                f"key_map has the template {template!r} with {len(parts) - 1} wildcards where {len(texts)} are needed",
-                expected="as many * in each source and target of a rule",
-                fix="mend the rule",
-            )
+            f"key_map has the template {template!r} with {len(parts) - 1} wildcards where {len(texts)} are needed",
+            expected="as many * in each source and target of a rule",
+            fix="mend the rule",
         )
     return "".join(part + text for part, text in zip(parts, (*texts, ""), strict=True))
 

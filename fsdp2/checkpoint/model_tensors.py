@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from ..core import torch_compat as compat
-from ..core.iteration.module_state import unit_of
+from ..core.iteration.module_state import unit_of, units_in
 from ..core.iteration.unit import Unit
 from ..core.modules.module_names import all_names
-from ..errors import ArgumentError, ParameterError, message
+from ..errors import ArgumentError, ParameterError, got_object
 from .boxes import Cut, Piece, in_order, local_shape_of, pieces_of
 
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
@@ -124,9 +124,7 @@ def _has_own_order(tensor: DTensor) -> bool:
 
 def checked_model(model: Any, caller: str) -> nn.Module:
     if not isinstance(model, nn.Module):
-        raise ArgumentError(
-            message(f"{caller} got {type(model).__name__}: {model!r}"[:300], expected="an nn.Module", fix="pass the model itself")
-        )
+        raise ArgumentError(got_object(caller, model), expected="an nn.Module", fix="pass the model itself")
     return model
 
 
@@ -149,12 +147,10 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
     problems = [f"{each.name}: {problem}" for each in tensors if (problem := each.problem()) is not None]
     if problems:
         raise ParameterError(
-            message(
-                f"{len(problems)} parameters or buffers have no place in a safetensors file",
-                items=problems,
-                expected="dense tensors, and DTensors that are replicated or sharded",
-                fix="change them, or save them in another way",
-            )
+            f"{len(problems)} parameters or buffers have no place in a safetensors file",
+            items=problems,
+            expected="dense tensors, and DTensors that are replicated or sharded",
+            fix="change them, or save them in another way",
         )
     return tensors
 
@@ -164,19 +160,15 @@ def reshard(model: nn.Module) -> list[Unit]:
     for module in model.modules():
         if isinstance(module, compat.TorchFSDPModule) and unit_of(module) is None:
             module.reshard()
-    units = units_of(model)
+    units: list[Unit] = [*units_in(model.modules())]
     for unit in units:
         unit.reshard_for_all()
     return units
 
 
-def units_of(model: nn.Module) -> list[Unit]:
-    return list({id(unit): unit for module in model.modules() if (unit := unit_of(module)) is not None}.values())
-
-
 def meshes_of(model: nn.Module) -> list[DeviceMesh]:
     """Where its sharded parameters and buffers lie, in the model's order; also where it shows unsharded ones. Collective: no."""
-    sharded = [param.sharded for unit in units_of(model) for group in unit.groups for param in group.params]
+    sharded = [param.sharded for unit in units_in(model.modules()) for group in unit.groups for param in group.params]
     shown = itertools.chain.from_iterable((*each._parameters.values(), *each._buffers.values()) for each in model.modules())
     return [each.device_mesh for each in (*sharded, *shown) if isinstance(each, DTensor)]
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import ArgumentError, message
+from ..errors import ArgumentError
 from .boxes import Box, split
 from .failure import failure
 from .key_map import KeyMap, Tensors, apply_key_map, inverted
@@ -182,7 +182,9 @@ def nbytes_of(size: int | str) -> int:
     nbytes = int(float(match[1]) * unit) if match and unit is not None and type(size) in (int, str) else 0
     if nbytes <= 0:
         raise ArgumentError(
-            message(f"max_shard_size is {size!r}", expected='a positive number of bytes, or text like "5GB" or "512MiB"', fix='"5GB"')
+            f"max_shard_size is {size!r}",
+            expected='a positive number of bytes, or text like "5GB" or "512MiB"',
+            fix='"5GB"',
         )
     return nbytes
 
@@ -190,4 +192,4 @@ def nbytes_of(size: int | str) -> int:
 def check_dtype(dtype: torch.dtype | None) -> None:
     """Whether tensors can be converted to it. Raises: ArgumentError"""
     if dtype is not None and not getattr(dtype, "is_floating_point", False):
-        raise ArgumentError(message(f"dtype is {dtype!r}", expected="a floating-point dtype", fix="for instance torch.bfloat16"))
+        raise ArgumentError(f"dtype is {dtype!r}", expected="a floating-point dtype", fix="for instance torch.bfloat16")

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ..core.comm.agreement import LostRankError, agree, agree_over, default_group
 from ..core.plan.mesh import device_of
-from ..errors import ArgumentError, FSDPError, MaterializationError, message
+from ..errors import ArgumentError, FSDPError, MaterializationError
 from .bands import BandStream, Ready
 from .byte_ranges import bytes_of
 from .every_rank import tried
@@ -134,7 +134,7 @@ def _ready(model: nn.Module, group: dist.ProcessGroup | None) -> Ready:
 
 def _check(num_writers: int | None, dtype: torch.dtype | None) -> None:
     if num_writers is not None and (type(num_writers) is not int or num_writers < 1):
-        raise ArgumentError(message(f"num_writers is {num_writers!r}", expected="1 or more, or None for all ranks", fix="pass 1"))
+        raise ArgumentError(f"num_writers is {num_writers!r}", expected="1 or more, or None for all ranks", fix="pass 1")
     check_dtype(dtype)
 
 
@@ -211,12 +211,10 @@ def _refuse_meta(tensors: list[ModelTensor]) -> None:
     on_meta = list(still_on_meta(tensors))
     if on_meta:
         raise MaterializationError(
-            message(
-                f"{len(on_meta)} parameters or buffers are on the meta device, and have no values to save",
-                items=on_meta,
-                expected="values",
-                fix="call fsdp2.materialize(model), or load a checkpoint; nothing was written",
-            )
+            f"{len(on_meta)} parameters or buffers are on the meta device, and have no values to save",
+            items=on_meta,
+            expected="values",
+            fix="call fsdp2.materialize(model), or load a checkpoint; nothing was written",
         )
 
 
@@ -230,12 +228,10 @@ def _refuse_other_ranks(tensors: list[ModelTensor], group: dist.ProcessGroup | N
     ]
     if outside:
         raise ArgumentError(
-            message(
-                f"{len(outside)} parameters or buffers are sharded over ranks that are not in process_group",
-                items=outside,
-                expected=f"meshes within ranks {sorted(present)}",
-                fix="pass the process group of all ranks that hold the model; nothing was written",
-            )
+            f"{len(outside)} parameters or buffers are sharded over ranks that are not in process_group",
+            items=outside,
+            expected=f"meshes within ranks {sorted(present)}",
+            fix="pass the process group of all ranks that hold the model; nothing was written",
         )
 
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..core import torch_compat as compat
 from ..core.group.param import ShardedParam
-from ..core.iteration.module_state import unit_of
+from ..core.iteration.module_state import units_in
 from ..core.modules.whole_tensors import cut_whole
 from ..core.plan.mesh import DataParallelMesh
 
@@ -35,10 +35,8 @@ def whole(value: Tensor) -> Tensor:
 def sharded_params(module: nn.Module) -> dict[int, ShardedParam]:
     """By the id of each parameter that the modules of ``module`` show, sharded: how it is cut."""
     found: dict[int, ShardedParam] = {}
-    for below in module.modules():
-        unit = unit_of(below)
-        if unit is not None:
-            found.update({id(param.sharded): param for group in unit.uses for param in group.params})
+    for unit in units_in(module.modules()):
+        found.update({id(param.sharded): param for group in unit.uses for param in group.params})
     return found
 
 

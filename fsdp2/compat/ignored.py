@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..core.iteration.module_state import unit_of
+from ..core.iteration.module_state import unit_of, units_in
 from ..errors import ArgumentError
 from .settings import Options
 
@@ -46,11 +46,9 @@ def read_ignored(module: nn.Module, options: Options) -> tuple[set[nn.Module], s
         _collect(each, modules)
     for each in modules:
         params.update(each.parameters(recurse=False))
-    for below in module.modules():
-        unit = unit_of(below)
-        if unit is not None:
-            found = [owner.module._parameters.get(owner.name) for owner in unit.ignored]
-            params.update(param for param in found if param is not None)
+    for unit in units_in(module.modules()):
+        found = [owner.module._parameters.get(owner.name) for owner in unit.ignored]
+        params.update(param for param in found if param is not None)
     return modules, params
 
 

@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from ..api import FSDPModule
 from ..clip import clip_grad_norm_
-from ..core.iteration.module_state import unit_of
+from ..core.iteration.module_state import unit_of, units_in
 from ..core.modules.sharded_class import seen_as
-from ..errors import OrderError, message
+from ..errors import OrderError
 from . import model_state, optim_state
 from .api import CPUOffload, MixedPrecision, OptimStateKeyType, StateDictSettings
 from .comm_hook import register
@@ -91,8 +91,7 @@ class WrappedModule(FSDPModule):
         Raises: OrderError on a module that is not the root.
         """
         _require_root(self, "no_sync")
-        module = cast(nn.Module, self)
-        units = [unit for below in module.modules() if isinstance(below, FSDPModule) and (unit := unit_of(below)) is not None]
+        units = units_in(cast(nn.Module, self).modules())
         before = [unit.micro_batch for unit in units]
         self.set_requires_gradient_sync(False)
         for unit in units:
@@ -323,9 +322,7 @@ def _settings(module: Any) -> Settings:
 def _require_root(module: Any, caller: str) -> None:
     if not _settings(module).is_root:
         raise OrderError(
-            message(
-                f"{caller} was called on a {type(module).__name__} that is not the root",
-                expected=f"{caller} on the outermost module that FSDP was applied to",
-                fix=f"call model.{caller}",
-            )
+            f"{caller} was called on a {type(module).__name__} that is not the root",
+            expected=f"{caller} on the outermost module that FSDP was applied to",
+            fix=f"call model.{caller}",
         )

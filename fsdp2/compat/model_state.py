@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint.named_state import clean_name, wants_shards
 from ..core import torch_compat as compat
-from ..core.iteration.module_state import unit_of
+from ..core.iteration.module_state import units_in
 from ..errors import ArgumentError, ModuleError, got
 from .api import (
     FullOptimStateDictConfig,
@@ -184,10 +184,8 @@ def place_for_loading(module: nn.Module, state: State, prefix: str) -> None:
     reports them.
     Collective: only for DTensors placed otherwise
     """
-    for below in module.modules():
-        unit = unit_of(below)
-        if unit is not None:
-            unit.reshard_for_all()
+    for unit in units_in(module.modules()):
+        unit.reshard_for_all()
     cuts = sharded_params(module)
     params: dict[str, Any] = {clean_name(name): param for name, param in module.named_parameters(remove_duplicate=False)}
     for key in [key for key in state if key.startswith(prefix)]:

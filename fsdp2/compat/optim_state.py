@@ -22,7 +22,7 @@ from ..checkpoint.failure import failure
 from ..checkpoint.named_state import clean_name, map_values, names_in, numbered_optimizer_state
 from ..core import torch_compat as compat
 from ..core.group.param import ShardedParam
-from ..core.iteration.module_state import unit_of
+from ..core.iteration.module_state import units_in
 from .api import OptimStateKeyType, StateDictSettings, StateDictType, member
 from .gather_and_cut import cut_like, is_first_rank, sharded_params, whole
 from .model_state import fsdp_modules_of
@@ -83,10 +83,8 @@ def _saved(value: Any, form: Form, drop: bool) -> Any:
 
 def _reshard(model: nn.Module) -> None:
     """Let modules show the parameters that the optimizer has."""
-    for module in model.modules():
-        unit = unit_of(module)
-        if unit is not None:
-            unit.reshard_for_all()
+    for unit in units_in(model.modules()):
+        unit.reshard_for_all()
 
 
 # --- loading ------------------------------------------------------------------------------------------------------------------

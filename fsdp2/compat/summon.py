@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..core import torch_compat as compat
 from ..core.group.param import ShardedParam, own_shard
-from ..core.iteration.module_state import ModuleState, unit_of
+from ..core.iteration.module_state import ModuleState, units_in
 from ..core.modules.shown_parameters import set_parameter
 from ..core.plan.placement import in_dtype
-from ..errors import ArgumentError, OrderError, message
+from ..errors import ArgumentError, OrderError
 from .gather_and_cut import is_first_rank, whole
 
 
@@ -43,11 +43,9 @@ def summoned(
     """See ``FullyShardedDataParallel.summon_full_params``."""
     if writeback and rank0_only:
         raise ArgumentError(
-            message(
-                "summon_full_params got writeback=True and rank0_only=True",
-                expected="at most one of them: what one rank writes the others do not have",
-                fix="pass writeback=False, or rank0_only=False",
-            )
+            "summon_full_params got writeback=True and rank0_only=True",
+            expected="at most one of them: what one rank writes the others do not have",
+            fix="pass writeback=False, or rank0_only=False",
         )
     units = _units(module, recurse)
     _refuse_busy(units)
@@ -73,9 +71,7 @@ def summoned(
 
 
 def _units(module: nn.Module, recurse: bool) -> list[ModuleState]:
-    modules = module.modules() if recurse else [module]
-    found = {unit: None for each in modules if (unit := unit_of(each)) is not None}
-    return list(found)
+    return units_in(module.modules() if recurse else [module])
 
 
 def _refuse_busy(units: list[ModuleState]) -> None:
@@ -84,11 +80,9 @@ def _refuse_busy(units: list[ModuleState]) -> None:
         if unit.summoned or unit.calls.running or in_backward:
             where = "inside of summon_full_params" if unit.summoned else "inside of forward or backward"
             raise OrderError(
-                message(
-                    f"summon_full_params was called {where}, of {unit.fqn or type(unit.modules[0]).__name__}",
-                    expected="a call between iterations, once for each module",
-                    fix="leave the other first; recurse=False leaves modules below alone",
-                )
+                f"summon_full_params was called {where}, of {unit.fqn or type(unit.modules[0]).__name__}",
+                expected="a call between iterations, once for each module",
+                fix="leave the other first; recurse=False leaves modules below alone",
             )
 
 

@@ -15,7 +15,7 @@ from ..core.iteration.module_state import unit_of
 from ..core.modules.sharded_class import sharded_class, swap_class
 from ..core.setup.arguments import check_policies, checked_modules
 from ..core.setup.build import build_unit
-from ..errors import ArgumentError, got, message
+from ..errors import ArgumentError, got
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .api import BackwardPrefetch, MixedPrecision, ShardingStrategy, member
 from .auto_wrap import chosen_modules
@@ -100,11 +100,9 @@ def _overridden(options: Options, overrides: dict[str, Any]) -> Options:
     unknown = sorted(set(overrides) - known)
     if unknown:
         raise ArgumentError(
-            message(
-                f"a wrap policy returned arguments that FSDP does not have: {', '.join(unknown)}",
-                expected=f"some of {', '.join(sorted(known))}",
-                fix="check their spelling",
-            )
+            f"a wrap policy returned arguments that FSDP does not have: {', '.join(unknown)}",
+            expected=f"some of {', '.join(sorted(known))}",
+            fix="check their spelling",
         )
     if "ignored_modules" in overrides:
         options = dataclasses.replace(options, ignored_states=None)
@@ -118,21 +116,17 @@ def _read_mixed_precision(given: Any) -> MixedPrecision | None:
     names = [each.name for each in dataclasses.fields(MixedPrecision)]
     if isinstance(given, type) or not all(hasattr(given, name) for name in names):
         raise ArgumentError(
-            message(
-                got("FSDP", "mixed_precision", given),
-                expected="a MixedPrecision, or None",
-                fix="MixedPrecision(param_dtype=torch.bfloat16)",
-            )
+            got("FSDP", "mixed_precision", given),
+            expected="a MixedPrecision, or None",
+            fix="MixedPrecision(param_dtype=torch.bfloat16)",
         )
     policy = MixedPrecision(**{name: getattr(given, name) for name in names})
     dtype: Any = policy.buffer_dtype
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ArgumentError(
-            message(
-                f"MixedPrecision got buffer_dtype={dtype!r}",
-                expected="a floating-point torch.dtype or None",
-                fix="for instance buffer_dtype=torch.bfloat16",
-            )
+            f"MixedPrecision got buffer_dtype={dtype!r}",
+            expected="a floating-point torch.dtype or None",
+            fix="for instance buffer_dtype=torch.bfloat16",
         )
     return policy
 
@@ -141,11 +135,9 @@ def _policies(mixed_precision: MixedPrecision | None, options: Options) -> tuple
     offload: Any = getattr(options.cpu_offload, "offload_params", None)
     if not (isinstance(offload, bool) or options.cpu_offload is None):
         raise ArgumentError(
-            message(
-                got("FSDP", "cpu_offload", options.cpu_offload),
-                expected="a CPUOffload, or None",
-                fix="CPUOffload(offload_params=True)",
-            )
+            got("FSDP", "cpu_offload", options.cpu_offload),
+            expected="a CPUOffload, or None",
+            fix="CPUOffload(offload_params=True)",
         )
     if mixed_precision is None:
         policy = MixedPrecisionPolicy(cast_forward_inputs=False)

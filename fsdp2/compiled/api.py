@@ -9,7 +9,7 @@ from torch import nn
 
 from ..core.iteration.module_state import ModuleState, unit_of
 from ..core.modules.hooks import units_below
-from ..errors import ArgumentError, ModuleError, OrderError, message
+from ..errors import ArgumentError, ModuleError, OrderError
 from .backend import BACKENDS, CompileOptions
 from .mode import FullGraph
 from .refusals import refuse_what_graphs_lack
@@ -52,11 +52,9 @@ def compile(  # noqa: A001 (named after torch.compile)
     root = _root_of(model, "compile")
     if model._compiled_call_impl is not None:
         raise OrderError(
-            message(
-                f"this {type(model).__name__} is compiled already",
-                expected="one of model.compile() and fsdp2.compile(model), once",
-                fix="call fsdp2.uncompile(model) before, or leave out model.compile()",
-            )
+            f"this {type(model).__name__} is compiled already",
+            expected="one of model.compile() and fsdp2.compile(model), once",
+            fix="call fsdp2.uncompile(model) before, or leave out model.compile()",
         )
     _refuse_modes_below(model)
     refuse_what_graphs_lack([unit for _, unit in units_below(model)])
@@ -88,12 +86,10 @@ def _refuse_modes_below(model: nn.Module) -> None:
     below = [f"{name} ({type(module).__name__})" for name, module in model.named_modules() if _mode_of(module) is not None]
     if below:
         raise OrderError(
-            message(
-                f"{len(below)} parts of this {type(model).__name__} are in full-graph mode already",
-                items=below,
-                expected="full-graph mode on the root alone",
-                fix="call fsdp2.uncompile on each of them before",
-            )
+            f"{len(below)} parts of this {type(model).__name__} are in full-graph mode already",
+            items=below,
+            expected="full-graph mode on the root alone",
+            fix="call fsdp2.uncompile on each of them before",
         )
 
 
@@ -101,19 +97,15 @@ def _root_of(model: Any, caller: str) -> ModuleState:
     unit = unit_of(model)
     if unit is None:
         raise ModuleError(
-            message(
-                f"fsdp2.{caller} got {type(model).__name__}, to which fully_shard was not applied",
-                expected="the root module that fully_shard was applied to last",
-                fix="call fully_shard(model) first; a model that is not sharded is compiled by torch.compile",
-            )
+            f"fsdp2.{caller} got {type(model).__name__}, to which fully_shard was not applied",
+            expected="the root module that fully_shard was applied to last",
+            fix="call fully_shard(model) first; a model that is not sharded is compiled by torch.compile",
         )
     if unit.schedule is not None and unit.schedule.settled and unit.schedule.tree.root is not unit:
         raise OrderError(
-            message(
-                f"fsdp2.{caller} got {unit.fqn!r}, which is a part of a larger model",
-                expected="the root, the module whose forward runs first",
-                fix="pass the root: its graph contains the other units",
-            )
+            f"fsdp2.{caller} got {unit.fqn!r}, which is a part of a larger model",
+            expected="the root, the module whose forward runs first",
+            fix="pass the root: its graph contains the other units",
         )
     return unit
 
@@ -121,21 +113,17 @@ def _root_of(model: Any, caller: str) -> ModuleState:
 def _check_options(backend: Any, bucket_bytes: Any, options: Any) -> None:
     if backend not in BACKENDS:
         raise ArgumentError(
-            message(f"fsdp2.compile got backend={backend!r}", expected=f"one of {BACKENDS}", fix='for instance backend="inductor"')
+            f"fsdp2.compile got backend={backend!r}", expected=f"one of {BACKENDS}", fix='for instance backend="inductor"'
         )
     if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0:
         raise ArgumentError(
-            message(
-                f"fsdp2.compile got bucket_bytes={bucket_bytes!r}",
-                expected="a number of bytes, 0 or more",
-                fix="for instance bucket_bytes=4 << 20; 0 never merges",
-            )
+            f"fsdp2.compile got bucket_bytes={bucket_bytes!r}",
+            expected="a number of bytes, 0 or more",
+            fix="for instance bucket_bytes=4 << 20; 0 never merges",
         )
     if options and backend != "inductor":
         raise ArgumentError(
-            message(
-                f"fsdp2.compile got options for backend={backend!r}",
-                expected="options with inductor only",
-                fix="leave options out",
-            )
+            f"fsdp2.compile got options for backend={backend!r}",
+            expected="options with inductor only",
+            fix="leave options out",
         )

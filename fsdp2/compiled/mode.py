@@ -22,7 +22,7 @@ from ..core.iteration.schedule import Schedule
 from ..core.modules.hooks import units_below
 from ..core.modules.nested_tensors import find_tensors, map_tensors
 from ..core.modules.unmanaged_parameters import REGISTRATIONS, warn_of_plain_parameters
-from ..errors import CompileError, FSDPError, OrderError, message
+from ..errors import CompileError, FSDPError, OrderError
 from . import torch_compat as compiler
 from .backend import CompileOptions, compiled_graph
 from .face import Face
@@ -120,12 +120,10 @@ class FullGraph:
     def _refuse_units_around(self, schedule: Schedule) -> None:
         if schedule.tree.root is not self._root:
             raise OrderError(
-                message(
-                    f"{self._root.fqn} ({type(self._model).__name__}) is in full-graph mode, and a part of a larger model: "
-                    f"fully_shard was applied to {type(schedule.tree.root.modules[0]).__name__} around it",
-                    expected="full-graph mode on the root, the module whose forward runs first",
-                    fix="call fsdp2.uncompile on the part, and fsdp2.compile on the root",
-                )
+                f"{self._root.fqn} ({type(self._model).__name__}) is in full-graph mode, and a part of a larger model: "
+                f"fully_shard was applied to {type(schedule.tree.root.modules[0]).__name__} around it",
+                expected="full-graph mode on the root, the module whose forward runs first",
+                fix="call fsdp2.uncompile on the part, and fsdp2.compile on the root",
             )
 
     def _settings_now(self) -> Any:
@@ -175,12 +173,10 @@ class FullGraph:
         ]
         if names:
             raise CompileError(
-                message(
-                    f"forward of {type(self._model).__name__} returns {len(names)} parameters inside of a {type(output).__name__}",
-                    items=names,
-                    expected="parameters in outputs only inside of what torch.utils._pytree knows: tuples, lists, dicts, ...",
-                    fix="return a copy, parameter.clone(), or run this model eagerly",
-                )
+                f"forward of {type(self._model).__name__} returns {len(names)} parameters inside of a {type(output).__name__}",
+                items=names,
+                expected="parameters in outputs only inside of what torch.utils._pytree knows: tuples, lists, dicts, ...",
+                fix="return a copy, parameter.clone(), or run this model eagerly",
             )
 
     @contextlib.contextmanager
@@ -238,10 +234,8 @@ class FullGraph:
         if any(other != order_of_gathers for other in said):
             self.leave()
             raise CompileError(
-                message(
-                    f"{type(self._model).__name__} was captured differently on other ranks",
-                    items=[f"rank {rank} of a group gathers {other}" for rank, other in enumerate(said[1:])],
-                    expected="the same modules in the same order on every rank",
-                    fix="let control flow of forward not depend on the rank, or run this model eagerly",
-                )
+                f"{type(self._model).__name__} was captured differently on other ranks",
+                items=[f"rank {rank} of a group gathers {other}" for rank, other in enumerate(said[1:])],
+                expected="the same modules in the same order on every rank",
+                fix="let control flow of forward not depend on the rank, or run this model eagerly",
             )

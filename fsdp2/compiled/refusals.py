@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from ..core.iteration.unit import Unit
-from ..errors import CompileError, OrderError, message
+from ..errors import CompileError, OrderError
 from . import torch_compat as compiler
 
 # How torch begins the lines of what it says about code that it cannot trace.
@@ -33,12 +33,10 @@ def not_captured(model: nn.Module, error: BaseException) -> CompileError:
     else:
         fix = "mend its cause" if place is None else "change that line"
     return CompileError(
-        message(
-            f"forward of {type(model).__name__} cannot be captured in one graph: {what}",
-            items=[item[:300] for item in items if item],
-            expected="a forward that torch.compile(fullgraph=True) can trace",
-            fix=f"{fix}; or compile block by block: block.compile(). This model runs eagerly from now on",
-        )
+        f"forward of {type(model).__name__} cannot be captured in one graph: {what}",
+        items=[item[:300] for item in items if item],
+        expected="a forward that torch.compile(fullgraph=True) can trace",
+        fix=f"{fix}; or compile block by block: block.compile(). This model runs eagerly from now on",
     )
 
 
@@ -70,18 +68,14 @@ def refuse_what_graphs_lack(units: Sequence[Unit]) -> None:
                 found.append(f"{where}: its gradients are kept in {gradients.options.grad_dtype}, which is not the parameters' own")
             if gradients.has_unreduced:
                 raise OrderError(
-                    message(
-                        f"{where} holds gradients that were accumulated without sync and not reduced yet",
-                        expected="a model between two optimizer steps",
-                        fix="switch to full-graph mode after the backward that reduces, or drop them with model.zero_grad()",
-                    )
+                    f"{where} holds gradients that were accumulated without sync and not reduced yet",
+                    expected="a model between two optimizer steps",
+                    fix="switch to full-graph mode after the backward that reduces, or drop them with model.zero_grad()",
                 )
     if found:
         raise CompileError(
-            message(
-                f"{len(found)} things about this model cannot be part of a captured graph",
-                items=found,
-                expected="plain parameters on 1-D or (replicate, shard) meshes, with collectives of our own",
-                fix="compile block by block instead: block.compile() on each module that fully_shard is applied to",
-            )
+            f"{len(found)} things about this model cannot be part of a captured graph",
+            items=found,
+            expected="plain parameters on 1-D or (replicate, shard) meshes, with collectives of our own",
+            fix="compile block by block instead: block.compile() on each module that fully_shard is applied to",
         )

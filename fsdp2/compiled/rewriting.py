@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ..errors import CompileError, message
+from ..errors import CompileError
 from . import torch_compat as compiler
 from .bucket import Bucket, Member
 from .face import Face
@@ -177,12 +177,10 @@ def _refuse_writes(of_param: dict[fx.Node, tuple[Face, int]]) -> None:
                 writes.append(f"{face.group.params[index].fqn}: {name} {where}")
     if writes:
         raise CompileError(
-            message(
-                f"forward writes to {len(writes)} parameters",
-                items=writes,
-                expected="parameters that forward only reads: in a captured graph they are computed from the shards and thrown away",
-                fix="write to the sharded parameter under torch.no_grad() between steps, or run this model eagerly",
-            )
+            f"forward writes to {len(writes)} parameters",
+            items=writes,
+            expected="parameters that forward only reads: in a captured graph they are computed from the shards and thrown away",
+            fix="write to the sharded parameter under torch.no_grad() between steps, or run this model eagerly",
         )
 
 

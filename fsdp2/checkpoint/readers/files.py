@@ -14,7 +14,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import ArgumentError, message
+from ...errors import ArgumentError
 from ..checkpoint_folder import is_partial
 from ..dcp_files import METADATA
 from ..failure import failure
@@ -31,7 +31,7 @@ _PART = re.compile(r"-(\d+)-of-(\d+)$")
 def check_format(format: str | None) -> None:
     """Raises: ArgumentError if there is no such format"""
     if format is not None and format not in FORMATS:
-        raise ArgumentError(message(f"format is {format!r}", expected=" or ".join(FORMATS), fix="leave it out to have it detected"))
+        raise ArgumentError(f"format is {format!r}", expected=" or ".join(FORMATS), fix="leave it out to have it detected")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ... import errors
-from ...errors import CheckpointError, FSDPError, message
+from ...errors import CheckpointError, FSDPError
 from ..plan.mesh import device_of
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ def _packed(problem: FSDPError | None, said: object) -> bytes:
         return pickle.dumps((problem, said))
     except Exception as error:
         text = f"this rank cannot tell the others what it has: {type(error).__name__}: {error}"
-        problem = problem or CheckpointError(message(text, expected="values that can be pickled", fix="mend the cause"))
+        problem = problem or CheckpointError(text, expected="values that can be pickled", fix="mend the cause")
         return pickle.dumps((CheckpointError(str(problem)), None))
 
 
@@ -82,12 +82,10 @@ def reached(process_group: dist.ProcessGroup | None, problem: FSDPError | None =
             _lost.add(process_group)
         told = (str(error).strip().splitlines() or [""])[0]
         raise LostRankError(
-            message(
-                f"a rank is gone, or cannot be reached: {type(error).__name__}: {told}",
-                items=[] if problem is None else [f"and this rank has a problem of its own: {problem}"],
-                expected="every rank to take part until all are done",
-                fix="look at the other ranks' errors, and start again from the latest checkpoint, which is unchanged",
-            )
+            f"a rank is gone, or cannot be reached: {type(error).__name__}: {told}",
+            items=[] if problem is None else [f"and this rank has a problem of its own: {problem}"],
+            expected="every rank to take part until all are done",
+            fix="look at the other ranks' errors, and start again from the latest checkpoint, which is unchanged",
         ) from error
 
 

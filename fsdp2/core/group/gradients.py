@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import OrderError, message
+from ...errors import OrderError
 from ..comm import collectives
 from .memory import GroupMemory
 from .options import MicroBatch, ReductionOptions
@@ -93,12 +93,10 @@ class Gradients:
             toggled = [f"{param.fqn} requires_grad={now}" for param, now, before in pairs if now is not before]
             what = f"requires_grad of parameters of {where}"
         raise OrderError(
-            message(
-                f"{what} changed while gradients accumulate without sync",
-                items=toggled or [f"{param.fqn} {param.dtype}" for param in group.params],
-                expected="the same trainable parameters, as they were, from the first backward without sync to the one that reduces",
-                fix="change them after that backward, or drop what was accumulated with model.zero_grad()",
-            )
+            f"{what} changed while gradients accumulate without sync",
+            items=toggled or [f"{param.fqn} {param.dtype}" for param in group.params],
+            expected="the same trainable parameters, as they were, from the first backward without sync to the one that reduces",
+            fix="change them after that backward, or drop what was accumulated with model.zero_grad()",
         )
 
     def _compact_plan(self, used: list[bool]) -> ReducePlan:

@@ -6,7 +6,10 @@ torch and other libraries find the same object by ``fully_shard.state(module)``.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
+
+from torch import nn
 
 from .. import torch_compat as compat
 from ..group.param import ShardedParam
@@ -55,6 +58,11 @@ def unit_of(module: Any) -> ModuleState | None:
     """What the ``fully_shard`` call on ``module`` made, or None if there was no such call."""
     state = compat.module_state(module) if hasattr(module, "__dict__") else None
     return state if isinstance(state, ModuleState) else None
+
+
+def units_in(modules: Iterable[nn.Module]) -> list[ModuleState]:
+    """The units of ``modules``, each once."""
+    return list(dict.fromkeys(unit for module in modules if (unit := unit_of(module)) is not None))
 
 
 def schedule_of(unit: ModuleState) -> Schedule:

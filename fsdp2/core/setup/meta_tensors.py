@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import torch_compat as compat
 from ..group.param import ShardedParam
-from ..iteration.module_state import unit_of
+from ..iteration.module_state import units_in
 from ..iteration.unit import Unit
 
 
@@ -37,7 +37,7 @@ class PlainTensor:
 class MetaTensors:
     """The tensors of a model that are on the meta device, by ``id``, and its units."""
 
-    units: list[Unit]
+    units: Sequence[Unit]
     managed: dict[int, ShardedParam]  # all of them, also those with values
     sharded: dict[int, str]  # those on the meta device, and their names
     plain: dict[int, PlainTensor]
@@ -69,8 +69,8 @@ class MetaTensors:
 
 
 def find_meta_tensors(model: nn.Module) -> MetaTensors:
-    units = {id(unit): unit for module in model.modules() if (unit := unit_of(module)) is not None}
-    managed = {id(p.sharded): p for unit in units.values() for group in unit.groups for p in group.params}
+    units = units_in(model.modules())
+    managed = {id(p.sharded): p for unit in units for group in unit.groups for p in group.params}
     sharded: dict[int, str] = {}
     plain: dict[int, PlainTensor] = {}
     for prefix, module in model.named_modules():
@@ -84,4 +84,4 @@ def find_meta_tensors(model: nn.Module) -> MetaTensors:
                         sharded.setdefault(id(tensor), fqn)
                 elif tensor.is_meta:
                     plain.setdefault(id(tensor), PlainTensor(fqn, [], tensor)).places.append(Place(registry, name))
-    return MetaTensors(list(units.values()), managed, sharded, plain)
+    return MetaTensors(units, managed, sharded, plain)

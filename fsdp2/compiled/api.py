@@ -11,9 +11,9 @@ from ..core.iteration.module_state import ModuleState, unit_of
 from ..core.modules.hooks import units_below
 from ..errors import ArgumentError, ModuleError, OrderError
 from .backend import BACKENDS, CompileOptions
-from .mode import FullGraph
+from .full_graph_mode import FullGraph
+from .graph_summary import GraphSummary
 from .refusals import refuse_what_graphs_lack
-from .summary import GraphSummary
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

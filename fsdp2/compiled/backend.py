@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import fx
 
-from . import order
+from . import graph_order
 from . import torch_compat as compiler
-from .face import Face
+from .graph_summary import GraphSummary, summary_of
 from .rewriting import Rewritten, rewritten
-from .summary import GraphSummary, summary_of
+from .stand_ins import Face
 
 BACKENDS = ("inductor", "aot_eager")
 
@@ -54,14 +54,14 @@ def compiled_graph(
 
     def on_graph(graph: fx.Graph, kind: str) -> None:
         if options.reorders:
-            order.reorder(graph)
+            graph_order.reorder(graph)
         note(summary_of(graph, kind))
 
     if options.backend == "aot_eager":
-        return new, compiler.aot_eager(new.module, new.inputs, order.mark_what_follows_gathers, on_graph)
-    last_pass = order.reorder if options.reorders else None
+        return new, compiler.aot_eager(new.module, new.inputs, graph_order.mark_what_follows_gathers, on_graph)
+    last_pass = graph_order.reorder if options.reorders else None
     run = compiler.inductor(
-        new.module, new.inputs, dict(options.inductor), order.mark_what_follows_gathers, last_pass, on_graph, _key_of_passes()
+        new.module, new.inputs, dict(options.inductor), graph_order.mark_what_follows_gathers, last_pass, on_graph, _key_of_passes()
     )
     return new, run
 
@@ -69,4 +69,4 @@ def compiled_graph(
 @functools.cache
 def _key_of_passes() -> str:
     """Changes whenever our passes do, so that the compiler's caches forget what they made with older ones."""
-    return hashlib.sha256(inspect.getsource(order).encode()).hexdigest()
+    return hashlib.sha256(inspect.getsource(graph_order).encode()).hexdigest()

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from ..errors import CompileError
 from . import torch_compat as compiler
 from .bucket import Bucket, Member
-from .face import Face
+from .stand_ins import Face
 
 
 @dataclass(frozen=True)

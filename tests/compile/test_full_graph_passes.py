@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fsdp2.compiled.order import reorder
-from fsdp2.compiled.summary import Collective, peak_nbytes, summary_of
+from fsdp2.compiled.graph_order import reorder
+from fsdp2.compiled.graph_summary import Collective, peak_nbytes, summary_of
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 

@@ -25,9 +25,9 @@ from ..core.modules.unmanaged_parameters import REGISTRATIONS, warn_of_plain_par
 from ..errors import CompileError, FSDPError, OrderError
 from . import torch_compat as compiler
 from .backend import CompileOptions, compiled_graph
-from .face import Face
+from .graph_summary import GraphSummary
 from .refusals import causes_of, not_captured, refuse_what_graphs_lack
-from .summary import GraphSummary
+from .stand_ins import Face
 
 
 class FullGraph:

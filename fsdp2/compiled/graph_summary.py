@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from . import torch_compat as compiler
-from .order import operator_name, wait_of
+from .graph_order import operator_name, wait_of
 
 _HEAVY = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "linear", "matmul")
 

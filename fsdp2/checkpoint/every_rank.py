@@ -30,12 +30,6 @@ def on_every_rank(process_group: dist.ProcessGroup | None, what: str, action: Ca
     return result[0]
 
 
-def of_every_rank(process_group: dist.ProcessGroup | None, what: str, action: Callable[[], T]) -> list[T]:
-    """What ``action()`` returns on each rank, by rank of the group; values that can be pickled. Otherwise as ``on_every_rank``."""
-    result, problem = tried(what, action)
-    return agree(process_group, problem, result[0] if result else None)  # type: ignore[arg-type]
-
-
 def from_rank_0(process_group: dist.ProcessGroup | None, what: str, action: Callable[[], T]) -> T:
     """What ``action()`` returns or raises on rank 0 of the group, on all ranks: they agree even if their views of a disk do not.
 

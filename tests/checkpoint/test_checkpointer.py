@@ -704,7 +704,7 @@ def test_position_that_could_not_be_loaded_is_refused_when_it_is_saved(tmp_path:
 def test_wrong_arguments_and_a_closed_checkpointer_are_errors_that_say_so(tmp_path: Path) -> None:
     model: FSDPModule = fully_shard(Net(), mesh=cpu_mesh())
     for wrong in ({"keep_last": 0}, {"optimizer": model}, {"data": 3}, {"scheduler": "cosine"}):
-        with pytest.raises(TypeError, match=f"Checkpointer got {next(iter(wrong))} of type"):
+        with pytest.raises(TypeError, match=f"Checkpointer got {next(iter(wrong))}=.* of type"):
             Checkpointer(tmp_path, model, **wrong)
     with pytest.raises(TypeError, match="Checkpointer got"):
         Checkpointer(tmp_path, None)

@@ -35,9 +35,8 @@ def from_rank_0(process_group: dist.ProcessGroup | None, what: str, action: Call
 
     Collective: yes, over ``process_group``
     """
-    if process_group is not None and dist.get_rank(process_group) != 0:
-        return agree(process_group, None, None)[0]  # type: ignore[return-value]
-    result, problem = tried(what, action)
+    is_rank_0 = process_group is None or dist.get_rank(process_group) == 0
+    result, problem = tried(what, action) if is_rank_0 else ([], None)
     return agree(process_group, problem, result[0] if result else None)[0]  # type: ignore[return-value]
 
 

@@ -501,6 +501,15 @@ def test_any_error_while_the_config_is_away_gives_it_back(tmp_path, monkeypatch)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_an_error_tells_the_whole_key_whatever_is_in_it(tmp_path):
+    """Symptom: ``key`` was "odd" for a buffer "odd: name". Cause: it was read out of the message, up to the first colon."""
+    model = net()
+    model.register_buffer("odd: name", torch.ones(2, dtype=torch.complex128))
+    with pytest.raises(CheckpointError) as caught:
+        save_safetensors(model, tmp_path)
+    assert caught.value.key == "odd: name"
+
+
 def test_a_file_that_the_safetensors_library_refuses_does_not_replace_the_earlier_checkpoint(tmp_path, monkeypatch):
     saved(net(), tmp_path, "several")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}

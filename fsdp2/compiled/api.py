@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..core.iteration.module_state import ModuleState, unit_of
-from ..core.modules.hooks import units_below
+from ..core.iteration.module_state import ModuleState, unit_of, units_below
 from ..errors import ArgumentError, ModuleError, OrderError
 from .backend import BACKENDS, CompileOptions
 from .full_graph_mode import FullGraph

@@ -17,9 +17,8 @@ from ..core import torch_compat as compat
 from ..core.comm.agreement import agree
 from ..core.group.memory import GroupState
 from ..core.iteration.first_forward import adopt
-from ..core.iteration.module_state import ModuleState
+from ..core.iteration.module_state import ModuleState, units_below
 from ..core.iteration.schedule import Schedule
-from ..core.modules.hooks import units_below
 from ..core.modules.nested_tensors import find_tensors, map_tensors
 from ..core.modules.unmanaged_parameters import REGISTRATIONS, warn_of_plain_parameters
 from ..errors import CompileError, FSDPError, OrderError
@@ -83,7 +82,7 @@ class FullGraph:
         """What to run, given how the model is set now."""
         schedule = self._root.schedule
         if schedule is None or not schedule.settled:
-            schedule = adopt(self._root, units_below)
+            schedule = adopt(self._root)
             warn_of_plain_parameters(self._model, schedule.tree.units)
             self._num_registrations = REGISTRATIONS.count
         elif self._num_registrations != REGISTRATIONS.count:

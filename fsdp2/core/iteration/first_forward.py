@@ -5,22 +5,19 @@ It refuses to know what the schedule does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-from torch import nn
+from collections.abc import Sequence
 
 from ...errors import OrderError, meta_error
 from .backward_agreement import Agreement
-from .module_state import ModuleState
+from .module_state import ModuleState, units_below
 from .schedule import Schedule
 from .unit import Unit
 
 
-def adopt(root: ModuleState, units_below: Callable[[nn.Module], list[tuple[str, ModuleState]]]) -> Schedule:
+def adopt(root: ModuleState) -> Schedule:
     """The first forward: ``root`` and all units below its module share one schedule from now on.
 
-    units_below: all units in a module's tree with the names of their first modules, in order, the module's own first
-    Raises:      OrderError if ``root`` is a list of modules; MaterializationError if parameters are on the meta device.
+    Raises: OrderError if ``root`` is a list of modules; MaterializationError if parameters are on the meta device.
     """
     if len(root.modules) > 1:
         raise OrderError(

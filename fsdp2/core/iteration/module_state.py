@@ -65,6 +65,25 @@ def units_in(modules: Iterable[nn.Module]) -> list[ModuleState]:
     return list(dict.fromkeys(unit for module in modules if (unit := unit_of(module)) is not None))
 
 
+def units_below(root: nn.Module) -> list[tuple[str, ModuleState]]:
+    """The units in the tree of ``root`` in the order of ``named_modules()``, with the name of their first module there.
+
+    Also gives every parameter its name from ``root``.
+    """
+    found: dict[int, tuple[str, ModuleState]] = {}
+    for name, module in root.named_modules():
+        unit = unit_of(module)
+        if unit is not None:
+            found.setdefault(id(unit), (name, unit))
+    names = {id(param): name for name, param in root.named_parameters()}
+    for _, unit in found.values():
+        for group in unit.groups:
+            for param in group.params:
+                shown = param.unsharded if group.is_unsharded else param.sharded
+                param.fqn = names.get(id(shown), param.fqn)
+    return list(found.values())
+
+
 def schedule_of(unit: ModuleState) -> Schedule:
     """The schedule of the root above, or one of its own until the first forward."""
     if unit.schedule is None:

@@ -24,9 +24,10 @@ from ...errors import CompileError, OrderError
 from .. import torch_compat as compat
 from ..iteration.call import Call, GraphPart, next_moment
 from ..iteration.first_forward import adopt
-from ..iteration.module_state import ModuleState, unit_of
+from ..iteration.module_state import ModuleState, units_below
 from ..plan.model_axes import varying_axes
 from .compiler_orders import warn_of_losing_orders
+from .graph_nodes import apart_from, apart_from_bottom, below, find_bottoms, made_input, outlive_parameters
 from .nested_tensors import find_tensors, map_tensors
 from .optimizer_steps import watch_optimizers
 from .tensors_left_on_modules import StoredTensors, stored_tensors
@@ -153,7 +154,7 @@ class UnitHooks:
             return args, kwargs
         schedule = unit.schedule
         if schedule is None or not schedule.settled:
-            schedule = adopt(unit, units_below)
+            schedule = adopt(unit)
             warn_of_plain_parameters(unit.modules[0], schedule.tree.units)
             warn_of_losing_orders(unit.modules[0], schedule.tree.units, compat.has_met_compiler(self.pre_forward))
             self._num_registrations = REGISTRATIONS.count
@@ -199,7 +200,7 @@ class UnitHooks:
             if self._stored.get(id(module), _NOT_LOOKED_FOR) is not None:
                 self._watch_stored(part, module)
         elif type(output) is not Tensor or output._base is not None:
-            output = map_tensors(_outlive_parameters, output)
+            output = map_tensors(outlive_parameters, output)
         assert unit.schedule is not None
         if compat.functorch_is_active():
             with compat.functorch_disabled():
@@ -331,14 +332,14 @@ class UnitHooks:
             base = tensor._base
             node = tensor.grad_fn
             if (node if base is None else base.grad_fn) is None and isinstance(tensor if base is None else base, nn.Parameter):
-                return self._watch_outputs(part, map_tensors(_outlive_parameters, output))
+                return self._watch_outputs(part, map_tensors(outlive_parameters, output))
             if node in part:  # an input, passed through: its node ends the backward, so that another has to begin it
-                return self._watch_outputs(part, map_tensors(functools.partial(_apart_from, part), output))
+                return self._watch_outputs(part, map_tensors(functools.partial(apart_from, part), output))
             watched = [] if node is None else [node]
-            if base is not None and base.grad_fn is not None and not _made_input(part, base.grad_fn):
+            if base is not None and base.grad_fn is not None and not made_input(part, base.grad_fn):
                 watched.append(base.grad_fn)
-            if finds_bottoms and any(_below(each) is None for each in watched):  # then the call would hold what holds the call
-                return self._watch_outputs(part, map_tensors(_apart_from_bottom, output))
+            if finds_bottoms and any(below(each) is None for each in watched):  # then the call would hold what holds the call
+                return self._watch_outputs(part, map_tensors(apart_from_bottom, output))
             for each in watched:
                 if each not in seen:
                     seen.append(each)
@@ -347,7 +348,7 @@ class UnitHooks:
             part.call.is_watched = True
             part.call.left = next_moment()
         if finds_bottoms:
-            _find_bottoms(part, seen)
+            find_bottoms(part, seen)
         if log is not None and part.call.log is not None:
             log.leave(self._unit, part)
         return output
@@ -360,54 +361,6 @@ def _refuse_autograd(unit: ModuleState) -> None:
             expected="torch.no_grad() around it: gradients of the whole parameters would be lost",
             fix="run training steps outside of summon_full_params",
         )
-
-
-def _apart_from(nodes: list[Any], output: Tensor) -> Tensor:
-    return output.view_as(output) if output.grad_fn in nodes else output
-
-
-def _made_input(nodes: list[Any], node: Any) -> bool:
-    """Whether ``node`` made what one of ``nodes``, those of a call's inputs, is a view of: then another module's backward runs it."""
-    for each in nodes:
-        below = each.next_functions
-        while len(below) == 1 and below[0][0] is not None:
-            if below[0][0] is node:
-                return True
-            below = below[0][0].next_functions
-    return False
-
-
-def _below(node: Any) -> Any:
-    """The first node below ``node`` that is not a leaf's, if there is one."""
-    return next((each for each, _ in node.next_functions if each is not None and each.next_functions), None)
-
-
-def _find_bottoms(part: GraphPart, nodes: list[Any]) -> None:
-    """Give a call a node that runs with each of ``nodes``, those of its outputs, unless that is one of its inputs' nodes.
-
-    A bottom has only leaves below it: so none of the nodes that hold the call is below what the call holds.
-    """
-    passed = set(part)
-    for node in nodes:
-        while node not in passed:
-            passed.add(node)
-            below = _below(node)
-            if below is None:
-                part.bottoms.append(node)
-                break
-            node = below
-
-
-def _apart_from_bottom(output: Tensor) -> Tensor:
-    base = output if output._base is None else output._base
-    nodes = [node for node in (output.grad_fn, base.grad_fn) if node is not None]
-    return output.clone() if any(_below(node) is None for node in nodes) else output
-
-
-def _outlive_parameters(output: Tensor) -> Tensor:
-    """A parameter that is an output, or a view of one, is freed with the parameters: copy it."""
-    leaf = output if output._base is None else output._base
-    return output.clone() if isinstance(leaf, nn.Parameter) else output
 
 
 @contextlib.contextmanager
@@ -478,25 +431,3 @@ class _Loading(_Saving):
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         self._unit.reshard_for_all()
         cut_whole_tensors(self._unit, module, state_dict, prefix)
-
-
-# --- finding -------------------------------------------------------------------------------------------------------------------
-
-
-def units_below(root: nn.Module) -> list[tuple[str, ModuleState]]:
-    """The units in the tree of ``root`` in the order of ``named_modules()``, with the name of their first module there.
-
-    Also gives every parameter its name from ``root``.
-    """
-    found: dict[int, tuple[str, ModuleState]] = {}
-    for name, module in root.named_modules():
-        unit = unit_of(module)
-        if unit is not None:
-            found.setdefault(id(unit), (name, unit))
-    names = {id(param): name for name, param in root.named_parameters()}
-    for _, unit in found.values():
-        for group in unit.groups:
-            for param in group.params:
-                shown = param.unsharded if group.is_unsharded else param.sharded
-                param.fqn = names.get(id(shown), param.fqn)
-    return list(found.values())

@@ -43,14 +43,19 @@ def agree(process_group: dist.ProcessGroup | None, problem: FSDPError | None, sa
         if problem is not None:
             raise problem
         return [said]
-    parcels = [b""] * process_group.size()
-    with reached(process_group, problem):
-        dist.all_gather_object(parcels, _packed(problem, said), group=process_group)
-    everyone: list[tuple[FSDPError | None, T]] = [pickle.loads(parcel) for parcel in parcels]
+    everyone = _told(process_group, problem, said)
     problems = [each for each, _ in everyone if each is not None]
     if problems:
         raise problem if problem is not None and str(problem) == str(problems[0]) else problems[0]
     return [each for _, each in everyone]
+
+
+def _told(process_group: dist.ProcessGroup, problem: FSDPError | None, said: T) -> list[tuple[FSDPError | None, T]]:
+    """What every rank has, by rank of the group. Collective: yes. Raises: LostRankError"""
+    parcels = [b""] * process_group.size()
+    with reached(process_group, problem):
+        dist.all_gather_object(parcels, _packed(problem, said), group=process_group)
+    return [pickle.loads(parcel) for parcel in parcels]
 
 
 def _packed(problem: FSDPError | None, said: object) -> bytes:
@@ -128,10 +133,8 @@ def agree_over(axes: Sequence[Axis], problem: FSDPError | None) -> None:
     if not failed:
         return
     for group, _ in axes:
-        told: list[bytes] = [b""] * group.size()
-        with reached(group, problem):
-            dist.all_gather_object(told, _packed(problem, None), group=group)
-        problem = problem or next((each for each, _ in map(pickle.loads, told) if each is not None), None)
+        problems = [each for each, _ in _told(group, problem, None) if each is not None]
+        problem = problem or next(iter(problems), None)
     assert problem is not None
     raise problem
 

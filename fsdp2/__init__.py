@@ -4,6 +4,8 @@ from . import wrap
 from .api import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx
 from .clip import clip_grad_norm_, get_total_norm
 from .compiled import compile, uncompile  # noqa: A004 (named after torch.compile)
+from .core.iteration.finalization import GradientReductionHandle
+from .core.setup.semantics import set_semantics
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -40,6 +42,7 @@ __all__ = [
     "DeviceError",
     "FSDPError",
     "FSDPModule",
+    "GradientReductionHandle",
     "LosingOrderWarning",
     "MaterializationError",
     "MeshError",
@@ -60,6 +63,7 @@ __all__ = [
     "materialize",
     "parallelize",
     "register_fsdp_forward_method",
+    "set_semantics",
     "share_comm_ctx",
     "uncompile",
     "wrap",

@@ -27,8 +27,10 @@ from .core.comm.communicators import (
     warn_without_effect,
 )
 from .core.comm.process_groups import another_over
+from .core.iteration.finalization import CommContext, GradientReductionHandle
 from .core.iteration.first_forward import refuse_meta
 from .core.iteration.module_state import ModuleState, schedule_of, unit_of
+from .core.modules.grad_dtypes import kept_grad_dtypes
 from .core.modules.sharded_class import original_class, sharded_class, swap_class
 from .core.plan.mesh import read_mesh
 from .core.setup.arguments import (
@@ -233,6 +235,37 @@ class FSDPModule:
         schedule.is_last_backward = is_last_backward
         schedule.unshard_for_weights()
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Let ``finalize_backward`` end each iteration, not the end of a backward (``set_is_last_backward`` is then void). Root only.
+
+        A backward then reduces what its hooks pass, if sync is on; the rest waits for ``finalize_backward``: gradients without sync,
+        and those of modules whose inputs need no gradient.
+        Raises: OrderError on a module that is not the root, and between a backward and its ``finalize_backward``.
+        """
+        check_bool("set_manual_backward_finalization", "enabled", enabled)
+        unit = _unit(self)
+        schedule_of(unit).set_manual(unit, enabled)
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce and reshard what is pending, by the flags as they are now, and end the iteration. Root only; no-op before a forward.
+
+        With sync off nothing is reduced, and a later call with sync on does it.
+        async_op:   return a handle at once. Until its ``wait()``, this root (and roots that share its communication context) may
+                    neither run forward nor finalize again.
+        Collective: yes, over the shard axis, then the replicate axis.
+        Raises:     OrderError without ``set_manual_backward_finalization(True)``, inside of a backward, with all-reduce off
+        """
+        unit = _unit(self)
+        schedule = unit.schedule
+        if schedule is None or not schedule.settled:
+            return GradientReductionHandle() if async_op else None
+        schedule.check_root(unit, "finalize_backward")
+        handle = schedule.finalize()
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients; if not they accumulate unsharded, in reduce dtype. Recursive.
 
@@ -277,6 +310,16 @@ class FSDPModule:
         for unit in _units(self, recurse):
             unit.set_micro_batch(replace(unit.micro_batch, reshards=reshard_after_backward))
         _unshard_for_weights(self)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether reshard leaves the memory of unsharded parameters allocated, at addresses that stay (CUDA graphs). Recursive.
+
+        A rank then keeps all unsharded parameters of these modules in memory, in ``param_dtype``.
+        """
+        check_bool("set_keep_unsharded_storage", "keep", keep)
+        for unit in _units(self, recurse):
+            for group in unit.groups:
+                group.keep_storage(keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs the parameters at all (an embedding's does not)."""
@@ -447,8 +490,9 @@ class FSDPModule:
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         unit = _unit(self)
         unit.reshard_for_all()  # nn.Module changes what is registered
-        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        unit.notice_changes(more_may_come=len(unit.modules) > 1)
+        with kept_grad_dtypes(unit):
+            result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+            unit.notice_changes(more_may_come=len(unit.modules) > 1)
         return result
 
 
@@ -497,8 +541,11 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several roots share communication streams. They always do here (one set a device): only the arguments are checked.
+    """Let several roots share communication streams, which they always do here (one set a device).
 
+    While the handle of ``finalize_backward(async_op=True)`` of one is open, the others may not run forward or finalize, either.
     Raises: ModuleError if one is not an FSDPModule.
     """
-    checked_units(modules, "share_comm_ctx")
+    context = CommContext()
+    for unit in checked_units(modules, "share_comm_ctx"):
+        schedule_of(unit).comm_ctx = context

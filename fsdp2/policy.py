@@ -10,12 +10,13 @@ accepted wherever these are. This file refuses to know how a choice is carried o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
@@ -26,16 +27,20 @@ class MixedPrecisionPolicy:
 
     param_dtype:          dtype of the unsharded parameters, of the all-gather and so of forward and backward; None keeps
                           each parameter's own dtype. The sharded parameters (what the optimizer sees) keep theirs.
-    reduce_dtype:         dtype in which gradients are reduced, and accumulated while gradient sync is off; None: the dtype
-                          in which they were computed.
+    reduce_dtype:         dtype in which gradients are reduced, and accumulated while gradient sync is off; None: with torch before
+                          2.15 the dtype in which they were computed, from 2.15 on ``param.grad_dtype`` if it was set, else the
+                          parameter's own dtype (``fsdp2.set_semantics`` chooses one of the two).
     output_dtype:         floating-point outputs of forward are cast to it; None: left alone.
     cast_forward_inputs:  whether floating-point inputs of forward are cast to ``param_dtype``.
+    param_dtype_override_fn: asked once for each parameter, at ``fully_shard``: its own dtype keeps it as it is, ``param_dtype`` or None
+                          do what ``param_dtype`` says. It must answer alike on all ranks.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True)

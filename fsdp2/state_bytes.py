@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from .core import torch_compat as compat
 from .core.iteration.module_state import units_in
+from .core.setup.semantics import chosen_semantics
 from .errors import ArgumentError
 from .strategy import STRATEGIES
 
@@ -99,7 +100,8 @@ def expected_state_bytes(
         compute = numel * computes_in.itemsize
     elif chosen.parameters == "node" and chosen.optimizer == "world" and shard_size != world_size:  # else it is zero3
         compute = numel * computes_in.itemsize / ranks["node"]
-    gradients = numel * (reduce_dtype or computes_in).itemsize / ranks[chosen.gradients]
+    reduces_in = reduce_dtype or (computes_in if chosen_semantics() == "2.13" else dtype)
+    gradients = numel * reduces_in.itemsize / ranks[chosen.gradients]
     if moment == "stepping":
         compute = 0.0
         gradients = numel * dtype.itemsize / ranks[chosen.optimizer]

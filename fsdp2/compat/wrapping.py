@@ -83,6 +83,7 @@ def wrap_module(module: nn.Module, options: Options, mixin: type, mixin_below: t
             mp_policy=mp_policy,
             offload_policy=offload_policy,
             ignored_params=ignored_params,
+            semantics="2.13",  # FSDP1 reduces in ``param_dtype``, whatever torch's FSDP2 does
         )
     for buffer, data in zip(left_alone, before, strict=True):
         buffer.data = data

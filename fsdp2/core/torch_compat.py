@@ -15,7 +15,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,14 @@ __all__ = [  # names of torch that others take from here, beside what is defined
     "is_traceable_wrapper_subclass",
     "pytree",
 ]
+
+if TYPE_CHECKING:
+
+    class TorchGradientReductionHandle:
+        """torch's class of the same name (2.15), so that ``isinstance`` checks elsewhere hold."""
+
+else:
+    TorchGradientReductionHandle = getattr(torch.distributed.fsdp, "GradientReductionHandle", object)
 
 REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE = _rebuild_tensor_v2, _rebuild_tensor_v3
 """What ``torch.load`` calls to make a tensor of a typed storage, and of an untyped one."""
@@ -236,6 +244,27 @@ def allow_any_grad_dtype(param: nn.Parameter) -> None:
     param.grad_dtype = None
 
 
+INSTALLED_SEMANTICS: Literal["2.13", "2.15"] = "2.15" if hasattr(Tensor, "_has_grad_dtype_override") else "2.13"
+"""Whose numbers torch's own FSDP2 has here: from 2.15 on, it asks each parameter for ``grad_dtype``."""
+
+
+class GradDtype(NamedTuple):
+    """A ``grad_dtype`` that somebody has set; None: gradients stay in the dtype in which they come."""
+
+    dtype: torch.dtype | None
+
+
+def grad_dtype_of(param: Tensor) -> GradDtype | None:
+    """What ``grad_dtype`` of a leaf was set to; None if it was not. Before torch 2.15, setting the leaf's own dtype goes unnoticed."""
+    dtype: torch.dtype | None = param.grad_dtype
+    was_set = getattr(param, "_has_grad_dtype_override", dtype is not param.dtype)
+    return GradDtype(dtype) if was_set else None
+
+
+def set_grad_dtype(param: Tensor, grad_dtype: GradDtype) -> None:
+    param.grad_dtype = grad_dtype.dtype
+
+
 def swap_tensors(one: Tensor, other: Tensor) -> None:
     """Exchange what two tensor objects are, so that everybody who holds ``one`` has what ``other`` was."""
     torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
@@ -422,6 +451,14 @@ class ModuleStateBase(_State):
     def reduce_accumulated(self) -> None:
         """Do what the end of a backward with gradient sync does."""
         raise NotImplementedError
+
+    def shared_context(self) -> object:
+        """The same for roots whose communication is shared."""
+        raise NotImplementedError
+
+    @property
+    def _comm_ctx(self) -> object:
+        return self.shared_context()
 
     def _root_post_backward_final_callback(self) -> None:
         self.reduce_accumulated()

@@ -132,7 +132,7 @@ class Gather:
         source = flat
         if copy:  # on compute, where the user's writes are: a copy made on another stream would race with them
             self._held = source = flat.to(target.device, copy=True).to(target.dtype)
-        if self._alloc_early:
+        if self._alloc_early and target.storage.nbytes() == 0:  # else it was kept, and would be moved
             streams.resize(target.storage, target.nbytes)
         if streams.host_waits:
             if not copy:
@@ -175,7 +175,7 @@ class Gather:
         """Wait; afterwards the compute stream may use, and free, the storage, and ``flat`` may be written. Once per start."""
         streams = self._streams
         if streams.host_waits:
-            if not self._alloc_early:
+            if not self._alloc_early and self._target.storage.nbytes() == 0:
                 streams.resize(self._target.storage, self._target.nbytes)
             self._copy_out()
         else:
@@ -230,7 +230,8 @@ class LocalGather:
         streams = self._streams
         if self._whole is None:
             return
-        streams.resize(self._target.storage, self._target.nbytes)
+        if self._target.storage.nbytes() == 0:
+            streams.resize(self._target.storage, self._target.nbytes)
         if copy or streams.host_waits:  # on compute, where the user's writes are
             self._whole.copy_(flat)
             return

@@ -13,6 +13,9 @@ the two methods travels as its values, in ``param_dtype``. The contract is that 
         else:      the storages are allocated again and ``gathered`` is filled: write what does not alias it into ``out``, the
                    unsharded parameter (with tensor parallelism, a DTensor)
 
+    fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool, optional, asked at fully_shard and at the first unshard
+        True: what was gathered is freed as soon as fsdp_post_all_gather has returned, which then must not have made views of it
+
 The two are looked up on the local tensor, for users patch instances: at each unshard of a parameter with memory of its own, else at
 the first unshard after fully_shard, ``_apply`` or a change of the local tensor. This file refuses to know states and modules.
 
@@ -44,7 +47,7 @@ from ..comm.communicators import CommWork
 from ..comm.streams import Event, Streams
 from ..plan.layout import Cut, rows_of
 from ..plan.mesh import DataParallelMesh
-from .own_memory import POST, PRE, has_extension, missing_half
+from .own_memory import POST, PRE, RELEASE, has_extension, missing_half
 from .param import ShardedParam, new_unsharded_param, storage_view
 
 
@@ -104,6 +107,7 @@ class ExtensionGather:
         self._writers: list[Tensor] = []  # the same storages as bytes, (W, n), with version counters of their own
         self._kept: list[tuple[Tensor, ...]] = []  # for each parameter, what fsdp_post_all_gather wants freed
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
+        self._released: list[torch.UntypedStorage] = []  # those that are freed as soon as the unsharded parameters are made
 
     # --- start ---
 
@@ -250,7 +254,8 @@ class ExtensionGather:
             self._make_outputs(sent)
         else:
             for storage, nbytes in self._storages:
-                streams.resize(storage, nbytes)
+                if storage.nbytes() != nbytes:
+                    streams.resize(storage, nbytes)
         rows = packed.view(self._num_shards, packed.numel() // self._num_shards).view(torch.uint8)
         torch.split_with_sizes_copy(rows, [writer.shape[1] for writer in self._writers], dim=1, out=self._writers)
         for index, (param, each) in enumerate(zip(self._params, sent, strict=True)):
@@ -270,6 +275,22 @@ class ExtensionGather:
             made = [tensor for tensors in (*self._outputs, *self._kept) for tensor in tensors]
             storages = {compat.storage_key(tensor): tensor.untyped_storage() for tensor in made}
             self._storages = [(storage, storage.size()) for storage in storages.values()]
+            self._released = self._to_release()
+        for storage in self._released:
+            streams.resize(storage, 0)
+
+    def _to_release(self) -> list[torch.UntypedStorage]:
+        """Storages that nobody needs behind ``fsdp_post_all_gather``, by the parameters' own word."""
+        found: list[torch.UntypedStorage] = []
+        for param, outputs in zip(self._params, self._outputs, strict=True):
+            if not hasattr(param.local, RELEASE):
+                continue
+            answer = getattr(param.local, RELEASE)()
+            if not isinstance(answer, bool):
+                raise _error(param, RELEASE, f"returned {answer!r}", "a bool")
+            if answer:
+                found += [output.untyped_storage() for output in outputs]
+        return found
 
     def _make_outputs(self, sent: list[_Sent]) -> None:
         raw = torch.empty(0, dtype=torch.uint8, device=self._device)

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import OrderError
+from ...errors import ArgumentError, OrderError
+from .. import torch_compat as compat
 from ..comm import collectives
 from .memory import GroupMemory
 from .options import MicroBatch, ReductionOptions
@@ -37,6 +38,7 @@ class Gradients:
         self._compact_plans: dict[tuple[bool, ...], ReducePlan] = {}
         self._collected: ReducePlan | None = None  # of the last ``collect``
         self._accumulated: Tensor | None = None
+        self._on_leaves = False  # the unsharded parameters hold gradients of backwards that were not to reduce
         self._used: list[bool] = []
         self.partial: Tensor | None = None  # reduce-scattered, and not all-reduced or handed out yet
         self._adding: Reduction | None = None  # on its way to ``partial``
@@ -116,7 +118,8 @@ class Gradients:
     @property
     def unreduced(self) -> list[Tensor]:
         """What was added up and has not reached the sharded parameters, in reduce dtype: whole, or reduce-scattered."""
-        return [each for each in (self._accumulated, self.partial) if each is not None]
+        leaves = [param.unsharded for param in self.group.params if param.unsharded is not None] if self._on_leaves else []
+        return [each for each in (self._accumulated, self.partial, *(leaf.grad for leaf in leaves)) if each is not None]
 
     def is_waiting(self) -> bool:
         """At the end of backward: whether a gradient was not collected yet, or what accumulated without sync is to be reduced now."""
@@ -125,7 +128,7 @@ class Gradients:
         switches = self.micro_batch
         if switches.reduces:
             has_partial = self.partial is not None or self._adding is not None
-            if self._accumulated is not None or (has_partial and switches.all_reduces):
+            if self._accumulated is not None or self._on_leaves or (has_partial and switches.all_reduces):
                 return True
         for param in self.group.params:  # noqa: SIM110 (a generator would cost every unit of every backward a call more)
             if param.unsharded is not None and param.unsharded.grad is not None:
@@ -138,12 +141,34 @@ class Gradients:
         if not self.micro_batch.reduces:
             return False
         has_partial = self.partial is not None or self._adding is not None
-        return self._accumulated is not None or (has_partial and self.micro_batch.all_reduces)
+        return self._accumulated is not None or self._on_leaves or (has_partial and self.micro_batch.all_reduces)
 
     @property
     def has_unreduced(self) -> bool:
         """Whether something that accumulated has not reached the sharded parameters yet."""
-        return self._accumulated is not None or self.partial is not None or self._adding is not None
+        return self._accumulated is not None or self._on_leaves or self.partial is not None or self._adding is not None
+
+    def leave(self) -> bool:
+        """Let the gradients of a backward that does not reduce add up on the unsharded parameters, as with torch 2.15.
+
+        Returns: False if they are to be taken and collected, as with torch before 2.15, and inside of ``fsdp2.accumulate``
+        """
+        if self.group.options.semantics == "2.13" or self.micro_batch.reduces or self.micro_batch.accumulates_shards:
+            return False
+        self.reached = False
+        self._current_plan()
+        for param in self.group.params:
+            unsharded = param.unsharded
+            grad = None if unsharded is None else unsharded.grad
+            if unsharded is None or grad is None:
+                continue
+            self._on_leaves = True
+            dtype = self.group.plan.gradients.added_up_in(param)
+            if grad.requires_grad or grad.dtype is not (dtype or grad.dtype):
+                unsharded.grad = None
+                compat.set_grad_dtype(unsharded, compat.GradDtype(dtype))  # what comes next is added in this dtype, too
+                unsharded.grad = grad.detach().to(dtype)
+        return True
 
     def take(self) -> list[Tensor | None]:
         """Take the gradients off the unsharded parameters, in the plan's order; empty if none is trainable."""
@@ -155,6 +180,8 @@ class Gradients:
             grad = None if unsharded is None else unsharded.grad  # other ranks have run it, and this one never has
             if unsharded is not None and grad is not None:
                 unsharded.grad = None
+                if self._on_leaves:
+                    compat.set_grad_dtype(unsharded, param.adds_up_in or compat.GradDtype(unsharded.dtype))
                 if grad.requires_grad:  # of a backward with create_graph
                     grad = grad.detach()
             grads.append(grad)
@@ -169,6 +196,7 @@ class Gradients:
         """
         plan = self._plan
         assert plan is not None
+        self._refuse_zeros_of_no_dtype()
         used = [grad is not None for grad in grads]
         comm = self.options.comm if self.group.mesh.shard_size > 1 else None
         if comm is None:
@@ -191,6 +219,7 @@ class Gradients:
             buffer = allocate(size, dtype=plan.reduce_dtype, device=self.group.device)
         plan.copy_in(grads, buffer)
         grads.clear()
+        self._on_leaves = False
         self._collected = plan
         if self._accumulated is not None:
             buffer = buffer.add_(self._accumulated) if comm is not None else self._accumulated.add_(buffer)
@@ -202,9 +231,23 @@ class Gradients:
         self._accumulated = buffer
         return None
 
+    def _refuse_zeros_of_no_dtype(self) -> None:
+        """Raise where a parameter that was not used gets a gradient, and nothing says in which dtype. All ranks do, or none."""
+        if not self.options.reduce_unused:
+            return
+        names = [param.fqn for param, given in self.group.plan.gradients.added_up.items() if given.dtype is None]
+        if names:
+            raise ArgumentError(
+                f"gradients of unused parameters are reduced, and {len(names)} parameters have grad_dtype=None",
+                items=names,
+                expected="MixedPrecisionPolicy(reduce_dtype=...), so that every rank makes zeros of one dtype",
+                fix="set reduce_dtype, or another grad_dtype",
+            )
+
     def discard(self) -> None:
         """Forget every gradient that has not reached the sharded parameters."""
         self._accumulated = None
+        self._on_leaves = False
         self.partial = self._adding = None
         self.reached = False
         for param in self.group.params:
@@ -217,10 +260,13 @@ class Gradients:
         self._accumulated = None
         self.partial = None
         for param in self.group.params:
+            if self._on_leaves and param.unsharded is not None:
+                param.unsharded.grad = None
             if set_to_none:
                 param.sharded.grad = None
             elif param.sharded.grad is not None:
                 param.sharded.grad.zero_()
+        self._on_leaves = False
 
     # --- to the sharded parameters ---
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ...errors import ParameterError
 from ..plan.layout import Cut, GroupLayout, gather_plan, group_layout
 from ..plan.mesh import DataParallelMesh
+from .gradient_dtypes import GradientDtypes, gradient_dtypes
 from .options import GroupOptions
 from .own_memory import needs_own_memory
 from .param import ShardedParam
@@ -34,7 +35,7 @@ class GroupPlan:
     align:          elements; every slot starts at a multiple
     dtype:          of the shards
     param_dtype:    in which they are gathered and computed with
-    reduce_dtype:   in which gradients are reduced
+    gradients:      their dtypes
     is_meta:        some have no values yet
     has_own_memory: some are tensors that say themselves how they are gathered; none lies in a flat shard then
     """
@@ -45,9 +46,13 @@ class GroupPlan:
     align: int
     dtype: torch.dtype
     param_dtype: torch.dtype
-    reduce_dtype: torch.dtype
+    gradients: GradientDtypes
     is_meta: bool
     has_own_memory: bool
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        return self.gradients.reduced
 
     @property
     def unsharded_nbytes(self) -> int:
@@ -63,12 +68,12 @@ def plan_group(params: Sequence[ShardedParam], mesh: DataParallelMesh, options: 
     dtype = params[0].dtype
     wanted = options.param_dtype
     param_dtype = wanted if wanted is not None and dtype.is_floating_point else dtype
-    reduce_dtype = options.reduce_dtype or param_dtype
+    gradients = gradient_dtypes(params, options, dtype, param_dtype)
     direct_from_numel = DIRECT_FROM_NBYTES // param_dtype.itemsize
     ways = gather_plan([param.spec.cut for param in params], mode=_gather_mode(mesh, options), direct_from_numel=direct_from_numel)
     ordered = [params[index] for index in (*ways.direct, *ways.packed)]
     layout, align = _aligned_layout(
-        [param.spec.cut for param in ordered], mesh.shard_size, min(each.itemsize for each in (dtype, param_dtype, reduce_dtype))
+        [param.spec.cut for param in ordered], mesh.shard_size, min(each.itemsize for each in (dtype, param_dtype, gradients.reduced))
     )
     locals_now = [param.local_now() for param in ordered]
     return GroupPlan(
@@ -78,7 +83,7 @@ def plan_group(params: Sequence[ShardedParam], mesh: DataParallelMesh, options: 
         align=align,
         dtype=dtype,
         param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
+        gradients=gradients,
         is_meta=any(local.is_meta for local in locals_now),
         has_own_memory=any(map(needs_own_memory, locals_now)),
     )

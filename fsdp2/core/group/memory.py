@@ -26,6 +26,7 @@ from ...policy import AllGather
 from ..comm.streams import Event, streams_of
 from ..plan.mesh import DataParallelMesh
 from ..plan.placement import in_dtype
+from .gradient_dtypes import gradient_dtypes
 from .group_plan import GroupPlan, have_mixed_dtypes, plan_group
 from .options import GroupOptions
 from .own_memory import has_extension
@@ -84,6 +85,7 @@ class GroupMemory:
     plan, flat:      replaced when parameters were moved or cast; ``flat`` is None on the meta device, and where parameters have
                      memory of their own
     unsharded:       None until the first unshard by this plan
+    keeps_storage:   ``reshard`` leaves the unsharded memory allocated
     """
 
     def __init__(self, params: Sequence[ShardedParam], mesh: DataParallelMesh, device: torch.device, options: GroupOptions) -> None:
@@ -100,6 +102,7 @@ class GroupMemory:
         self.plan: GroupPlan
         self.flat: Tensor | None = None
         self.unsharded: Unsharded | None = None
+        self.keeps_storage = False
         self._host_read: Event = None  # behind the last copy of an offloaded flat shard to the device
         self.rebuild()
 
@@ -116,10 +119,11 @@ class GroupMemory:
         self.plan, self.params, self.unsharded = plan, plan.params, None
         self.flat = None  # before the new one is made: parameters that were moved or cast no longer lie in the old one
         for param in plan.params:
+            param.adds_up_in = plan.gradients.added_up.get(param)
             if param.spec.sharded.tensor_meta is None or param.spec.sharded.tensor_meta.dtype is not plan.dtype:
                 param.spec = replace(param.spec, sharded=in_dtype(param.spec.sharded, plan.dtype))
             param.take_over_toggle()
-            if self.mesh.shard_size == 1:
+            if self.mesh.shard_size == 1 and (param.unsharded is None or param.unsharded.grad is None):
                 param.unsharded = None  # which may be the old flat shard
             param.local = param.local_now()
         if plan.is_meta:
@@ -160,11 +164,24 @@ class GroupMemory:
         return torch.zeros(numel, dtype=dtype, device=device, pin_memory=self.options.offload and self.options.pin_memory)
 
     def _make_unsharded(self) -> Unsharded:
-        if not self.plan.has_own_memory and any(has_extension(param.local) for param in self.params):
+        plan = self.plan
+        if gradient_dtypes(self.params, self.options, plan.dtype, plan.param_dtype) != plan.gradients:
+            self.rebuild()  # ``grad_dtype`` was set on sharded parameters
+        elif not plan.has_own_memory and any(has_extension(param.local) for param in self.params):
             self.rebuild()  # methods were put on plain local tensors: their neighbours leave the flat shard with them
         made = Unsharded(self.plan, self.mesh, self.device, self.options, self.streams, self.flat, self.all_gather_comm)
         self.unsharded = made
+        if self.keeps_storage:
+            made.keep_storage(True)
         return made
+
+    def keep_storage(self, keep: bool) -> None:
+        """Whether the unsharded memory stays allocated, at one address, while the parameters are sharded."""
+        self.keeps_storage = keep
+        if self.unsharded is not None:
+            self.unsharded.keep_storage(keep)
+            if self.state in (GroupState.SHARDED, GroupState.RESHARDED):
+                self.unsharded.free()
 
     def set_all_gather_comm(self, comm: AllGather | None) -> None:
         """Gather through ``comm`` from the next unshard on; None: as the plan says."""

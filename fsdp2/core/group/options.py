@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ class GroupOptions:
     """How a group runs; the last four are private, for tests and benchmarks: measurement picks their defaults.
 
     mp_policy:            as the user gave it, for all-gather extensions
+    semantics:            whose numbers it has, torch 2.13's or 2.15's (``setup/semantics.py``)
     offload, pin_memory:  keep the flat shard in (page-locked) host memory
     gather:               "auto", "direct", "packed" or "mixed"
     all_gather, reduce_scatter, all_reduce: the collective algorithm; None lets ``collectives`` choose
@@ -33,6 +34,7 @@ class GroupOptions:
     offload: bool = False
     pin_memory: bool = False
     mp_policy: Any = None
+    semantics: Literal["2.13", "2.15"] = "2.13"
     gather: str = "auto"
     all_gather: collectives.AllGatherAlgorithm | None = None
     reduce_scatter: collectives.ReduceScatterAlgorithm | None = None

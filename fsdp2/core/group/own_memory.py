@@ -17,6 +17,7 @@ from .. import torch_compat as compat
 from ..plan.placement import ShardSpec
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+RELEASE = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 def has_extension(local: Tensor) -> bool:
@@ -34,7 +35,7 @@ def refuse_unextendable(params: Iterable[tuple[str, nn.Parameter]]) -> None:
     found = []
     for name, param in params:
         local = compat.local_tensor(param) if isinstance(param, DTensor) else param
-        problem = missing_half(local)
+        problem = missing_half(local) or _refused_release(local)
         if problem is None and needs_own_memory(local):
             if local.ndim == 0:
                 problem = "has no dim to cut"
@@ -56,6 +57,15 @@ def missing_half(local: Tensor) -> str | None:
         if hasattr(local, one) and not hasattr(local, other):
             return f"has {one} but no {other}"
     return None
+
+
+def _refused_release(local: Tensor) -> str | None:
+    if not hasattr(local, RELEASE):
+        return None
+    if not has_extension(local):
+        return f"has {RELEASE} but neither {PRE} nor {POST}"
+    answer = getattr(local, RELEASE)()
+    return None if isinstance(answer, bool) else f"{RELEASE} must return a bool, got {answer!r}"
 
 
 def cut_out(name: str, whole: Tensor, spec: ShardSpec, rank: int) -> Tensor:

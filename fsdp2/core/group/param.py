@@ -41,9 +41,10 @@ class ShardedParam:
     local:      the local tensor that ``sharded`` should have: a piece of the flat shard (on the meta device: of its own)
     trainable:  whether it required a gradient when the sharded and the unsharded parameter were last compared
     unsharded:  what the user sees in forward and backward; made at the first unshard
+    adds_up_in: a ``grad_dtype`` for the unsharded parameter; None: the usual one
     """
 
-    __slots__ = ("__weakref__", "fqn", "local", "owners", "rank", "sharded", "spec", "trainable", "unsharded")
+    __slots__ = ("__weakref__", "adds_up_in", "fqn", "local", "owners", "rank", "sharded", "spec", "trainable", "unsharded")
 
     def __init__(self, fqn: str, owners: list[Owner], spec: ShardSpec, rank: int, sharded: nn.Parameter, local: Tensor) -> None:
         self.fqn = fqn
@@ -54,6 +55,7 @@ class ShardedParam:
         self.local = local
         self.trainable = sharded.requires_grad
         self.unsharded: nn.Parameter | None = None
+        self.adds_up_in: compat.GradDtype | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -145,6 +147,12 @@ def new_unsharded_param(param: ShardedParam, whole: Tensor) -> nn.Parameter:
         unsharded = nn.Parameter(compat.new_dtensor(whole, in_dtype(model, whole.dtype)), requires_grad=requires_grad)
         compat.set_local_tensor(unsharded, whole)  # type: ignore[arg-type]  # nn.Parameter made an alias with the same counter
     mark(unsharded, param)
+    if param.adds_up_in is not None:
+        compat.set_grad_dtype(unsharded, param.adds_up_in)
+    before = None if param.unsharded is None else param.unsharded.grad
+    if before is not None and before.device == unsharded.device:  # accumulated without sync
+        compat.set_grad_dtype(unsharded, compat.GradDtype(before.dtype))
+        unsharded.grad = before
     return unsharded
 
 

@@ -12,6 +12,8 @@ Worked example, 2 ranks, parameters a (4,) and b (3,), align 32; b is unused on 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,7 @@ class ReducePlan:
         self.input_numel = self.layout.unsharded_numel
         self.flags_slot = None if compact else self.layout.slots[-1]
         self.grad_dtype = group.plan.param_dtype
+        self._keeps_wider = group.options.semantics == "2.15"  # gradients that were added up in another dtype are not cast back
         self.reduce_dtype = group.plan.reduce_dtype
         # What goes into chunk_cat: room for each gradient and for the flags, and zeros for the gap behind each.
         self._pieces: list[Tensor | None] = []
@@ -81,6 +84,7 @@ class ReducePlan:
         """Lay ``grads`` (logical, full shapes) and their flags into ``out`` (num_shards * n,), in the dtype of ``out``."""
         pieces = self._pieces.copy()
         missing = []
+        others: set[torch.dtype] = set()
         for index, (piece_index, spec) in enumerate(self._arrange):
             grad = grads[index]
             if grad is None:
@@ -90,7 +94,10 @@ class ReducePlan:
             else:
                 piece = grad if spec is None else _rank_major(grad, spec)
                 if piece.dtype is not self.grad_dtype:
-                    piece = piece.to(self.grad_dtype)
+                    if self._keeps_wider:
+                        others.add(piece.dtype)
+                    else:
+                        piece = piece.to(self.grad_dtype)
             if piece_index is not None:
                 pieces[piece_index] = piece
         if self.flags_slot is not None:
@@ -99,6 +106,9 @@ class ReducePlan:
                 flags = flags.clone()
                 flags[:, missing] = 0
             pieces[self._piece_of_slot[-1]] = flags
+        if others:
+            dtype = functools.reduce(torch.promote_types, others, self.grad_dtype)
+            pieces = [None if piece is None else piece.to(dtype) for piece in pieces]
         try:
             compat.chunk_cat(pieces, self.num_shards, out.view(self.num_shards, -1))  # type: ignore[arg-type]
         except RuntimeError:

@@ -36,6 +36,7 @@ class Reduction:
         "_advanced",
         "_all_reduce",
         "_divisions",
+        "_dtypes",
         "_group",
         "_held",
         "_input",
@@ -84,6 +85,7 @@ class Reduction:
         self._scattered: Any = None  # event behind the reduce-scatter
         self._reduced: Any = None  # event behind everything
         self._late: list[int] = []
+        self._dtypes = group.plan.gradients.kept if options.grad_dtype is None else None  # of the gradients, if not the parameters'
         self._advanced = False
         streams = group.streams
         if streams.host_waits:
@@ -243,25 +245,40 @@ class Reduction:
             with streams.on(stream):
                 hook(output if plan.flags_slot is None else output[: plan.flags_slot.offset])  # which is behind all gradients
         with streams.on(stream):
-            reduced = output.to(options.grad_dtype or group.plan.dtype)
-            if group.options.offload:
-                reduced = self._offload(reduced, stream)
             if not all(self._used) and not options.reduce_unused:
                 self._late = [index for index, used in enumerate(self._used) if not used]
             late = set(self._late)
-            self._give(reduced, [view for index, view in enumerate(plan.views) if index not in late] if late else plan.views)
+            views = [view for index, view in enumerate(plan.views) if index not in late] if late else plan.views
+            if self._dtypes is None:
+                reduced = self._cast(output, options.grad_dtype or group.plan.dtype, stream)
+                self._give(reduced, views)
+            else:
+                self._give_in_own_dtypes(output, views, stream)
+                reduced = output
         self._reduced = streams.mark(stream)
         if stream is not streams.reduce:  # it may be reading an output that is not its own; the cast does not keep that alive
             self._held = output
         # Without an all-reduce nothing but the gradients' own views needs the output from here on.
         self._output = reduced if self._late or group.mesh.replicate_group is not None else None
 
+    def _cast(self, output: Tensor, dtype: torch.dtype, stream: Any) -> Tensor:
+        reduced = output.to(dtype)
+        return self._offload(reduced, stream) if self._group.options.offload else reduced
+
+    def _give_in_own_dtypes(self, output: Tensor, views: list[GradView], stream: Any) -> None:
+        """As ``_give``, where some parameters have a ``grad_dtype``."""
+        dtypes = self._dtypes
+        assert dtypes is not None
+        for dtype in dict.fromkeys(dtypes[view.param] for view in views):
+            self._give(self._cast(output, dtype, stream), [view for view in views if dtypes[view.param] is dtype])
+
     def _offload(self, reduced: Tensor, stream: Any) -> Tensor:
         """Copy to the host, without waiting where nobody reads the gradient before the end of backward."""
         group = self._group
         host = torch.empty(reduced.shape, dtype=reduced.dtype, device="cpu", pin_memory=group.options.pin_memory)
         host.copy_(reduced, non_blocking=group.options.pin_memory)
-        if any(v.param.sharded.grad is not None or v.param.sharded._post_accumulate_grad_hooks for v in self._plan.views):
+        reads_soon = self._dtypes is not None and len(self._late) > 0
+        if reads_soon or any(v.param.sharded.grad is not None or v.param.sharded._post_accumulate_grad_hooks for v in self._plan.views):
             group.streams.synchronize(group.streams.mark(stream))  # it is added to, or read by a hook, right away
         return host
 
@@ -273,7 +290,11 @@ class Reduction:
             return
         assert self._output is not None
         flags = self._output[slot.offset : slot.offset + slot.numel].tolist()
-        self._give(self._output, [self._plan.views[index] for index in self._late if flags[index] != 0])
+        views = [self._plan.views[index] for index in self._late if flags[index] != 0]
+        if self._dtypes is None:
+            self._give(self._output, views)
+        else:
+            self._give_in_own_dtypes(self._output, views, self._group.streams.compute)
         self._late = []
 
     def _give(self, reduced: Tensor, views: list[GradView]) -> None:
@@ -286,7 +307,7 @@ class Reduction:
             before = sharded.grad
             if before is None:
                 spec = param.spec.sharded
-                if not is_usual:
+                if not is_usual and self._dtypes is None:
                     compat.allow_any_grad_dtype(sharded)
                 sharded.grad = compat.new_dtensor(grad, spec if is_usual else in_dtype(spec, grad.dtype))
             else:

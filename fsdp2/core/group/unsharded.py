@@ -61,6 +61,7 @@ class Unsharded:
         self.num_steps = 0
         self.gather: Gather | LocalGather | ExtensionGather
         self.free: Callable[[], None]
+        self._really_free: Callable[[], None] | None = None
         if plan.has_own_memory:
             self.gather = ExtensionGather(
                 plan.params, mesh, device, streams, plan.param_dtype, options.mp_policy, comm, options.all_gather
@@ -88,6 +89,12 @@ class Unsharded:
         else:
             self.free = self._free_behind_uses
         self.free()
+
+    def keep_storage(self, keep: bool) -> None:
+        """Whether ``free`` does nothing, so that addresses stay."""
+        if self._really_free is None:
+            self._really_free = self.free
+        self.free = _do_nothing if keep else self._really_free
 
     def _target(self) -> GatherTarget:
         plan = self._plan

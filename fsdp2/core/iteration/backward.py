@@ -106,7 +106,7 @@ class Backward:
         taken = [
             (group.gradients, group.gradients.take())
             for group in reversed(unit.groups)
-            if (group.gradients.is_waiting() if at_end else group.holders is None)
+            if (group.gradients.is_waiting() if at_end else group.holders is None) and not group.gradients.leave()
         ]
         if compat.functorch_is_active():  # the backward of a transform, to which parameters are constants
             taken = []
@@ -136,20 +136,26 @@ class Backward:
 
     # --- its end ---
 
-    def finish(self, is_last: bool) -> None:
-        """Reduce what has not been reduced. Collective: yes."""
+    def finish(self, is_last: bool, leaves_pending: bool = False) -> None:
+        """Reduce what has not been reduced. Collective: yes.
+
+        leaves_pending: the user will finalize: what no hook has reduced, and is to be reduced, stays as it is
+        """
         tree = self._tree
         self.end_recomputations()
         step = tree.step = tree.step.after_backward(is_last)
         for unit in reversed(tree.units):
+            pends = False
             for group in unit.groups:
                 if group.gradients.is_waiting():
-                    self.reduce(unit, at_end=True)
+                    pends = leaves_pending and unit.micro_batch.reduces
+                    if not pends:
+                        self.reduce(unit, at_end=True)
                     break
             else:
                 if unit.micro_batch.reshards:
                     unit.reshard(to_smaller=unit.micro_batch.reshards_to_smaller)
-            if unit.micro_batch.reshards_to_smaller or not unit.micro_batch.reshards:
+            if pends or unit.micro_batch.reshards_to_smaller or not unit.micro_batch.reshards:
                 tree.leave_unsharded(unit)
             if unit.calls.to_run:  # of a recomputation that ran a part of the list
                 unit.calls.end_pass()
@@ -201,6 +207,6 @@ class LoggedBackward(Backward):
         elif not any(self._reading.is_done(other, is_end=False) for other in left):
             self._pause(unit)
 
-    def finish(self, is_last: bool) -> None:
+    def finish(self, is_last: bool, leaves_pending: bool = False) -> None:
         self._do_for_others(self._reading.left_out_at_end())
-        super().finish(is_last)
+        super().finish(is_last, leaves_pending)

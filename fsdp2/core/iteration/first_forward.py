@@ -33,7 +33,10 @@ def adopt(root: ModuleState) -> Schedule:
     units = [unit for _, unit in found]
     refuse_meta(units)
     _refuse_strange_ties(units)
+    _refuse_manual_children(root, units)
     schedule = Schedule(root, units)
+    if root.schedule is not None:
+        schedule.manual, schedule.comm_ctx = root.schedule.manual, root.schedule.comm_ctx
     varying: set[str] = set()
     for unit in units:
         for group in unit.groups:
@@ -61,6 +64,16 @@ def _refuse_strange_ties(units: Sequence[Unit]) -> None:
                 expected="all modules that share a parameter below one root, so that one backward has all its gradients",
                 fix="call fully_shard on a module that holds them all, and run forward through it",
             )
+
+
+def _refuse_manual_children(root: ModuleState, units: Sequence[ModuleState]) -> None:
+    children = [unit.fqn for unit in units if unit is not root and unit.schedule is not None and unit.schedule.manual]
+    if children:
+        raise OrderError(
+            f"set_manual_backward_finalization was called on {children}, which are below the root of this forward",
+            expected="set_manual_backward_finalization must be called on the root FSDP module",
+            fix="call set_manual_backward_finalization(False) on them, and (True) on the module that you run forward with",
+        )
 
 
 def refuse_meta(units: Sequence[Unit]) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from .. import torch_compat as compat
 from ..group.param import ShardedParam
 from ..group.param_group import ParamGroup
+from .finalization import CommContext
 from .schedule import Schedule
 from .unit import Unit
 
@@ -37,6 +38,9 @@ class ModuleState(Unit, compat.ModuleStateBase):
     def reduce_accumulated(self) -> None:
         if self.schedule is not None:  # it has run
             self.schedule.end_of_backward()
+
+    def shared_context(self) -> CommContext:
+        return schedule_of(self).comm_ctx
 
 
 _units: weakref.WeakKeyDictionary[ShardedParam, weakref.ref[ModuleState]] = weakref.WeakKeyDictionary()

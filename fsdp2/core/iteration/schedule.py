@@ -24,6 +24,7 @@ from ..group.memory import GroupState
 from .backward import Backward, LoggedBackward
 from .backward_agreement import Agreement
 from .call import Call, UnitCalls
+from .finalization import CommContext, GradientReductionHandle
 from .forward import Forward
 from .forward_log import ForwardLog, ForwardLogs
 from .reductions import finish_all
@@ -47,6 +48,8 @@ class Schedule:
         self.tree = UnitTree(root, units)
         self.settled = False
         self.is_last_backward = True
+        self.comm_ctx = CommContext()
+        self._to_finalize = False  # a backward has begun in manual mode, and nobody has finalized it
         self.post_optim_event: Event = None
         self.forward: Forward | None = None
         self.backward: Backward | None = None
@@ -68,6 +71,20 @@ class Schedule:
         """Of the forwards whose backward may come, in order."""
         return [] if self.logs is None else self.logs.alive()
 
+    @property
+    def manual(self) -> bool:
+        """The user ends an iteration, with ``finalize``, not the end of a backward."""
+        return self.tree.holds_pending
+
+    @manual.setter
+    def manual(self, manual: bool) -> None:
+        self.tree.holds_pending = manual
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the iteration goes on behind the next end of backward."""
+        return self.manual or not self.is_last_backward
+
     # --- forward ---
 
     def begin_forward(self, unit: Unit) -> None:
@@ -84,6 +101,7 @@ class Schedule:
 
     def _begin_iteration(self, unit: Unit) -> Forward:
         tree = self.tree
+        self.comm_ctx.refuse_open("forward")
         if self.backward is not None and self.backward.has_failed():
             self._end_failed_backward()
         tree.reshard_what_is_out_of_date()
@@ -149,7 +167,7 @@ class Schedule:
 
     def unshard_for_weights(self) -> None:
         """The flags of the next backward were set: see Note: weights differentiated apart. Collective: yes, over the shard axis."""
-        if self.is_last_backward or self.forward is not None or compat.current_graph_task() != -1:
+        if not self.goes_on or self.forward is not None or compat.current_graph_task() != -1:
             return
         positions = self.tree.step.positions
         ran = [unit for unit in self.tree.units if positions.get(unit)]
@@ -165,7 +183,7 @@ class Schedule:
 
         See ``FSDPModule.named_parameters``.
         """
-        if self.forward is not None or compat.current_graph_task() != -1 or not self.is_last_backward:
+        if self.forward is not None or compat.current_graph_task() != -1 or self.goes_on:
             return  # whoever asks inside of forward and backward, or between micro-batches, gets what they compute with
         left_by_forward = self.tree.step.left_by_forward
         for unit in left_by_forward:
@@ -211,6 +229,7 @@ class Schedule:
             self.backward = LoggedBackward(tree, task, at_end, logs)
         else:
             self.backward = Backward(tree, task, at_end)
+        self._to_finalize = self.manual
         return self.backward
 
     def end_of_backward(self) -> None:
@@ -218,10 +237,10 @@ class Schedule:
         global _last_task
         tree = self.tree
         backward = self.backward or Backward(tree, -1, None)
-        backward.finish(self.is_last_backward)
-        if self.is_last_backward:
+        backward.finish(not self.goes_on, leaves_pending=self.manual)
+        if not self.goes_on:
             _last_task = backward.task
-        if self.is_last_backward or tree.streams.host_waits or backward.task == _last_task:
+        if not self.goes_on or tree.streams.host_waits or backward.task == _last_task:
             tree.reductions.finish()
             finish_all()
         else:
@@ -250,6 +269,60 @@ class Schedule:
         self.backward.end_recomputations()
         self.backward = None
 
+    # --- an iteration that the user ends ---
+
+    def set_manual(self, unit: Unit, manual: bool) -> None:
+        """Whether the user ends iterations, with ``finalize``. Raises: OrderError on another unit than the root; while one is open."""
+        if self.settled:
+            self.check_root(unit, "set_manual_backward_finalization")
+        if manual is self.manual:
+            return
+        self.comm_ctx.refuse_open("set_manual_backward_finalization")
+        if self._to_finalize or compat.current_graph_task() != -1:
+            raise OrderError(
+                "set_manual_backward_finalization cannot change mode after backward starts",
+                expected="the same mode from the first backward of an iteration to its finalize_backward()",
+                fix="call finalize_backward() or reset_iter_state() on the root before",
+            )
+        self.manual = manual
+
+    def finalize(self) -> GradientReductionHandle:
+        """End the iteration: reduce and reshard what is pending, by the flags as they are now. Collective: yes, if something is.
+
+        Raises: OrderError where that cannot be done
+        """
+        self.comm_ctx.refuse_open("finalizing backward again")
+        problem = None
+        if not self.manual:
+            problem = "finalize_backward requires manual backward finalization"
+        elif compat.current_graph_task() != -1:
+            problem = "finalize_backward was called inside of a backward"
+        elif any(
+            group.mesh.replicate_group is not None and unit.micro_batch.reduces and not unit.micro_batch.all_reduces
+            for unit in self.tree.units
+            for group in unit.groups
+        ):
+            problem = "finalize_backward was called while all-reduce is off"
+        if problem is not None:
+            raise OrderError(
+                problem,
+                expected="set_manual_backward_finalization(True) before forward, and finalize_backward() after the last backward, "
+                "with set_requires_all_reduce(True)",
+                fix="call them in this order on the root",
+            )
+        if self.backward is not None and self.backward.has_failed():
+            self._end_failed_backward()
+        Backward(self.tree, -1, None).finish(is_last=True)
+        self.tree.await_host_reads()
+        self._to_finalize = False
+        self.comm_ctx.handle = handle = GradientReductionHandle(self._end_finalization, self)
+        return handle
+
+    def _end_finalization(self) -> None:
+        self.comm_ctx.handle = None
+        self.tree.reductions.finish()
+        finish_all()
+
     def finish_reductions(self) -> None:
         """After this, all sharded gradients are there, as compute sees them."""
         self.tree.reductions.finish()
@@ -270,12 +343,19 @@ class Schedule:
         What a failed backward has already added to earlier gradients nobody can take out again: then the whole step is discarded.
         """
         tree = self.tree
+        handle = self.comm_ctx.handle
+        if handle is not None:
+            if handle.owner is not self:
+                self.comm_ctx.refuse_open("reset_iter_state")
+            handle.invalidate()
+            self.comm_ctx.handle = None
+        self._to_finalize = False
         backward_failed = self.backward is not None or bool(tree.reductions)
         tree.reductions.abandon()
         for unit in tree.units:
             unit.drop()
             for group in unit.groups:
-                if backward_failed:
+                if backward_failed or group.options.semantics != "2.13":
                     group.gradients.zero(set_to_none=True)
                 group.await_host_read()
             unit.calls = UnitCalls()

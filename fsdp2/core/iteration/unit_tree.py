@@ -52,6 +52,7 @@ class UnitTree:
     """All units under one root.
 
     units:    in the order of named_modules(); the root first
+    holds_pending: the user ends iterations, and what the end of a backward has left waits for that
     records:  for each unit whose forward began an iteration, the order in which units ran in the last one
     step:     the one under way
     """
@@ -61,6 +62,7 @@ class UnitTree:
         self.units = units
         self.streams: Streams = streams_of(root.device)
         self.automatic_prefetch = True
+        self.holds_pending = False  # the user ends iterations: what an end of backward has not reduced waits too
         self.reductions = Reductions()
         self.records: dict[Unit, list[Unit]] = {}
         self.step = Step()
@@ -106,7 +108,7 @@ class UnitTree:
             return True
         for unit in self.units:
             for group in unit.groups:  # no generator: it would cost each unit of every backward a call more
-                if group.gradients.has_unreduced:
+                if group.gradients.has_unreduced or (self.holds_pending and group.gradients.is_waiting()):
                     return True
         return False
 

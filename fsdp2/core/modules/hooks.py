@@ -27,6 +27,7 @@ from ..iteration.first_forward import adopt
 from ..iteration.module_state import ModuleState, units_below
 from ..plan.model_axes import varying_axes
 from .compiler_orders import warn_of_losing_orders
+from .grad_dtypes import AfterLoading
 from .graph_nodes import apart_from, apart_from_bottom, below, find_bottoms, made_input, outlive_parameters
 from .nested_tensors import find_tensors, map_tensors
 from .optimizer_steps import watch_optimizers
@@ -67,6 +68,7 @@ class UnitHooks:
             for module in {id(owner.module): owner.module for param in group.params for owner in param.owners}.values():
                 self._handles.append(module.register_state_dict_pre_hook(_Saving(unit)))  # type: ignore[no-untyped-call]
                 self._handles.append(module.register_load_state_dict_pre_hook(_Loading(unit)))  # type: ignore[no-untyped-call]
+                self._handles.append(module.register_load_state_dict_post_hook(AfterLoading(unit)))  # type: ignore[no-untyped-call]
 
     def _watch_axes(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """See Note: gradients on a full SPMD mesh."""

@@ -16,6 +16,7 @@ from ...errors import ParameterError
 from ..group.own_memory import has_extension
 from ..group.param import Owner, ShardedParam
 from ..group.param_group import ParamGroup
+from .grad_dtypes import carry_grad_dtype
 
 
 class ModuleRegistry:
@@ -133,6 +134,7 @@ def _adopt_replacement(param: ShardedParam, now: Any) -> None:
         and now.placements == wanted.placements
         and now.shape == param.sharded.shape
     ):
+        carry_grad_dtype(param.sharded, now)
         param.sharded = now
         return
     got = "nothing" if now is None else f"{type(now).__name__} {tuple(getattr(now, 'shape', ()))}"

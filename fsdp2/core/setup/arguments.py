@@ -97,7 +97,7 @@ def check_policies(mp_policy: Any, offload_policy: Any, ignored_params: Any) -> 
     for field in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype = getattr(mp_policy, field)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ArgumentError(
+            raise (ArgumentError if isinstance(dtype, torch.dtype) else ArgumentTypeError)(
                 f"MixedPrecisionPolicy got {field}={dtype!r}",
                 expected="a floating-point torch.dtype or None",
                 fix=f"for instance {field}=torch.bfloat16",

@@ -6,7 +6,7 @@ Everything that can be refused is refused before the first change. It refuses to
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from ..modules.unmanaged_parameters import REGISTRATIONS, refuse_gradients
 from ..plan.mesh import DataParallelMesh, device_of, post_forward_mesh, read_mesh_info
 from ..plan.placement import ShardSpec, is_lazy, refuse_unplaceable, shard_spec
 from .arguments import check_placement_fn, checked_reshard_after_forward
+from .semantics import Semantics, chosen_semantics
 
 private_options: dict[str, Any] = {}
 """Fields of GroupOptions that tests and benchmarks force: gather, all_gather, reduce_scatter, all_reduce."""
@@ -42,10 +43,12 @@ def build_unit(
     mp_policy: Any,
     offload_policy: Any,
     ignored_params: set[nn.Parameter],
+    semantics: Semantics | None = None,
 ) -> ModuleState:
     """Shard what ``modules`` own and hook them. Collective: only for an int ``reshard_after_forward``.
 
-    mesh: of parameters for which ``shard_placement_fn`` names no other
+    mesh:      of parameters for which ``shard_placement_fn`` names no other
+    semantics: None: what the user chose
     """
     device = device_of(mesh)
     after = checked_reshard_after_forward(reshard_after_forward, mesh)
@@ -59,14 +62,17 @@ def build_unit(
         offload=hasattr(offload_policy, "pin_memory"),
         pin_memory=getattr(offload_policy, "pin_memory", False) and device.type != "cpu",
         mp_policy=mp_policy,
+        semantics=semantics or chosen_semantics(),
         **private_options,
     )
+    dtypes = {param: (param.dtype, _param_dtype(names[0], param, mp_policy)) for param, (names, _) in owners.items()}
     borrowed = _borrow(read.tied, read.place, options)
     cut = _cut_own_memory(owners, specs, {param: own.shard_rank for param, (own, _) in placed.items()})
     groups = []
-    for params in _partition(owners, key=lambda param: (param.dtype, needs_own_memory(param), *placed[param][0].groups)):
+    for params in _partition(owners, key=lambda param: (*dtypes[param], needs_own_memory(param), *placed[param][0].groups)):
         own_mesh = placed[params[0]][0]
-        group = _new_group(params, owners, specs, cut, own_mesh, device, options)
+        own_options = replace(options, param_dtype=dtypes[params[0]][1])
+        group = _new_group(params, owners, specs, cut, own_mesh, device, own_options)
         own_after = afters[id(own_mesh)]
         if isinstance(own_after, int) and not isinstance(own_after, bool):
             group.smaller_mesh = post_forward_mesh(own_mesh, own_after)
@@ -196,6 +202,22 @@ class Placer:
         return self._meshes[key][1], result.placement
 
 
+def _param_dtype(name: str, param: nn.Parameter, mp_policy: Any) -> torch.dtype | None:
+    """``param_dtype``, or what ``param_dtype_override_fn`` says of this parameter. Raises: ArgumentError if that is another dtype."""
+    override = getattr(mp_policy, "param_dtype_override_fn", None)
+    usual: torch.dtype | None = mp_policy.param_dtype
+    given = None if override is None else override(param)
+    if given is None or given is (usual or param.dtype):
+        return usual
+    if not isinstance(given, torch.dtype) or given not in (usual, param.dtype):
+        raise ArgumentError(
+            f"{name} {tuple(param.shape)} {param.dtype}: param_dtype_override_fn returned {given!r}",
+            expected=f"None, param_dtype ({usual}), or the parameter's own dtype",
+            fix="choose one of these",
+        )
+    return given
+
+
 _Owned = dict[nn.Parameter, tuple[list[str], list[Owner]]]
 
 
@@ -284,7 +306,8 @@ def _borrow(tied: _Tied, place: Placer, options: GroupOptions) -> list[ParamGrou
     for sharded, names, _ in tied:
         group = group_with(sharded)
         theirs, ours = group.options, options
-        dtypes_differ = (theirs.param_dtype, theirs.reduce_dtype) != (ours.param_dtype, ours.reduce_dtype)
+        wanted = _param_dtype(names[0], sharded.sharded, ours.mp_policy)
+        dtypes_differ = (theirs.param_dtype, theirs.reduce_dtype) != (wanted, ours.reduce_dtype)
         mesh, placement = place(names[0], sharded.sharded)
         dim = 0 if placement is None else placement.dim % sharded.sharded.ndim
         differences = [
@@ -362,7 +385,10 @@ def _new_group(
     sharded: list[ShardedParam] = []
     for param in params:
         names, owners = owned[param]
+        grad_dtype = compat.grad_dtype_of(param) if options.semantics != "2.13" else None
         sharded.append(new_sharded_param(names[0], owners, param, specs[param], mesh.shard_rank, cut.get(param)))
+        if grad_dtype is not None:
+            compat.set_grad_dtype(sharded[-1].sharded, grad_dtype)
         refuse_gradients(param, sharded[-1])
     group = ParamGroup(sharded, mesh, device, options)
     group.registry = ModuleRegistry(group)

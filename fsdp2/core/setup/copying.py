@@ -25,6 +25,7 @@ from ..group.memory import GroupState
 from ..group.param import Owner, ShardedParam
 from ..group.param_group import ParamGroup
 from ..iteration.module_state import ModuleState, unit_of, unit_with
+from ..modules.grad_dtypes import carry_grad_dtype
 from ..modules.hooks import UnitHooks
 from ..modules.sharded_class import set_class, unswap_class
 from ..modules.shown_parameters import ModuleRegistry
@@ -106,6 +107,7 @@ def _copy_sharded(param: ShardedParam, memo: dict[Any, Any]) -> nn.Parameter:
     with torch.no_grad():
         local = compat.new_dtensor(param.local_now().clone(), compat.spec_of(param.sharded))
         new = nn.Parameter(local, requires_grad=param.sharded.requires_grad)
+    carry_grad_dtype(param.sharded, new)
     for name, value in vars(param.sharded).items():
         if name not in vars(new):  # what users hang on parameters
             setattr(new, name, copy.deepcopy(value, memo))
@@ -151,6 +153,7 @@ def _copy_group(group: ParamGroup, memo: dict[Any, Any]) -> ParamGroup:
     new = ParamGroup(params, group.mesh, group.device, group.options)
     new.fqn = group.fqn
     new.smaller_mesh = group.smaller_mesh
+    new.keep_storage(group.keeps_storage)
     new.all_gather_comm = group.all_gather_comm
     new.registry = ModuleRegistry(new)
     return new

@@ -1,0 +1,60 @@
+"""In which dtype a group's gradients are reduced, kept, and added up: by the policy, and by ``grad_dtype`` of its parameters.
+
+It refuses to know gradients.
+
+Worked example, two bf16 parameters, no ``reduce_dtype``, ``grad_dtype`` of the first one set to fp32, by torch 2.15's semantics
+
+    reduced in fp32; the first one's gradient stays fp32, the other's is cast to bf16
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .. import torch_compat as compat
+from .options import GroupOptions
+from .param import ShardedParam
+
+
+@dataclass(frozen=True)
+class GradientDtypes:
+    """The dtypes of one group's gradients.
+
+    reduced:  in which they are reduced
+    kept:     of each sharded parameter's gradient; None: all have the parameters' own
+    added_up: ``grad_dtype`` of those unsharded parameters for which the user has set one
+    usual:    in which the others add up what a backward does not reduce
+    """
+
+    reduced: torch.dtype
+    kept: dict[ShardedParam, torch.dtype] | None
+    added_up: dict[ShardedParam, compat.GradDtype]
+    usual: torch.dtype
+
+    def added_up_in(self, param: ShardedParam) -> torch.dtype | None:
+        """None: as they come."""
+        of_user = self.added_up.get(param)
+        return self.usual if of_user is None else of_user.dtype
+
+
+def gradient_dtypes(
+    params: Sequence[ShardedParam], options: GroupOptions, dtype: torch.dtype, param_dtype: torch.dtype
+) -> GradientDtypes:
+    """By what the parameters say now. dtype: of the shards; param_dtype: in which they are computed with."""
+    given = options.reduce_dtype
+    if options.semantics == "2.13":
+        return GradientDtypes(given or param_dtype, None, {}, given or param_dtype)
+    of_user = {param: found for param in params if (found := compat.grad_dtype_of(param.sharded)) is not None}
+    wanted = [given or (dtype if param not in of_user else of_user[param].dtype or param_dtype) for param in params]
+    reduced = functools.reduce(torch.promote_types, wanted)
+    kept = {param: (of_user[param].dtype or reduced) if param in of_user else dtype for param in params}
+    return GradientDtypes(
+        reduced,
+        None if all(each is dtype for each in kept.values()) else kept,
+        of_user if given is None else dict.fromkeys(of_user, compat.GradDtype(given)),
+        given or dtype,
+    )

@@ -1,0 +1,54 @@
+"""Ending an iteration by hand: the handle of ``finalize_backward(async_op=True)``, and which roots have to wait for it.
+
+It refuses to know what is reduced, and when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...errors import OrderError
+from .. import torch_compat as compat
+
+
+class CommContext:
+    """What roots share whose reductions must not get between each other: one object for each, or one for all (``share_comm_ctx``).
+
+    handle: of a reduction that nobody has waited for yet
+    """
+
+    def __init__(self) -> None:
+        self.handle: GradientReductionHandle | None = None
+
+    def refuse_open(self, what: str) -> None:
+        """Raise OrderError if a reduction is open."""
+        if self.handle is not None:
+            raise OrderError(
+                f"the previous gradient reduction must be waited on before {what}",
+                expected="wait() on what finalize_backward(async_op=True) returned, here or on a root that shares the context",
+                fix="keep the handle, and wait for it before the next forward",
+            )
+
+
+class GradientReductionHandle(compat.TorchGradientReductionHandle):
+    """What ``FSDPModule.finalize_backward(async_op=True)`` returns."""
+
+    def __init__(self, finish: Callable[[], None] | None = None, owner: object = None) -> None:
+        self.owner = owner
+        self._finish = finish
+        self._is_valid = True
+
+    def wait(self) -> None:
+        """Make the gradients usable on the current stream; again: no-op. Raises: OrderError after ``reset_iter_state()``."""
+        if not self._is_valid:
+            raise OrderError(
+                "this gradient reduction handle was invalidated",
+                expected="wait() before reset_iter_state(), which drops what the handle stands for",
+                fix="forget the handle, and begin the step again",
+            )
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+
+    def invalidate(self) -> None:
+        self._is_valid = False

@@ -1,0 +1,41 @@
+"""Which version of FSDP2 decides where versions give different numbers: read at ``fully_shard``, and kept by what it makes.
+
+"2.13"  gradients are reduced in ``reduce_dtype``, else in the dtype that the forward computed with (torch 2.11 to 2.14)
+"2.15"  ... else in ``param.grad_dtype`` if that was set, else in the dtype of the parameter itself: with bf16 compute and fp32
+        parameters, gradients travel in fp32
+"torch" as the torch that is installed; the default
+
+It refuses to know what each of them does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from ...errors import ArgumentError, got
+from .. import torch_compat as compat
+
+Semantics = Literal["2.13", "2.15"]
+
+_chosen: Semantics = compat.INSTALLED_SEMANTICS
+
+
+def set_semantics(semantics: Literal["torch", "2.13", "2.15"]) -> None:
+    """From now on, ``fully_shard`` makes units with the numbers of that version of FSDP2; those that it has made keep theirs.
+
+    ``set_semantics("2.13")`` keeps bf16 gradients on the wire with torch 2.15: half of the bytes of the default there.
+    Collective: no; all ranks must choose the same.
+    """
+    global _chosen
+    known: dict[Any, Semantics] = {"torch": compat.INSTALLED_SEMANTICS, "2.13": "2.13", "2.15": "2.15"}
+    if all(semantics != each for each in known):
+        raise ArgumentError(
+            got("set_semantics", "semantics", semantics),
+            expected='"torch" (as the installed version), "2.13" or "2.15"',
+            fix='for instance fsdp2.set_semantics("2.13")',
+        )
+    _chosen = known[semantics]
+
+
+def chosen_semantics() -> Semantics:
+    return _chosen

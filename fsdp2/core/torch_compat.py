@@ -309,6 +309,12 @@ current_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # -1 ou
 will_run_in_this_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node  # only inside backward
 
 
+def checkpoint_around() -> object | None:
+    """What stands for the innermost checkpointed segment whose forward is running, if it is not re-entrant; for weak references."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks[0] if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
+
+
 def leaf_gets_gradient_in_this_backward(leaf: Tensor) -> bool:
     """Whether the backward that is running puts a gradient into ``leaf``; only inside backward."""
     try:

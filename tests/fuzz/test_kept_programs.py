@@ -97,6 +97,20 @@ KEPT = {
         ),
         steps=(Step((Micro(input_grad=True, penalty=True),)),),
     ),
+    "a unit in a checkpoint was gathered by the recomputation before the heads that this rank ignores and others gather first": Program(
+        root=Node(
+            "root",
+            "heads",
+            children=(
+                Node("a", "sum", children=(Node("b", "bare"), Node("c", "linear", unit=Unit()), Node("d", "bare")), checkpoint="saved"),
+                Node("e", "bare", unit=Unit()),
+                Node("f", "bare", unit=Unit()),
+            ),
+            unit=Unit(),
+        ),
+        ignores=True,
+        unused=True,
+    ),
 }
 
 

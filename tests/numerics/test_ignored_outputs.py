@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fsdp2 import FSDPModule, fully_shard
+from fsdp2 import FSDPModule, OrderError, fully_shard
 from harness import cpu_mesh, on_ranks
 from harness.models import Block, batches
 from harness.training import own_chunk
@@ -154,6 +154,24 @@ def test_ignored_outputs_in_other_kinds_of_steps(setting):
 
 
 @pytest.mark.slow
+@on_ranks(2, timeout=60)
+def test_a_checkpoint_of_several_units_that_only_some_ranks_recompute_is_an_error_by_name():
+    """A recomputation gathers them in the order of forward; a rank that leaves it out knows of their backward alone."""
+    torch.manual_seed(0)
+    model = Branches()
+    model.deep = nn.ModuleList(nn.Sequential(*(Block(DIM) for _ in range(3))) for _ in range(2))
+    for block in (block for deep in model.deep for block in deep):
+        fully_shard(block, mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh()).set_reduce_scatter_unused_params(True)
+    model.use_checkpoint = True
+    x, *_ = batches(1)
+    losses = [output.square().mean() for output in model(own_chunk(x))]
+    with pytest.raises(OrderError, match="recompute different checkpointed segments"):
+        sum(losses[1:] if dist.get_rank() == 0 else losses).backward()
+    model.reset_iter_state()
+    sum(output.square().mean() for output in model(own_chunk(x))).backward()
+
+
 @on_ranks(4, timeout=60)
 def test_ignored_outputs_on_replicas_of_shards():
     torch.manual_seed(0)

@@ -192,6 +192,10 @@ class LoggedBackward(Backward):
                 self._do_for_others(self._reading.reach(call, is_end=True))
                 self._end_logged(unit)
 
+    def begin_recomputation(self, unit: Unit) -> None:
+        self._do_for_others(self._reading.before_recomputation(unit))
+        super().begin_recomputation(unit)
+
     def _do_for_others(self, moments: Iterable[Moment]) -> None:
         for moment in moments:
             if moment.is_end:

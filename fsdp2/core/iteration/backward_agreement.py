@@ -22,7 +22,7 @@ import collections
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -81,6 +81,7 @@ class _Part:
     timed: list[tuple[_Moment, int, bool]]
     last: list[int]
     is_reached: bool = False  # the backward goes through a unit that communicates
+    recomputed: list[list[int]] = field(default_factory=list)  # of forwards whose recomputation matters: what the backward reaches
 
 
 class Agreement:
@@ -149,8 +150,9 @@ class Agreement:
         )
         order = [(number, index, reduces) for _, number, index, reduces in timed]
         order += [(number, index, True) for number, part in zip(numbers, parts, strict=True) for index in reversed(part.last)]
+        recomputed = [part.recomputed for part in parts if part.recomputed]
         mine = torch.tensor(
-            [*dist.get_rank().to_bytes(4, "big"), *zlib.crc32(repr(order).encode()).to_bytes(4, "big")], dtype=torch.uint8
+            [*dist.get_rank().to_bytes(4, "big"), *zlib.crc32(repr((order, recomputed)).encode()).to_bytes(4, "big")], dtype=torch.uint8
         )
         rows: list[list[int]] = self._gather(mine).tolist()
         return all(row[4:] == rows[0][4:] for row in rows)
@@ -167,7 +169,7 @@ class Agreement:
         left_out = [index for index in joined if parts[0].ways[index] == LEFT_OUT]
         parts[0].last = sorted([*parts[0].last, *left_out])
         if not joined or not self._have_one_order(parts):
-            self._refuse(ways)
+            self._refuse(ways, recompute=any(part.recomputed for part in parts))
         for index in left_out:
             for group in self._units[index].groups:
                 group.gradients.reached = True
@@ -178,6 +180,7 @@ class Agreement:
         logs: of the forwards that it goes through, if the root keeps logs
         """
         part = _Part(self.number, [], [], [])
+        part.recomputed = [log.reached() for log in logs if log.gathers_in_other_order(lambda unit: not self._is_resident(unit))]
         for index, unit in enumerate(self._units):
             if not self._communicates(unit):
                 part.ways.append(LEFT_OUT)
@@ -277,7 +280,7 @@ class Agreement:
             found = gathered
         return found.view(-1, mine.numel())
 
-    def _refuse(self, ways: _Ways) -> None:
+    def _refuse(self, ways: _Ways, recompute: bool) -> None:
         roots = {each.number: each for each in _roots if each._ranks == self._ranks} | {self.number: self}
         has_others = len({root for root, _ in ways}) > 1
         items = []
@@ -289,6 +292,12 @@ class Agreement:
                 said = [f"the backward of ranks {sorted(each)} {_SAID[way]}" for way, each in sorted(ranks.items())]
                 name = roots[root]._name_of(index, has_others) if root in roots else "a root that this rank has not run"
                 items.append(f"{name}: {'; '.join(said)}")
+        if recompute and not items:
+            raise OrderError(
+                "the losses of ranks make them recompute different checkpointed segments, of several units each",
+                expected="each segment to be of one unit, where losses ignore outputs: no rank knows in which order others gather",
+                fix="checkpoint each unit by itself; go on after reset_iter_state()",
+            )
         raise OrderError(
             f"{len(items)} units are not in the same backward on all ranks" if items else "ranks ran units in different orders",
             items=items,

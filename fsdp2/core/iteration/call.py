@@ -24,7 +24,8 @@ class GraphPart(list[Any]):
 
     call:    whose they are
     bottoms: nodes below the call's outputs, of which one runs at least in every backward that reaches one of these; only if a log is
-             kept, and only of the call that began the forward. Not the outputs' own nodes: these hold this object.
+             kept, and only of a call that began the forward, or none of whose inputs needs a gradient. Not the outputs' own nodes:
+             these hold this object.
     log:     the log of the forward, if one is kept, which lives as long as the graph
     """
 
@@ -45,6 +46,7 @@ class Call:
     is_watched:     an output needs a gradient, so that its backward will begin
     has_inputs:     an input needs a gradient, so that its backward has an end; known when its forward has ended
     log:            the number of the log that has the call, if one is kept
+    segment:        number of the innermost checkpointed segment that it was in, if a log is kept
     begin_at, end_at: where its backward begins and ends there; the first is None while forward runs, and if no output needs a gradient
     """
 
@@ -62,6 +64,7 @@ class Call:
         "is_watched",
         "left",
         "log",
+        "segment",
     )
 
     def __init__(self, part: GraphPart) -> None:
@@ -71,6 +74,7 @@ class Call:
         self.begun = self.ended = -1
         self.again = self.is_watched = self.has_inputs = False
         self.log: int | None = None
+        self.segment: int | None = None
         self.begin_at: int | None = None
         self.end_at = -1
         self._counted = -1
@@ -104,7 +108,7 @@ class Call:
         return self._inputs_left == 0
 
     def is_in_this_backward(self) -> bool:
-        """Whether this rank's backward, which has just begun, reaches its inputs, or one of its outputs if it began the forward."""
+        """Whether this rank's backward, which is running, reaches its inputs, or its outputs if those need no gradient."""
         part = self.graph()
         return part is not None and any(map(compat.will_run_in_this_backward, (*part, *part.bottoms)))
 

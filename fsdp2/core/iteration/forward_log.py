@@ -18,13 +18,16 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from .. import torch_compat as compat
 from .call import Call, GraphPart
 from .unit import Unit
 
 _numbers = itertools.count()
+_segments: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+"""Numbers of checkpointed segments."""
 
 
 class Moment(NamedTuple):
@@ -50,6 +53,9 @@ class ForwardLog:
             part.log, part.bottoms = self, []
             call.log = self.number
             call.end_at = len(self.moments)
+            around = compat.checkpoint_around()
+            if around is not None:
+                call.segment = _segments.setdefault(around, next(_numbers))
             self.moments.append(Moment(unit, call, is_end=True))
             self.calls.setdefault(unit, []).append(call)
 
@@ -63,9 +69,35 @@ class ForwardLog:
             call.begin_at = len(self.moments)
             self.moments.append(Moment(unit, call, is_end=False))
 
+    def gathers_in_other_order(self, is_gathered: Callable[[Unit], bool]) -> bool:
+        """Whether a segment's recomputation gathers units in another order than a backward that leaves it out does on its behalf.
+
+        It gathers them in the order of forward: for one unit, and for one with another one in it, that makes no difference.
+        """
+        segments: dict[int, list[Call]] = {}
+        around: list[Call] = []
+        gathered = [call for unit, calls in self.calls.items() if is_gathered(unit) for call in calls if call.begin_at is not None]
+        for call in sorted(gathered, key=lambda each: each.end_at):
+            while around and not _holds(around[-1], call):
+                around.pop()
+            around.append(call)
+            segment = next((each.segment for each in around if each.segment is not None), None)
+            if segment is not None:
+                segments.setdefault(segment, []).append(call)
+        return any(len(others) > 1 or (others and not _holds(first, others[0])) for first, *others in segments.values())
+
+    def reached(self) -> list[int]:
+        """Places of those calls that this rank's backward reaches."""
+        return [call.end_at for calls in self.calls.values() for call in calls if call.is_in_this_backward()]
+
     def is_in_this_backward(self) -> bool:
         """Whether the backward that has just begun reaches anything of this forward."""
         return any(call.is_in_this_backward() for calls in self.calls.values() for call in calls)
+
+
+def _holds(outer: Call, inner: Call) -> bool:
+    """Whether ``inner``, which began later, was a part of ``outer``."""
+    return outer.begin_at is not None and inner.begin_at is not None and inner.begin_at < outer.begin_at
 
 
 class ForwardLogs:
@@ -114,6 +146,20 @@ class Reading:
         yield from self._left_out(log, index, in_graph=True)
         self._to_come[number] = min(self._to_come[number], index)
         self._done.add((call, is_end))
+
+    def before_recomputation(self, unit: Unit) -> Iterator[Moment]:
+        """``unit`` runs again, maybe before its backward begins: yields the moments before that which this rank has left out."""
+        for log in reversed(self._logs.values()):
+            for call in reversed(log.calls.get(unit, ()) if log.number in self._to_come else ()):
+                begins = call.begin_at is not None and not self.is_done(call, is_end=False) and call.is_in_this_backward()
+                if begins and call.segment is not None:
+                    assert call.begin_at is not None
+                    for later in reversed(self._logs.values()):
+                        if later is log:
+                            break
+                        yield from self._left_out(later, -1, in_graph=True)
+                    yield from self._left_out(log, call.begin_at, in_graph=True)
+                    return
 
     def left_out_at_end(self) -> Iterator[Moment]:
         """The rest, when the graph has run."""

@@ -324,8 +324,8 @@ class UnitHooks:
         assert schedule is not None
         forward = schedule.forward
         log = None if forward is None else forward.log
-        begins = forward is not None and forward.root is self._unit and not self._unit.calls.running
-        finds_bottoms = log is not None and begins and not levels
+        begins = forward is not None and forward.root is self._unit
+        finds_bottoms = log is not None and (begins or not part) and not self._unit.calls.running and not levels
         hook = functools.partial(_begin_backward, self._unit, part)
         seen: list[Any] = []
         for tensor in found:

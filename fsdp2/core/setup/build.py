@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...errors import ArgumentError, DeviceError, MeshError, ModuleError, OrderError, ParameterError, message
+from ...errors import ArgumentError, DeviceError, MeshError, ModuleError, OrderError, ParameterError
 from .. import torch_compat as compat
 from ..group.options import GroupOptions
 from ..group.own_memory import cut_out, needs_own_memory, refuse_unextendable
@@ -162,11 +162,9 @@ def managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     for module in modules:
         if getattr(module, "_is_fsdp_managed_module", False):
             raise OrderError(
-                message(
-                    f"fully_shard was applied to a parent of this {type(module).__name__} before",
-                    expected="children before their parents: a call takes all parameters that no earlier call took",
-                    fix="call fully_shard on this module first, then on its parent",
-                )
+                f"fully_shard was applied to a parent of this {type(module).__name__} before",
+                expected="children before their parents: a call takes all parameters that no earlier call took",
+                fix="call fully_shard on this module first, then on its parent",
             )
         visit(module)
     return list(found)
@@ -192,11 +190,9 @@ class Placer:
             mesh = read_mesh_info(result.mesh_info)
             if mesh.device_type != self._mesh.device_type:
                 raise MeshError(
-                    message(
-                        f"{name} {tuple(param.shape)}: shard_placement_fn returned a mesh of {mesh.device_type} ranks",
-                        expected=f"the device type of the mesh that fully_shard got, {self._mesh.device_type}",
-                        fix="build all meshes for one device type",
-                    )
+                    f"{name} {tuple(param.shape)}: shard_placement_fn returned a mesh of {mesh.device_type} ranks",
+                    expected=f"the device type of the mesh that fully_shard got, {self._mesh.device_type}",
+                    fix="build all meshes for one device type",
                 )
             self._meshes[key] = (result.mesh_info, mesh)
         return self._meshes[key][1], result.placement
@@ -264,12 +260,10 @@ def _refuse_scripted(owned: _Owned) -> None:
     ]
     if scripted:
         raise ModuleError(
-            message(
-                f"{len(scripted)} parameters are inside of scripted modules, which take no hooks",
-                items=scripted,
-                expected="modules that run in Python",
-                fix="use the modules that were scripted or traced, or pass these parameters in ignored_params",
-            )
+            f"{len(scripted)} parameters are inside of scripted modules, which take no hooks",
+            items=scripted,
+            expected="modules that run in Python",
+            fix="use the modules that were scripted or traced, or pass these parameters in ignored_params",
         )
 
 
@@ -278,12 +272,10 @@ def _refuse_sharded(ignored: set[nn.Parameter]) -> None:
     sharded = [f"{param.fqn} {tuple(param.sharded.shape)}" for each in ignored if (param := sharded_from(each)) is not None]
     if sharded:
         raise ArgumentError(
-            message(
-                f"ignored_params has {len(sharded)} parameters that an earlier fully_shard call has sharded",
-                items=sorted(sharded),
-                expected="the same ignored_params for all calls on parts of a model",
-                fix="pass them to the call that sharded them as well",
-            )
+            f"ignored_params has {len(sharded)} parameters that an earlier fully_shard call has sharded",
+            items=sorted(sharded),
+            expected="the same ignored_params for all calls on parts of a model",
+            fix="pass them to the call that sharded them as well",
         )
 
 
@@ -322,12 +314,10 @@ def _borrow(tied: _Tied, place: Placer, options: GroupOptions) -> list[ParamGrou
         ]
         if differences:
             raise ParameterError(
-                message(
-                    f"{names[0]} {tuple(sharded.sharded.shape)} is tied to {sharded.fqn}, which an earlier fully_shard call took with "
-                    + " and ".join(differences),
-                    expected="the same mesh, dtypes, offload policy and placement for all modules that share a parameter",
-                    fix="make the two calls agree, or pass the modules as one list, fully_shard([module_a, module_b])",
-                )
+                f"{names[0]} {tuple(sharded.sharded.shape)} is tied to {sharded.fqn}, which an earlier fully_shard call took with "
+                + " and ".join(differences),
+                expected="the same mesh, dtypes, offload policy and placement for all modules that share a parameter",
+                fix="make the two calls agree, or pass the modules as one list, fully_shard([module_a, module_b])",
             )
         borrowed[id(group)] = group
     return list(borrowed.values())
@@ -347,12 +337,10 @@ def _check_devices(owned: _Owned, buffers: dict[str, Tensor], device: torch.devi
     ]
     if wrong:
         raise DeviceError(
-            message(
-                f"{len(wrong)} tensors are on a device that is not the mesh's",
-                items=wrong,
-                expected=f"{'' if device.type == 'cpu' else f'{device}, '}the CPU or the meta device, from which they are moved",
-                fix="move the module first, or pass a mesh of that device's type",
-            )
+            f"{len(wrong)} tensors are on a device that is not the mesh's",
+            items=wrong,
+            expected=f"{'' if device.type == 'cpu' else f'{device}, '}the CPU or the meta device, from which they are moved",
+            fix="move the module first, or pass a mesh of that device's type",
         )
 
 

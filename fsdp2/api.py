@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from .core import torch_compat as compat
+from .core.comm import collectives
 from .core.comm.communicators import (
     ProcessGroupAllGather,
     ProcessGroupReduceScatter,
@@ -449,7 +450,8 @@ class FSDPModule:
             gradients = group.gradients
             refuse_custom(group.all_gather_comm, gradients.options.comm, "set_symm_mem_for_comm")
             process_group = group.mesh.shard_group
-            if process_group is None or group.device.type != "cuda" or dist.get_backend(process_group) != "nccl":
+            carried_by = collectives.backend_of(process_group, group.device.type)
+            if process_group is None or group.device.type != "cuda" or carried_by != "nccl":
                 warn_without_effect("set_symm_mem_for_comm", f"symmetric memory needs CUDA and NCCL, and this is {group.device}")
                 continue
             group.set_all_gather_comm(SymmetricAllGather(process_group, backend))

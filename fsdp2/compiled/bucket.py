@@ -55,7 +55,7 @@ class Bucket:
         self.divisions = _divisions_of(members[0].face)
         self._options = group.options
         self.scatter_group = group.gradients.scatter_group
-        self._gather_backend = "" if group.mesh.shard_group is None else dist.get_backend(group.mesh.shard_group)
+        self._gather_backend = collectives.backend_of(group.mesh.shard_group, group.device.type)
         self._scatter_backend, _ = group.gradients.backends
         self.landings = tuple(member.landing for member in members if member.landing is not None)
         self.used: tuple[set[int], ...] = tuple(set() for _ in self.landings)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.utils.dlpack
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, get_eval_frame_callback, set_code_exec_strategy
 from torch._subclasses import FakeTensor
@@ -268,6 +269,13 @@ def set_grad_dtype(param: Tensor, grad_dtype: GradDtype) -> None:
 def swap_tensors(one: Tensor, other: Tensor) -> None:
     """Exchange what two tensor objects are, so that everybody who holds ``one`` has what ``other`` was."""
     torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
+
+
+def with_own_storage(tensor: Tensor) -> Tensor:
+    """The same bytes under another storage object, which covers these alone and keeps ``tensor`` alive; a DLPack import."""
+    dlpack: Any = torch.utils.dlpack
+    # As a capsule: the protocol's method, which a tensor would be asked for, knows no devices but those that torch itself names.
+    return dlpack.from_dlpack(dlpack.to_dlpack(tensor))  # type: ignore[no-any-return]
 
 
 def storage_key(tensor: Tensor) -> int:

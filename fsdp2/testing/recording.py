@@ -68,8 +68,7 @@ class _Holder:
 class RecordingStreams:
     """A device's streams (see ``streams.Streams``) on which nothing runs later. A user's stream may be any hashable value.
 
-    races:          what was found
-    passes_at_once: ``has_passed`` is True, as on a device that is quicker than the host; else only once it must be
+    races: what was found
     """
 
     host_waits = False
@@ -79,7 +78,6 @@ class RecordingStreams:
 
     def __init__(self) -> None:
         self.races: list[Race] = []
-        self.passes_at_once = False
         self._seen_races: set[tuple[object, ...]] = set()
         self._current: list[Stream] = ["compute"]
         self._clocks: dict[Stream, Clock] = {}
@@ -125,11 +123,6 @@ class RecordingStreams:
         if nbytes > 0:
             self._reuse()
             self._register(storage, self._touch_now("resize"))
-
-    def has_passed(self, event: Event) -> bool:
-        if self.passes_at_once:
-            self.synchronize(event)
-        return event is None or all(self._host.get(stream, 0) >= tick for stream, tick in event.items())
 
     def synchronize(self, event: Event) -> None:
         if event is not None:

@@ -672,10 +672,8 @@ def test_without_this_order_of_a_gather_over_one_rank_there_is_a_race(place):
         *("plain", "direct", "mixed", "bf16_direct", "optimizer_on_its_own_stream", "unshard_on_a_side_stream", "two_roots"),
     ],
 )
-@pytest.mark.parametrize("passes_at_once", [False, True])
-def test_no_race_on_the_path_of_nccl_in(name, passes_at_once):
+def test_no_race_on_the_path_of_nccl_in(name):
     streams = RecordingStreams()
-    streams.passes_at_once = passes_at_once
     replay_on_fake_ranks(FAKE_SCENARIOS[name], streams)
     streams.check()
 

@@ -20,7 +20,7 @@ from harness.pool import Outcome, run_on_pool
 from harness.worker import Job
 
 
-def on_ranks(*world_sizes: int, timeout: float = 120.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(*world_sizes: int, timeout: float = 120.0, device: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the test once for each world size, its body on that many processes at the same time.
 
     Order of decorators: any; ``parametrize``, ``slow``, ``skipif`` and ``xfail`` marks go above or below.
@@ -33,6 +33,8 @@ def on_ranks(*world_sizes: int, timeout: float = 120.0) -> Callable[[Callable[..
     Output:     what ranks print is shown with the rank in front, by pytest's usual rules.
     Failure:    the traceback of the rank that failed first, without the parent's; the processes are replaced.
     timeout:    seconds for one run of the body; then every rank's Python stacks are shown and the test fails.
+    device:     "pretend": the pretend accelerator, with gloo between the ranks; "pretend_model": one process plays rank 0, and the
+                others have its data. Skipped without a C++ compiler.
     Slow tests: world sizes above 2, if there is a smaller one. ``@on_ranks(2, 3)`` runs on 2 ranks in ``make test``, on 3 in
                 ``make test-slow``; ``@on_ranks(4)`` in ``make test``.
     """
@@ -47,10 +49,10 @@ def on_ranks(*world_sizes: int, timeout: float = 120.0) -> Callable[[Callable[..
 
         @functools.wraps(body)
         def test(*, world_size: int, **arguments: object) -> None:
-            _skip_without_devices(world_size)
+            _skip_without_devices(world_size, device)
             if wants_world_size:
                 arguments["world_size"] = world_size
-            outcome = run_on_pool(world_size, _job(body, arguments), timeout)
+            outcome = run_on_pool(world_size, _job(body, arguments), timeout, device)
             for text in outcome.output:
                 sys.stdout.write(text)
             _report(outcome)
@@ -90,8 +92,14 @@ def _job(body: Callable[..., None], arguments: dict[str, Any]) -> Job:
     )
 
 
-def _skip_without_devices(world_size: int) -> None:
-    if device_type() == "cuda":
+def _skip_without_devices(world_size: int, device: str) -> None:
+    if device or device_type() == "pretend":
+        from fsdp2.testing import pretend
+
+        if missing := pretend.missing_tools():
+            pytest.skip(f"the pretend accelerator is compiled first, which needs {' and '.join(missing)}")
+        pretend.library()  # here, once, before ranks ask for it
+    elif device_type() == "cuda":
         import torch
 
         if torch.cuda.device_count() < world_size:

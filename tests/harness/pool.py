@@ -49,23 +49,27 @@ class Outcome:
     output: list[str] = field(default_factory=list)
 
 
-_pools: dict[int, Pool] = {}
+_pools: dict[tuple[int, str], Pool] = {}
 
 
-def run_on_pool(world_size: int, job: Job, timeout_s: float) -> Outcome:
-    """Run the job on every rank of the pool of this size; the pool is dropped if a rank failed, or is worn out."""
-    pool = _pools.get(world_size)
+def run_on_pool(world_size: int, job: Job, timeout_s: float, device: str = "") -> Outcome:
+    """Run the job on every rank of the pool of this size; the pool is dropped if a rank failed, or is worn out.
+
+    device: of ``worker.DEVICES``; "" for the one that all tests run on
+    """
+    key = (world_size, device)
+    pool = _pools.get(key)
     if pool is None or not pool.is_alive():
         if pool is not None:
             pool.kill()
-        pool = _pools[world_size] = Pool(world_size)
+        pool = _pools[key] = Pool(world_size, device)
     outcome = None
     try:
         outcome = pool.run(job, timeout_s)
     finally:
         # None: interrupted, so the ranks are in mid-test.
         if outcome is None or outcome.kind == "failed" or pool.open_files > MAX_OPEN_FILES or pool.names_differ:
-            _pools.pop(world_size).kill()
+            _pools.pop(key).kill()
     return outcome
 
 
@@ -79,15 +83,17 @@ def kill_pools() -> None:
 class Pool:
     """``world_size`` processes with one process group over them."""
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self, world_size: int, device: str = "") -> None:
+        self.device = device
+        self.world_size = 1 if device == worker.MODELLED else world_size  # processes
+        self.num_ranks = world_size
         self.open_files = 0  # of the rank that has most
         self.names_differ = False  # a body made a process group on some ranks only: the next ones would not meet
         self._folder = Path(tempfile.mkdtemp(prefix="fsdp2-ranks-"))
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._logs: list[Path] = []
-        self._logged = [0] * world_size  # bytes of each log that were shown already
+        self._logged = [0] * self.world_size  # bytes of each log that were shown already
 
         try:
             self._start()
@@ -102,7 +108,7 @@ class Pool:
             parent_end, rank_end = context.Pipe()
             log = self._folder / f"rank{rank}.log"
             log.touch()
-            arguments = (rank_end, rank, self.world_size, str(self._folder / "store"), str(log))
+            arguments = (rank_end, rank, self.num_ranks, str(self._folder / "store"), str(log), self.device)
             process = context.Process(target=worker.serve, args=arguments, name=f"rank{rank}of{self.world_size}")
             process.start()
             rank_end.close()  # so that the pipe ends when the rank does

@@ -41,6 +41,9 @@ PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
 ]
+PRETEND, MODELLED = "pretend", "pretend_model"
+DEVICES = ("", PRETEND, MODELLED)
+"""A pool runs on what FSDP2_TEST_DEVICE says; on the pretend accelerator, a process a rank; on it, one process as rank 0 of many."""
 WATCHER = "_exit_with_parent"  # the name by which stacks leave our own thread out
 
 
@@ -74,7 +77,7 @@ def _process_groups() -> tuple[int, int]:
     return world.group_count, len(world.pg_names)
 
 
-def serve(pipe: Connection, rank: int, world_size: int, store_path: str, log_path: str) -> None:
+def serve(pipe: Connection, rank: int, world_size: int, store_path: str, log_path: str, device: str) -> None:
     """The whole life of the process. Replies once when the process group is ready, then once to each job."""
     _redirect_output(log_path)
     from harness.states import check_moves
@@ -82,7 +85,9 @@ def serve(pipe: Connection, rank: int, world_size: int, store_path: str, log_pat
     check_moves()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which kills us
     threading.Thread(target=_exit_with_parent, name=WATCHER, daemon=True).start()
-    _join_process_group(rank, world_size, store_path)
+    if device:
+        os.environ["FSDP2_TEST_DEVICE"] = PRETEND
+    _join_process_group(rank, world_size, store_path, device)
     _send(pipe, Reply("passed"))
     frozen_modules = 0
     while True:
@@ -171,6 +176,11 @@ def _reset() -> None:
     random.seed(0)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
+    if os.environ.get("FSDP2_TEST_DEVICE") == PRETEND:
+        from fsdp2.testing import pretend
+
+        pretend.set_order(0)
+        pretend.reset_counts()
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
 
@@ -204,7 +214,7 @@ def _pattern(pattern: Any) -> str:
     return "" if pattern is None else getattr(pattern, "pattern", pattern)
 
 
-def _join_process_group(rank: int, world_size: int, store_path: str) -> None:
+def _join_process_group(rank: int, world_size: int, store_path: str, device: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -215,6 +225,14 @@ def _join_process_group(rank: int, world_size: int, store_path: str) -> None:
     if device_type() == "cuda":
         torch.cuda.set_device(rank)
         backend = "cpu:gloo,cuda:nccl"
+    elif device_type() == PRETEND:
+        from fsdp2.testing import pretend
+
+        pretend.activate()
+        if device == MODELLED:
+            dist.init_process_group(pretend.MODEL, store=dist.HashStore(), rank=0, world_size=world_size)
+            return
+        backend = f"cpu:gloo,{pretend.DEVICE_TYPE}:{pretend.BACKEND}"
     # Keep gloo on the loopback: whatever the host name resolves to may be slow or unreachable.
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -46,8 +47,35 @@ class Pending(Protocol):
 # ---- what a backend can do --------------------------------------------------------------------------------------------------
 
 # "fake" stands for NCCL in schedule and memory tests, so it takes NCCL's path everywhere in this file.
-_STREAM_ORDERED = frozenset({"nccl", "xccl", "fake"})
-_AVERAGES = frozenset({"nccl", "fake"})
+_STREAM_ORDERED = {"nccl", "xccl", "fake"}
+_AVERAGES = {"nccl", "fake"}
+
+
+def declare_backend(backend: str, *, averages: bool) -> None:
+    """Let a backend that was registered with torch be treated as NCCL is: ordered by the caller's stream, with coalescing.
+
+    averages: it knows AVG and PREMUL_SUM
+    """
+    _STREAM_ORDERED.add(backend)
+    if averages:
+        _AVERAGES.add(backend)
+
+
+_backends: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()
+
+
+def backend_of(process_group: dist.ProcessGroup | None, device_type: str) -> str:
+    """The backend that carries collectives of tensors on ``device_type``; "" for no group.
+
+    ``dist.get_backend`` instead returns what the user wrote: "cpu:gloo,cuda:nccl", or "undefined" for nothing at all.
+    """
+    if process_group is None:
+        return ""
+    by_device = _backends.get(process_group)
+    if by_device is None:
+        pairs = (pair.partition(":") for pair in dist.get_backend_config(process_group).split(","))
+        by_device = _backends[process_group] = {device: backend for device, _, backend in pairs}
+    return by_device.get(device_type) or str(dist.get_backend(process_group))
 
 
 def is_stream_ordered(backend: str) -> bool:

@@ -63,9 +63,6 @@ class Streams(Protocol):
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Allocate (from 0) or free (to 0) ``storage`` on the current stream."""
 
-    def has_passed(self, event: Event) -> bool:
-        """Whether ``event`` is known to have passed; does not block."""
-
     def synchronize(self, event: Event) -> None:
         """Block the host until ``event`` has passed."""
 
@@ -86,9 +83,6 @@ class HostStreams:
 
     def order(self, stream: Stream, event: Event) -> None:
         pass
-
-    def has_passed(self, event: Event) -> bool:
-        return True
 
     def synchronize(self, event: Event) -> None:
         pass
@@ -124,9 +118,6 @@ class DeviceStreams:
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         storage.resize_(nbytes)
-
-    def has_passed(self, event: Event) -> bool:
-        return event is None or bool(event.query())
 
     def synchronize(self, event: Event) -> None:
         if event is not None:

@@ -84,7 +84,7 @@ class Gather:
         self._process_group = process_group
         self._streams = streams
         self._num_shards = layout.num_shards
-        backend = "" if process_group is None else dist.get_backend(process_group)
+        backend = collectives.backend_of(process_group, target.device.type)
         self._async_op = not collectives.is_stream_ordered(backend)
         nbytes = layout.unsharded_numel * target.dtype.itemsize
         self._algorithm = algorithm or collectives.choose_all_gather(backend, layout.num_shards, nbytes, target.device.type)

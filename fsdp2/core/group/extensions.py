@@ -34,7 +34,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -229,7 +228,7 @@ class ExtensionGather:
         if self._comm is not None:
             self._pending = CommWork(self._comm(output_tensor=packed, input_tensor=own, group=process_group, async_op=async_op))
             return
-        backend = dist.get_backend(process_group)
+        backend = collectives.backend_of(process_group, packed.device.type)
         algorithm = self._algorithm or collectives.choose_all_gather(backend, self._num_shards, packed.nbytes, self._device.type)
         self._pending = collectives.all_gather([packed], [own], process_group, algorithm, not collectives.is_stream_ordered(backend))
 

@@ -279,7 +279,7 @@ class Gradients:
     def backends(self) -> tuple[str, str]:
         """Of the reduce-scatter and of the all-reduce; "" for one that there is not."""
         groups = (self.scatter_group, self.group.mesh.replicate_group)
-        scatter, all_reduce = ("" if group is None else str(dist.get_backend(group)) for group in groups)
+        scatter, all_reduce = (collectives.backend_of(group, self.group.device.type) for group in groups)
         return scatter, all_reduce
 
     def divisions(self) -> collectives.Divisions:

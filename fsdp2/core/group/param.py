@@ -13,7 +13,6 @@ import weakref
 from dataclasses import dataclass
 
 import torch
-import torch.utils.dlpack
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -102,11 +101,18 @@ def own_shard(original: Tensor, spec: ShardSpec, rank: int) -> Tensor:
 
 
 def new_sharded_param(
-    fqn: str, owners: list[Owner], original: nn.Parameter, spec: ShardSpec, rank: int, shard: Tensor | None = None
+    fqn: str,
+    owners: list[Owner],
+    original: nn.Parameter,
+    spec: ShardSpec,
+    rank: int,
+    device: torch.device,
+    shard: Tensor | None = None,
 ) -> ShardedParam:
     """Cut ``original`` (of a DTensor, its local tensor); the result shares its memory until the group copies it into its flat shard.
 
-    shard: this rank's piece, where it was cut already
+    device: where the flat shard will be
+    shard:  this rank's piece, where it was cut already
     """
     with torch.no_grad():
         if shard is None:
@@ -115,6 +121,9 @@ def new_sharded_param(
         local = shard
         # A DTensor keeps the storage offset of its first local tensor, and cannot be copied by ``deepcopy`` if that is not 0.
         at_zero = local.as_strided(local.shape, local.stride(), 0)
+        # It keeps its device as well, and a gradient on another one is refused.
+        if not local.is_meta and local.device != device:
+            at_zero = torch.empty_like(at_zero, device=device) if type(local) is Tensor else local.to(device)
         sharded = nn.Parameter(compat.new_dtensor(at_zero, spec.sharded), requires_grad=original.requires_grad)
     for name, value in vars(original).items():  # what users hang on parameters: no_weight_decay, tensor-parallel marks, ...
         if name != _MARK and name not in vars(local):  # where a tensor subclass keeps its inner tensors
@@ -164,7 +173,7 @@ def shard_view(flat: Tensor, slot: Slot, spec: ShardSpec, rank: int) -> Tensor:
     shape = slot.cut.shard_shape(rank)
     numel = math.prod(shape)
     piece = flat[slot.offset : slot.offset + numel].view(torch.uint8)
-    storage = torch.utils.dlpack.from_dlpack(piece).untyped_storage()
+    storage = compat.with_own_storage(piece).untyped_storage()
     own = torch.empty(0, dtype=flat.dtype, device=flat.device)
     with torch.no_grad():
         own.set_(storage, 0, shape, _contiguous_strides(shape))

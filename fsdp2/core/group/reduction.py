@@ -4,7 +4,7 @@ It refuses to know when it starts and in which order.
 
 Note: buffer lifetime in backward. The reduce input is allocated on compute and read by the reduce stream, so it is held until compute
 has been ordered behind the reduce-scatter. The output is allocated on the reduce stream; the all-reduce stream reads it, so it is
-held to the end of backward.
+held to the end of backward. Over one rank the input is the output: it is held until compute is behind the last use of that.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Reduction:
             self._output = buffer
         else:
             self._output = torch.empty(plan.layout.shard_numel, dtype=buffer.dtype, device=buffer.device)
-        backend = dist.get_backend(process_group)
+        backend = collectives.backend_of(process_group, buffer.device.type)
         algorithm = group.options.reduce_scatter or collectives.choose_reduce_scatter(
             backend, plan.num_shards, buffer.nbytes, buffer.device.type
         )
@@ -128,7 +128,6 @@ class Reduction:
     def _after_scatter(self) -> None:
         """The rest, queued behind the reduce-scatter on the current stream (or run now, on the host)."""
         streams = self._group.streams
-        self._scattered = streams.mark(streams.reduce)
         output = self._output
         assert output is not None
         process_group = self._group.mesh.replicate_group
@@ -136,11 +135,12 @@ class Reduction:
         if self._add_to_partial is not None:
             self._add_to_partial(output)
             self._output = None
-            self._reduced = self._scattered
+            self._scattered = self._reduced = streams.mark(streams.reduce)
             return
-        if self._partial is not None:
+        if self._partial is not None:  # held as long as the input: over one rank it is an earlier one
             output.add_(self._partial)
-            self._partial = None
+        is_input = output is self._input
+        self._scattered = streams.mark(streams.reduce)
         if process_group is not None:
             stream = streams.all_reduce
             streams.order(stream, streams.mark(streams.reduce))
@@ -150,6 +150,8 @@ class Reduction:
                     self._hand_out(stream)
         elif not streams.host_waits:
             self._hand_out(stream)
+            if is_input:
+                self._scattered = self._reduced
 
     def _start_all_reduce(self, output: Tensor, process_group: dist.ProcessGroup) -> None:
         group = self._group
@@ -161,7 +163,7 @@ class Reduction:
                 return
             instead(output[: flags.offset])
             output = output[flags.offset :]
-        backend = dist.get_backend(process_group)
+        backend = collectives.backend_of(process_group, output.device.type)
         algorithm = group.options.all_reduce or collectives.choose_all_reduce(
             backend, process_group.size(), output.nbytes, output.device.type
         )
@@ -174,12 +176,14 @@ class Reduction:
         )
 
     def poll(self) -> None:
-        """Free the reduce input if the reduce-scatter is complete. Local: nothing that other ranks see depends on it."""
-        streams = self._group.streams
-        if not streams.host_waits:
-            if streams.has_passed(self._scattered):
-                self._input = None
-        elif self._pending is None:
+        """On the host, free the reduce input if the reduce-scatter is complete. Local: nothing that other ranks see depends on it.
+
+        On a device, events pass at times that differ between ranks and runs: memory would be given out in another order on each rank,
+        which symmetric memory does not survive. And a graph capture refuses the question.
+        """
+        if not self._group.streams.host_waits:
+            return
+        if self._pending is None:
             self._input = None
         elif self._pending.is_completed():
             self._finish_pending()
@@ -201,11 +205,12 @@ class Reduction:
                 self._finish_pending()
             self._input = None
             self._after_scatter()
+            self._partial = None
             if self._all_reduce is None and self._output is not None:
                 self._hand_out(None)
         else:
             streams.order(streams.compute, self._scattered)
-            self._input = None
+            self._input = self._partial = None
 
     def finish(self) -> None:
         """After this the sharded parameters have their gradients, as compute sees them."""

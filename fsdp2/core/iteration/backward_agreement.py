@@ -92,7 +92,8 @@ class Agreement:
         first = next((unit.groups[0].mesh for unit in units if unit.groups), None)
         groups = () if first is None else (first.shard_group, first.replicate_group)
         self._process_groups = [group for group in groups if group is not None and group.size() > 1]
-        if any(collectives.is_stream_ordered(dist.get_backend(group)) for group in self._process_groups):
+        device_type = "" if first is None else first.device_type
+        if any(collectives.is_stream_ordered(collectives.backend_of(group, device_type)) for group in self._process_groups):
             self._process_groups = []
         # A group that other units borrow is reduced at the end of backward, whichever of them it reached.
         self._units = [

@@ -371,10 +371,11 @@ def _new_group(
     options: GroupOptions,
 ) -> ParamGroup:
     sharded: list[ShardedParam] = []
+    kept_on = torch.device("cpu") if options.offload else device
     for param in params:
         names, owners = owned[param]
         grad_dtype = compat.grad_dtype_of(param) if options.semantics != "2.13" else None
-        sharded.append(new_sharded_param(names[0], owners, param, specs[param], mesh.shard_rank, cut.get(param)))
+        sharded.append(new_sharded_param(names[0], owners, param, specs[param], mesh.shard_rank, kept_on, cut.get(param)))
         if grad_dtype is not None:
             compat.set_grad_dtype(sharded[-1].sharded, grad_dtype)
         refuse_gradients(param, sharded[-1])

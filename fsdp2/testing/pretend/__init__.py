@@ -1,0 +1,127 @@
+"""A pretend accelerator: what a GPU may legally do to a program, on any computer, and the same way each time.
+
+``activate()`` gives this process a device type ``pretend``. Its memory is host memory; its operators are the CPU's, so a program that
+is right has bitwise the CPU's results. But each operator, copy and collective is queued on a stream and runs **late**: only when the
+host waits for something, and only as much as that needs, streams taking turns in an order that a seed chooses. What a program has not
+ordered, some seed brings into the wrong order. Memory belongs to streams, is given out again at once, and is poisoned when it is freed.
+
+    pretend.activate()
+    pretend.set_order(seed=3)
+    x = torch.ones(4, device="pretend")
+    with torch.pretend.stream(torch.Stream("pretend")):
+        y = x + 1                     # not ordered behind ``x``: with some seeds NaN
+    y.sum().item()
+
+It is for tests: it is slow, has one device a process, and cannot be taken back. It needs a C++ compiler and ninja, once
+(``build.py``); docs/pretend_device.md says how it is built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from . import torch_compat as compat
+from .build import extension, library, missing_tools
+from .device_module import make_device_module
+from .process_group import BACKEND, MODEL, register_backends
+
+DEVICE_TYPE = "pretend"
+_active: list[bool] = []
+
+
+def activate() -> None:
+    """Make the device this process's accelerator. A second call does nothing. Importing does nothing."""
+    if _active:
+        return
+    _active.append(True)
+    compat.activate_meta_kernels()
+    extension().register_hooks()
+    compat.name_backend(DEVICE_TYPE, lambda: make_device_module(DEVICE_TYPE))
+    register_backends(DEVICE_TYPE)
+
+
+def set_order(seed: int | None) -> None:
+    """How work runs from now on: late, in the order of ``seed``; None: at once, which every legal order must be equal to."""
+    synchronize()
+    extension().configure(seed or 0, seed is None)
+
+
+def synchronize() -> None:
+    """Run everything. Raises: what an operator raised late; memory written after it was freed."""
+    extension().synchronize()
+
+
+def host_waits() -> dict[str, int]:
+    """How often the host waited for the device since ``reset_counts``, by reason."""
+    counts: dict[str, int] = extension().host_waits()
+    return counts
+
+
+def launches() -> dict[str, int]:
+    """How many collectives were launched since ``reset_counts``, by kind; coalesced ones count once."""
+    counts: dict[str, int] = extension().launches()
+    return counts
+
+
+def reset_counts() -> None:
+    """Count from 0."""
+    extension().reset_counts()
+
+
+@contextlib.contextmanager
+def no_host_waits(*kinds: str) -> Iterator[None]:
+    """Inside, waiting for the device is an error; with ``kinds``, for these reasons only."""
+    extension().set_refused_waits(list(kinds), not kinds)
+    try:
+        yield
+    finally:
+        extension().set_refused_waits([], False)
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Inside, what a graph capture refuses is an error: waiting for the device, asking events, ``record_stream``'s deferred frees."""
+    synchronize()
+    extension().set_capturing(True)
+    try:
+        yield
+    finally:
+        extension().set_capturing(False)
+
+
+@contextlib.contextmanager
+def traced() -> Iterator[list[str]]:
+    """Afterwards the list holds what ran, in order: ``"<stream> <kind> <name>"``."""
+    ran: list[str] = []
+    extension().set_tracing(True)
+    try:
+        yield ran
+    finally:
+        ran.extend(extension().take_trace())
+        extension().set_tracing(False)
+
+
+def memory_stats() -> dict[str, int]:
+    """Bytes allocated, at most allocated, and reserved; blocks, allocations so far, segments."""
+    stats: dict[str, int] = extension().memory_stats()
+    return stats
+
+
+__all__ = [
+    "BACKEND",
+    "DEVICE_TYPE",
+    "MODEL",
+    "activate",
+    "capturing",
+    "host_waits",
+    "launches",
+    "library",
+    "memory_stats",
+    "missing_tools",
+    "no_host_waits",
+    "reset_counts",
+    "set_order",
+    "synchronize",
+    "traced",
+]

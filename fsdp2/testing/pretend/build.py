@@ -1,0 +1,61 @@
+"""Compile the device once: into a folder whose name is a hash of its sources, of torch, and of Python.
+
+It refuses to know what the sources do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import torch_compat as compat
+
+NAME = "fsdp2_pretend_device"
+SOURCES = Path(__file__).parent / "csrc"
+
+
+def missing_tools() -> list[str]:
+    """What must be installed first: a C++ compiler and ninja."""
+    return [" or ".join(names) for names in (("g++", "c++", "clang++"), ("ninja",)) if not any(map(shutil.which, names))]
+
+
+def build_folder() -> Path:
+    """FSDP2_BUILD_DIR, or ``build/`` beside the package (which git ignores)."""
+    root = os.environ.get("FSDP2_BUILD_DIR") or Path(__file__).parents[3] / "build"
+    digest = hashlib.sha256(f"{torch.__version__} {sys.version}".encode())
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(path.name.encode() + path.read_bytes())
+    return Path(root) / f"pretend-{digest.hexdigest()[:16]}"
+
+
+def library() -> Path:
+    """The compiled device, compiled now if nobody has; about a minute. Several processes may ask at the same time."""
+    folder = build_folder()
+    target = folder / f"{NAME}.so"
+    if not target.exists():
+        work = folder / f"by-{os.getpid()}"
+        work.mkdir(parents=True, exist_ok=True)
+        compat.compile_extension(NAME, [str(path) for path in sorted(SOURCES.glob("*.cpp"))], str(work))
+        (work / f"{NAME}.so").replace(target)  # whoever comes second finds all of it or nothing
+        shutil.rmtree(work, ignore_errors=True)
+    return target
+
+
+@cache
+def extension() -> Any:
+    """The module of the compiled device."""
+    loader = importlib.machinery.ExtensionFileLoader(NAME, str(library()))
+    spec = importlib.util.spec_from_file_location(NAME, loader.path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from pathlib import Path
@@ -39,3 +40,22 @@ def test_files_that_the_documents_name_exist():
     pages = [page for page in sorted((ROOT / "docs").glob("*.md")) if page.name != "log.md"]  # which says what was, too
     named = [(page.name, name) for page in pages for name in re.findall(rf"`((?:{folders})/[\w/]+\.py)`", page.read_text())]
     assert [f"{page}: {name}" for page, name in named if not (PACKAGE / name).exists()] == []
+
+
+def attributes_of(node: ast.ClassDef) -> set[str]:
+    """What a class assigns to ``self``, and its annotated fields."""
+    found = {each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)}
+    for each in ast.walk(node):
+        if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store) and getattr(each.value, "id", None) == "self":
+            found.add(each.attr)
+    return found
+
+
+def test_a_class_of_more_than_fifteen_attributes_says_why():
+    silent = [
+        f"{path.relative_to(PACKAGE)}: {node.name}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and len(attributes_of(node)) > 15 and "attributes" not in (ast.get_docstring(node) or "")
+    ]
+    assert silent == []

@@ -84,7 +84,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer | None, x: Tensor) -
 def terms(module: nn.Module) -> TransientBytes:
     """The terms of the module's one group, from its plans."""
     (group,) = module._get_fsdp_state().groups
-    reduce_layout = group.gradients._plan.layout
+    reduce_layout = group.gradients._planned.plan.layout
     nbytes = reduce_layout.unsharded_numel * group.plan.reduce_dtype.itemsize
     backend = dist.get_backend(group.mesh.shard_group)
     ranks = group.mesh.shard_size

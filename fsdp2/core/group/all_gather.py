@@ -45,7 +45,10 @@ class GatherTarget:
 
 
 class Gather:
-    """Fills a storage from the flat shards of ``process_group``; reusable, one use at a time."""
+    """Fills a storage from the flat shards of ``process_group``; reusable, one use at a time.
+
+    It has twenty attributes, for what can be computed once is: the first thirteen; the others belong to the gather under way.
+    """
 
     __slots__ = (
         "_algorithm",

@@ -6,7 +6,7 @@ It refuses to know when a reduction starts and in which order.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,10 +16,27 @@ from torch import Tensor
 from ...errors import ArgumentError, OrderError
 from .. import torch_compat as compat
 from ..comm import collectives
+from .group_plan import GroupPlan
 from .memory import GroupMemory
 from .options import MicroBatch, ReductionOptions
 from .reduce_plan import ReducePlan
 from .reduction import Reduction
+
+
+@dataclass
+class _Planned:
+    """A plan and what it was made for.
+
+    trainable:  of the group's parameters
+    has_frozen: a parameter of the plan is not trainable, and was when what waits was added up
+    compact:    for a custom communicator: by which parameters of the plan were used
+    """
+
+    plan: ReducePlan
+    group_plan: GroupPlan
+    trainable: list[bool]
+    has_frozen: bool
+    compact: dict[tuple[bool, ...], ReducePlan] = field(default_factory=dict)
 
 
 class Gradients:
@@ -31,11 +48,7 @@ class Gradients:
         self.micro_batch = MicroBatch()  # of its unit
         self.varying: set[str] = set()  # mesh axes over which something was seen to vary; shared by all units under a root
         self.reached = False  # a backward has begun in a unit that uses the group, and nothing was reduced since
-        self._plan: ReducePlan | None = None
-        self._planned_layout: object = None
-        self._planned_trainable: list[bool] = []
-        self._plans_frozen = False  # a parameter of the plan is not trainable, and was when what waits was added up
-        self._compact_plans: dict[tuple[bool, ...], ReducePlan] = {}
+        self._planned: _Planned | None = None
         self._collected: ReducePlan | None = None  # of the last ``collect``
         self._accumulated: Tensor | None = None
         self._on_leaves = False  # the unsharded parameters hold gradients of backwards that were not to reduce
@@ -52,26 +65,25 @@ class Gradients:
 
     def _current_plan(self) -> ReducePlan:
         """For the parameters that are trainable now, and those of which something waits that was added up."""
-        group = self.group
+        group, before = self.group, self._planned
         trainable = [param.sharded.requires_grad for param in group.params]
         if (
-            self._plan is None
-            or self._planned_layout is not group.plan.layout
-            or self._planned_trainable != trainable
-            or (self._plans_frozen and not self.has_unreduced)
+            before is not None
+            and before.group_plan is group.plan
+            and before.trainable == trainable
+            and (not before.has_frozen or self.has_unreduced)
         ):
-            before, waits = self._plan, self.has_unreduced
-            if waits and (self._planned_layout is not group.plan.layout or self.options.comm is not None):
-                self._refuse_change(trainable)
-            held = before.params if before is not None and waits else []
-            params = [param for param in group.params if param.sharded.requires_grad or param in held]
-            self._plan = plan = ReducePlan(group, params, compact=False)
-            self._plans_frozen = len(params) > sum(trainable)
-            self._planned_layout, self._planned_trainable = group.plan.layout, trainable
-            self._compact_plans.clear()
-            if before is not None and waits:
-                self._move(before, plan)
-        return self._plan
+            return before.plan
+        waits = before if self.has_unreduced else None
+        if waits is not None and (waits.group_plan is not group.plan or self.options.comm is not None):
+            self._refuse_change(waits, trainable)
+        waiting = [] if waits is None else waits.plan.params
+        params = [param for param in group.params if param.sharded.requires_grad or param in waiting]
+        plan = ReducePlan(group, params, compact=False)
+        self._planned = _Planned(plan, group.plan, trainable, has_frozen=len(params) > sum(trainable))
+        if waits is not None:
+            self._move(waits.plan, plan)
+        return plan
 
     def _move(self, before: ReducePlan, plan: ReducePlan) -> None:
         """Lay what waits as ``plan`` does, which has all parameters of ``before``."""
@@ -84,15 +96,15 @@ class Gradients:
         if self.partial is not None:
             self.partial = plan.moved(self.partial, before, 1)
 
-    def _refuse_change(self, trainable: list[bool]) -> None:
+    def _refuse_change(self, before: _Planned, trainable: list[bool]) -> None:
         """What was accumulated has the layout of the parameters as they were."""
         group = self.group
         where = group.fqn or "the root"
         toggled = []
         what = f"dtype or memory of the parameters of {where}"
-        if self._planned_layout is group.plan.layout:
-            pairs = zip(group.params, trainable, self._planned_trainable, strict=True)
-            toggled = [f"{param.fqn} requires_grad={now}" for param, now, before in pairs if now is not before]
+        if before.group_plan is group.plan:
+            pairs = zip(group.params, trainable, before.trainable, strict=True)
+            toggled = [f"{param.fqn} requires_grad={now}" for param, now, was in pairs if now is not was]
             what = f"requires_grad of parameters of {where}"
         raise OrderError(
             f"{what} changed while gradients accumulate without sync",
@@ -103,11 +115,12 @@ class Gradients:
 
     def _compact_plan(self, used: list[bool]) -> ReducePlan:
         """For a custom communicator: only the parameters of the plan that were used."""
-        plan = self._compact_plans.get(tuple(used))
+        planned = self._planned
+        assert planned is not None
+        plan = planned.compact.get(tuple(used))
         if plan is None:
-            assert self._plan is not None
-            params = [param for param, wanted in zip(self._plan.params, used, strict=True) if wanted]
-            plan = self._compact_plans[tuple(used)] = ReducePlan(self.group, params, compact=True)
+            params = [param for param, wanted in zip(planned.plan.params, used, strict=True) if wanted]
+            plan = planned.compact[tuple(used)] = ReducePlan(self.group, params, compact=True)
         return plan
 
     @property
@@ -194,8 +207,8 @@ class Gradients:
 
         With sync off they are added to what was accumulated, in reduce dtype, and stay here: None.
         """
-        plan = self._plan
-        assert plan is not None
+        assert self._planned is not None
+        plan = self._planned.plan
         self._refuse_zeros_of_no_dtype()
         used = [grad is not None for grad in grads]
         comm = self.options.comm if self.group.mesh.shard_size > 1 else None

@@ -155,9 +155,12 @@ class Gather:
         """The pieces of ``source`` to send, the packed one first; those of the flat shard itself are cut once."""
         if is_flat and self._flat is source:
             return self._flat_inputs
-        inputs = [source[start:stop] for start, stop in self._direct_bounds]
-        if self._split_sizes:
-            inputs.insert(0, source[self._packed_start :])
+        if self._packed_start == 0 and self._split_sizes:  # all of it is packed
+            inputs = [source]
+        else:
+            inputs = [source[start:stop] for start, stop in self._direct_bounds]
+            if self._split_sizes:
+                inputs.insert(0, source[self._packed_start :])
         if is_flat:
             self._flat, self._flat_inputs = source, inputs
         return inputs

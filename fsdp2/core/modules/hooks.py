@@ -169,7 +169,10 @@ class UnitHooks:
         if schedule.forward is None and unit.device.type != "cpu":
             args, kwargs = map_tensors(functools.partial(Tensor.to, device=unit.device, non_blocking=True), (args, kwargs))
         if self._input_dtype is not None:
-            args, kwargs = map_tensors(self._cast_input, (args, kwargs))
+            if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # by far the most common
+                args = (self._cast_input(args[0]),)
+            else:
+                args, kwargs = map_tensors(self._cast_input, (args, kwargs))
         if compat.profiler_is_on() or compat.functorch_is_active():
             with _around("pre_forward", unit):
                 schedule.begin_forward(unit)

@@ -26,6 +26,9 @@ from .all_gather import disassemble
 from .memory import GroupMemory
 from .param import ShardedParam
 
+CAST_BEHIND_NBYTES = 256 << 10
+"""On the CPU ``chunk_cat`` casts each piece by itself: up to this size of the buffer one cast of all of it costs less."""
+
 
 class ReducePlan:
     """The reduce-scatter of one set of trainable parameters: all that can be computed once.
@@ -110,7 +113,12 @@ class ReducePlan:
             dtype = functools.reduce(torch.promote_types, others, self.grad_dtype)
             pieces = [None if piece is None else piece.to(dtype) for piece in pieces]
         try:
-            compat.chunk_cat(pieces, self.num_shards, out.view(self.num_shards, -1))  # type: ignore[arg-type]
+            if out.dtype is not self.grad_dtype and out.device.type == "cpu" and out.nbytes <= CAST_BEHIND_NBYTES:
+                laid = torch.empty(out.shape, dtype=self.grad_dtype)
+                compat.chunk_cat(pieces, self.num_shards, laid.view(self.num_shards, -1))  # type: ignore[arg-type]
+                out.copy_(laid)
+            else:
+                compat.chunk_cat(pieces, self.num_shards, out.view(self.num_shards, -1))  # type: ignore[arg-type]
         except RuntimeError:
             self._refuse_sparse(grads)
             raise

@@ -66,7 +66,7 @@ class _Sent:
 class ExtensionGather:
     """All-gathers parameters with memory of their own; reusable, one use at a time.
 
-    Its twenty-one attributes have three lives: some are its arguments, some belong to the gather under way, some are made at the first.
+    Its twenty-two attributes have three lives: some are its arguments, some belong to the gather under way, some are made at the first.
 
     Note: extensions and streams. What ``start`` allocates lies on the gather stream and is read on compute, by ``finish`` and
     (metadata) by the user's operations. Every ``start`` of every group orders the gather stream behind compute first, so that what

@@ -29,7 +29,7 @@ class Reduction:
     """One reduction on its way: reduce-scatter, perhaps all-reduce, then the sharded parameters get their gradients.
 
     On a stream device everything is queued at once. On the host each leg is waited for when ``advance`` or ``finish`` is called. Of its
-    sixteen attributes half are what it was started with; the others are the buffers, handles and events of its legs.
+    seventeen attributes half are what it was started with; the others are the buffers, handles and events of its legs.
     """
 
     __slots__ = (

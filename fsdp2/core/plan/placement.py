@@ -103,6 +103,10 @@ def _problem(param: nn.Parameter, mesh: DataParallelMesh, placement: Any) -> str
         return f"is a DTensor that waits for a reduction, with placements {param.placements}; redistribute it"
     if param.layout is not torch.strided:
         return f"is not dense but {param.layout}"
+    if not isinstance(param, DTensor) and compat.has_spmd_types(param):
+        if mesh.spmd is None:
+            return "has spmd_types annotations, which need a full mesh with named axes, and dp_mesh_dims"
+        return "has spmd_types annotations, which fsdp2 does not read yet; distribute_tensor makes it a DTensor on the full mesh"
     if placement is not None and not isinstance(placement, Shard):
         return f"shard_placement_fn returned {placement!r}"
     if placement is not None and not -param.ndim <= placement.dim < max(param.ndim, 1):

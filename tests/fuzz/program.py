@@ -234,6 +234,10 @@ def tidy(program: Program) -> Program:
     if program.ignores:
         program = replace(program, unused=True)
     steps = tuple(_tidy_step(step, program) for step in program.steps)
+    if program.in_hooks and any(node.times > 1 or node.kind == "again" for node in nodes(program).values()):
+        # Each re-entrant segment is a backward of its own, after which the hooks of a plain model's parameters run, too.
+        saved = {name: replace(node, checkpoint=node.checkpoint.replace("reentrant", "saved")) for name, node in nodes(program).items()}
+        program = replace(program, root=mapped(program.root, saved))
     single = all(len(s.micros) == 1 and s.micros[0].forwards == 1 and s.micros[0].failure is None for s in steps)
     plain = program.losses == "sum" and not any(s.clip or s.micros[0].penalty for s in steps)
     local = any(node.ignored or unit_above(node, above) is None for node, above in walk(program.root))
@@ -255,8 +259,12 @@ def _tidy_node(node: Node, above: tuple[Node, ...], program: Program, known: dic
         node = replace(node, in_place="")
     if not is_leaf or node.kind == "idle":
         node = replace(node, borrows="")
-    if node.kind == "idle":  # it returns its input itself, on which a hook, or a sum without grad mode, means something else
-        node = replace(node, hook="" if node.hook == "tensor" else node.hook, detach="" if node.detach == "no_grad" else node.detach)
+    if (
+        node.kind == "idle"
+    ):  # it returns its input itself, on which a hook, or a sum without grad mode (here below), means something else
+        node = replace(node, hook="" if node.hook == "tensor" else node.hook)
+    if node.detach == "no_grad" and any(each.kind in ("idle", "again") for each, _ in walk(node)):
+        node = replace(node, detach="")
     if not is_leaf or node.kind == "again":
         node = replace(node, frozen=False, ignored=False, extension=False, float32=False, tied_to="")
     if not above:
@@ -322,6 +330,9 @@ def _may_be_called(node: Node, above: tuple[Node, ...], other: Node | None, prog
     if other is None or other.unit is None or other.unit.label or node.unit is not None or program.ignores:
         return False
     if any(each.name == other.name for each in above) or any(each.kind == "again" for each, _ in walk(other)):
+        return False
+    inside = {each.name for each, _ in walk(other)}
+    if any(each.borrows not in ("", *inside) for each, _ in walk(other)):  # what is lent is unsharded where the other is, not here
         return False
     path = path_to(program, other.name)
     if any(each.skip == "rank" for each in (*above, *path)):

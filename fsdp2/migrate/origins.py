@@ -13,6 +13,7 @@ FSDP2_NAMES = frozenset(
         "CPUOffloadPolicy",
         "DataParallelMeshDims",
         "FSDPModule",
+        "GradientReductionHandle",
         "MixedPrecisionPolicy",
         "OffloadPolicy",
         "UnshardHandle",

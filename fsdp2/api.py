@@ -177,8 +177,11 @@ class FSDPModule:
         """
         unit = _unit(self)
         refuse_meta([unit])
+        schedule = schedule_of(unit)
+        tree = schedule.tree
+        if schedule.forward is None and not schedule.backward:
+            tree.reshard_what_is_out_of_date(unit.uses)  # else it would stay as it is, and count as up to date
         unit.issue(copy=async_op)
-        tree = schedule_of(unit).tree
         tree.leave_unsharded(unit)
         tree.step.left_by_forward.discard(unit)
         handle = UnshardHandle(unit)

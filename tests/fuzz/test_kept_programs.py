@@ -111,6 +111,10 @@ KEPT = {
         ignores=True,
         unused=True,
     ),
+    "unshard() of what was kept unsharded while its weights were written made that count as up to date": Program(
+        root=Node("root", children=(Node("a", "linear", unit=Unit(reshard=False)),), unit=Unit()),
+        steps=(Step((Micro((Action("evaluate"), Action("write"), Action("unshard", "a"))),)),),
+    ),
 }
 
 

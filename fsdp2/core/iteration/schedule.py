@@ -105,6 +105,7 @@ class Schedule:
         if self.backward is not None and self.backward.has_failed():
             self._end_failed_backward()
         tree.reshard_what_is_out_of_date()
+        tree.step.left_by_forward.clear()
         log = None
         if self._logs_forwards and torch.is_grad_enabled():
             self.logs = self.logs or ForwardLogs()

@@ -6,7 +6,7 @@ It refuses to know hooks, autograd graphs and buffers, and when a forward or a b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -73,15 +73,17 @@ class UnitTree:
         for group in unit.uses:
             self.step.unsharded[group] = group.shards_version()
 
-    def reshard_what_is_out_of_date(self) -> None:
-        """A forward begins: shards of what stayed unsharded may have been written since."""
+    def reshard_what_is_out_of_date(self, groups: Iterable[ParamGroup] | None = None) -> None:
+        """Of ``groups``, or of all: shards of what stayed unsharded may have been written since."""
         unsharded = self.step.unsharded
-        for group, version in list(unsharded.items()):  # this forward may run only some of them
+        for group in list(unsharded) if groups is None else groups:  # a forward that begins may run only some of them
+            version = unsharded.get(group)
+            if version is None:
+                continue
             group.take_over_toggles()
             if group.is_out_of_date(version):  # all ranks see that alike; whether one is HIDDEN may depend on who looked
                 group.reshard_for_all()
                 del unsharded[group]
-        self.step.left_by_forward.clear()
 
     def reshard_after_forward(self, unit: Unit, stays: bool = False) -> None:
         """Free what backward does not need of a unit that has run (``stays``: nothing)."""

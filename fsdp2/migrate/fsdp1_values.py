@@ -120,6 +120,9 @@ def mixed_precision(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExp
         editor.refuse("fsdp1", old, "MixedPrecision(**...): what it is given is not written here")
         return new
     kept = [keyword(name, arg.value, arg) for name, arg in given.by_name.items() if name in ("param_dtype", "reduce_dtype")]
+    computed = given.value("param_dtype")
+    if "reduce_dtype" not in given.by_name and computed is not None and not is_none(computed):
+        kept.append(keyword("reduce_dtype", computed))  # as FSDP1; what None means depends on the version of torch
     casts = {given.text("cast_forward_inputs", "False"), given.text("cast_root_forward_inputs", "True")}
     if casts == {"False"}:
         kept.append(keyword("cast_forward_inputs", cst.Name("False")))

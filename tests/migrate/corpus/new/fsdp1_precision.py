@@ -12,7 +12,7 @@ PRECISIONS = {
     "fp32": None,
     "bf16": fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     "comm": fsdp2.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
-    "none": fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False),
+    "none": fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, cast_forward_inputs=False),
 }
 
 

@@ -6,7 +6,7 @@ import libcst as cst
 
 from .editor import Editor, Rules
 from .origins import new_home
-from .syntax_trees import code
+from .syntax_trees import arguments, code, is_none
 
 
 def by_module(editor: Editor, old: cst.Attribute, new: cst.BaseExpression) -> cst.BaseExpression:
@@ -32,4 +32,17 @@ def private_name(editor: Editor, old: cst.Name, new: cst.BaseExpression) -> cst.
     return new
 
 
-RULES = Rules(nodes={cst.Attribute: [by_module], cst.Name: [private_name]})
+def mixed_precision(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
+    """What ``reduce_dtype=None`` means depends on the installed torch, under its own FSDP2 as here."""
+    given = arguments(new.args, ("param_dtype", "reduce_dtype"))
+    computed, reduced = given.value("param_dtype"), given.value("reduce_dtype")
+    if computed is not None and not is_none(computed) and (reduced is None or is_none(reduced)):
+        editor.note(
+            old,
+            "without reduce_dtype, gradients of fp32 parameters travel in fp32 from torch 2.15 on, twice the bytes of bf16; "
+            f"reduce_dtype={code(computed)} keeps the traffic of torch 2.14.",
+        )
+    return None
+
+
+RULES = Rules(calls={"fsdp:MixedPrecisionPolicy": mixed_precision}, nodes={cst.Attribute: [by_module], cst.Name: [private_name]})

@@ -224,3 +224,21 @@ def test_buffers_whose_cast_has_no_place_stay_with_compat(file: Any, body: str) 
     assert "fsdp2.compat" in (new := path.read_text())
     assert "buffer_dtype=torch.bfloat16" in new
     assert ".buffers()" not in new
+
+
+@pytest.mark.parametrize(
+    ("given", "is_told"),
+    [
+        ("param_dtype=torch.bfloat16", True),
+        ("torch.bfloat16", True),
+        ("param_dtype=torch.bfloat16, reduce_dtype=torch.float32", False),
+        ("output_dtype=torch.float32", False),
+    ],
+)
+def test_a_policy_of_fsdp2_without_reduce_dtype_is_told_what_torch_2_15_makes_of_it(file: Any, given: str, is_told: bool) -> None:
+    imports = "import torch\nfrom torch.distributed.fsdp import MixedPrecisionPolicy\n\n"
+    path = file("train.py", f"{imports}policy = MixedPrecisionPolicy({given})\n")
+    assert main(["migrate", "--write", str(path)]) == 0
+    text = path.read_text()
+    assert "from fsdp2 import MixedPrecisionPolicy" in text
+    assert ("reduce_dtype=torch.bfloat16 keeps" in " ".join(text.replace("#", " ").split())) is is_told

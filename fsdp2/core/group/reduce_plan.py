@@ -109,12 +109,13 @@ class ReducePlan:
                 flags = flags.clone()
                 flags[:, missing] = 0
             pieces[self._piece_of_slot[-1]] = flags
+        dtype = self.grad_dtype
         if others:
             dtype = functools.reduce(torch.promote_types, others, self.grad_dtype)
             pieces = [None if piece is None else piece.to(dtype) for piece in pieces]
         try:
-            if out.dtype is not self.grad_dtype and out.device.type == "cpu" and out.nbytes <= CAST_BEHIND_NBYTES:
-                laid = torch.empty(out.shape, dtype=self.grad_dtype)
+            if out.dtype is not dtype and out.device.type == "cpu" and out.nbytes <= CAST_BEHIND_NBYTES:
+                laid = torch.empty(out.shape, dtype=dtype)
                 compat.chunk_cat(pieces, self.num_shards, laid.view(self.num_shards, -1))  # type: ignore[arg-type]
                 out.copy_(laid)
             else:

@@ -38,7 +38,7 @@ from harness.models import MLP, batches, mlp
 from harness.subclasses import RowInt8, wrap_weights
 from harness.training import assert_equal_training, assert_same_bits, fed_own_chunk, fed_whole, forced, forward_backward, sgd
 
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 BF16_REDUCE_FP32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 ROWS = (24, 7)  # on four ranks, two micro-batches of three rows each

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard, set_semantics
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
 from harness.training import (
@@ -87,8 +87,10 @@ def test_bf16_parameters_reduced_in_fp32(gather):
 def test_bf16_parameters_reduced_in_bf16(reduce_dtype, after, world_size):
     model = mlp()
     reference = copy.deepcopy(model)
+    set_semantics("2.13")  # by which None is the dtype that forward computes with
     with forced(reduce_scatter="all_to_all" if after else "exchange"):
         shard(model, MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype), after=after)
+    set_semantics("torch")
     steps = fed_own_chunk(model, batches(), adamw)
     assert_same_bits(without_losses(steps), without_losses(cast_by_hand(reference, batches(), BF16, BF16)))
 

@@ -320,4 +320,4 @@ def test_one_process_plays_a_rank_of_many():
     assert gathered.tolist() == [1.0, 2.0] * 8
     averaged = torch.empty(2, device="pretend")
     compat.reduce_scatter_single(averaged, gathered, dist.ReduceOp.AVG, world(), False)
-    assert averaged.tolist() == [1.0, 2.0]
+    assert averaged.tolist() == [1.4375, 2.875]  # rank r has 1 + r / 8 times this one's

@@ -1,0 +1,216 @@
+"""Ways to train on the pretend accelerator, ours or torch's FSDP2, and what came of every step, on the host."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from fsdp2.testing import pretend
+from harness.models import batches, mlp
+from harness.subclasses import RowInt8, wrap_weights
+from harness.training import Step, fed_own_chunk, forward_backward, sgd
+
+BF16 = {"mp_policy": fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One way to train. mesh: its shape, () for all ranks."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    mesh: tuple[int, ...] = ()
+    prepare: Callable[[Any], None] = lambda model: None
+    iteration: Callable[[Any, Tensor], Tensor] = forward_backward
+    model: Callable[[], nn.Module] = mlp
+
+
+def in_two_micro_batches(model: Any, x: Tensor, reduce_first: bool = True) -> Tensor:
+    losses = []
+    for index, rows in enumerate(x.chunk(2)):
+        model.set_is_last_backward(index == 1)
+        model.set_requires_gradient_sync(reduce_first or index == 1)
+        losses.append(model(rows).square().mean())
+        (losses[-1] / 2).backward()
+    return torch.stack(losses).mean()
+
+
+def in_partly_reduced_micro_batches(model: Any, x: Tensor) -> Tensor:
+    losses = []
+    for index, rows in enumerate(x.chunk(2)):
+        model.set_is_last_backward(index == 1)
+        model.set_requires_all_reduce(index == 1)
+        losses.append(model(rows).square().mean())
+        (losses[-1] / 2).backward()
+    return torch.stack(losses).mean()
+
+
+def with_an_evaluation(model: Any, x: Tensor) -> Tensor:
+    loss = forward_backward(model, x)
+    with torch.no_grad():
+        return loss + model(x).square().mean()
+
+
+def unsharded_over_the_step(model: Any, x: Tensor) -> Tensor:
+    """``optimizer.step()`` comes between ``unshard(async_op=True)`` and its wait; what was gathered before it is computed with."""
+    handle = model.__dict__.pop("handle", None)
+    if handle is not None:
+        handle.wait()
+    loss = forward_backward(model, x)
+    model.handle = model.blocks[1].unshard(async_op=True)
+    return loss
+
+
+def with_a_shorter_evaluation(model: Any, x: Tensor) -> Tensor:
+    """It leaves out a block that was prefetched, and no backward cleans up behind it."""
+    blocks = model.blocks
+    loss = forward_backward(model, x)
+    model.blocks = nn.ModuleList(list(blocks)[:2])
+    with torch.no_grad():
+        model(x)
+    model.blocks = blocks
+    return loss
+
+
+def unsharded_on_a_side_stream(model: Any, x: Tensor) -> Tensor:
+    """With other work there, whose memory is what the side stream is given back."""
+    module = torch.get_device_module(x.device)
+    if x.device.type == "cpu":
+        return forward_backward(model, x)
+    side = model.__dict__.setdefault("side", torch.Stream(x.device))
+    side.wait_stream(module.current_stream())
+    with module.stream(side):
+        model.unshard(async_op=True)
+    loss = model(x).square().mean()
+    with module.stream(side):
+        torch.zeros(1000, device=x.device)
+    loss.backward()
+    with module.stream(side):
+        torch.zeros(1000, device=x.device)
+    return loss
+
+
+def written_on_a_side_stream(model: Any, x: Tensor) -> Tensor:
+    """As an optimizer on a stream of its own writes, of whose end the model is told."""
+    side = None if x.device.type == "cpu" else model.__dict__.setdefault("side", torch.Stream(x.device))
+    if side is not None:
+        side.wait_stream(torch.accelerator.current_stream())
+    with torch.no_grad(), contextlib.nullcontext() if side is None else torch.pretend.stream(side):
+        for param in model.parameters():
+            param.to_local().mul_(0.9)
+    if side is not None:
+        model.set_post_optim_event(side.record_event())
+    return forward_backward(model, x)
+
+
+def with_extensions() -> nn.Module:
+    return wrap_weights(mlp(), RowInt8)
+
+
+class FailureError(Exception):
+    """Planted."""
+
+
+def after_a_failed_backward(model: Any, x: Tensor) -> Tensor:
+    def fail(*args: object) -> None:
+        raise FailureError
+
+    handle = model.blocks[1].down.register_full_backward_hook(fail)
+    loss = model(x).square().mean()
+    with contextlib.suppress(FailureError):
+        loss.backward()
+    handle.remove()
+    model.reset_iter_state()
+    model.zero_grad()
+    return forward_backward(model, x)
+
+
+def halve_in_a_hook(model: Any) -> None:
+    for module in [model, *model.blocks]:
+        device = next(module.parameters()).device
+        stream = None if device.type == "cpu" else torch.Stream(device)
+        module.set_all_reduce_hook(lambda grad: grad.mul_(0.5), stream=stream)
+
+
+def prefetch_two_deep(model: Any) -> None:
+    order = [model, *model.blocks]
+    for index, module in enumerate(order):
+        module.set_modules_to_forward_prefetch(order[index + 1 : index + 3])
+        module.set_modules_to_backward_prefetch(order[max(index - 2, 1) : index][::-1])
+
+
+SCENARIOS = {
+    "plain": Scenario(),
+    "bf16": Scenario(options=BF16),
+    "evaluation": Scenario(iteration=with_an_evaluation),
+    "keep_after_forward": Scenario(options={"reshard_after_forward": False}),
+    "micro_batches": Scenario(iteration=in_two_micro_batches),
+    "micro_batches_unreduced": Scenario(iteration=lambda model, x: in_two_micro_batches(model, x, reduce_first=False)),
+    "two_deep": Scenario(prepare=prefetch_two_deep),
+    "offload": Scenario(options={"offload_policy": fsdp2.CPUOffloadPolicy()}),
+    "offload_bf16": Scenario(options={**BF16, "offload_policy": fsdp2.CPUOffloadPolicy()}),
+}
+SCENARIOS_2D = {
+    "hsdp": Scenario(mesh=(1, 2)),
+    "replicated": Scenario(mesh=(2, 1)),
+    "replicated_bf16": Scenario(mesh=(2, 1), options=BF16),
+    "replicated_partial": Scenario(mesh=(2, 1), iteration=in_partly_reduced_micro_batches),
+    "replicated_partial_bf16": Scenario(mesh=(2, 1), options=BF16, iteration=in_partly_reduced_micro_batches),
+}
+MORE_SCENARIOS = {  # which torch's FSDP2 does not train, or which add nothing on real ranks
+    "offload_micro_batches": Scenario(options={"offload_policy": fsdp2.CPUOffloadPolicy()}, iteration=in_two_micro_batches),
+    "offload_evaluation": Scenario(options={"offload_policy": fsdp2.CPUOffloadPolicy()}, iteration=with_an_evaluation),
+    "hsdp_partial": Scenario(mesh=(1, 2), iteration=in_partly_reduced_micro_batches),
+    "unshard_over_the_step": Scenario(iteration=unsharded_over_the_step),
+    "shorter_evaluation": Scenario(iteration=with_a_shorter_evaluation),
+    "unshard_on_a_side_stream": Scenario(iteration=unsharded_on_a_side_stream),
+    "written_on_a_side_stream": Scenario(iteration=written_on_a_side_stream),
+    "extensions": Scenario(model=with_extensions),
+    "failed_backward": Scenario(iteration=after_a_failed_backward),
+    "all_reduce_hook": Scenario(prepare=halve_in_a_hook),
+    "all_reduce_hook_bf16": Scenario(prepare=halve_in_a_hook, options=BF16),
+}
+
+
+def train(scenario: Scenario, device_type: str, fully_shard: Any = fsdp2.fully_shard) -> list[Step]:
+    """Three steps of a model on ``device_type``; what came of them, on the host."""
+    shape = scenario.mesh or (dist.get_world_size(),)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    model: Any = scenario.model().to(device_type)
+    options = dict(scenario.options)
+    if fully_shard is torch_fsdp.fully_shard:
+        translate = {"mp_policy": torch_fsdp.MixedPrecisionPolicy, "offload_policy": torch_fsdp.CPUOffloadPolicy}
+        options = {name: translate[name](**vars(value)) if name in translate else value for name, value in options.items()}
+    for module in [*model.blocks, model]:
+        fully_shard(module, mesh=mesh, **options)
+    scenario.prepare(model)
+    inputs = [x.to(device_type) for x in batches(3, (8, 7))]
+    return on_host(fed_own_chunk(model, inputs, sgd, scenario.iteration))
+
+
+def on_host(steps: list[Step]) -> list[Step]:
+    def local(tensor: Tensor | None) -> Any:
+        if isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        return None if tensor is None else tensor.detach().cpu()
+
+    def locals_of(tensors: dict[str, Any]) -> dict[str, Any]:
+        return {name: local(tensor) for name, tensor in tensors.items()}
+
+    return [Step(local(step.loss), locals_of(step.grads), locals_of(step.params)) for step in steps]
+
+
+def train_late(seed: int | None, scenario: Scenario, **more: Any) -> list[Step]:
+    pretend.set_order(seed)
+    steps = train(scenario, "pretend", **more)
+    pretend.synchronize()
+    return steps

@@ -115,6 +115,27 @@ KEPT = {
         root=Node("root", children=(Node("a", "linear", unit=Unit(reshard=False)),), unit=Unit()),
         steps=(Step((Micro((Action("evaluate"), Action("write"), Action("unshard", "a"))),)),),
     ),
+    "a recomputation of a unit that gets plain data gathered it ahead of what other ranks gather before": Program(
+        seed=6925,
+        dim=3,
+        root=Node(
+            "root",
+            "heads",
+            children=(
+                Node(
+                    "a",
+                    children=(Node("b", children=(Node("d", "bare", unit=Unit()),), detach="output"), Node("f", "bare")),
+                    checkpoint="saved",
+                ),
+                Node("g", "bare", unit=Unit(), detach="output"),
+                Node("l", "bare", unit=Unit()),
+            ),
+            unit=Unit(),
+        ),
+        steps=(Step((Micro(reshard=False, forwards=2),)),),
+        ignores=True,
+        unused=True,
+    ),
 }
 
 

@@ -143,7 +143,7 @@ class Backward:
         """
         tree = self._tree
         self.end_recomputations()
-        step = tree.step = tree.step.after_backward(is_last)
+        tree.step = tree.step.after_backward(is_last)
         for unit in reversed(tree.units):
             pends = False
             for group in unit.groups:
@@ -159,7 +159,6 @@ class Backward:
                 tree.leave_unsharded(unit)
             if unit.calls.to_run:  # of a recomputation that ran a part of the list
                 unit.calls.end_pass()
-        assert tree.step is step
         release(self._prefetched)
 
 

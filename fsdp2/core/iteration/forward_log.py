@@ -151,7 +151,10 @@ class Reading:
         """``unit`` runs again, maybe before its backward begins: yields the moments before that which this rank has left out."""
         for log in reversed(self._logs.values()):
             for call in reversed(log.calls.get(unit, ()) if log.number in self._to_come else ()):
-                begins = call.begin_at is not None and not self.is_done(call, is_end=False) and call.is_in_this_backward()
+                # Of a call without inputs, or whose output was detached, nobody knows: then this is the one that runs again.
+                is_known = bool(call.graph())
+                is_reached = call.is_in_this_backward() if is_known else call.begun in (-1, self._task)
+                begins = call.begin_at is not None and not self.is_done(call, is_end=False) and is_reached
                 if begins and call.segment is not None:
                     assert call.begin_at is not None
                     for later in reversed(self._logs.values()):

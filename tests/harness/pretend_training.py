@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -189,7 +189,10 @@ def train(scenario: Scenario, device_type: str, fully_shard: Any = fsdp2.fully_s
     options = dict(scenario.options)
     if fully_shard is torch_fsdp.fully_shard:
         translate = {"mp_policy": torch_fsdp.MixedPrecisionPolicy, "offload_policy": torch_fsdp.CPUOffloadPolicy}
-        options = {name: translate[name](**vars(value)) if name in translate else value for name, value in options.items()}
+        for name, torchs in translate.items():
+            if name in options:
+                known = {each.name: getattr(options[name], each.name) for each in fields(torchs)}
+                options[name] = torchs(**known)
     for module in [*model.blocks, model]:
         fully_shard(module, mesh=mesh, **options)
     scenario.prepare(model)

@@ -135,4 +135,4 @@ class Unsharded:
 
 
 def _do_nothing() -> None:
-    """How unsharded parameters that are the flat shard are freed."""
+    """How unsharded parameters are freed that are the flat shard, or whose storage is kept."""

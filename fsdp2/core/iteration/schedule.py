@@ -1,4 +1,4 @@
-"""Order and prefetch: the life of one iteration.
+"""The life of iterations: forwards and backwards begin, end, and fail.
 
 A ``Schedule`` is shared by all units under one root and begins and ends its forwards and backwards: a ``Forward`` or a ``Backward``
 decides when each unit is unsharded, resharded and reduced. The hooks on the user's modules and graphs report here, and what an

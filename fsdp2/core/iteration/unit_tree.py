@@ -21,7 +21,7 @@ class Step:
     """What forwards leave to the backward and the forward that follow; replaced as a whole when it is used up, or dropped.
 
     order:     units in the order in which their forward calls ended since the last backward, for backward prefetch
-    positions:    of each unit there, the last one last
+    positions: of each unit there, the last one last
     unsharded: groups that stay unsharded (or on the smaller mesh) until the next forward, and the version of their shards
     left_by_forward: units that the last forward left so
     """
@@ -51,10 +51,10 @@ class Step:
 class UnitTree:
     """All units under one root.
 
-    units:    in the order of named_modules(); the root first
+    units:         in the order of named_modules(); the root first
     holds_pending: the user ends iterations, and what the end of a backward has left waits for that
-    records:  for each unit whose forward began an iteration, the order in which units ran in the last one
-    step:     the one under way
+    records:       for each unit whose forward began an iteration, the order in which units ran in the last one
+    step:          the one under way
     """
 
     def __init__(self, root: Unit, units: Sequence[Unit]) -> None:
@@ -62,7 +62,7 @@ class UnitTree:
         self.units = units
         self.streams: Streams = streams_of(root.device)
         self.automatic_prefetch = True
-        self.holds_pending = False  # the user ends iterations: what an end of backward has not reduced waits too
+        self.holds_pending = False
         self.reductions = Reductions()
         self.records: dict[Unit, list[Unit]] = {}
         self.step = Step()

@@ -1,7 +1,7 @@
 """fsdp2: an independent, DTensor-based ``fully_shard``."""
 
 from . import wrap
-from .api import FSDPModule, UnshardHandle, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from .api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from .clip import clip_grad_norm_, get_total_norm
 from .compiled import compile, uncompile  # noqa: A004 (named after torch.compile)
 from .core.iteration.finalization import GradientReductionHandle
@@ -20,6 +20,7 @@ from .errors import (
     OrderError,
     ParameterError,
 )
+from .fsdp_module import FSDPModule, UnshardHandle
 from .materialize import materialize
 from .policy import (
     AllGather,

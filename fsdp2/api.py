@@ -1,4 +1,4 @@
-"""``fully_shard`` and what it gives a module: the public surface, argument by argument that of torch's FSDP2.
+"""``fully_shard`` and the other functions of torch's FSDP2, argument by argument (methods: ``fsdp_module.py``).
 
 This file has what was passed checked (``core/setup/arguments.py``) and hands it down; how anything is done stands below ``core/``.
 """
@@ -7,53 +7,29 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any, Literal, cast, overload
+from collections.abc import Callable
+from typing import Any, overload
 
-import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from .core import torch_compat as compat
-from .core.comm import collectives
-from .core.comm.communicators import (
-    ProcessGroupAllGather,
-    ProcessGroupReduceScatter,
-    SymmetricAllGather,
-    SymmetricReduceScatter,
-    warn_without_effect,
-)
-from .core.comm.process_groups import another_over
-from .core.iteration.finalization import CommContext, GradientReductionHandle
-from .core.iteration.first_forward import refuse_meta
-from .core.iteration.module_state import ModuleState, schedule_of, unit_of
-from .core.modules.grad_dtypes import kept_grad_dtypes
-from .core.modules.sharded_class import original_class, sharded_class, swap_class
+from .core.iteration.finalization import CommContext
+from .core.iteration.module_state import schedule_of, sharded_unit, unit_of
+from .core.modules.sharded_class import sharded_class, swap_class
 from .core.plan.mesh import read_mesh
 from .core.setup.arguments import (
-    check_bool,
-    check_divide_factor,
-    check_max_input_buffers,
     check_method,
     check_policies,
     checked_modules,
     checked_units,
-    groups_of_one_mesh,
-    refuse_custom,
 )
 from .core.setup.build import build_unit
-from .core.setup.copying import deepcopy_module
-from .errors import ArgumentError, ModuleError
+from .fsdp_module import FSDPModule
 from .policy import (
-    AllGather,
     DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    ReduceScatter,
     ShardPlacementResult,
 )
 
@@ -144,381 +120,6 @@ def fully_shard(
 fully_shard.state = unit_of  # type: ignore[attr-defined]  # as torch's
 
 
-class UnshardHandle:
-    """What ``FSDPModule.unshard(async_op=True)`` returns."""
-
-    def __init__(self, unit: ModuleState | None = None) -> None:
-        self._unit = unit
-
-    def wait(self) -> None:
-        """Make the unsharded parameters usable on the current stream and register them; again: no-op."""
-        if self._unit is not None:
-            self._unit.wait()
-            self._unit = None
-
-
-class FSDPModule:
-    """Mixed into every module that ``fully_shard`` took. Methods marked *recursive* also apply to FSDP modules below."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Making an instance of ``FSDP<Name>``, as slicing a Sequential does, makes one of the original class."""
-        original: Any = original_class(cls)
-        made = original.__new__(original)
-        made.__init__(*args, **kwargs)
-        return made
-
-    # --- parameters ---
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """All-gather this module's parameters, in ``param_dtype`` if that is set, and register them. Not recursive.
-
-        async_op:   return a handle at once. The forward of the module waits for it if nobody did.
-        Collective: yes, over the shard axis.
-        """
-        unit = _unit(self)
-        refuse_meta([unit])
-        schedule = schedule_of(unit)
-        tree = schedule.tree
-        if schedule.forward is None and not schedule.backward:
-            tree.reshard_what_is_out_of_date(unit.uses)  # else it would stay as it is, and count as up to date
-        unit.issue(copy=async_op)
-        tree.leave_unsharded(unit)
-        tree.step.left_by_forward.discard(unit)
-        handle = UnshardHandle(unit)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
-    def reshard(self) -> None:
-        """Register the sharded parameters and free the unsharded ones; waits for a pending unshard first. Not recursive."""
-        unit = _unit(self)
-        for group in unit.uses:
-            group.take_over_toggles()
-        unit.reshard()
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """``nn.Module.named_parameters``, and ``parameters()``, that show what gradients belong to.
-
-        Of what a forward has left unsharded for a backward, the sharded parameters are shown if they have gradients: whoever clips or
-        steps in between must not miss them. Between micro-batches (``set_is_last_backward(False)``) what is unsharded is shown so:
-        zero-bubble schedules ask here for what they differentiate.
-        Collective: no.
-        """
-        schedule = _unit(self).schedule
-        if schedule is not None:
-            schedule.before_listing()
-        named: Iterator[tuple[str, nn.Parameter]] = super().named_parameters(*args, **kwargs)  # type: ignore[misc]
-        return named
-
-    # --- one iteration ---
-
-    def reset_iter_state(self) -> None:
-        """After an exception in forward or backward: make the next iteration valid. Call it on the root.
-
-        Waits for what is under way, reshards everything, and discards gradients that were accumulated without sync; after a failed
-        backward, which may have added to some of them, all gradients. Safe to call twice, and before the first forward.
-        Collective: no.
-        Raises: OrderError on a module that is not the root of its last forward.
-        """
-        unit = _unit(self)
-        if unit.schedule is None:
-            unit.reshard()
-        else:
-            unit.schedule.check_root(unit, "reset_iter_state")
-            unit.schedule.reset()
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward is the last of this iteration: only then does the device's current stream wait for reductions.
-
-        Gradients are there after every backward. Where several roots train together, it is enough to tell one of them.
-        Collective: as ``set_requires_gradient_sync``.
-        """
-        check_bool("set_is_last_backward", "is_last_backward", is_last_backward)
-        schedule = schedule_of(_unit(self))
-        schedule.is_last_backward = is_last_backward
-        schedule.unshard_for_weights()
-
-    def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Let ``finalize_backward`` end each iteration, not the end of a backward (``set_is_last_backward`` is then void). Root only.
-
-        A backward then reduces what its hooks pass, if sync is on; the rest waits for ``finalize_backward``: gradients without sync,
-        and those of modules whose inputs need no gradient.
-        Raises: OrderError on a module that is not the root, and between a backward and its ``finalize_backward``.
-        """
-        check_bool("set_manual_backward_finalization", "enabled", enabled)
-        unit = _unit(self)
-        schedule_of(unit).set_manual(unit, enabled)
-
-    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce and reshard what is pending, by the flags as they are now, and end the iteration. Root only; no-op before a forward.
-
-        With sync off nothing is reduced, and a later call with sync on does it.
-        async_op:   return a handle at once. Until its ``wait()``, this root (and roots that share its communication context) may
-                    neither run forward nor finalize again.
-        Collective: yes, over the shard axis, then the replicate axis.
-        Raises:     OrderError without ``set_manual_backward_finalization(True)``, inside of a backward, with all-reduce off
-        """
-        unit = _unit(self)
-        schedule = unit.schedule
-        if schedule is None or not schedule.settled:
-            return GradientReductionHandle() if async_op else None
-        schedule.check_root(unit, "finalize_backward")
-        handle = schedule.finalize()
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients; if not they accumulate unsharded, in reduce dtype. Recursive.
-
-        Collective: no; yes, over the shard axis, between a forward that resharded and a backward that is now neither the last nor
-        reduces nor reshards, which is how a pipeline stage begins one: zero-bubble schedules differentiate what ``parameters()``
-        shows, so what such a backward keeps is unsharded already here.
-        """
-        check_bool("set_requires_gradient_sync", "requires_gradient_sync", requires_gradient_sync)
-        for unit in _units(self, recurse):
-            unit.set_micro_batch(replace(unit.micro_batch, reduces=requires_gradient_sync, all_reduces=requires_gradient_sync))
-        _unshard_for_weights(self)
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """HSDP: whether backward all-reduces after the reduce-scatter; if not, reduce-scattered gradients accumulate. Recursive."""
-        check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
-        for unit in _units(self, recurse):
-            unit.set_micro_batch(replace(unit.micro_batch, all_reduces=requires_all_reduce))
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """``nn.Module.zero_grad``, also for parameters that are unsharded now, and for gradients accumulated without sync."""
-        for unit in _units(self, recurse=True):
-            if unit.schedule is not None:
-                unit.schedule.finish_reductions()
-            for group in unit.groups:
-                group.gradients.zero(set_to_none)
-        super().zero_grad(set_to_none)  # type: ignore[misc]
-
-    # --- memory against communication ---
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Change ``reshard_after_forward`` (True or False), for the root as well. Recursive."""
-        check_bool("set_reshard_after_forward", "reshard_after_forward", reshard_after_forward)
-        for unit in _units(self, recurse):
-            unit.choose(reshard_after_forward=reshard_after_forward, reshard_is_default=False)
-
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether parameters are resharded after backward; keeping them saves the next micro-batch's gather. Recursive.
-
-        Collective: as ``set_requires_gradient_sync``.
-        """
-        check_bool("set_reshard_after_backward", "reshard_after_backward", reshard_after_backward)
-        for unit in _units(self, recurse):
-            unit.set_micro_batch(replace(unit.micro_batch, reshards=reshard_after_backward))
-        _unshard_for_weights(self)
-
-    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether reshard leaves the memory of unsharded parameters allocated, at addresses that stay (CUDA graphs). Recursive.
-
-        A rank then keeps all unsharded parameters of these modules in memory, in ``param_dtype``.
-        """
-        check_bool("set_keep_unsharded_storage", "keep", keep)
-        for unit in _units(self, recurse):
-            for group in unit.groups:
-                group.keep_storage(keep)
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward needs the parameters at all (an embedding's does not)."""
-        check_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
-        _unit(self).choose(unshard_in_backward=unshard_in_backward)
-
-    # --- prefetch ---
-
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather these as soon as this module's own parameters are there in forward, instead of the recorded next one."""
-        _unit(self).choose(prefetch_forward=checked_units(modules, "set_modules_to_forward_prefetch"))
-
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """The same in backward, instead of the module that ran before."""
-        _unit(self).choose(prefetch_backward=checked_units(modules, "set_modules_to_backward_prefetch"))
-
-    # --- reduction ---
-
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
-        """Call ``hook(reduce_output)`` after the reduction, before gradients are handed out; it may change its argument in place.
-
-        reduce_output: 1-D, reduce dtype. stream: to run it on; not with native HSDP.
-        """
-        unit = _unit(self)
-        for group in unit.groups:
-            gradients = group.gradients
-            if stream is not None and group.mesh.replicate_group is not None:
-                raise ArgumentError(
-                    "set_all_reduce_hook got a stream for a module with native HSDP",
-                    expected="stream cannot be set when using native HSDP",
-                    fix="leave stream out: the hook runs on the all-reduce stream",
-                )
-            gradients.choose(all_reduce_hook=hook, all_reduce_hook_stream=stream)
-
-    def set_gradient_divide_factor(self, factor: float | None) -> None:
-        """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks; None: by that number again."""
-        check_divide_factor(factor)
-        for group in _unit(self).groups:
-            group.gradients.choose(divide_factor=factor)
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Use only SUM in collectives, and divide in kernels of our own."""
-        for group in _unit(self).groups:
-            group.gradients.choose(sum_only=enable)
-
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Give parameters that no rank used a zero gradient instead of None. Recursive.
-
-        A parameter used on some ranks gets its gradient everywhere without this, if every rank's backward reaches its module. With it,
-        ranks gather and reduce in backward whatever their forward ran: the loss of some may ignore outputs that that of others uses.
-        """
-        for unit in _units(self, recurse):
-            for group in unit.groups:
-                group.gradients.choose(reduce_unused=reduce_scatter_unused_params)
-            if unit.schedule is not None:
-                unit.schedule.choose_logs()
-
-    def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
-        """The old name of ``set_gradient_divide_factor``; warns."""
-        warnings.warn("Use `set_gradient_divide_factor` instead", FutureWarning, stacklevel=2)
-        self.set_gradient_divide_factor(factor)
-
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reduce-scatter inputs may be in flight, which bounds their memory; the largest value below a root counts.
-
-        With 1, the default, a group's reduce-scatter has the backward of one group to finish in before it is waited for. Recursive.
-        """
-        check_max_input_buffers(max_input_buffers)
-        for unit in _units(self, recurse):
-            unit.choose(max_reductions=max_input_buffers)
-            if unit.schedule is not None:
-                unit.schedule.choose_max_reductions()
-
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Let reduce-scatters have a process group of their own, so that they run beside all-gathers. Recursive.
-
-        Collective: yes, over the shard axis, when it makes a group (one for each set of ranks).
-        """
-        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for unit in _units(self, recurse):
-            for group in unit.groups:
-                gradients, shard_group = group.gradients, group.mesh.shard_group
-                if shard_group is None:
-                    continue
-                if enable:
-                    ranks = tuple(dist.get_process_group_ranks(shard_group))
-                    if ranks not in made:
-                        made[ranks] = gradients.options.process_group or another_over(shard_group, "reduce_scatter")
-                    gradients.choose(process_group=made[ranks])
-                else:
-                    gradients.choose(process_group=None)
-                if isinstance(gradients.options.comm, (ProcessGroupReduceScatter, SymmetricReduceScatter)):
-                    gradients.choose(comm=gradients.options.comm.over(gradients.options.process_group or shard_group))
-
-    def set_custom_all_gather(self, comm: AllGather) -> None:
-        """All-gather through ``comm`` (see ``AllGather``): it allocates the whole output, of which the input is a slice."""
-        for group in groups_of_one_mesh(_unit(self), "set_custom_all_gather"):
-            group.set_all_gather_comm(comm)
-
-    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce-scatter through ``comm`` (see ``ReduceScatter``): it allocates input and output."""
-        for group in groups_of_one_mesh(_unit(self), "set_custom_reduce_scatter"):
-            group.gradients.choose(comm=comm)
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Allocate communication buffers with the process group's own allocator, if its backend has one; not with a custom comm."""
-        for group in _unit(self).groups:
-            gradients = group.gradients
-            refuse_custom(group.all_gather_comm, gradients.options.comm, "set_allocate_memory_from_process_group_for_comm")
-            process_group = group.mesh.shard_group
-            if enable and (process_group is None or not compat.process_group_allocates(process_group, group.device)):
-                warn_without_effect(
-                    "set_allocate_memory_from_process_group_for_comm",
-                    f"the process group's backend allocates no tensors on {group.device}",
-                )
-                continue
-            group.set_all_gather_comm(ProcessGroupAllGather(process_group) if enable and process_group else None)
-            scatter_group = gradients.scatter_group
-            gradients.choose(comm=ProcessGroupReduceScatter(scatter_group) if enable and scatter_group else None)
-
-    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Allocate communication buffers in symmetric memory, for the collectives that can use it; not with a custom comm.
-
-        Reduce-scatters use it only after ``set_force_sum_reduction_for_comms(True)``. Collective: yes, over the shard axis.
-        """
-        for group in _unit(self).groups:
-            gradients = group.gradients
-            refuse_custom(group.all_gather_comm, gradients.options.comm, "set_symm_mem_for_comm")
-            process_group = group.mesh.shard_group
-            carried_by = collectives.backend_of(process_group, group.device.type)
-            if process_group is None or group.device.type != "cuda" or carried_by != "nccl":
-                warn_without_effect("set_symm_mem_for_comm", f"symmetric memory needs CUDA and NCCL, and this is {group.device}")
-                continue
-            group.set_all_gather_comm(SymmetricAllGather(process_group, backend))
-            if gradients.options.sum_only:
-                gradients.choose(comm=SymmetricReduceScatter(gradients.options.process_group or process_group, backend))
-
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """An event behind the optimizer step, for the next forward's all-gathers to wait on; used once.
-
-        Our all-gathers always run behind what the current stream was given before them, because their memory is allocated there: the
-        event is for an optimizer step on another stream.
-        """
-        unit = _unit(self)
-        schedule_of(unit).post_optim_event = event
-        if unit.device.type == "cpu":
-            warn_without_effect("set_post_optim_event", "the CPU has no streams")
-
-    def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Upstream's switch for all-gathers on the current stream; ours always allocate there, so that it changes nothing."""
-
-    # --- how others see it ---
-
-    def _get_fsdp_state(self) -> ModuleState:
-        return _unit(self)
-
-    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
-        """An independent module on the same mesh, sharded in the same way; like any copied module it has no gradients."""
-        return deepcopy_module(cast(nn.Module, self), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raises: ModuleError. A module is bound to process groups, which no pickle carries."""
-        raise ModuleError(
-            f"{type(self).__name__} cannot be pickled or copied with copy.copy",
-            expected="its state_dict() to be saved, and copy.deepcopy() for a second module in this process",
-            fix="save model.state_dict() with torch.distributed.checkpoint; load it into a model built and sharded anew",
-        )
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        unit = _unit(self)
-        unit.reshard_for_all()  # nn.Module changes what is registered
-        with kept_grad_dtypes(unit):
-            result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-            unit.notice_changes(more_may_come=len(unit.modules) > 1)
-        return result
-
-
-def _unit(module: Any) -> ModuleState:
-    unit = unit_of(module)
-    assert unit is not None, f"{type(module).__name__} has lost its FSDP state"
-    return unit
-
-
-def _unshard_for_weights(module: Any) -> None:
-    schedule = _unit(module).schedule
-    if schedule is not None:
-        schedule.unshard_for_weights()
-
-
-def _units(module: Any, recurse: bool) -> list[ModuleState]:
-    if not recurse:
-        return [_unit(module)]
-    return [_unit(each) for each in cast(nn.Module, module).modules() if isinstance(each, FSDPModule)]
-
-
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let ``module.<method_name>`` gather and free parameters as ``forward`` does; a no-op if it is not an FSDPModule.
 
@@ -533,7 +134,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def with_hooks(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # ``self`` is another module in a deepcopy
-        hooks = _unit(self).hooks
+        hooks = sharded_unit(self).hooks
         try:
             args, kwargs = hooks.pre_forward(self, args, kwargs)
             output = function(self, *args, **kwargs)

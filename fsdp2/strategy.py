@@ -30,7 +30,7 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .api import FSDPModule, fully_shard
+from .api import fully_shard
 from .core.group.options import MicroBatch
 from .core.iteration.module_state import unit_of, units_in
 from .core.modules.optimizer_steps import STEPS
@@ -39,6 +39,7 @@ from .core.plan.mesh import checked_mesh, device_of, read_mesh
 from .core.setup.arguments import check_policies, checked_modules
 from .core.setup.build import read_modules
 from .errors import ArgumentError, ModuleError, got_object
+from .fsdp_module import FSDPModule
 from .grouping.planning import plan
 from .policy import MixedPrecisionPolicy, OffloadPolicy
 from .strategies.same_start import broadcast, described, free_tensors, require_same

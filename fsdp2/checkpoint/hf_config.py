@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..api import FSDPModule
 from ..core import torch_compat as compat
 from ..core.modules.sharded_class import original_class
 from ..errors import ArgumentError
+from ..fsdp_module import FSDPModule
 from .failure import failure
 from .model_tensors import WRAPPERS
 

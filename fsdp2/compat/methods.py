@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..api import FSDPModule
 from ..clip import clip_grad_norm_
 from ..core.iteration.module_state import unit_of, units_in
 from ..core.modules.sharded_class import seen_as
 from ..errors import OrderError
+from ..fsdp_module import FSDPModule
 from . import model_state, optim_state
 from .api import CPUOffload, MixedPrecision, OptimStateKeyType, StateDictSettings
 from .comm_hook import register

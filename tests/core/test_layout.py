@@ -16,11 +16,10 @@ from fsdp2.core.plan.layout import (
     Rows,
     gather_plan,
     group_layout,
-    peak_of_step,
     round_up,
     rows_of,
-    transient_bytes,
 )
+from fsdp2.core.plan.peak_memory import peak_of_step, transient_bytes
 
 SHAPES = [(1,), (5,), (8, 3), (3, 8), (7, 1, 2), (1, 6), (0, 4), (4, 0), (2, 9), (33, 2)]
 RANKS = [1, 2, 3, 4, 7, 8]

@@ -1,4 +1,4 @@
-"""Peak memory is a sum that can be written down: ``layout.peak_of_step`` says it, real training steps are held to it.
+"""Peak memory is a sum that can be written down: ``peak_memory.peak_of_step`` says it, real training steps are held to it.
 
     peak = sharded parameters + optimizer state                                   (there before the step)
          + root unsharded + K unsharded or on their way + packed and cast buffers + unsharded gradients
@@ -31,7 +31,7 @@ from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.core.comm import collectives
 from fsdp2.core.group.all_gather import Gather
 from fsdp2.core.group.reduction import Reduction
-from fsdp2.core.plan.layout import TransientBytes, peak_of_step, transient_bytes
+from fsdp2.core.plan.peak_memory import TransientBytes, peak_of_step, transient_bytes
 from fsdp2.core.setup import build
 from harness import cpu_mesh, on_ranks
 from harness.memory import PeakBytes, covered_bytes

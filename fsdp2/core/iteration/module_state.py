@@ -64,6 +64,13 @@ def unit_of(module: Any) -> ModuleState | None:
     return state if isinstance(state, ModuleState) else None
 
 
+def sharded_unit(module: Any) -> ModuleState:
+    """The unit of an ``FSDPModule``."""
+    unit = unit_of(module)
+    assert unit is not None, f"{type(module).__name__} has lost its FSDP state"
+    return unit
+
+
 def units_in(modules: Iterable[nn.Module]) -> list[ModuleState]:
     """The units of ``modules``, each once."""
     return list(dict.fromkeys(unit for module in modules if (unit := unit_of(module)) is not None))

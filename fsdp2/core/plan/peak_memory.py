@@ -1,0 +1,125 @@
+"""The most memory that a step needs for a moment, as a sum over its groups: a formula, held to real steps by tests.
+
+It takes layouts and sizes, in integers, and refuses to know modules and what runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .layout import GroupLayout
+
+
+@dataclass(frozen=True, slots=True)
+class TransientBytes:
+    """What one group adds to the sharded parameters and optimizer state in one step, in bytes: the terms of the peak-memory sum.
+
+    unsharded:        its unsharded storage
+    gather_buffers:   packed all-gather output and cast input, alive from issue to copy-out
+    unsharded_grads:  gradients as autograd leaves them, in param dtype
+    reduce_input, reduce_output: of the reduce-scatter, in reduce dtype
+    reduce_received:  what the reduce-scatter's algorithm receives into, beside its output
+    sharded_grads:    the flat buffer that the sharded gradients are views of, in storage dtype; if that is the reduce dtype, it
+                      is the reduce output itself
+    """
+
+    unsharded: int
+    gather_buffers: int
+    unsharded_grads: int
+    reduce_input: int
+    reduce_output: int
+    reduce_received: int
+    sharded_grads: int
+
+
+def transient_bytes(
+    layout: GroupLayout,
+    reduce_layout: GroupLayout,
+    *,
+    num_direct: int,
+    itemsize: int,
+    param_itemsize: int,
+    reduce_itemsize: int,
+    casts: bool,
+    received_rows: int,
+) -> TransientBytes:
+    """The terms of one group.
+
+    reduce_layout:  that of its reduce-scatter: the trainable parameters, and a slot of flags behind them
+    num_direct:     how many of the first slots of ``layout`` are gathered directly
+    casts:          the parameters are cast before the all-gather (``param_dtype`` is not the storage dtype)
+    received_rows:  outputs that the reduce-scatter receives into: W - 2 pairwise, W for an all-to-all, else 0
+    """
+    packed = layout.slots[num_direct:]
+    packed_numel = layout.shard_numel - packed[0].offset if packed else 0
+    gather_numel = packed_numel * layout.num_shards + (layout.shard_numel if casts else 0)
+    return TransientBytes(
+        unsharded=layout.unsharded_numel * param_itemsize,
+        gather_buffers=gather_numel * param_itemsize,
+        unsharded_grads=sum(slot.cut.numel for slot in reduce_layout.slots[:-1]) * param_itemsize,
+        reduce_input=reduce_layout.unsharded_numel * reduce_itemsize,
+        reduce_output=reduce_layout.shard_numel * reduce_itemsize,
+        reduce_received=received_rows * reduce_layout.shard_numel * reduce_itemsize,
+        sharded_grads=reduce_layout.shard_numel * itemsize,
+    )
+
+
+def peak_of_step(
+    groups: Sequence[TransientBytes],
+    root: TransientBytes,
+    *,
+    prefetch: bool,
+    allocates_early: bool,
+    max_reductions: int,
+) -> int:
+    """The most that forward and backward add to the sharded parameters and optimizer state, activations aside.
+
+    groups:           one group a unit, in the order in which they run; each runs once, is resharded after forward, and its
+                      parameters are all trainable and used
+    root:             the group of the root, unsharded from the beginning of forward to the end of backward
+    prefetch:         while a unit runs, the next one is on its way
+    allocates_early:  an all-gather under way has the unsharded storage already (device streams, direct gathers); a packed gather
+                      on the host allocates it when it is waited for
+    max_reductions:   reduce-scatters that may be under way while the next unit runs; 0 if they are complete when they return
+
+    Where groups are equal (U unsharded, P gather buffers, G unsharded gradients, I and O reduce input and output, R received), the
+    peak is the last unit's but one, where nearly all sharded gradients exist:
+
+        root's U and G + the sharded gradients so far + U + (U + P of the prefetched, or P) + G + I + O + R
+    """
+    moments = [0]
+    for index, group in enumerate(groups):
+        following = groups[index + 1] if prefetch and index + 1 < len(groups) else None
+        moments.append(root.unsharded + group.unsharded + max(group.gather_buffers, _on_its_way(following, allocates_early)))
+    kept = root.unsharded + root.unsharded_grads
+    handed_out = 0
+    reductions: list[TransientBytes] = []
+    for index in reversed(range(len(groups))):
+        group = groups[index]
+        arriving = _on_its_way(groups[index - 1] if prefetch and index > 0 else None, allocates_early)
+        reducing = sum(map(_in_reduction, reductions))
+        moments.append(kept + handed_out + reducing + group.unsharded + max(group.gather_buffers, arriving + group.unsharded_grads))
+        while len(reductions) >= max(max_reductions, 1):
+            handed_out += reductions.pop(0).sharded_grads
+        reducing = sum(map(_in_reduction, reductions))
+        moments.append(kept + handed_out + reducing + arriving + group.unsharded_grads + group.reduce_input)
+        moments.append(kept + handed_out + reducing + arriving + _in_reduction(group))
+        if max_reductions > 0:
+            reductions.append(group)
+        else:
+            handed_out += group.sharded_grads
+    handed_out += sum(group.sharded_grads for group in reductions)
+    moments.append(handed_out + root.unsharded_grads + root.reduce_input)
+    moments.append(handed_out + _in_reduction(root))
+    return max(moments)
+
+
+def _on_its_way(group: TransientBytes | None, allocates_early: bool) -> int:
+    if group is None:
+        return 0
+    return group.gather_buffers + (group.unsharded if allocates_early else 0)
+
+
+def _in_reduction(group: TransientBytes) -> int:
+    return group.reduce_input + group.reduce_output + group.reduce_received

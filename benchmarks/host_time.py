@@ -1,9 +1,10 @@
 """How much CPU time does the host spend per module and step, over the plain model?
 
 Fake process group of 8 or 64 ranks, parameters so small that arithmetic and copies vanish: what is left is Python, dispatch and
-autograd. The fake group's all-gather copies the shard once for each rank, which no real one does on the host: what that costs is
-measured by itself and taken off, the same for both. The time is that of the main thread alone (``time.thread_time``; a CPU backward
-runs on it), forward and backward, divided by the number of blocks, the root's own share included.
+autograd. The fake group's all-gather copies the shard once for each rank, and its reduce-scatter cuts its input into a view for each
+rank, which no real one does on the host: what that costs is measured by itself and taken off, the same for both. The time is that of
+the main thread alone (``time.thread_time``; a CPU backward runs on it), forward and backward, divided by the number of blocks, the
+root's own share included.
 """
 
 from __future__ import annotations
@@ -57,21 +58,27 @@ def stepper(model: nn.Module, steps: int, dtype: torch.dtype) -> Callable[[], fl
     return sample
 
 
-def copies_of_fake_gathers(numel: int, dtype: torch.dtype, world_size: int) -> float:
-    """ms of a step for the copies in the fake group's two all-gathers of one module of ``numel`` elements."""
+def work_of_fake_collectives(numel: int, dtype: torch.dtype, reduce_dtype: torch.dtype, world_size: int) -> float:
+    """ms of a step that two all-gathers and a reduce-scatter of one module of ``numel`` elements take for being of many ranks."""
 
-    def gather_ms(num_ranks: int, group: dist.ProcessGroup | None) -> float:
-        shard = torch.zeros(-(-numel // world_size), dtype=dtype)
-        gathered = torch.zeros(num_ranks * shard.numel(), dtype=dtype)
+    def milliseconds(collective: Callable[[], object]) -> float:
         times = []
         for _ in range(200):
             begin = time.thread_time()
-            dist.all_gather_into_tensor(gathered, shard, group=group)
+            collective()
             times.append(time.thread_time() - begin)
         return statistics.median(times) * 1e3
 
+    def of(num_ranks: int, group: dist.ProcessGroup | None) -> float:
+        shard = torch.zeros(-(-numel // world_size), dtype=dtype)
+        gathered = torch.zeros(num_ranks * shard.numel(), dtype=dtype)
+        reduced = torch.zeros(shard.numel(), dtype=reduce_dtype)
+        unreduced = torch.zeros(num_ranks * shard.numel(), dtype=reduce_dtype)
+        gather = milliseconds(lambda: dist.all_gather_into_tensor(gathered, shard, group=group))
+        return 2 * gather + milliseconds(lambda: dist.reduce_scatter_tensor(reduced, unreduced, group=group))
+
     alone = dist.new_group([0])
-    return 2 * max(gather_ms(world_size, None) - gather_ms(1, alone), 0.0)
+    return max(of(world_size, None) - of(1, alone), 0.0)
 
 
 def main() -> None:
@@ -86,8 +93,9 @@ def main() -> None:
             model = models.tiny_stack(num_blocks, case.params_per_block)
             functions[name] = stepper(common.shard(model, model.blocks, name, mesh, mixed=case.mixed), steps, dtype)
         samples = common.interleave(functions, rounds, warmup=3)
-        copies = copies_of_fake_gathers(models.numel_of(model) // num_blocks, dtype, case.world_size)
-        overheads = {name: [value - copies for value in values] for name, values in common.over_plain(samples, num_blocks).items()}
+        numel = models.numel_of(model) // num_blocks
+        faked = work_of_fake_collectives(numel, dtype, torch.float32, case.world_size)
+        overheads = {name: [value - faked for value in values] for name, values in common.over_plain(samples, num_blocks).items()}
         result = common.Result.of(
             "host_time",
             "host time over plain, per module and step",
@@ -96,7 +104,7 @@ def main() -> None:
             overheads,
             case.target,
             plain_ms_per_module=common.Spread.of(samples[common.PLAIN]).p50 / num_blocks,
-            fake_copies_ms_per_module=copies,
+            fake_collectives_ms_per_module=faked,
             num_blocks=num_blocks,
             world_size=case.world_size,
         )

@@ -1,9 +1,13 @@
-"""fsdp2: an independent, DTensor-based ``fully_shard``."""
+"""fsdp2: an independent, DTensor-based ``fully_shard``.
 
-from . import wrap
+What a program that only shards does not need is imported when it is first asked for.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from .clip import clip_grad_norm_, get_total_norm
-from .compiled import compile, uncompile  # noqa: A004 (named after torch.compile)
 from .core.iteration.finalization import GradientReductionHandle
 from .core.setup.semantics import set_semantics
 from .errors import (
@@ -33,6 +37,13 @@ from .policy import (
 )
 from .strategy import accumulate, parallelize
 
+if TYPE_CHECKING:
+    from . import checkpoint, compat, state_bytes, wrap
+    from .compiled import compile, uncompile  # noqa: A004 (named after torch.compile)
+
+_MODULES = ("checkpoint", "compat", "state_bytes", "wrap")
+_OF_COMPILED = ("compile", "uncompile")
+
 __all__ = [
     "AllGather",
     "ArgumentError",
@@ -57,7 +68,9 @@ __all__ = [
     "ShardPlacementResult",
     "UnshardHandle",
     "accumulate",
+    "checkpoint",
     "clip_grad_norm_",
+    "compat",
     "compile",
     "fully_shard",
     "get_total_norm",
@@ -66,6 +79,19 @@ __all__ = [
     "register_fsdp_forward_method",
     "set_semantics",
     "share_comm_ctx",
+    "state_bytes",
     "uncompile",
     "wrap",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
+    if name in _OF_COMPILED:
+        return getattr(importlib.import_module(".compiled", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,37 @@
+"""``import fsdp2`` imports what sharding needs; the other parts come when they are asked for."""
+
+import subprocess
+import sys
+
+import pytest
+
+LAZY = ("checkpoint", "compat", "compiled", "migrate", "state_bytes", "testing", "wrap")
+
+
+def printed_by(program: str) -> str:
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_parts_that_sharding_does_not_need_are_not_imported():
+    # ``parallelize`` chooses groups by ``grouping``; ``wrap`` is only its face.
+    program = f"import sys, fsdp2; print([name for name in {LAZY} if 'fsdp2.' + name in sys.modules])"
+    assert printed_by(program) == "[]"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["checkpoint.save_safetensors", "compat.FullyShardedDataParallel", "state_bytes.__name__", "wrap.plan"]
+)
+def test_they_are_there_without_an_import_of_their_own(name):
+    assert printed_by(f"import fsdp2; print(fsdp2.{name} is not None)") == "True"
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    import fsdp2
+
+    assert callable(fsdp2.compile)
+    assert callable(fsdp2.uncompile)
+    with pytest.raises(AttributeError, match="no attribute 'fully_shards'"):
+        fsdp2.fully_shards  # noqa: B018
+    assert {"checkpoint", "compile", "wrap"} <= set(dir(fsdp2))

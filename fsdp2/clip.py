@@ -98,7 +98,7 @@ def _total_norm(tensors: Sequence[Tensor | None], params: Sequence[Tensor], norm
     groups = _groups(likes)
     terms = _terms([_whole_terms(tensor) for tensor in tensors], norm_type, dtype, device, foreach)
     for process_group, device_type, indices in groups:
-        _all_reduce(terms, indices, process_group, device_type, norm_type)
+        terms = _all_reduce(terms, indices, process_group, device_type, norm_type)
     return _join(terms, norm_type) if there else torch.zeros((), dtype=dtype, device=device)
 
 
@@ -145,18 +145,19 @@ def _terms(
     Where a tensor is missing or empty, what changes nothing.
     """
     is_infinite = math.isinf(norm_type)
-    terms = torch.full((len(locals_),), -math.inf if is_infinite else 0.0, dtype=dtype, device=device)
-    places = [index for index, local in enumerate(locals_) if local is not None and local.numel() > 0]
-    if not places:
-        return terms
-    norms = _norms([local for local in locals_ if local is not None and local.numel() > 0], norm_type, dtype, foreach)
-    found = torch.stack([norm.to(device=device, dtype=dtype) for norm in norms])
+    there = [local for local in locals_ if local is not None and local.numel() > 0]
+    neutral = torch.full((), -math.inf if is_infinite else 0.0, dtype=dtype, device=device)
+    if not there:
+        return neutral.repeat(len(locals_))
+    found = torch.stack([norm.to(device=device, dtype=dtype) for norm in _norms(there, norm_type, dtype, foreach)])
     if is_infinite:
         found = found if norm_type > 0 else -found
     elif norm_type != 0:
         found = found**norm_type
-    terms[torch.tensor(places, device=device)] = found
-    return terms
+    if len(there) == len(locals_):
+        return found
+    rest = iter(found)  # not by a list of places: the host would wait until that is on the device
+    return torch.stack([neutral if local is None or local.numel() == 0 else next(rest) for local in locals_])
 
 
 def _norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype, foreach: bool | None) -> Sequence[Tensor]:
@@ -166,10 +167,10 @@ def _norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype, foreach:
     return [torch.linalg.vector_norm(tensor.abs() if tensor.is_complex() else tensor, norm_type, dtype=dtype) for tensor in tensors]
 
 
-def _all_reduce(terms: Tensor, indices: list[int], process_group: dist.ProcessGroup, device_type: str, norm_type: float) -> None:
-    """Replace the terms at ``indices`` by those of all ranks of the group together. Collective: yes, one all-reduce."""
-    places = torch.tensor(indices, device=terms.device)
-    sent = terms[places]
+def _all_reduce(terms: Tensor, indices: list[int], process_group: dist.ProcessGroup, device_type: str, norm_type: float) -> Tensor:
+    """``terms`` with those at ``indices`` replaced by those of all ranks of the group together. Collective: yes, one all-reduce."""
+    each = None if len(indices) == len(terms) else terms.unbind()
+    sent = terms if each is None else torch.stack([each[index] for index in indices])
     if math.isinf(norm_type):  # the largest of numbers of which one is NaN is not NaN on every backend
         is_nan = sent.isnan()
         sent = torch.cat([sent.masked_fill(is_nan, -math.inf), is_nan.to(sent.dtype)])
@@ -179,7 +180,10 @@ def _all_reduce(terms: Tensor, indices: list[int], process_group: dist.ProcessGr
     if math.isinf(norm_type):
         largest, is_nan = sent.chunk(2)
         sent = largest.masked_fill(is_nan > 0, math.nan)
-    terms[places] = sent
+    if each is None:
+        return sent
+    reduced = dict(zip(indices, sent, strict=True))
+    return torch.stack([reduced.get(index, term) for index, term in enumerate(each)])
 
 
 def _join(terms: Tensor, norm_type: float) -> Tensor:

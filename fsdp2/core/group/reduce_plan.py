@@ -107,7 +107,8 @@ class ReducePlan:
             flags = self._all_used
             if missing:
                 flags = flags.clone()
-                flags[:, missing] = 0
+                for index in missing:  # one by one: a list of them would be copied to the device, for which the host waits
+                    flags[:, index] = 0
             pieces[self._piece_of_slot[-1]] = flags
         dtype = self.grad_dtype
         if others:

@@ -9,7 +9,7 @@ held to the end of backward. Over one rank the input is the output: it is held u
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -214,7 +214,7 @@ class Reduction:
             self._input = self._partial = None
 
     def finish(self) -> None:
-        """After this the sharded parameters have their gradients, as compute sees them."""
+        """After this the sharded parameters have their gradients, as compute sees them; but for those of ``late_flags``."""
         self.advance()
         streams = self._group.streams
         if self._all_reduce is not None and streams.host_waits:
@@ -222,9 +222,30 @@ class Reduction:
         streams.order(streams.compute, self._reduced)
         if self._group.options.offload:
             streams.synchronize(self._reduced)  # the optimizer runs on the host
-        if self._late:
-            self._hand_out_late()
-        self._output = self._held = None
+        if self._plan.flags_slot is None:  # a custom communicator is not told what others miss
+            self._late = []
+        self._held = None
+        if not self._late:
+            self._output = None
+
+    @property
+    def late_flags(self) -> Tensor | None:
+        """(n,): which of the plan's parameters some rank had a gradient for, if this rank has none for some of them."""
+        slot = self._plan.flags_slot
+        if not self._late or self._output is None or slot is None:
+            return None
+        return self._output[slot.offset : slot.offset + slot.numel]
+
+    def hand_out_late(self, flags: Sequence[float]) -> None:
+        """Gradients for those parameters that other ranks alone have used. flags: ``late_flags``, on the host"""
+        assert self._output is not None
+        views = [self._plan.views[index] for index in self._late if flags[index] != 0]
+        if self._dtypes is None:
+            self._give(self._output, views)
+        else:
+            self._give_in_own_dtypes(self._output, views, self._group.streams.compute)
+        self._late = []
+        self._output = None
 
     def abandon(self) -> None:
         """Wait for what is under way and forget it."""
@@ -287,21 +308,6 @@ class Reduction:
         if reads_soon or any(v.param.sharded.grad is not None or v.param.sharded._post_accumulate_grad_hooks for v in self._plan.views):
             group.streams.synchronize(group.streams.mark(stream))  # it is added to, or read by a hook, right away
         return host
-
-    def _hand_out_late(self) -> None:
-        """Parameters without a gradient on this rank: did another rank have one? Reads the flags, so it waits for the device."""
-        slot = self._plan.flags_slot
-        if slot is None:  # a custom communicator is not told what others miss
-            self._late = []
-            return
-        assert self._output is not None
-        flags = self._output[slot.offset : slot.offset + slot.numel].tolist()
-        views = [self._plan.views[index] for index in self._late if flags[index] != 0]
-        if self._dtypes is None:
-            self._give(self._output, views)
-        else:
-            self._give_in_own_dtypes(self._output, views, self._group.streams.compute)
-        self._late = []
 
     def _give(self, reduced: Tensor, views: list[GradView]) -> None:
         """Let the sharded parameters of ``views`` have their gradients, views of ``reduced``."""

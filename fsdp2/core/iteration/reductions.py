@@ -5,9 +5,12 @@ A reduce-scatter input is memory: at most ``limit`` reductions hold theirs at a 
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import deque
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ..group.gradients import Gradients
@@ -58,6 +61,7 @@ class Reductions:
         """After this, all sharded gradients are there, as compute sees them."""
         for reduction in self._started:
             reduction.finish()
+        _hand_out_late(self._started)
         self._started.clear()
         self._holding.clear()
 
@@ -72,6 +76,19 @@ class Reductions:
         self._started.clear()
         self._holding.clear()
         _behind.discard(self)
+
+
+def _hand_out_late(reductions: Sequence[Reduction]) -> None:
+    """Parameters without a gradient on this rank: did another rank have one? The host reads that from the device, once for all."""
+    by_device: dict[torch.device, list[tuple[Reduction, Tensor]]] = {}  # gradients may be offloaded
+    for reduction in reductions:
+        flags = reduction.late_flags
+        if flags is not None:
+            by_device.setdefault(flags.device, []).append((reduction, flags))
+    for late in by_device.values():
+        read = iter(torch.cat([flags for _, flags in late]).tolist())
+        for reduction, flags in late:
+            reduction.hand_out_late(list(itertools.islice(read, len(flags))))
 
 
 def finish_all() -> None:

@@ -1,0 +1,115 @@
+"""A steady step never makes the host wait for the device; where a rank misses gradients, it waits once a backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp2
+from fsdp2.testing import pretend
+from harness import on_ranks
+from harness.models import Block, batches, mlp
+from harness.pretend_training import BF16, in_partly_reduced_micro_batches, in_two_micro_batches
+from harness.training import assert_equal_grads, forward_backward, grads_of, own_chunk, sgd
+
+
+@dataclass(frozen=True)
+class Way:
+    """strategy: as of ``fsdp2.parallelize``"""
+
+    strategy: str = "zero3"
+    options: dict[str, Any] = field(default_factory=dict)
+    iteration: Callable[[Any, Tensor], Tensor] = forward_backward
+    norm_type: float = 2.0
+
+
+WAYS = {
+    "fp32": Way(),
+    "bf16": Way(options=BF16),
+    "inf norm": Way(norm_type=float("inf")),
+    "ddp": Way("ddp"),
+    "zero1": Way("zero1"),
+    "hsdp": Way("hsdp"),
+    "hsdp partial": Way("hsdp", iteration=in_partly_reduced_micro_batches),
+    "micro batches": Way(iteration=in_two_micro_batches),
+}
+QUICK = ("bf16", "hsdp partial")
+
+
+def sharded(model: nn.Module, way: Way, wrap: type[nn.Module]) -> nn.Module:
+    shape = (2, 1) if way.strategy == "hsdp" else (2,)
+    mesh = init_device_mesh("pretend", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    return fsdp2.parallelize(model.to("pretend"), way.strategy, mesh=mesh, wrap={wrap}, **way.options)
+
+
+@on_ranks(2, device="pretend")
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in WAYS])
+def test_a_steady_step_never_waits_for_the_device(name):
+    way = WAYS[name]
+    model = sharded(mlp(), way, Block)
+    optimizer = sgd(model.parameters())
+    for index, x in enumerate(batches(4)):
+        x = own_chunk(x).to("pretend")
+        pretend.synchronize()
+        with pretend.no_host_waits() if index > 0 else contextlib.nullcontext():
+            way.iteration(model, x)
+            fsdp2.clip_grad_norm_(model.parameters(), 1.0, norm_type=way.norm_type)
+            optimizer.step()
+            optimizer.zero_grad()
+    pretend.synchronize()
+
+
+class Choosing(nn.Module):
+    """Every block has parameters that ``route`` leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair() for _ in range(3))
+
+    def forward(self, x: Tensor, route: int | None) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x, route)
+        return x
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
+
+    def forward(self, x: Tensor, route: int | None) -> Tensor:
+        return sum(layer(x) for index, layer in enumerate(self.layers) if route in (None, index))
+
+
+@on_ranks(2, device="pretend")
+@pytest.mark.parametrize("common", [True, False])
+def test_the_host_waits_once_a_backward_where_a_rank_misses_gradients(common):
+    """Symptom: for the flags of each group, and for a list of places on the way to the device."""
+    torch.manual_seed(0)
+    reference = Choosing()
+    torch.manual_seed(0)
+    model = sharded(Choosing(), Way(), Pair)
+    routes = [0, 0 if common else 1]
+    for x in batches(2, (4, 7)):
+        here = own_chunk(x).to("pretend")
+        model.zero_grad()
+        reference.zero_grad()
+        pretend.synchronize()
+        pretend.reset_counts()
+        model(here, routes[dist.get_rank()]).square().mean().backward()
+        waits = pretend.host_waits()
+        fsdp2.clip_grad_norm_(model.parameters(), 1e9)
+        assert pretend.host_waits() == waits
+        assert sum(waits.values()) == 1
+        for route, chunk in zip(routes, x.chunk(2), strict=True):
+            (reference(chunk, route).square().mean() / 2).backward()
+        found = {name: grad if grad is None else grad.full_tensor().cpu() for name, grad in grads_of(model).items()}
+        assert_equal_grads(found, grads_of(reference), ulps=64)

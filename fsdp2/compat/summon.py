@@ -118,6 +118,8 @@ def _whole_over_data(param: ShardedParam, value: Tensor) -> Tensor:
         for axis, placement in enumerate(value.placements)
     ]
     local = compat.local_tensor(value.redistribute(placements=kept)).clone()
+    if param.spec.annotations is not None:
+        return local
     return compat.new_dtensor(local, in_dtype(model, value.dtype))
 
 

@@ -262,12 +262,6 @@ def grad_dtype_of(param: Tensor) -> GradDtype | None:
     return GradDtype(dtype) if was_set else None
 
 
-def has_spmd_types(tensor: Tensor) -> bool:
-    """Whether the package ``spmd_types`` was told how ranks differ in ``tensor`` (``spmd_types.assert_type``)."""
-    package = sys.modules.get("spmd_types")
-    return package is not None and bool(package.get_local_type(tensor))
-
-
 def set_grad_dtype(param: Tensor, grad_dtype: GradDtype) -> None:
     param.grad_dtype = grad_dtype.dtype
 

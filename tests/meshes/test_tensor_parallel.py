@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fsdp2 import MeshError, MixedPrecisionPolicy, fully_shard, materialize
+from fsdp2 import MeshError, MixedPrecisionPolicy, fully_shard, materialize, set_semantics
 from harness import cpu_mesh, on_ranks
 
 
@@ -346,3 +346,24 @@ def test_all_of_it_on_eight_ranks():
         layer.weight = nn.Parameter(distribute_tensor(weight, mesh["ep", "tp"], [Shard(0), Shard(0)]))
         fully_shard(layer, mesh=mesh["dp"])
         assert torch.equal(layer.weight.full_tensor(), weight)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("semantics", "reduce_dtype", "expected"),
+    [("2.15", None, 1 + 1 / 256), ("2.15", torch.bfloat16, 1.0), ("2.13", None, 1.0), ("2.15", torch.float32, 1 + 1 / 256)],
+)
+def test_terms_on_model_axes_are_added_up_in_the_dtype_that_gradients_are_reduced_in(semantics, reduce_dtype, expected):
+    """torch 2.15 widens a gradient before it is reduced over model axes; it was rounded there: 1 + 1/256 is 1 in bf16."""
+    mesh = cpu_mesh(1, 2, names=("dp", "tp"))
+    model = nn.Module()
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh["tp"], [Replicate()]))
+    model.forward = lambda x: (model.weight * x).sum().full_tensor()
+    set_semantics(semantics)
+    try:
+        fully_shard(model, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(torch.bfloat16, reduce_dtype, cast_forward_inputs=False))
+    finally:
+        set_semantics("torch")
+    x = torch.full((1, 4), 1.0 if mesh.get_local_rank("tp") == 0 else 1 / 256, dtype=torch.bfloat16)
+    model(DTensor.from_local(x, mesh["tp"], [Shard(0)])).backward()
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((4,), expected))

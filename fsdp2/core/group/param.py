@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .. import torch_compat as compat
+from ..plan.annotations import is_annotation
 from ..plan.layout import Slot, rows_of
 from ..plan.placement import ShardSpec, in_dtype
 
@@ -126,7 +127,7 @@ def new_sharded_param(
             at_zero = torch.empty_like(at_zero, device=device) if type(local) is Tensor else local.to(device)
         sharded = nn.Parameter(compat.new_dtensor(at_zero, spec.sharded), requires_grad=original.requires_grad)
     for name, value in vars(original).items():  # what users hang on parameters: no_weight_decay, tensor-parallel marks, ...
-        if name != _MARK and name not in vars(local):  # where a tensor subclass keeps its inner tensors
+        if name != _MARK and name not in vars(local) and not is_annotation(value, original):  # ``local``: a subclass's inner tensors
             setattr(sharded, name, value)
     param = ShardedParam(fqn, owners, spec, rank, sharded, local)
     param.move_to(local)
@@ -147,11 +148,13 @@ def sharded_from(whole: Tensor) -> ShardedParam | None:
 
 
 def new_unsharded_param(param: ShardedParam, whole: Tensor) -> nn.Parameter:
-    """The parameter of forward and backward over ``whole``, a view of the unsharded storage; a DTensor if the original was one."""
+    """The parameter of forward and backward over ``whole``, a view of the unsharded storage; a DTensor or annotated as the original."""
     requires_grad = param.sharded.requires_grad
     model = param.spec.unsharded
-    if model is None:
+    if model is None or param.spec.annotations is not None:
         unsharded = nn.Parameter(whole, requires_grad=requires_grad)
+        if param.spec.annotations is not None:
+            param.spec.annotations.put_on(unsharded)
     else:
         unsharded = nn.Parameter(compat.new_dtensor(whole, in_dtype(model, whole.dtype)), requires_grad=requires_grad)
         compat.set_local_tensor(unsharded, whole)  # type: ignore[arg-type]  # nn.Parameter made an alias with the same counter

@@ -13,6 +13,7 @@ Worked example, 2 ranks, parameters a (4,) and b (3,), align 32; b is unused on 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from ...errors import ParameterError
 from .. import torch_compat as compat
 from ..plan.layout import Cut, group_layout
 from ..plan.model_axes import local_gradient, varying_axes
-from ..plan.placement import ShardSpec
+from ..plan.placement import ShardSpec, in_dtype
 from .all_gather import disassemble
 from .memory import GroupMemory
 from .param import ShardedParam
@@ -50,6 +51,7 @@ class ReducePlan:
         self.grad_dtype = group.plan.param_dtype
         self._keeps_wider = group.options.semantics == "2.15"  # gradients that were added up in another dtype are not cast back
         self.reduce_dtype = group.plan.reduce_dtype
+        self._dtypes = group.plan.gradients
         # What goes into chunk_cat: room for each gradient and for the flags, and zeros for the gap behind each.
         self._pieces: list[Tensor | None] = []
         self._piece_of_slot: list[int] = []
@@ -68,7 +70,7 @@ class ReducePlan:
         self.views = [GradView(param, slot.offset) for param, slot in zip(self.params, self.layout.slots, strict=False)]
 
     def to_local(self, grads: list[Tensor | None], varying: set[str], always_once: bool) -> None:
-        """Replace gradients that are DTensors by their local tensors. Collective: yes, over model axes.
+        """Replace gradients of DTensors by their local tensors. Collective: yes, over model axes.
 
         varying, always_once: see Note: gradients on a full SPMD mesh
         """
@@ -80,8 +82,11 @@ class ReducePlan:
             if grad is None or model is None:
                 continue
             names = model.mesh.mesh_dim_names or ()
+            if param.spec.annotations is not None:
+                grad = compat.new_dtensor(grad, replace(in_dtype(model, grad.dtype), placements=param.spec.annotations.gradient))
             once = frozenset(axis for axis in param.spec.data_axes if always_once or names[axis] in varying)
-            grads[index] = local_gradient(param.fqn, grad, model, param.spec.data_axes, once)
+            dtype = self._dtypes.added_up_in(param) if self._keeps_wider else None
+            grads[index] = local_gradient(param.fqn, grad, model, param.spec.data_axes, once, dtype)
 
     def copy_in(self, grads: list[Tensor | None], out: Tensor) -> None:
         """Lay ``grads`` (logical, full shapes) and their flags into ``out`` (num_shards * n,), in the dtype of ``out``."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,9 @@ from .. import torch_compat as compat
 from ..iteration.call import Call, GraphPart, next_moment
 from ..iteration.first_forward import adopt
 from ..iteration.module_state import ModuleState, units_below
+from ..iteration.schedule import Schedule
+from ..iteration.unit import Unit
+from ..plan.annotations import exempt_from_typechecking
 from ..plan.model_axes import varying_axes
 from .compiler_orders import warn_of_losing_orders
 from .grad_dtypes import AfterLoading
@@ -58,6 +62,7 @@ class UnitHooks:
 
     def install(self) -> None:
         watch_optimizers()
+        exempt_from_typechecking(_OUR_OWN)
         unit = self._unit
         for module in unit.modules:  # ahead of the user's
             self._handles.append(module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True))
@@ -357,6 +362,13 @@ class UnitHooks:
         if log is not None and part.call.log is not None:
             log.leave(self._unit, part)
         return output
+
+
+_OUR_OWN: list[Callable[..., Any]] = [
+    adopt,
+    *(each for owner in (Unit, ModuleState, Schedule) for each in vars(owner).values() if inspect.isfunction(each)),
+]
+"""What handles flat buffers and shards, which no user annotates. Not the hooks: what they cast or pass through a node keeps types."""
 
 
 def _refuse_autograd(unit: ModuleState) -> None:

@@ -22,7 +22,9 @@ Worked example: a (8, 4) weight, ColwiseParallel on tp, on the mesh ("dp", "tp")
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
@@ -111,11 +113,14 @@ def own_piece(whole: Tensor, model: DTensorSpec) -> Tensor:
     return whole
 
 
-def local_gradient(name: str, grad: Tensor, model: DTensorSpec, data_axes: tuple[int, ...], once: frozenset[int]) -> Tensor:
+def local_gradient(
+    name: str, grad: Tensor, model: DTensorSpec, data_axes: tuple[int, ...], once: frozenset[int], dtype: torch.dtype | None
+) -> Tensor:
     """The local tensor of a gradient: placed like its parameter on model axes; on data-parallel axes, what this rank adds.
 
     data_axes:  axes of ``model.mesh`` over which the gradient is going to be reduced
     once:       those of them over which a gradient that all ranks hold counts once
+    dtype:      in which it is redistributed over model axes, where terms may be added up; None: its own
     Collective: yes, over axes where it has to be redistributed.
     """
     if not isinstance(grad, DTensor):
@@ -132,6 +137,7 @@ def local_gradient(name: str, grad: Tensor, model: DTensorSpec, data_axes: tuple
         elif axis in once:
             copies *= model.mesh.size(axis)
     if grad.placements != tuple(target):
+        grad = grad if dtype is None else cast(DTensor, grad.to(dtype))
         grad = grad.redistribute(placements=target)
     local = compat.waited_for(compat.local_tensor(grad))
     return local if copies == 1 else local / copies

@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ...errors import ParameterError
 from .. import torch_compat as compat
 from ..torch_compat import DTensorSpec, TensorMeta
+from .annotations import Annotations, has_types, read_annotations, was_annotated
 from .layout import Cut
 from .mesh import DataParallelMesh, SpmdAxes
 from .model_axes import beside_model_axes, within_spmd_mesh, without_axes
@@ -35,6 +36,7 @@ class ShardSpec:
     sharded:    spec of the parameter that the user sees between steps
     unsharded:  spec of the parameter in forward and backward, if it is a DTensor on model axes (tensor parallelism, ...)
     data_axes:  of the mesh of ``unsharded``, the axes that are data-parallel; none unless it is a full SPMD mesh
+    annotations: of a parameter that forward sees as a plain tensor, the local one of ``unsharded``
     """
 
     cut: Cut
@@ -42,6 +44,7 @@ class ShardSpec:
     sharded: DTensorSpec
     unsharded: DTensorSpec | None = None
     data_axes: tuple[int, ...] = ()
+    annotations: Annotations | None = None
 
     @property
     def dim(self) -> int | None:
@@ -103,10 +106,8 @@ def _problem(param: nn.Parameter, mesh: DataParallelMesh, placement: Any) -> str
         return f"is a DTensor that waits for a reduction, with placements {param.placements}; redistribute it"
     if param.layout is not torch.strided:
         return f"is not dense but {param.layout}"
-    if not isinstance(param, DTensor) and compat.has_spmd_types(param):
-        if mesh.spmd is None:
-            return "has spmd_types annotations, which need a full mesh with named axes, and dp_mesh_dims"
-        return "has spmd_types annotations, which fsdp2 does not read yet; distribute_tensor makes it a DTensor on the full mesh"
+    if mesh.spmd is None and not isinstance(param, DTensor) and has_types(param):
+        return "has spmd_types annotations, which need a full mesh with named axes, and dp_mesh_dims"
     if placement is not None and not isinstance(placement, Shard):
         return f"shard_placement_fn returned {placement!r}"
     if placement is not None and not -param.ndim <= placement.dim < max(param.ndim, 1):
@@ -116,7 +117,13 @@ def _problem(param: nn.Parameter, mesh: DataParallelMesh, placement: Any) -> str
 
 def _problem_on_spmd_mesh(param: nn.Parameter, axes: SpmdAxes) -> str | None:
     if not isinstance(param, DTensor):
-        return "is a plain tensor; with dp_mesh_dims, all parameters must be DTensors on the full SPMD mesh (distribute_module)"
+        if was_annotated(param):
+            read = read_annotations(param, axes)
+            return read if isinstance(read, str) else None
+        return (
+            "is a plain tensor; with dp_mesh_dims, all parameters must be DTensors on the full SPMD mesh (distribute_module), "
+            "or have annotations of spmd_types"
+        )
     if param.device_mesh != axes.mesh:
         return f"is a DTensor on {param.device_mesh}, and not on the same mesh that was passed to fully_shard, {axes.mesh}"
     if not all(param.placements[axis].is_replicate() for axis in axes.data):
@@ -154,11 +161,33 @@ def shard_spec(name: str, param: nn.Parameter, mesh: DataParallelMesh, placement
     cut = Cut(tuple(local.shape) if order is None else tuple(local.shape[i] for i in order), cut_dim, mesh.shard_size)
     on_shard_axis = Replicate() if cut_dim is None else Shard(dim)
     if not isinstance(param, DTensor):
+        if mesh.spmd is not None:
+            return _of_annotated(param, order, cut, mesh, on_shard_axis)
         return ShardSpec(cut, order, DTensorSpec(mesh.mesh, mesh.placements(on_shard_axis), tensor_meta=meta))
     unsharded = DTensorSpec(param.device_mesh, param.placements, tensor_meta=meta)
     if mesh.spmd is not None:
         return ShardSpec(cut, order, within_spmd_mesh(mesh, unsharded, on_shard_axis), unsharded, mesh.spmd.data)
     return ShardSpec(cut, order, beside_model_axes(name, mesh, unsharded, on_shard_axis), unsharded)
+
+
+def _of_annotated(
+    param: nn.Parameter, order: tuple[int, ...] | None, cut: Cut, mesh: DataParallelMesh, on_shard_axis: Placement
+) -> ShardSpec:
+    """Of a plain parameter on a full SPMD mesh: this rank's part of a DTensor."""
+    assert mesh.spmd is not None
+    full = mesh.spmd.mesh
+    annotations = read_annotations(param, mesh.spmd)
+    assert isinstance(annotations, Annotations)
+    shape = list(param.shape)
+    for axis, placement in enumerate(annotations.placements):
+        if isinstance(placement, Shard):
+            shape[placement.dim] *= full.size(axis)
+    strides = torch.empty(shape, device="meta").stride()
+    if order is not None:
+        in_memory = torch.empty([shape[dim] for dim in order], device="meta").stride()
+        strides = tuple(in_memory[order.index(dim)] for dim in range(param.ndim))
+    unsharded = DTensorSpec(full, annotations.placements, tensor_meta=TensorMeta(torch.Size(shape), strides, param.dtype))
+    return ShardSpec(cut, order, within_spmd_mesh(mesh, unsharded, on_shard_axis), unsharded, mesh.spmd.data, annotations)
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:

@@ -25,6 +25,7 @@ from ..iteration.unit import UnitOptions
 from ..modules.hooks import UnitHooks
 from ..modules.shown_parameters import ModuleRegistry
 from ..modules.unmanaged_parameters import REGISTRATIONS, refuse_gradients
+from ..plan.annotations import exempt_from_typechecking
 from ..plan.mesh import DataParallelMesh, device_of, post_forward_mesh, read_mesh_info
 from ..plan.placement import ShardSpec, is_lazy, refuse_unplaceable, shard_spec
 from .arguments import check_placement_fn, checked_reshard_after_forward
@@ -50,6 +51,7 @@ def build_unit(
     mesh:      of parameters for which ``shard_placement_fn`` names no other
     semantics: None: what the user chose
     """
+    exempt_from_typechecking([build_unit])
     device = device_of(mesh)
     after = checked_reshard_after_forward(reshard_after_forward, mesh)
     read = read_modules(modules, mesh, shard_placement_fn, ignored_params)

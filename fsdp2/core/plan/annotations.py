@@ -1,0 +1,165 @@
+"""Parameters with annotations of the package ``spmd_types``: plain tensors that say how ranks differ in them, axis by axis.
+
+A user annotates the tensor that this rank computes with; fsdp2 keeps it as a DTensor on the full SPMD mesh, and forward sees a plain
+tensor with its annotations again. Nothing here imports the package: whoever annotates a parameter has imported it, and only its public
+names are used. This file refuses to know storage, groups and collectives.
+
+Worked example, a (2, 4) weight on the mesh ("dp", "tp") of 2 x 2 ranks, annotated {tp: S(0)}, with dp_mesh_dims shard="dp":
+
+    stored       a (4, 4) DTensor, Replicate on dp (which FSDP cuts then), Shard(0) on tp
+    forward      the (2, 4) tensor, annotated {dp: R, tp: V} and the partition (tp, None)
+    gradient     a plain (2, 4) tensor, which counts as Partial on dp and Shard(0) on tp
+
+    the type on another axis      the parameter is stored      its gradient counts as
+    I (invariant)                 Replicate                    Replicate: equal on all ranks already
+    R (replicated)                Replicate                    Partial: a term of each rank, added up before FSDP reduces
+    S(d)                          Shard(d)                     Shard(d)
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from .mesh import SpmdAxes
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """What one annotated parameter is on the full SPMD mesh, and in forward.
+
+    placements:  of the parameter, an axis of the full mesh each, before FSDP cuts it over the data-parallel ones
+    gradient:    of the plain gradient that backward makes
+    types:       what the plain parameter of forward is annotated with, by axis
+    partition:   which axes cut which of its dims; None: none do
+    """
+
+    placements: tuple[Placement, ...]
+    gradient: tuple[Placement, ...]
+    types: tuple[tuple[Any, Any], ...]
+    partition: Any
+
+    def put_on(self, tensor: Tensor) -> None:
+        if self.types:
+            _package().assert_type(tensor, dict(self.types), partition_spec=self.partition)
+
+
+def _package() -> Any:
+    return sys.modules["spmd_types"]
+
+
+def has_types(tensor: Tensor) -> bool:
+    """Whether ``tensor`` was annotated on an axis of more than one rank."""
+    return "spmd_types" in sys.modules and bool(_package().get_local_type(tensor))
+
+
+def was_annotated(tensor: Tensor) -> bool:
+    """Whether ``tensor`` was annotated at all: the package forgets axes of one rank."""
+    return "spmd_types" in sys.modules and bool(_package().has_local_type(tensor))
+
+
+def is_annotation(value: Any, of: Tensor) -> bool:
+    """Whether ``value``, an attribute of ``of``, is where the package keeps its annotations."""
+    return "spmd_types" in sys.modules and (value is _package().get_local_type(of) or value is _package().get_partition_spec(of))
+
+
+def exempt_from_typechecking(functions: Iterable[Callable[..., Any]]) -> None:
+    """Let ``spmd_types.typecheck()`` skip what these functions do: they handle tensors that nobody has annotated."""
+    if "spmd_types" in sys.modules:
+        for function in functions:
+            _package().register_no_typecheck(function)
+
+
+def read_annotations(param: nn.Parameter, axes: SpmdAxes) -> Annotations | str:
+    """The annotations of ``param`` on the full mesh of ``axes``; or, as a string, why they cannot be read. Collective: no.
+
+    An axis that the parameter was not annotated on is data-parallel, or has one rank. Types in forward may be on other axes than those
+    of the full mesh, if they span the same ranks: on the ones it was annotated on, else on those of ``spmd_types.set_current_mesh``.
+    """
+    spmd = _package()
+    names = axes.mesh.mesh_dim_names
+    assert names is not None
+    stored = [spmd.MeshAxis.of(axes.mesh.get_group(axis)) for axis in range(axes.mesh.ndim)]
+    types = dict(spmd.get_local_type(param))
+    partition = spmd.get_partition_spec(param)
+    cut_dims = _cut_dims(partition)
+    shown = spmd.current_mesh() if _span(types) != _span(stored) else tuple(types)
+    if shown is None:
+        missing = [name for name, axis in zip(names, stored, strict=True) if axis.size() > 1 and axis not in types]
+        return f"has no spmd_types annotations on {missing}, and no spmd_types.set_current_mesh says on which axes forward has types"
+    if not set(types) <= set(shown) or _span(shown) != _span(stored):
+        return f"has spmd_types annotations on {_listed(types)}, on a mesh of {_listed(shown)}, which does not go with {axes.mesh}"
+    data = _span([stored[axis] for axis in axes.data])
+    for axis, type_ in types.items():
+        if set(_ranks(axis)) <= data:
+            if type_ is not spmd.R:
+                shown_type = f"S({cut_dims[axis]})" if axis in cut_dims else repr(type_)
+                return f"has the spmd_types annotation {shown_type} on the data-parallel axis {axis!r}; expected R, or none"
+        elif axis not in [stored[each] for each in range(len(stored)) if each not in axes.data]:
+            return f"has an spmd_types annotation on {axis!r}, which is no axis of {axes.mesh}"
+    if _disordered(partition, stored):
+        return f"is cut over several axes in another order, {partition}, than they have in {axes.mesh}"
+    placements: list[Placement] = []
+    gradient: list[Placement] = []
+    for index, (name, axis) in enumerate(zip(names, stored, strict=True)):
+        type_ = types.get(axis)
+        if index in axes.data:
+            placements.append(Replicate())
+            gradient.append(Partial())
+        elif axis.size() == 1 or type_ is spmd.I:
+            placements.append(Replicate())
+            gradient.append(Replicate())
+        elif type_ is spmd.R:
+            placements.append(Replicate())
+            gradient.append(Partial())
+        elif axis in cut_dims:
+            placements.append(Shard(cut_dims[axis]))
+            gradient.append(Shard(cut_dims[axis]))
+        elif type_ is None:
+            return f"has no spmd_types annotation on {name!r}, which is not data-parallel"
+        else:
+            return f"has the spmd_types annotation {type_!r} on {name!r}; expected I, R, or S(dim)"
+    in_forward = tuple((axis, types.get(axis, spmd.R)) for axis in shown)
+    return Annotations(tuple(placements), tuple(gradient), in_forward, partition)
+
+
+def _axes_of(entry: Any) -> tuple[Any, ...]:
+    """Those of one dim in a PartitionSpec."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def _cut_dims(partition: Any) -> dict[Any, int]:
+    return {axis: dim for dim, entry in enumerate(partition or ()) for axis in _axes_of(entry)}
+
+
+def _disordered(partition: Any, stored: list[Any]) -> bool:
+    """Whether a dim is cut first over a later axis: DTensor cuts in the order of the mesh."""
+    orders = [[stored.index(axis) for axis in _axes_of(entry)] for entry in partition or ()]
+    return any(order != sorted(order) for order in orders)
+
+
+def _listed(axes: Iterable[Any]) -> list[str]:
+    return sorted(map(repr, axes))
+
+
+@functools.cache
+def _ranks(axis: Any) -> tuple[int, ...]:
+    """Those of the slice along ``axis`` that begins at rank 0."""
+    return tuple(axis.layout.all_ranks_from_zero())
+
+
+def _span(axes: Iterable[Any]) -> frozenset[int]:
+    """The ranks of the slice along all of ``axes`` together that begins at rank 0."""
+    return _span_of(tuple(axes))
+
+
+@functools.cache
+def _span_of(axes: tuple[Any, ...]) -> frozenset[int]:
+    return frozenset(map(sum, itertools.product(*map(_ranks, axes))))

@@ -154,4 +154,4 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """
     context = CommContext()
     for unit in checked_units(modules, "share_comm_ctx"):
-        schedule_of(unit).comm_ctx = context
+        schedule_of(unit).share(context)

@@ -155,14 +155,15 @@ class FSDPModule:
         async_op:   return a handle at once. Until its ``wait()``, this root (and roots that share its communication context) may
                     neither run forward nor finalize again.
         Collective: yes, over the shard axis, then the replicate axis.
-        Raises:     OrderError without ``set_manual_backward_finalization(True)``, inside of a backward, with all-reduce off
+        Raises:     OrderError without ``set_manual_backward_finalization(True)``, inside of a backward, with all-reduce off; with
+                    ``async_op``, while another root that shares the context is between its forward and the end of its iteration
         """
         unit = sharded_unit(self)
         schedule = unit.schedule
         if schedule is None or not schedule.settled:
             return GradientReductionHandle() if async_op else None
         schedule.check_root(unit, "finalize_backward")
-        handle = schedule.finalize()
+        handle = schedule.finalize(async_op)
         if async_op:
             return handle
         handle.wait()

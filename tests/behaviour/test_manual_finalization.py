@@ -174,6 +174,56 @@ def test_an_open_handle_holds_up_roots_with_the_same_communication_context(packa
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("shares", [True, False])
+@pytest.mark.parametrize("package", EACH)
+def test_nothing_is_finalized_asynchronously_while_a_root_with_the_same_context_is_in_its_iteration(package, shares):
+    one, other = (shard(package, layers()) for _ in range(2))
+    if shares:
+        PACKAGES[package].share_comm_ctx([one, other])
+    for model in (one, other):
+        model.set_manual_backward_finalization(True)
+        step(model)
+    if shares:
+        with pytest.raises(RuntimeError, match=r"sharing|shares"):
+            one.finalize_backward(async_op=True)
+        one.finalize_backward()
+    else:
+        one.finalize_backward(async_op=True).wait()
+    other.finalize_backward(async_op=True).wait()
+    assert_equal_grads(grads_of(one), grads_of(other))
+    if package == "ours":  # torch takes an evaluation for a forward whose backward is to come
+        with torch.no_grad():
+            other(torch.ones(1, 4))
+    one.zero_grad()
+    step(one)
+    one.finalize_backward(async_op=True).wait()
+    assert_equal_grads(grads_of(one), grads_of(other))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("package", EACH)
+def test_pending_partial_gradients_are_all_reduced_where_torch_refuses(package):
+    """What is pending is reduced by the flags as they are then: torch 2.15 refuses, since its finalization does not know partials."""
+    reference = layers()
+    model = shard(package, copy.deepcopy(reference), cpu_mesh(2, 1, names=("replicate", "shard")))
+    model.set_manual_backward_finalization(True)
+    rank = torch.distributed.get_rank()
+    for index, all_reduces in enumerate((False, False, True)):
+        model.set_requires_all_reduce(all_reduces)
+        if not all_reduces:
+            x = torch.full((1, 4), 1.0 + rank + index, requires_grad=True)  # so that a hook reduces, and leaves a partial sum
+            model(x).sum().backward()
+            for each in range(2):
+                (reference(torch.full((1, 4), 1.0 + each + index)).sum() / 2).backward()
+    if package == "torch":
+        with pytest.raises(RuntimeError, match="partial gradient reductions"):
+            model.finalize_backward()
+        return
+    model.finalize_backward()
+    assert_equal_grads(grads_of(model), grads_of(reference))
+
+
+@on_ranks(2)
 def test_finalizing_inside_of_a_backward_is_refused():
     model = shard(fsdp2, layers())
     model.set_manual_backward_finalization(True)

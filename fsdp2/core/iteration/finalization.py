@@ -5,7 +5,9 @@ It refuses to know what is reduced, and when.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 from ...errors import OrderError
 from .. import torch_compat as compat
@@ -15,10 +17,12 @@ class CommContext:
     """What roots share whose reductions must not get between each other: one object for each, or one for all (``share_comm_ctx``).
 
     handle: of a reduction that nobody has waited for yet
+    roots:  those that share it
     """
 
     def __init__(self) -> None:
         self.handle: GradientReductionHandle | None = None
+        self.roots: weakref.WeakSet[Root] = weakref.WeakSet()
 
     def refuse_open(self, what: str) -> None:
         """Raise OrderError if a reduction is open."""
@@ -28,6 +32,23 @@ class CommContext:
                 expected="wait() on what finalize_backward(async_op=True) returned, here or on a root that shares the context",
                 fix="keep the handle, and wait for it before the next forward",
             )
+
+    def refuse_others_work(self, root: Root) -> None:
+        """Raise OrderError if another root is between a forward and the end of its iteration: its backward could precede the wait."""
+        if any(other is not root and other.is_open for other in self.roots):
+            raise OrderError(
+                "asynchronous gradient finalization cannot overlap work of another root that shares the communication context",
+                expected="finalize_backward(async_op=True) after the other roots' iterations have ended",
+                fix="call finalize_backward() without async_op, or end the other roots' backwards first",
+            )
+
+
+class Root(Protocol):
+    """The iterations of one root."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a forward has run whose iteration has not ended."""
 
 
 class GradientReductionHandle(compat.TorchGradientReductionHandle):

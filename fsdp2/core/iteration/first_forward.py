@@ -36,7 +36,8 @@ def adopt(root: ModuleState) -> Schedule:
     _refuse_manual_children(root, units)
     schedule = Schedule(root, units)
     if root.schedule is not None:
-        schedule.manual, schedule.comm_ctx = root.schedule.manual, root.schedule.comm_ctx
+        schedule.manual = root.schedule.manual
+        schedule.share(root.schedule.comm_ctx)
     varying: set[str] = set()
     for unit in units:
         for group in unit.groups:

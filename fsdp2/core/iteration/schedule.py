@@ -48,7 +48,7 @@ class Schedule:
         self.tree = UnitTree(root, units)
         self.settled = False
         self.is_last_backward = True
-        self.comm_ctx = CommContext()
+        self.share(CommContext())
         self._to_finalize = False  # a backward has begun in manual mode, and nobody has finalized it
         self.post_optim_event: Event = None
         self.forward: Forward | None = None
@@ -58,6 +58,10 @@ class Schedule:
         self.agreement: Agreement | None = None
         self.choose_max_reductions()
         self.choose_logs()
+
+    def share(self, context: CommContext) -> None:
+        self.comm_ctx = context
+        context.roots.add(self)
 
     def choose_max_reductions(self) -> None:
         """One list holds them all, so the most generous of the units decides."""
@@ -84,6 +88,12 @@ class Schedule:
     def goes_on(self) -> bool:
         """Whether the iteration goes on behind the next end of backward."""
         return self.manual or not self.is_last_backward
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a forward has run, in grad mode, whose iteration has not ended."""
+        tree = self.tree
+        return self.forward is not None or self.backward is not None or bool(tree.reductions) or bool(tree.step.order)
 
     # --- forward ---
 
@@ -287,7 +297,7 @@ class Schedule:
             )
         self.manual = manual
 
-    def finalize(self) -> GradientReductionHandle:
+    def finalize(self, is_async: bool) -> GradientReductionHandle:
         """End the iteration: reduce and reshard what is pending, by the flags as they are now. Collective: yes, if something is.
 
         Raises: OrderError where that cannot be done
@@ -311,6 +321,8 @@ class Schedule:
                 "with set_requires_all_reduce(True)",
                 fix="call them in this order on the root",
             )
+        if is_async:
+            self.comm_ctx.refuse_others_work(self)
         if self.backward is not None and self.backward.has_failed():
             self._end_failed_backward()
         Backward(self.tree, -1, None).finish(is_last=True)

@@ -286,9 +286,9 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reduce-scatter inputs may be in flight, which bounds their memory; the largest value below a root counts.
+        """How many modules' reduce-scatter inputs may be in flight, which bounds their memory; the largest value below a root counts.
 
-        With 1, the default, a group's reduce-scatter has the backward of one group to finish in before it is waited for. Recursive.
+        With 1, the default, a module's reduce-scatter has the backward of one module to finish in before it is waited for. Recursive.
         """
         check_max_input_buffers(max_input_buffers)
         for unit in _units(self, recurse):

@@ -90,9 +90,26 @@ else:  # torch 2.11 and 2.12
         return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)  # type: ignore[no-any-return]
 
 
-def coalescing_manager(group: dist.ProcessGroup, device: torch.device | None, async_ops: bool) -> AbstractContextManager[Any]:
-    """Collectives issued inside become one launch, on backends that can (NCCL)."""
-    return dist.distributed_c10d._coalescing_manager(group=group, device=device, async_ops=async_ops)
+class one_launch:  # noqa: N801 (a context manager)
+    """Collectives of one group that are issued inside, of any kind, dtype and reduction, become one launch at its end.
+
+    For backends that are ordered by streams; pass ``async_op=False``. torch's own manager takes one kind and one reduction, and
+    opens two groups of NCCL's, one in the other, where it is given a device.
+    """
+
+    __slots__ = ("_device", "_group")
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group: Any = group
+        self._device = device
+
+    def __enter__(self) -> None:
+        self._group._start_coalescing(self._device)
+
+    def __exit__(self, *error: object) -> None:
+        work = self._group._end_coalescing(self._device)
+        if work is not None:
+            work.wait()
 
 
 def premul_sum(factor: float) -> dist.ReduceOp:

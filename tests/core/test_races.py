@@ -631,12 +631,13 @@ NEEDED_BY = {
     "extensions.start": "extensions",
     "extensions.finish": "extensions",
     "all_gather.start": "plain",
+    "all_gather.send_together": "several_dtypes",
     "all_gather.finish": "plain",
     "all_gather.finish 2": "unshard_on_a_side_stream",
     "unsharded._free_behind_uses": "unshard_on_a_side_stream",
-    "reduction.__init__": "plain",
-    "reduction._after_scatter": "hsdp",
-    "reduction._hand_out": "all_reduce_hook",
+    "reduction.launch": "plain",
+    "reduction.launch 2": "hsdp",
+    "reduction.hand_out": "all_reduce_hook",
     "reduction._offload": "offload_accumulate",
     "reduction.advance": "plain",
     "reduction.finish": "bf16",
@@ -709,7 +710,7 @@ def test_a_storage_freed_on_the_wrong_stream_is_a_race():
 def test_sending_the_shard_itself_where_the_user_may_write_is_a_race():
     """Why ``unshard(async_op=True)`` sends a copy."""
     start = Gather.start
-    with mock.patch.object(Gather, "start", lambda self, flat, copy: start(self, flat, False)):
+    with mock.patch.object(Gather, "start", lambda self, flat, copy, together=None: start(self, flat, False, together)):
         races = replay_on_fake_ranks(replace(SCENARIOS["unshard_over_the_step"], num_steps=3), RecordingStreams())
     assert any("aten.add_ on compute writes" in race.how and "on gather" in str(race.earlier) for race in races)
 

@@ -116,6 +116,13 @@ def with_extensions() -> nn.Module:
     return wrap_weights(mlp(), RowInt8)
 
 
+def several_dtypes() -> nn.Module:
+    model = mlp()
+    for block in model.blocks:
+        block.scale.data = block.scale.data.bfloat16()
+    return model
+
+
 class FailureError(Exception):
     """Planted."""
 
@@ -178,6 +185,13 @@ MORE_SCENARIOS = {  # which torch's FSDP2 does not train, or which add nothing o
     "failed_backward": Scenario(iteration=after_a_failed_backward),
     "all_reduce_hook": Scenario(prepare=halve_in_a_hook),
     "all_reduce_hook_bf16": Scenario(prepare=halve_in_a_hook, options=BF16),
+}
+
+SCENARIOS_OF_SEVERAL_GROUPS = {  # in each block
+    "several_dtypes": Scenario(model=several_dtypes),
+    "extensions": Scenario(model=with_extensions),
+    "several_dtypes_offload": Scenario(model=several_dtypes, options={"offload_policy": fsdp2.CPUOffloadPolicy()}),
+    "several_dtypes_hsdp": Scenario(model=several_dtypes, mesh=(2, 2)),
 }
 
 

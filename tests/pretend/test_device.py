@@ -294,7 +294,7 @@ def test_coalesced_collectives_are_one_launch():
     outputs = [torch.empty(2 * n, device="pretend") for n in (3, 5)]
     inputs = [torch.full((n,), float(dist.get_rank()), device="pretend") for n in (3, 5)]
     pretend.reset_counts()
-    with compat.coalescing_manager(world(), torch.device("pretend:0"), False):
+    with compat.one_launch(world(), torch.device("pretend:0")):
         for output, input_ in zip(outputs, inputs, strict=True):
             compat.all_gather_single(output, input_, world(), False)
     assert pretend.launches() == {"all_gather": 1}

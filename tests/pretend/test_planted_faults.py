@@ -24,7 +24,15 @@ from fsdp2.core.comm.streams import DeviceStreams, use_streams
 from fsdp2.core.group.reduction import Reduction
 from fsdp2.testing import pretend
 from harness import on_ranks
-from harness.pretend_training import BF16, MORE_SCENARIOS, SCENARIOS, SCENARIOS_2D, Scenario, train_late
+from harness.pretend_training import (
+    BF16,
+    MORE_SCENARIOS,
+    SCENARIOS,
+    SCENARIOS_2D,
+    SCENARIOS_OF_SEVERAL_GROUPS,
+    Scenario,
+    train_late,
+)
 from harness.training import Step, assert_same_bits
 
 CORE = Path(fsdp2.core.__file__).parent
@@ -109,10 +117,12 @@ def planted(fault: str) -> Iterator[None]:
 
 
 def on_four(scenario: Scenario) -> Scenario:
-    return replace(scenario, mesh={(): (), (1, 2): (2, 2), (2, 1): (4, 1)}[scenario.mesh])
+    return replace(scenario, mesh={(1, 2): (2, 2), (2, 1): (4, 1)}.get(scenario.mesh, scenario.mesh))
 
 
-ON_FOUR = {name: on_four(scenario) for name, scenario in {**SCENARIOS, **MORE_SCENARIOS, **SCENARIOS_2D}.items()}
+ON_FOUR = {
+    name: on_four(scenario) for name, scenario in {**SCENARIOS_OF_SEVERAL_GROUPS, **SCENARIOS, **MORE_SCENARIOS, **SCENARIOS_2D}.items()
+}
 ON_FOUR["hsdp_bf16"] = replace(ON_FOUR["hsdp"], options=BF16)
 
 
@@ -136,24 +146,24 @@ NEEDED_BY = {
     "all_gather.finish mark 1": "replicated_bf16",
     "all_gather.finish order 1": "plain",
     "all_gather.finish order 2": "unshard_on_a_side_stream",
+    "all_gather.land mark 1": "plain",
+    "all_gather.send_together mark 1": "several_dtypes",
+    "all_gather.send_together order 1": "several_dtypes",
     "all_gather.start mark 1": "plain",
-    "all_gather.start mark 2": "plain",
     "all_gather.start order 1": "plain",
     "extensions.finish order 1": "extensions",
+    "extensions.land mark 1": "extensions",
     "extensions.start mark 1": "extensions",
-    "extensions.start mark 2": "extensions",
     "extensions.start order 1": "extensions",
-    "reduction.__init__ mark 1": "plain",
-    "reduction.__init__ order 1": "plain",
+    "reduction.launch mark 1": "plain",
+    "reduction.launch mark 2": "hsdp",
+    "reduction.launch order 1": "plain",
+    "reduction.launch order 2": "hsdp",
     "memory.await_host_read synchronize 1": "offload_evaluation",
-    "memory.issue mark 1": "offload_evaluation",
-    "reduction._after_scatter mark 1": "hsdp_partial",
-    "reduction._after_scatter mark 2": "hsdp",
-    "reduction._after_scatter mark 3": "hsdp",
-    "reduction._after_scatter order 1": "hsdp",
-    "reduction._hand_out mark 1": "all_reduce_hook",
-    "reduction._hand_out mark 2": "all_reduce_hook",
-    "reduction._hand_out order 1": "all_reduce_hook",
+    "memory.await_host_read mark 1": "offload_evaluation",
+    "reduction.hand_out mark 1": "all_reduce_hook",
+    "reduction.hand_out mark 2": "all_reduce_hook",
+    "reduction.hand_out order 1": "all_reduce_hook",
     "reduction._offload mark 1": "offload_micro_batches",
     "reduction._offload synchronize 1": "offload_micro_batches",
     "reduction.advance order 1": "plain",

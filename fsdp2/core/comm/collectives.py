@@ -236,7 +236,7 @@ def all_gather(
         if len(outputs) == 1:
             compat.all_gather_single(outputs[0], inputs[0], process_group, False)
         else:
-            with compat.coalescing_manager(process_group, outputs[0].device, False):
+            with compat.one_launch(process_group, outputs[0].device):
                 for output, input_ in zip(outputs, inputs, strict=True):
                     compat.all_gather_single(output, input_, process_group, False)
         return _DONE
@@ -297,6 +297,22 @@ def reduce_scatter(
     return _issued(_Waiting(works, (input,), output, division.postdivide, received_rows), async_op)
 
 
+def reduce_scatter_together(buffers: Sequence[tuple[Tensor, Tensor, Division]], process_group: dist.ProcessGroup) -> None:
+    """``reduce_scatter`` of several (output, input, division), of any dtypes, in one launch; stream-ordered backends only.
+
+    Collective: yes. Everything is queued on the current stream when it returns.
+    """
+    for _, input_, division in buffers:
+        if division.predivide is not None:
+            input_.div_(division.predivide)
+    with compat.one_launch(process_group, buffers[0][0].device):
+        for output, input_, division in buffers:
+            compat.reduce_scatter_single(output, input_, division.backend_op, process_group, False)
+    for output, _, division in buffers:
+        if division.postdivide is not None:
+            output.div_(division.postdivide)
+
+
 def all_reduce(
     buffer: Tensor,
     process_group: dist.ProcessGroup,
@@ -329,6 +345,22 @@ def all_reduce(
     work = compat.all_gather_single(gathered, buffer, process_group, async_op)
     rows = gathered.view(world_size, buffer.numel()).unbind()
     return _issued(_Waiting([work], (), buffer, division.postdivide, rows), async_op)
+
+
+def all_reduce_together(buffers: Sequence[tuple[Tensor, Division]], process_group: dist.ProcessGroup) -> None:
+    """``all_reduce`` of several (buffer, division), of any dtypes, in one launch; stream-ordered backends only.
+
+    Collective: yes. Everything is queued on the current stream when it returns.
+    """
+    for buffer, division in buffers:
+        if division.predivide is not None:
+            buffer.div_(division.predivide)
+    with compat.one_launch(process_group, buffers[0][0].device):
+        for buffer, division in buffers:
+            dist.all_reduce(buffer, op=division.backend_op, group=process_group)
+    for buffer, division in buffers:
+        if division.postdivide is not None:
+            buffer.div_(division.postdivide)
 
 
 # ---- the parts they are made of ---------------------------------------------------------------------------------------------

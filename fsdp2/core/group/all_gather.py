@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,9 @@ class GatherTarget:
 class Gather:
     """Fills a storage from the flat shards of ``process_group``; reusable, one use at a time.
 
-    It has twenty attributes, for what can be computed once is: the first thirteen; the others belong to the gather under way.
+    coalesces_over: the process group over which it may be one launch with others; None if it is always issued by itself
+
+    It has twenty-one attributes, for what can be computed once is: the first fourteen; the others belong to the gather under way.
     """
 
     __slots__ = (
@@ -71,6 +74,7 @@ class Gather:
         "_started_on",
         "_streams",
         "_target",
+        "coalesces_over",
     )
 
     def __init__(
@@ -91,6 +95,7 @@ class Gather:
         self._async_op = not collectives.is_stream_ordered(backend)
         nbytes = layout.unsharded_numel * target.dtype.itemsize
         self._algorithm = algorithm or collectives.choose_all_gather(backend, layout.num_shards, nbytes, target.device.type)
+        self.coalesces_over = None if self._async_op or self._algorithm != "stock" else process_group
         like = torch.empty(0, dtype=target.dtype, device=target.device)
         direct, packed = layout.slots[:num_direct], layout.slots[num_direct:]
         self._direct_bounds = [(slot.offset, slot.offset + slot.numel) for slot in direct]
@@ -123,59 +128,67 @@ class Gather:
         self._split_sizes.append(numel)
         self._copy_outs.append(storage_view(self._target.storage, like, offset, (self._num_shards, numel)))
 
-    def start(self, flat: Tensor | None, copy: bool) -> None:
+    def start(self, flat: Tensor | None, copy: bool, together: list[Waiting] | None = None) -> None:
         """Issue the collectives; on a stream device their copy-out is queued behind them at once.
 
         flat:       (layout.shard_numel,), this rank's flat shard, in its storage dtype and on the device where it is kept
         copy:       read ``flat`` now, so that it may be written before ``finish``
+        together:   where a gather is added that ``send_together`` is to issue with others
         Collective: yes, over ``process_group``.
         """
         assert flat is not None
         streams, target = self._streams, self._target
-        source = flat
         if copy:  # on compute, where the user's writes are: a copy made on another stream would race with them
-            self._held = source = flat.to(target.device, copy=True).to(target.dtype)
+            self._held = flat.to(target.device, copy=True).to(target.dtype)
         if self._alloc_early and target.storage.nbytes() == 0:  # else it was kept, and would be moved
             streams.resize(target.storage, target.nbytes)
         if streams.host_waits:
-            if not copy:
-                source = flat.to(target.device).to(target.dtype)
-            self._issue(source, self._inputs(source, source is flat), copy)
+            self._send(flat, copy)
             return
         self._started_on = streams.compute
+        if together is not None and self.coalesces_over is not None:
+            together.append((self, flat))
+            return
         streams.order(streams.gather, streams.mark(streams.compute))
         with streams.on(streams.gather):
-            if not copy:
-                source = flat.to(target.device, non_blocking=True).to(target.dtype)
-            self._issue(source, self._inputs(source, source is flat), copy)
-            self._copy_out()
-            self._event = streams.mark(streams.gather)
+            self._send(flat, copy)
+            self.land()
 
-    def _inputs(self, source: Tensor, is_flat: bool) -> list[Tensor]:
-        """The pieces of ``source`` to send, the packed one first; those of the flat shard itself are cut once."""
-        if is_flat and self._flat is source:
-            return self._flat_inputs
-        if self._packed_start == 0 and self._split_sizes:  # all of it is packed
-            inputs = [source]
+    def to_send(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """What a collective gathers, on the gather stream: (outputs, inputs), the packed ones first."""
+        target = self._target
+        source = self._held
+        if source is None:
+            source = flat.to(target.device, non_blocking=True).to(target.dtype)
+        if source is self._flat:
+            inputs = self._flat_inputs
         else:
-            inputs = [source[start:stop] for start, stop in self._direct_bounds]
-            if self._split_sizes:
-                inputs.insert(0, source[self._packed_start :])
-        if is_flat:
-            self._flat, self._flat_inputs = source, inputs
-        return inputs
+            if self._packed_start == 0 and self._split_sizes:  # all of it is packed
+                inputs = [source]
+            else:
+                inputs = [source[start:stop] for start, stop in self._direct_bounds]
+                if self._split_sizes:
+                    inputs.insert(0, source[self._packed_start :])
+            if source is flat:  # cut once
+                self._flat, self._flat_inputs = source, inputs
+        if not self._split_sizes:
+            return self._direct_outputs, inputs
+        self._packed = source.new_empty((source.numel() - self._packed_start) * self._num_shards)
+        return [self._packed, *self._direct_outputs], inputs
 
-    def _issue(self, source: Tensor, inputs: list[Tensor], async_op: bool) -> None:
-        """Start the collectives. async_op: the user asked for an asynchronous unshard; only custom communicators are told."""
-        outputs = self._direct_outputs
-        if self._split_sizes:
-            self._packed = source.new_empty((source.numel() - self._packed_start) * self._num_shards)
-            outputs = [self._packed, *outputs]
+    def _send(self, flat: Tensor, copy: bool) -> None:
+        """Start the collectives. copy: the user asked for an asynchronous unshard; only custom communicators are told."""
+        outputs, inputs = self.to_send(flat)
         if self._process_group is None:
             for output, shard in zip(outputs, inputs, strict=True):
                 output.copy_(shard)
         else:
             self._pending = collectives.all_gather(outputs, inputs, self._process_group, self._algorithm, self._async_op)
+
+    def land(self) -> None:
+        """Queue what follows the collectives, on the gather stream."""
+        self._copy_out()
+        self._event = self._streams.mark(self._streams.gather)
 
     def finish(self) -> None:
         """Wait; afterwards the compute stream may use, and free, the storage, and ``flat`` may be written. Once per start."""
@@ -230,7 +243,7 @@ class LocalGather:
         shares = target.storage.data_ptr() == flat.data_ptr()
         self._whole = None if shares else storage_view(target.storage, like, 0, (flat.numel(),))
 
-    def start(self, flat: Tensor | None, copy: bool) -> None:
+    def start(self, flat: Tensor | None, copy: bool, together: list[Waiting] | None = None) -> None:
         """Collective: no. ``flat`` is read now on the host, elsewhere until ``finish``, unless ``copy``."""
         assert flat is not None
         streams = self._streams
@@ -248,6 +261,36 @@ class LocalGather:
     def finish(self) -> None:
         """Afterwards the compute stream may use the storage; what the gather stream waits for, an optimizer's event, is waited for."""
         self._streams.order(self._streams.compute, self._streams.mark(self._streams.gather))
+
+
+class Sender(Protocol):
+    """A gather that has been started, and whose collective may be one launch with others'; see ``Gather``."""
+
+    coalesces_over: dist.ProcessGroup | None
+
+    def to_send(self, flat: Any) -> tuple[list[Tensor], list[Tensor]]: ...
+
+    def land(self) -> None: ...
+
+
+Waiting = tuple[Sender, Tensor | None]
+"""A gather that was started, and the flat shard that it reads, if it reads one."""
+
+
+def send_together(waiting: Sequence[Waiting], streams: Streams) -> None:
+    """Issue the collectives of gathers that were started, one launch for each process group. Collective: yes, over each."""
+    streams.order(streams.gather, streams.mark(streams.compute))
+    with streams.on(streams.gather):
+        launches: dict[dist.ProcessGroup, tuple[list[Tensor], list[Tensor]]] = {}
+        for gather, flat in waiting:
+            assert gather.coalesces_over is not None
+            launch = launches.setdefault(gather.coalesces_over, ([], []))
+            for all_of_them, own in zip(launch, gather.to_send(flat), strict=True):
+                all_of_them += own
+        for process_group, (outputs, inputs) in launches.items():
+            collectives.all_gather(outputs, inputs, process_group, "stock", async_op=False)
+        for gather, _ in waiting:
+            gather.land()
 
 
 def assemble(slots: Tensor, cut: Cut, whole: Tensor) -> None:

@@ -28,20 +28,22 @@ class CommGather(Gather):
         """layout: of the flat shard; what is sent has no gaps."""
         compact = group_layout([slot.cut for slot in layout.slots], num_shards=layout.num_shards, align=1)
         super().__init__(compact, 0, target, process_group, streams, "stock")
+        self.coalesces_over = None
         self._comm = comm
         self._rank = process_group.rank()
         self._bounds = [(slot.offset, slot.offset + slot.numel) for slot in layout.slots]
         self._sizes = [slot.numel for slot in layout.slots]
 
-    def _inputs(self, source: Tensor, is_flat: bool) -> list[Tensor]:
-        return [source[start:stop] for start, stop in self._bounds]
-
-    def _issue(self, source: Tensor, inputs: list[Tensor], async_op: bool) -> None:
+    def _send(self, flat: Tensor, copy: bool) -> None:
+        source = self._held
+        if source is None:
+            source = flat.to(self._target.device, non_blocking=True).to(self._target.dtype)
+        inputs = [source[start:stop] for start, stop in self._bounds]
         numel = sum(self._sizes)
         output = self._comm.allocate((numel * self._num_shards,), dtype=source.dtype, device=source.device)
         own = output.narrow(0, numel * self._rank, numel)
         torch._foreach_copy_(list(torch.split(own, self._sizes)), inputs)
         assert self._process_group is not None
-        work = self._comm(output_tensor=output, input_tensor=own, group=self._process_group, async_op=async_op)
+        work = self._comm(output_tensor=output, input_tensor=own, group=self._process_group, async_op=copy)
         self._packed = output
         self._pending = CommWork(work)

@@ -46,6 +46,7 @@ from ..comm.communicators import CommWork
 from ..comm.streams import Event, Streams
 from ..plan.layout import Cut, rows_of
 from ..plan.mesh import DataParallelMesh
+from .all_gather import Waiting
 from .own_memory import POST, PRE, RELEASE, has_extension, missing_half
 from .param import ShardedParam, new_unsharded_param, storage_view
 
@@ -66,7 +67,10 @@ class _Sent:
 class ExtensionGather:
     """All-gathers parameters with memory of their own; reusable, one use at a time.
 
-    Its twenty-two attributes have three lives: some are its arguments, some belong to the gather under way, some are made at the first.
+    coalesces_over: the process group over which it may be one launch with others; None if it is always issued by itself
+
+    Its twenty-four attributes have three lives: some are its arguments, some belong to the gather under way, some are made at the
+    first.
 
     Note: extensions and streams. What ``start`` allocates lies on the gather stream and is read on compute, by ``finish`` and
     (metadata) by the user's operations. Every ``start`` of every group orders the gather stream behind compute first, so that what
@@ -96,6 +100,9 @@ class ExtensionGather:
         self._mp_policy = mp_policy
         self._comm = comm if mesh.shard_size > 1 else None
         self._algorithm = algorithm
+        self._backend = collectives.backend_of(mesh.shard_group, device.type)
+        alone = self._comm is not None or algorithm not in (None, "stock") or not collectives.is_stream_ordered(self._backend)
+        self.coalesces_over = None if alone else mesh.shard_group
         self._num_arguments: dict[object, int] = {}
         # of the gather under way
         self._sent: list[_Sent] = []
@@ -114,7 +121,7 @@ class ExtensionGather:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def start(self, flat: Tensor | None, copy: bool) -> None:
+    def start(self, flat: Tensor | None, copy: bool, together: list[Waiting] | None = None) -> None:
         """Ask the parameters what to send and issue the collective. See ``Gather.start``; there is no flat shard here.
 
         Collective: yes, over the shard axis; an extension may communicate over it as well.
@@ -126,8 +133,37 @@ class ExtensionGather:
         with streams.on(streams.gather):
             if self._packed is None:
                 self._pack(non_blocking=True)
-            self._issue(copy)
-            self._event = streams.mark(streams.gather)
+            if together is not None and self.coalesces_over is not None:
+                together.append((self, None))
+                return
+            self._send(copy)
+            self.land()
+
+    def to_send(self, flat: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+        """What the collective gathers: (outputs, inputs); the input is this rank's own row of the output."""
+        packed = self._packed
+        assert packed is not None
+        numel = packed.numel() // self._num_shards
+        return [packed], [packed.narrow(0, numel * self._shard_rank, numel)]
+
+    def _send(self, async_op: bool) -> None:
+        """async_op: the user asked for an asynchronous unshard; only custom communicators are told."""
+        process_group = self._process_group
+        if process_group is None:
+            return
+        outputs, inputs = self.to_send(None)
+        if self._comm is not None:
+            work = self._comm(output_tensor=outputs[0], input_tensor=inputs[0], group=process_group, async_op=async_op)
+            self._pending = CommWork(work)
+            return
+        algorithm = self._algorithm or collectives.choose_all_gather(
+            self._backend, self._num_shards, outputs[0].nbytes, self._device.type
+        )
+        is_async = not collectives.is_stream_ordered(self._backend)
+        self._pending = collectives.all_gather(outputs, inputs, process_group, algorithm, is_async)
+
+    def land(self) -> None:
+        self._event = self._streams.mark(self._streams.gather)
 
     def _pack(self, non_blocking: bool) -> None:
         """Lay what every parameter sends, one after another, into this rank's row of the buffer for all ranks."""
@@ -218,21 +254,6 @@ class ExtensionGather:
             if before != now:
                 what = f"returned tensors of {_kinds(*now)}, but of {_kinds(*before)} before"
                 raise _error(param, PRE, what, "the same shapes and dtypes every time")
-
-    def _issue(self, async_op: bool) -> None:
-        """async_op: the user asked for an asynchronous unshard; only custom communicators are told."""
-        packed, process_group = self._packed, self._process_group
-        assert packed is not None
-        if process_group is None:
-            return
-        numel = packed.numel() // self._num_shards
-        own = packed.narrow(0, numel * self._shard_rank, numel)
-        if self._comm is not None:
-            self._pending = CommWork(self._comm(output_tensor=packed, input_tensor=own, group=process_group, async_op=async_op))
-            return
-        backend = collectives.backend_of(process_group, packed.device.type)
-        algorithm = self._algorithm or collectives.choose_all_gather(backend, self._num_shards, packed.nbytes, self._device.type)
-        self._pending = collectives.all_gather([packed], [own], process_group, algorithm, not collectives.is_stream_ordered(backend))
 
     # --- finish ---
 

@@ -310,7 +310,7 @@ class Gradients:
         return self._divisions[1]
 
     def reduce(self, buffer: Tensor) -> Reduction:
-        """Start reducing what ``collect`` returned. Collective: yes, over the shard axis, then the replicate axis."""
+        """Reduce what ``collect`` returned; see ``Reduction``. Collective: on the host, over the shard axis."""
         assert self._collected is not None
         if self._adding is not None:
             self._adding.advance()

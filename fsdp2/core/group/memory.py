@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from ...errors import meta_error
 from ...policy import AllGather
-from ..comm.streams import Event, streams_of
+from ..comm.streams import streams_of
 from ..plan.mesh import DataParallelMesh
 from ..plan.placement import in_dtype
+from .all_gather import Waiting
 from .gradient_dtypes import gradient_dtypes
 from .group_plan import GroupPlan, have_mixed_dtypes, plan_group
 from .options import GroupOptions
@@ -103,7 +104,7 @@ class GroupMemory:
         self.flat: Tensor | None = None
         self.unsharded: Unsharded | None = None
         self.keeps_storage = False
-        self._host_read: Event = None  # behind the last copy of an offloaded flat shard to the device
+        self._reads_host = False  # an offloaded flat shard is copied to the device, and the host has not waited for that
         self.rebuild()
 
     # --- the plan ---
@@ -195,10 +196,11 @@ class GroupMemory:
     def is_unsharded(self) -> bool:
         return self.state is GroupState.UNSHARDED
 
-    def issue(self, copy: bool = False) -> None:
+    def issue(self, copy: bool = False, together: list[Waiting] | None = None) -> None:
         """Start unsharding; no-op if unsharded, or under way. Collective: yes, over the shard axis.
 
-        copy: send a copy of the flat shard, for where the user may write to it before ``wait``.
+        copy:     send a copy of the flat shard, for where the user may write to it before ``wait``
+        together: see ``Gather.start``
         """
         if self.state is GroupState.HIDDEN:
             if self.registry.verify():
@@ -212,15 +214,14 @@ class GroupMemory:
             if self.plan.is_meta:
                 raise meta_error(self.on_meta(), str(self.device))
             unsharded = self.unsharded or self._make_unsharded()
-            unsharded.gather.start(self.flat, copy)
+            unsharded.gather.start(self.flat, copy, together)
             unsharded.num_steps = OPTIMIZER_STEPS.value
-            if self.options.offload:
-                self._host_read = self.streams.mark(self.streams.gather)
+            self._reads_host = self.options.offload
         elif self.state is GroupState.RESHARDED:
             assert self.unsharded is not None
             assert self.unsharded.smaller is not None
             unsharded = self.unsharded
-            self.unsharded.smaller.issue()
+            self.unsharded.smaller.issue(together)
         else:
             return
         unsharded.allocated_on = self.streams.compute
@@ -244,9 +245,9 @@ class GroupMemory:
 
     def await_host_read(self) -> None:
         """Block until an offloaded flat shard may be written: its writers run on the host, which is ordered behind no stream."""
-        if self._host_read is not None:
-            self.streams.synchronize(self._host_read)
-            self._host_read = None
+        if self._reads_host:
+            self.streams.synchronize(self.streams.mark(self.streams.gather))
+            self._reads_host = False
 
     def _finish_gather(self) -> Unsharded:
         unsharded = self.unsharded

@@ -19,17 +19,22 @@ from torch import Tensor, nn
 from .. import torch_compat as compat
 from ..comm import collectives
 from ..comm.communicators import comm_reduce_scatter
+from ..comm.streams import Event, Streams
 from ..plan.placement import in_dtype
 from .memory import GroupMemory
 from .options import ReductionOptions
 from .reduce_plan import GradView, ReducePlan
 
+ScatterLaunches = dict[dist.ProcessGroup, list[tuple[Tensor, Tensor, collectives.Division]]]
+AllReduceLaunches = dict[dist.ProcessGroup, list[tuple[Tensor, collectives.Division]]]
+
 
 class Reduction:
     """One reduction on its way: reduce-scatter, perhaps all-reduce, then the sharded parameters get their gradients.
 
-    On a stream device everything is queued at once. On the host each leg is waited for when ``advance`` or ``finish`` is called. Of its
-    seventeen attributes half are what it was started with; the others are the buffers, handles and events of its legs.
+    It has three legs: reduce-scatter, all-reduce, handing out. On a stream device ``launch`` queues all of them at once. On the host
+    the first is issued when it is made, and each is waited for when ``advance`` or ``finish`` is called. Of its seventeen attributes
+    half are what it was started with; the others are the buffers, handles and events of its legs.
     """
 
     __slots__ = (
@@ -63,7 +68,7 @@ class Reduction:
         partial: Tensor | None,
         add_to_partial: Callable[[Tensor], None] | None,
     ) -> None:
-        """Start reducing ``buffer``. Collective: yes, over the shard axis, then the replicate axis.
+        """Prepare to reduce ``buffer``; on the host, start. Collective: on the host, over the shard axis; the rest follows.
 
         buffer:  (plan.layout.unsharded_numel,), reduce dtype, as ``plan`` lays it out
         used:    which of the plan's parameters have a gradient there
@@ -88,19 +93,24 @@ class Reduction:
         self._late: list[int] = []
         self._dtypes = group.plan.gradients.kept if options.grad_dtype is None else None  # of the gradients, if not the parameters'
         self._advanced = False
-        streams = group.streams
-        if streams.host_waits:
-            self._scatter(buffer)
-            return
-        streams.order(streams.reduce, streams.mark(streams.compute))
-        with streams.on(streams.reduce):
-            self._scatter(buffer)
-            self._finish_pending()
-            self._after_scatter()
+        if group.streams.host_waits:
+            self.scatter()
 
-    def _scatter(self, buffer: Tensor) -> None:
-        group, plan = self._group, self._plan
+    # --- the legs, on the stream that is current ---
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        return self._group.mesh.replicate_group
+
+    def mark_scattered(self, event: Event) -> None:
+        """``event``: behind the reduce-scatter, and behind everything if the gradients stay here."""
+        self._scattered = self._reduced = event
+
+    def scatter(self, together: ScatterLaunches | None = None) -> None:
+        """Issue the reduce-scatter, or add it to ``together``. Collective: yes, over the shard axis."""
+        group, plan, buffer = self._group, self._plan, self._input
         process_group = self._options.process_group or group.mesh.shard_group
+        assert buffer is not None
         if process_group is None:  # parameters are replicated: there is one "shard", which is the input
             self._output = buffer
             return
@@ -110,52 +120,37 @@ class Reduction:
             self._pending = comm_reduce_scatter(comm, self._output, buffer, process_group, self._divisions.reduce_scatter)
             return
         if plan.num_shards == 1:
-            self._output = buffer
+            self._output = output = buffer
         else:
-            self._output = torch.empty(plan.layout.shard_numel, dtype=buffer.dtype, device=buffer.device)
+            self._output = output = torch.empty(plan.layout.shard_numel, dtype=buffer.dtype, device=buffer.device)
         backend = collectives.backend_of(process_group, buffer.device.type)
         algorithm = group.options.reduce_scatter or collectives.choose_reduce_scatter(
             backend, plan.num_shards, buffer.nbytes, buffer.device.type
         )
-        self._pending = collectives.reduce_scatter(
-            self._output,
-            buffer,
-            process_group,
-            self._divisions.reduce_scatter,
-            algorithm,
-            not collectives.is_stream_ordered(backend),
-        )
+        division, is_ordered = self._divisions.reduce_scatter, collectives.is_stream_ordered(backend)
+        if together is not None and is_ordered and algorithm == "stock" and plan.num_shards > 1:
+            together.setdefault(process_group, []).append((output, buffer, division))
+            return
+        self._pending = collectives.reduce_scatter(output, buffer, process_group, division, algorithm, not is_ordered)
 
-    def _after_scatter(self) -> None:
-        """The rest, queued behind the reduce-scatter on the current stream (or run now, on the host)."""
-        streams = self._group.streams
+    def settle(self) -> bool:
+        """The reduce-scatter has been issued: wait for it, and add up. Returns whether the gradients go the rest of the way."""
+        if self._pending is not None:
+            self._finish_pending()
         output = self._output
         assert output is not None
-        process_group = self._group.mesh.replicate_group
-        stream = streams.reduce
         if self._add_to_partial is not None:
             self._add_to_partial(output)
             self._output = None
-            self._scattered = self._reduced = streams.mark(streams.reduce)
-            return
+            return False
         if self._partial is not None:  # held as long as the input: over one rank it is an earlier one
             output.add_(self._partial)
-        is_input = output is self._input
-        self._scattered = streams.mark(streams.reduce)
-        if process_group is not None:
-            stream = streams.all_reduce
-            streams.order(stream, streams.mark(streams.reduce))
-            with streams.on(stream):
-                self._start_all_reduce(output, process_group)
-                if not streams.host_waits:
-                    self._hand_out(stream)
-        elif not streams.host_waits:
-            self._hand_out(stream)
-            if is_input:
-                self._scattered = self._reduced
+        return True
 
-    def _start_all_reduce(self, output: Tensor, process_group: dist.ProcessGroup) -> None:
-        group = self._group
+    def all_reduce(self, process_group: dist.ProcessGroup, together: AllReduceLaunches | None = None) -> None:
+        """Issue the all-reduce, or add it to ``together``. Collective: yes, over the replicate axis."""
+        group, output = self._group, self._output
+        assert output is not None
         instead = self._options.all_reduce_instead
         if instead is not None:
             flags = self._plan.flags_slot
@@ -168,13 +163,11 @@ class Reduction:
         algorithm = group.options.all_reduce or collectives.choose_all_reduce(
             backend, process_group.size(), output.nbytes, output.device.type
         )
-        self._all_reduce = collectives.all_reduce(
-            output,
-            process_group,
-            self._divisions.all_reduce,
-            algorithm,
-            not collectives.is_stream_ordered(backend),
-        )
+        division, is_ordered = self._divisions.all_reduce, collectives.is_stream_ordered(backend)
+        if together is not None and is_ordered and algorithm == "stock" and process_group.size() > 1:
+            together.setdefault(process_group, []).append((output, division))
+            return
+        self._all_reduce = collectives.all_reduce(output, process_group, division, algorithm, not is_ordered)
 
     def poll(self) -> None:
         """On the host, free the reduce input if the reduce-scatter is complete. Local: nothing that other ranks see depends on it.
@@ -202,13 +195,13 @@ class Reduction:
         self._advanced = True
         streams = self._group.streams
         if streams.host_waits:
-            if self._pending is not None:
-                self._finish_pending()
-            self._input = None
-            self._after_scatter()
-            self._partial = None
-            if self._all_reduce is None and self._output is not None:
-                self._hand_out(None)
+            goes_on = self.settle()
+            self._input = self._partial = None
+            process_group = self._group.mesh.replicate_group
+            if goes_on and process_group is not None:
+                self.all_reduce(process_group)
+            if goes_on and self._all_reduce is None:
+                self.hand_out(None)
         else:
             streams.order(streams.compute, self._scattered)
             self._input = self._partial = None
@@ -218,7 +211,7 @@ class Reduction:
         self.advance()
         streams = self._group.streams
         if self._all_reduce is not None and streams.host_waits:
-            self._hand_out(None)
+            self.hand_out(None)
         streams.order(streams.compute, self._reduced)
         if self._group.options.offload:
             streams.synchronize(self._reduced)  # the optimizer runs on the host
@@ -256,7 +249,8 @@ class Reduction:
         streams.order(streams.compute, self._reduced)
         self._pending = self._all_reduce = self._input = self._output = self._held = self._partial = None
 
-    def _hand_out(self, stream: Any) -> None:
+    def hand_out(self, stream: Any) -> None:
+        """Let the sharded parameters have their gradients, on ``stream``, on which the last collective was issued."""
         group, plan, options = self._group, self._plan, self._options
         streams = group.streams
         if self._all_reduce is not None:
@@ -283,6 +277,8 @@ class Reduction:
                 self._give_in_own_dtypes(output, views, stream)
                 reduced = output
         self._reduced = streams.mark(stream)
+        if output is self._input and group.mesh.replicate_group is None:
+            self._scattered = self._reduced
         if stream is not streams.reduce:  # it may be reading an output that is not its own; the cast does not keep that alive
             self._held = output
         # Without an all-reduce nothing but the gradients' own views needs the output from here on.
@@ -332,3 +328,40 @@ class Reduction:
         with torch.enable_grad():
             for hook in tuple(sharded._post_accumulate_grad_hooks.values()):
                 hook(sharded)
+
+
+def launch(reductions: Sequence[Reduction], streams: Streams) -> None:
+    """On a stream device, queue all legs of a unit's reductions; those over the same process group are one launch a leg.
+
+    Collective: yes, over the shard axes, then over the replicate axes.
+    """
+    several = len(reductions) > 1
+    streams.order(streams.reduce, streams.mark(streams.compute))
+    with streams.on(streams.reduce):
+        scatters: ScatterLaunches | None = {} if several else None
+        for reduction in reductions:
+            reduction.scatter(scatters)
+        if scatters:
+            for process_group, inputs in scatters.items():
+                collectives.reduce_scatter_together(inputs, process_group)
+        left = [reduction for reduction in reductions if reduction.settle()]
+        scattered = streams.mark(streams.reduce)
+        for reduction in reductions:
+            reduction.mark_scattered(scattered)
+        replicated = []
+        for reduction in left:
+            if reduction.replicate_group is None:
+                reduction.hand_out(streams.reduce)
+            else:
+                replicated.append((reduction, reduction.replicate_group))
+    if replicated:
+        streams.order(streams.all_reduce, scattered)
+        with streams.on(streams.all_reduce):
+            all_reduces: AllReduceLaunches | None = {} if several else None
+            for reduction, replicate_group in replicated:
+                reduction.all_reduce(replicate_group, all_reduces)
+            if all_reduces:
+                for process_group, outputs in all_reduces.items():
+                    collectives.all_reduce_together(outputs, process_group)
+            for reduction, _ in replicated:
+                reduction.hand_out(streams.all_reduce)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .. import torch_compat as compat
 from ..plan.layout import GroupLayout, group_layout
 from ..plan.mesh import DataParallelMesh
-from .all_gather import Gather
+from .all_gather import Gather, Waiting
 from .param import ShardedParam, mark, own_shard, shard_view, whole_local
 
 
@@ -64,10 +64,10 @@ class SmallerShards:
                 shown[-1].grad_dtype = param.sharded.grad_dtype
         self.shown = shown
 
-    def issue(self) -> None:
-        """Start gathering among the ranks of the smaller mesh. Collective: yes, over its shard axis."""
+    def issue(self, together: list[Waiting] | None = None) -> None:
+        """Start gathering among the ranks of the smaller mesh; see ``Gather.start``. Collective: yes, over its shard axis."""
         assert self._flat is not None
-        self._gather.start(self._flat, copy=False)
+        self._gather.start(self._flat, False, together)
 
     def finish(self) -> None:
         self._gather.finish()

@@ -104,9 +104,11 @@ class Backward:
     def reduce(self, unit: Unit, at_end: bool = False) -> None:
         """Reduce the gradients of the unit's own groups: now those that nobody borrows, at the end of backward what is left."""
         taken = [
-            (group.gradients, group.gradients.take())
+            (group.gradients, grads)
             for group in reversed(unit.groups)
-            if (group.gradients.is_waiting() if at_end else group.holders is None) and not group.gradients.leave()
+            if (group.gradients.is_waiting() if at_end else group.holders is None)
+            and not group.gradients.leave()
+            and (grads := group.gradients.take())
         ]
         if compat.functorch_is_active():  # the backward of a transform, to which parameters are constants
             taken = []
@@ -117,10 +119,8 @@ class Backward:
             before = self._prefetch_behind.pop(unit, None)
             if before is not None and not at_end:
                 self._prefetch(before)
-        reductions = self._tree.reductions
-        for gradients, grads in taken:
-            if grads:
-                reductions.start(gradients, grads)
+        if taken:
+            self._tree.reductions.start(taken, self._tree.streams)
 
     def begin_recomputation(self, unit: Unit) -> None:
         """``unit`` runs forward again, to recompute a checkpointed segment. Collective: yes."""

@@ -1,6 +1,6 @@
 """The reductions of all units under a root, under way one behind the other. It refuses to know which gradients come next.
 
-A reduce-scatter input is memory: at most ``limit`` reductions hold theirs at a time.
+A reduce-scatter input is memory: the reductions of at most ``limit`` units hold theirs at a time.
 """
 
 from __future__ import annotations
@@ -13,48 +13,63 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..comm.streams import Streams
 from ..group.gradients import Gradients
-from ..group.reduction import Reduction
+from ..group.reduction import Reduction, launch
 
 _behind: weakref.WeakSet[Reductions] = weakref.WeakSet()
 """Those that compute is not ordered behind yet: the next backward that is the last of any root's iteration does it."""
 
 
 class Reductions:
-    """Reductions under way, in the order in which they were started.
+    """Reductions under way, in the order in which they were started; those of one unit together.
 
-    limit: how many may hold their input
+    limit: how many units may hold their inputs
     """
 
     def __init__(self) -> None:
         self.limit = 1
         self._started: list[Reduction] = []  # since all of them were finished
-        self._holding: deque[Reduction] = deque()
+        self._holding: deque[list[Reduction]] = deque()
 
     def __bool__(self) -> bool:
         return bool(self._started)
 
     @property
     def num_holding(self) -> int:
-        """How many may hold their input now."""
+        """How many units may hold their inputs now."""
         return len(self._holding)
 
     def poll(self) -> None:
         """Free inputs that have been read. Local: nothing that other ranks see depends on it."""
-        for reduction in self._holding:
-            reduction.poll()
+        for started in self._holding:
+            for reduction in started:
+                reduction.poll()
 
-    def start(self, gradients: Gradients, grads: list[Tensor | None]) -> None:
-        """Reduce what ``gradients.take`` returned, or add it to what accumulates. Collective: yes, if the micro-batch reduces."""
+    def start(self, taken: list[tuple[Gradients, list[Tensor | None]]], streams: Streams) -> None:
+        """Reduce what ``Gradients.take`` returned for the groups of a unit, or add it to what accumulates.
+
+        Collective: yes, if the micro-batch reduces.
+        """
         holding = self._holding
         while len(holding) >= self.limit:
-            holding.popleft().advance()
-        buffer = gradients.collect(grads)
-        if buffer is not None:
-            reduction = gradients.reduce(buffer)
-            holding.append(reduction)
-            self._started.append(reduction)
-            del buffer
+            for reduction in holding.popleft():
+                reduction.advance()
+        started = []
+        for gradients, grads in taken:
+            buffer = gradients.collect(grads)
+            if buffer is not None:
+                reduction = gradients.reduce(buffer)
+                del buffer
+                started.append(reduction)
+                self._started.append(reduction)  # now, for another group's gradients may be refused
+        if not started:
+            return
+        holding.append(started)
+        if not streams.host_waits:
+            launch(started, streams)
+            return
+        for reduction in started:
             reduction.poll()
 
     def finish(self) -> None:

@@ -19,6 +19,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..comm.streams import streams_of
+from ..group.all_gather import Waiting, send_together
 from ..group.max_norm import shrinking_weights
 from ..group.options import MicroBatch
 from ..group.param import Owner
@@ -83,6 +85,8 @@ class Unit:
         self.number = 0
         self.summoned = False
         self.calls = UnitCalls()
+        self._streams = streams_of(device)
+        self._launches_together = len(self.uses) > 1 and not self._streams.host_waits
         for group in self.borrowed:
             group.holders = group.holders or set()
 
@@ -101,11 +105,16 @@ class Unit:
             group.gradients.micro_batch = micro_batch
 
     def issue(self, copy: bool = False) -> None:
-        """Start unsharding. Collective: yes, over the shard axis."""
-        for group in self.uses:
-            group.issue(copy)
-            if group.holders is not None:
-                group.holders.add(self)
+        """Start unsharding; on a stream device, in one launch for each process group. Collective: yes, over the shard axis."""
+        together: list[Waiting] | None = [] if self._launches_together else None
+        try:
+            for group in self.uses:
+                group.issue(copy, together)
+                if group.holders is not None:
+                    group.holders.add(self)
+        finally:  # also if another group could not be issued
+            if together:
+                send_together(together, self._streams)
 
     def wait(self) -> None:
         for group in self.uses:

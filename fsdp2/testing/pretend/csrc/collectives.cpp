@@ -261,7 +261,9 @@ struct Group final : c10d::Backend {
       batch_is_async = async_op;
       for (auto& call : calls) batch.push_back(std::move(call));
       for (auto& buffer : buffers) batch_buffers.push_back(std::move(buffer));
-      return c10::make_intrusive<StreamWork>(std::make_shared<Ticket>(), Tensors{});
+      auto ticket = std::make_shared<Ticket>();
+      ticket->done = true;  // as with NCCL, only the end of coalescing gives something to wait for
+      return c10::make_intrusive<StreamWork>(ticket, Tensors{});
     }
     auto it = std::make_shared<Launch>();
     it->wire = getSize() > 1 ? wire : nullptr;

@@ -1,0 +1,70 @@
+"""How much one step of a unit with several groups launches, and that compute waits for nothing inside of a unit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp2
+from fsdp2.testing import pretend
+from harness import on_ranks
+from harness.models import batches
+from harness.pretend_training import SCENARIOS_OF_SEVERAL_GROUPS, train, train_late
+from harness.training import assert_same_bits, forward_backward
+
+
+def launches_of_a_step(name: str) -> dict[str, int]:
+    scenario = SCENARIOS_OF_SEVERAL_GROUPS[name]
+    shape = scenario.mesh or (dist.get_world_size(),)
+    mesh = init_device_mesh("pretend", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    model: Any = scenario.model().to("pretend")
+    for module in [*model.blocks, model]:
+        fsdp2.fully_shard(module, mesh=mesh, **scenario.options)
+    scenario.prepare(model)
+    x = batches(1, (8, 7))[0].to("pretend")
+    forward_backward(model, x)
+    pretend.reset_counts()
+    forward_backward(model, x)
+    return pretend.launches()
+
+
+NUM_BLOCKS, NUM_UNITS = 3, 4
+
+
+@on_ranks(4, device="pretend_model")
+@pytest.mark.parametrize("name", SCENARIOS_OF_SEVERAL_GROUPS)
+def test_a_unit_of_several_groups_launches_once_a_phase_and_process_group(name):
+    # Forward gathers all units; backward all but the root, which stays.
+    assert launches_of_a_step(name) == {
+        "all_gather": NUM_UNITS + NUM_BLOCKS,
+        "reduce_scatter": NUM_UNITS,
+        **({"all_reduce": NUM_UNITS} if SCENARIOS_OF_SEVERAL_GROUPS[name].mesh else {}),
+    }
+
+
+@on_ranks(2, device="pretend")
+@pytest.mark.parametrize("name", [name for name, each in SCENARIOS_OF_SEVERAL_GROUPS.items() if not each.mesh])
+def test_units_of_several_groups_train_bitwise_as_on_the_cpu_in_every_order(name):
+    expected = train(SCENARIOS_OF_SEVERAL_GROUPS[name], "cpu")
+    for seed in (None, 0, 1):
+        assert_same_bits(train_late(seed, SCENARIOS_OF_SEVERAL_GROUPS[name]), expected)
+
+
+@on_ranks(4, device="pretend_model")
+def test_compute_waits_for_no_reduce_scatter_of_the_same_unit():
+    """Symptom: the second group's copy-in waited for the first's reduce-scatter, for each counted against the cap of inputs."""
+    scenario = SCENARIOS_OF_SEVERAL_GROUPS["several_dtypes"]
+    model: Any = scenario.model().to("pretend")
+    fsdp2.fully_shard(model, mesh=init_device_mesh("pretend", (4,)))
+    x = batches(1, (8, 7))[0].to("pretend")
+    forward_backward(model, x)
+    pretend.set_order(0)
+    with pretend.traced() as ran:
+        forward_backward(model, x)
+        pretend.synchronize()
+    (scatter,) = (index for index, each in enumerate(ran) if "reduce_scatter" in each)
+    compute = ran[0].split()[0]
+    assert [each for each in ran[scatter:] if each.startswith((f"{compute} op", f"{compute} copy"))] == []

@@ -30,6 +30,7 @@ from ..plan.mesh import DataParallelMesh, device_of, post_forward_mesh, read_mes
 from ..plan.placement import ShardSpec, is_lazy, refuse_unplaceable, shard_spec
 from .arguments import check_placement_fn, checked_reshard_after_forward
 from .semantics import Semantics, chosen_semantics
+from .wide_gradients import tell_of_wide_gradients
 
 private_options: dict[str, Any] = {}
 """Fields of GroupOptions that tests and benchmarks force: gather, all_gather, reduce_scatter, all_reduce."""
@@ -101,6 +102,8 @@ def build_unit(
     unit.hooks.install()
     for module in modules:
         compat.register_module_state(module, unit)
+    if semantics is None:
+        tell_of_wide_gradients(type(modules[0]).__name__, [group.plan for group in groups], mp_policy.reduce_dtype is not None)
     REGISTRATIONS.watch()
     for module in managed:  # what the compiler asks for
         module._is_fsdp_managed_module = True  # type: ignore[assignment]

@@ -17,7 +17,7 @@ from .. import torch_compat as compat
 
 Semantics = Literal["2.13", "2.15"]
 
-_chosen: Semantics = compat.INSTALLED_SEMANTICS
+_chosen: Semantics | None = None
 
 
 def set_semantics(semantics: Literal["torch", "2.13", "2.15"]) -> None:
@@ -27,7 +27,7 @@ def set_semantics(semantics: Literal["torch", "2.13", "2.15"]) -> None:
     Collective: no; all ranks must choose the same.
     """
     global _chosen
-    known: dict[Any, Semantics] = {"torch": compat.INSTALLED_SEMANTICS, "2.13": "2.13", "2.15": "2.15"}
+    known: dict[Any, Semantics | None] = {"torch": None, "2.13": "2.13", "2.15": "2.15"}
     if all(semantics != each for each in known):
         raise ArgumentError(
             got("set_semantics", "semantics", semantics),
@@ -38,4 +38,9 @@ def set_semantics(semantics: Literal["torch", "2.13", "2.15"]) -> None:
 
 
 def chosen_semantics() -> Semantics:
-    return _chosen
+    return _chosen or compat.INSTALLED_SEMANTICS
+
+
+def is_default() -> bool:
+    """Whether the installed torch decides, and no user did."""
+    return _chosen is None

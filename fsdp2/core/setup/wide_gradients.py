@@ -1,0 +1,49 @@
+"""A word to whoever computes in bf16 over fp32 parameters: by default their gradients travel in fp32 with torch 2.15.
+
+It is logged once in a process, on rank 0, at the first ``fully_shard`` call of which that is true, and never to those who have chosen:
+by ``reduce_dtype``, ``grad_dtype`` or ``set_semantics``. It refuses to know how gradients are reduced.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch.distributed as dist
+
+from ..group.group_plan import GroupPlan
+from .semantics import is_default
+
+_log = logging.getLogger("fsdp2")
+_told = False
+
+
+def tell_of_wide_gradients(module: str, plans: Iterable[GroupPlan], has_reduce_dtype: bool) -> None:
+    """module: the class that was sharded; has_reduce_dtype: whether the policy has one. Collective: no."""
+    global _told
+    if _told or has_reduce_dtype or not is_default():
+        return
+    wide = [plan for plan in plans if plan.reduce_dtype.itemsize > plan.param_dtype.itemsize and not plan.gradients.added_up]
+    if not wide:
+        return
+    _told = True
+    if dist.get_rank() != 0:
+        return
+    first = wide[0]
+    narrow_mib = sum(plan.unsharded_nbytes for plan in wide) / 2**20
+    wide_mib = sum(plan.layout.unsharded_numel * plan.reduce_dtype.itemsize for plan in wide) / 2**20
+    _log.warning(
+        "%s is computed in %s, and its gradients are reduced in %s: from torch 2.15 on, FSDP2 without reduce_dtype reduces them in "
+        "the dtype of the parameters. This %s reduces %.1f MiB of gradients a step, where torch 2.14 reduced %.1f. "
+        'MixedPrecisionPolicy(param_dtype=%s, reduce_dtype=%s), or fsdp2.set_semantics("2.13") before fully_shard, keeps the old '
+        "traffic; reduce_dtype=%s says that you want the new one. (Said once.)",
+        module,
+        first.param_dtype,
+        first.reduce_dtype,
+        module,
+        wide_mib,
+        narrow_mib,
+        first.param_dtype,
+        first.param_dtype,
+        first.reduce_dtype,
+    )

@@ -51,6 +51,12 @@ def _frozen(model: Lists, x: Tensor) -> Tensor:
     return model.b(model.a(x))
 
 
+def _without_a_graph(model: Lists, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x = model.a(x)
+    return model.b(x)
+
+
 WAYS: dict[str, Callable[[Lists, Tensor], Tensor]] = {
     "a, b": lambda model, x: model.b(model.a(x)),
     "b, a": lambda model, x: model.a(model.b(x)),
@@ -70,9 +76,33 @@ WAYS: dict[str, Callable[[Lists, Tensor], Tensor]] = {
         model.b, checkpoint(model.a, model.before(x), use_reentrant=True), use_reentrant=True
     ),
     "one reentrant checkpoint": lambda model, x: checkpoint(lambda x: model.b(model.a(x)), model.before(x), use_reentrant=True),
+    "reentrant checkpoint of a": lambda model, x: model.b(checkpoint(model.a, model.before(x), use_reentrant=True)),
+    "reentrant checkpoint of b": lambda model, x: checkpoint(model.b, model.a(model.before(x)), use_reentrant=True),
+    "one in another": lambda model, x: checkpoint(
+        lambda x: model.b(checkpoint(model.a, x, use_reentrant=True)), model.before(x), use_reentrant=True
+    ),
+    "one in another, later": lambda model, x: checkpoint(
+        lambda x: model.a(x) + checkpoint(model.b, x, use_reentrant=True), model.before(x), use_reentrant=True
+    ),
+    "one in another that is not": lambda model, x: checkpoint(
+        lambda x: model.b(checkpoint(model.a, x, use_reentrant=True)), model.before(x), use_reentrant=False
+    ),
+    "chunks": lambda model, x: torch.cat(
+        [checkpoint(model.b, chunk, use_reentrant=True) for chunk in model.a(model.before(x)).split(1)]
+    ),
+    "a without a graph": _without_a_graph,
 }
 
-QUICK = ("a, b", "a, b, a", "branches, watched first", "a detaches", "checkpoints", "reentrant checkpoints")
+QUICK = (
+    "a, b",
+    "a, b, a",
+    "branches, watched first",
+    "a detaches",
+    "checkpoints",
+    "reentrant checkpoints",
+    "reentrant checkpoint of a",
+    "one in another",
+)
 
 
 def models(way: str, **options: object) -> tuple[Lists, Lists]:

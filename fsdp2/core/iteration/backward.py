@@ -84,25 +84,28 @@ class Backward:
             return
         call.ended = task
         calls = unit.calls
-        if calls.to_run and task != self.task:
-            return  # one module of a list was recomputed, in a backward of its own; the others follow, or the end of backward does
         if not call.again and len(calls.awaiting) == 1 and calls.awaiting[0] is call:  # by far the most common
             calls.awaiting.clear()
             left = []
         else:
             left = [other for other in calls.awaiting if other.ended != task and other.will_pass_inputs(task)]
         if not left:
-            self.reduce(unit)
+            # One module of a list may have been recomputed, in a backward of its own that does not reach calls of the others.
+            if task == self.task or len(unit.modules) == 1 or not calls.may_follow():
+                self.reduce(unit)
         elif all(other.begun != task for other in left):
             self._pause(unit)
 
     def _pause(self, unit: Unit) -> None:
-        """Other calls of ``unit`` are still to come, and none of them has begun."""
+        """Other calls of ``unit`` are still to come, or modules of it are to run again, and none of that has begun."""
         if unit.options.reshard_after_forward is not False:
             unit.reshard()
 
     def reduce(self, unit: Unit, at_end: bool = False) -> None:
         """Reduce the gradients of the unit's own groups: now those that nobody borrows, at the end of backward what is left."""
+        if unit.calls.to_rerun and not at_end:
+            self._pause(unit)
+            return
         taken = [
             (group.gradients, grads)
             for group in reversed(unit.groups)
@@ -159,6 +162,8 @@ class Backward:
                 tree.leave_unsharded(unit)
             if unit.calls.to_run:  # of a recomputation that ran a part of the list
                 unit.calls.end_pass()
+            if is_last and unit.calls.to_rerun:
+                unit.calls.to_rerun.clear()
         release(self._prefetched)
 
 

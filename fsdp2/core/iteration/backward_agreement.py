@@ -188,6 +188,8 @@ class Agreement:
                 continue
             way, begins, ends = _in_logs(unit, logs) if keeps_logs else self._in_graph(unit)
             part.is_reached |= bool(begins)
+            if way == IN_MIDDLE and unit.calls.to_rerun:
+                way = AT_END
             if way == LEFT_OUT and any(group.gradients.is_due for group in unit.groups):
                 way = LAST
             if not self._is_resident(unit):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import Counter
 from typing import Any
 
 from torch import nn
@@ -46,7 +47,7 @@ class Call:
     is_watched:     an output needs a gradient, so that its backward will begin
     has_inputs:     an input needs a gradient, so that its backward has an end; known when its forward has ended
     log:            the number of the log that has the call, if one is kept
-    segment:        number of the innermost checkpointed segment that it was in, if a log is kept
+    segment:        number of the outermost checkpointed segment that it was in, if a log is kept
     begin_at, end_at: where its backward begins and ends there; the first is None while forward runs, and if no output needs a gradient
     """
 
@@ -120,15 +121,17 @@ class UnitCalls:
     awaiting: calls whose backward may come, for the first time or again
     to_run:   modules of a list that still have to run in this pass
     shared:   the call of all modules of a list that run in this pass
+    to_rerun: how often backward may run modules of a list again that ran without a graph: a re-entrant checkpoint does
     """
 
-    __slots__ = ("awaiting", "running", "shared", "to_run")
+    __slots__ = ("awaiting", "running", "shared", "to_rerun", "to_run")
 
     def __init__(self) -> None:
         self.running: list[GraphPart | None] = []
         self.awaiting: list[Call] = []
         self.to_run: set[nn.Module] = set()
         self.shared: GraphPart | None = None
+        self.to_rerun: Counter[nn.Module] = Counter()
 
     def begin(self) -> GraphPart:
         """A forward call begins, with autograd."""
@@ -147,6 +150,24 @@ class UnitCalls:
         in_backward = compat.current_graph_task() != -1
         alive = [call for call in self.awaiting if call.graph() is not None]
         self.awaiting = [call for call in alive if in_backward or call.begun == -1 or call.again]
+
+    def note_run(self, module: nn.Module, has_graph: bool, in_backward: bool) -> None:
+        """``module``, one of a list, runs: a backward that has to come, or is under way, may run it again to have its graph."""
+        times = self.to_rerun[module]
+        if not in_backward:
+            times += not has_graph
+        elif has_graph:
+            times -= 1
+        else:
+            times = max(times, 1)  # this is the recomputation of one checkpoint around another
+        if times > 0:
+            self.to_rerun[module] = times
+        else:
+            del self.to_rerun[module]
+
+    def may_follow(self) -> bool:
+        """Whether calls have a graph of which no backward has run anything."""
+        return any(call.begun == -1 and call.graph() is not None for call in self.awaiting)
 
     def end_pass(self) -> None:
         """The next module of the list that runs begins a new pass."""

@@ -23,6 +23,7 @@ class Forward:
 
     root: the unit whose forward began it
     log:  if one is kept
+    precedes_backward: it has a graph, at least outside of re-entrant checkpoints
     """
 
     def __init__(self, tree: UnitTree, root: Unit, log: ForwardLog | None) -> None:
@@ -32,7 +33,7 @@ class Forward:
         self._caller = _Caller()
         self._recorded = tree.records.get(root, [])
         self._recording: list[Unit] = []
-        self._precedes_backward = torch.is_grad_enabled()
+        self.precedes_backward = torch.is_grad_enabled()
         self._num_before = len(tree.step.order)
         self._prefetched: list[Unit] = []
         self._partial: list[Unit] = []  # lists of modules of which some have run, and others may not
@@ -65,7 +66,7 @@ class Forward:
             unit.reshard()
         else:
             tree.reshard_after_forward(unit, stays)
-        if self._precedes_backward:
+        if self.precedes_backward:
             step = tree.step
             step.positions[unit].append(len(step.order))
             step.order.append(unit)
@@ -80,7 +81,7 @@ class Forward:
             self._partial.append(unit)
             return False
         unit.calls.end_pass()
-        self.end(unit, stays=self._precedes_backward)
+        self.end(unit, stays=self.precedes_backward)
         return True
 
     def finish(self, failed: bool = False) -> None:
@@ -96,7 +97,7 @@ class Forward:
         else:
             tree.records[self.root] = self._recording
         release(self._prefetched)
-        if not self._precedes_backward:
+        if not self.precedes_backward:
             tree.await_host_reads()
 
     def was_interrupted(self) -> bool:

@@ -97,6 +97,11 @@ class Schedule:
 
     # --- forward ---
 
+    @property
+    def precedes_backward(self) -> bool:
+        """Whether a forward is under way that has a graph."""
+        return self.forward is not None and self.forward.precedes_backward
+
     def begin_forward(self, unit: Unit) -> None:
         """``unit`` is about to run, in a forward or in the recomputation of a checkpointed segment. Collective: yes."""
         task = compat.current_graph_task()
@@ -275,6 +280,7 @@ class Schedule:
         self.tree.reductions.abandon()
         for unit in self.tree.units:
             unit.drop()
+            unit.calls.to_rerun.clear()
             unit.calls.awaiting.clear()  # a traceback may keep their graph alive, on some ranks only
         self.tree.step = Step()
         self.backward.end_recomputations()

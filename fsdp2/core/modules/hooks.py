@@ -240,8 +240,14 @@ class UnitHooks:
             calls.to_run.update(unit.modules)
             calls.shared = None
         args, kwargs = self._pre_forward(module, args, kwargs)
-        if calls.running[-1] is not None:
-            calls.shared = calls.running[-1]
+        part = calls.running[-1]
+        if part is not None:
+            calls.shared = part
+        if part is None or calls.to_rerun:
+            in_backward = compat.current_graph_task() != -1
+            assert unit.schedule is not None
+            if (in_backward or unit.schedule.precedes_backward) and any(param.requires_grad for param in module.parameters()):
+                calls.note_run(module, part is not None, in_backward)
         return args, kwargs
 
     def _post_forward_of_several(self, module: nn.Module, args: Any, output: Any) -> Any:

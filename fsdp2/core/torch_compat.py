@@ -335,9 +335,23 @@ will_run_in_this_backward: Callable[[Any], bool] = torch._C._will_engine_execute
 
 
 def checkpoint_around() -> object | None:
-    """What stands for the innermost checkpointed segment whose forward is running, if it is not re-entrant; for weak references."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks[0] if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
+    """What stands for the outermost checkpointed segment whose forward is running, if it is not re-entrant; for weak references.
+
+    One in another is recomputed with the other.
+    """
+    autograd: Any = torch._C._autograd
+    found = None
+    taken = []
+    while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        if hooks[0].__module__ == "torch.utils.checkpoint":
+            found = hooks[0]
+        if not autograd._saved_tensors_hooks_is_enabled():  # then none can be put back
+            break
+        autograd._pop_saved_tensors_default_hooks()
+        taken.append(hooks)
+    for pack, unpack in reversed(taken):
+        autograd._push_saved_tensors_default_hooks(pack, unpack)
+    return found
 
 
 def leaf_gets_gradient_in_this_backward(leaf: Tensor) -> bool:

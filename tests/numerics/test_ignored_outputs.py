@@ -153,14 +153,28 @@ def test_ignored_outputs_in_other_kinds_of_steps(setting):
         check(model, reference, x, uses)
 
 
-@pytest.mark.slow
+class Checkpointed(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.block = Block(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
 @on_ranks(2, timeout=60)
-def test_a_checkpoint_of_several_units_that_only_some_ranks_recompute_is_an_error_by_name():
-    """A recomputation gathers them in the order of forward; a rank that leaves it out knows of their backward alone."""
+@pytest.mark.parametrize("nested", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_checkpoint_of_several_units_that_only_some_ranks_recompute_is_an_error_by_name(nested):
+    """A recomputation gathers them in the order of forward; a rank that leaves it out knows of their backward alone.
+
+    Symptom, where each unit has another checkpoint of its own inside: a hang, or gloo ended the process. Cause: only the innermost
+    checkpoint was looked at, which has one unit.
+    """
     torch.manual_seed(0)
     model = Branches()
-    model.deep = nn.ModuleList(nn.Sequential(*(Block(DIM) for _ in range(3))) for _ in range(2))
-    for block in (block for deep in model.deep for block in deep):
+    kind = Checkpointed if nested else Block
+    model.deep = nn.ModuleList(nn.Sequential(*(kind(DIM) for _ in range(3))) for _ in range(2))
+    for block in (each for each in model.deep.modules() if isinstance(each, Block)):
         fully_shard(block, mesh=cpu_mesh())
     fully_shard(model, mesh=cpu_mesh()).set_reduce_scatter_unused_params(True)
     model.use_checkpoint = True

@@ -142,6 +142,9 @@ def new_named_group(ranks: list[int], backend: str | None, description: str, nam
         return name if threading.get_ident() == own else torch_names(*args, **kwargs)
 
     with _naming:
+        if "pg_names" in c10d._hash_ranks_to_str.__code__.co_names:  # before torch 2.14
+            c10d._pg_names = _NamesOfOthers.of(c10d._pg_names)
+            c10d._pg_names.not_counted.add(name)
         torch_names = c10d._process_group_name
         c10d._process_group_name = name_of
         try:
@@ -153,6 +156,27 @@ def new_named_group(ranks: list[int], backend: str | None, description: str, nam
 
 
 _naming = threading.Lock()
+
+
+class _NamesOfOthers(dict[dist.ProcessGroup, str]):
+    """The names of all process groups, of which ``len`` counts those that are not ours.
+
+    Before torch 2.14, ranks that make a group among themselves find each other under a name with this length in it: ranks that have a
+    group of ours would wait for those that have none, for ever.
+    """
+
+    not_counted: set[str]
+
+    @classmethod
+    def of(cls, names: dict[dist.ProcessGroup, str]) -> _NamesOfOthers:
+        if isinstance(names, cls):
+            return names
+        new = cls(names)
+        new.not_counted = set()
+        return new
+
+    def __len__(self) -> int:
+        return sum(name not in self.not_counted for name in self.values())
 
 
 def process_group_allocates(group: dist.ProcessGroup, device: torch.device) -> bool:

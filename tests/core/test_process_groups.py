@@ -37,6 +37,21 @@ def test_a_group_of_some_ranks_does_not_disturb_later_groups_of_all():
     assert all_reduced(world_wide_group()) == 3
 
 
+@on_ranks(3)
+@pytest.mark.parametrize("make", ["another", "borrowed"])
+def test_a_group_of_some_ranks_does_not_disturb_later_groups_that_some_ranks_make_alone(make):
+    """Symptom: ranks 1 and 2 waited. Cause: before torch 2.14 the name of such a group holds the number of groups of a rank."""
+    pairs = {pair: dist.new_group(list(pair)) for pair in ((0, 1), (1, 2), (0, 2))}  # two for each rank
+    some = pairs[0, 1]
+    if dist.get_rank() < 2:
+        own = another_over(some, "test") if make == "another" else borrow_group(some)
+        assert all_reduced(own) == 2
+    if dist.get_rank() > 0:
+        assert all_reduced(dist.new_group([1, 2], use_local_synchronization=True, timeout=timedelta(seconds=20))) == 2
+    if dist.get_rank() < 2:
+        dist.destroy_process_group(own)
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("make", ["another", "borrowed"])
 def test_ranks_that_have_made_different_numbers_of_groups_make_one_of_ours(make):

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2.core.group.all_gather import assemble, disassemble
 from fsdp2.core.plan.layout import (
@@ -120,6 +121,31 @@ def test_assembling_undoes_disassembling(cut):
     pieces = [own_piece(whole, cut, rank).flatten() for rank in range(cut.num_shards)]
     padded = [torch.nn.functional.pad(piece, (0, cut.slot_numel - piece.numel())) for piece in pieces]
     assert torch.equal(disassemble(whole, cut), torch.stack(padded))
+
+
+class CountedOperators(TorchDispatchMode):
+    """How many operators ran inside that copy or fill."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._schema.name in ("aten::copy_", "aten::new_zeros", "aten::cat", "aten::clone")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("columns", "most"), [(64 * 3, 1), (64 * 3 - 5, 2)])
+def test_a_cut_over_64_ranks_is_assembled_and_disassembled_by_as_few_operators_as_one_over_2(columns, most):
+    """Symptom: a copy for each rank and parameter, 64 launches."""
+    cut = Cut((4, columns), 1, 64)
+    whole = numbered(cut.shape)
+    with CountedOperators() as counted:
+        slots = disassemble(whole, cut)
+    assert counted.count == most + (columns % 64 != 0)  # padding is filled with zeros first
+    with CountedOperators() as counted:
+        assemble(slots, cut, torch.empty_like(whole))
+    assert counted.count == most
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as upstream
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 import fsdp2
@@ -88,7 +88,7 @@ def test_all_tensors_of_a_group_travel_in_one_collective_as_bytes_where_dtypes_d
     fully_shard(model, mesh=cpu_mesh())
     with counted_gathers() as seen:
         model.unshard()
-    rows = 3 * 7 + 3 * 4
+    rows = 32 + 16  # 3 * 7 bytes and 3 * 4, each in multiples of 16
     biases = 2 * 4  # 3 rows of each, in slots of 16 bytes
     assert sorted(seen, key=str) == sorted([(2 * rows, torch.uint8), (biases, torch.float32)], key=str)
 
@@ -98,7 +98,27 @@ def test_tensors_of_one_dtype_travel_in_it():
     model = fully_shard(linear(6, InDtype), mesh=cpu_mesh())
     with counted_gathers() as seen:
         model.unshard()
-    assert (3 * 7, torch.bfloat16) in seen
+    assert (24, torch.bfloat16) in seen  # 3 * 7 elements, in a multiple of 16 bytes
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_extensions_send_starts_at_multiples_of_16_bytes(dim):
+    """Symptom: three rows of 5 int8, and the tensor behind them began at byte 15."""
+    kind = RowInt8 if dim == 0 else InDtype
+    model = nn.Sequential(linear(6, kind, columns=5), linear(5, kind, columns=6))
+    fully_shard(model, mesh=cpu_mesh(), shard_placement_fn=lambda param: Shard(min(dim, param.ndim - 1)))
+    starts: list[int] = []
+    original = torch._foreach_copy_
+
+    def watched(targets, sources, *args):
+        starts.extend(target.data_ptr() - target.untyped_storage().data_ptr() for target in targets)
+        return original(targets, sources, *args)
+
+    with mock.patch.object(torch, "_foreach_copy_", watched):
+        model.unshard()
+    assert len(starts) > 1
+    assert [start for start in starts if start % 16 != 0] == []
 
 
 class RecordingGather(AllGather):

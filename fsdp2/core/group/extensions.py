@@ -46,9 +46,12 @@ from ..comm.communicators import CommWork
 from ..comm.streams import Event, Streams
 from ..plan.layout import Cut, rows_of
 from ..plan.mesh import DataParallelMesh
-from .all_gather import Waiting
+from .all_gather import Waiting, join
 from .own_memory import POST, PRE, RELEASE, has_extension, missing_half
 from .param import ShardedParam, new_unsharded_param, storage_view
+
+ALIGN_NBYTES = 16
+"""At whose multiples the tensors that ranks send begin, as kernels want it that read them."""
 
 
 @dataclass
@@ -69,7 +72,7 @@ class ExtensionGather:
 
     coalesces_over: the process group over which it may be one launch with others; None if it is always issued by itself
 
-    Its twenty-four attributes have three lives: some are its arguments, some belong to the gather under way, some are made at the
+    Its twenty-six attributes have three lives: some are its arguments, some belong to the gather under way, some are made at the
     first.
 
     Note: extensions and streams. What ``start`` allocates lies on the gather stream and is read on compute, by ``finish`` and
@@ -114,6 +117,8 @@ class ExtensionGather:
         self._outputs: list[list[Tensor]] = []  # for each parameter, 1-D, with padding
         self._writers: list[Tensor] = []  # the same storages as bytes, (W, n), with version counters of their own
         self._kept: list[tuple[Tensor, ...]] = []  # for each parameter, what fsdp_post_all_gather wants freed
+        self._are_gaps: list[bool] = []  # of the writers: those that take the padding behind a payload
+        self._rearranged: list[int] = []  # writers of what does not lie as it arrives
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         self._released: list[torch.UntypedStorage] = []  # those that are freed as soon as the unsharded parameters are made
 
@@ -179,13 +184,19 @@ class ExtensionGather:
         rows = [piece.reshape(-1) for piece in pieces]
         if dtype is torch.uint8:
             rows = [row.view(torch.uint8) for row in rows]
-        sizes = [row.numel() for row in rows]
+        sizes = []
+        for row in rows:
+            sizes += [row.numel(), self._gap_nbytes(row.nbytes) // dtype.itemsize]
         numel = sum(sizes)
         allocate = torch.empty if self._comm is None else self._comm.allocate
         packed: Tensor = allocate((numel * self._num_shards,), dtype=dtype, device=self._device)
         own = packed.narrow(0, numel * self._shard_rank, numel)
-        torch._foreach_copy_(list(torch.split(own, sizes)), rows)
+        torch._foreach_copy_(list(torch.split(own, sizes)[::2]), rows)
         self._sent, self._packed = sent, packed
+
+    def _gap_nbytes(self, nbytes: int) -> int:
+        """Bytes behind a payload, so that the next one is aligned; a custom communicator is to see none."""
+        return 0 if self._comm is not None else -nbytes % ALIGN_NBYTES
 
     def _to_send(self, param: ShardedParam, non_blocking: bool) -> tuple[list[Tensor], Any]:
         local = param.local
@@ -279,10 +290,15 @@ class ExtensionGather:
                 if storage.nbytes() != nbytes:
                     streams.resize(storage, nbytes)
         rows = packed.view(self._num_shards, packed.numel() // self._num_shards).view(torch.uint8)
-        torch.split_with_sizes_copy(rows, [writer.shape[1] for writer in self._writers], dim=1, out=self._writers)
+        outs = list(self._writers)
+        for index in self._rearranged:
+            outs[index] = torch.empty_like(outs[index])
+        torch.split_with_sizes_copy(rows, [out.shape[1] for out in outs], dim=1, out=outs)
+        arrived = iter([out for out, is_gap in zip(outs, self._are_gaps, strict=True) if not is_gap])
         for index, (param, each) in enumerate(zip(self._params, sent, strict=True)):
             gathered = tuple(
-                _put_together(output, shape, param.spec.cut) for output, shape in zip(self._outputs[index], each.shapes, strict=True)
+                _put_together(next(arrived), output, shape, param.spec.cut)
+                for output, shape in zip(self._outputs[index], each.shapes, strict=True)
             )
             if first:
                 self._make_unsharded(param, gathered, each.metadata)
@@ -316,14 +332,22 @@ class ExtensionGather:
 
     def _make_outputs(self, sent: list[_Sent]) -> None:
         raw = torch.empty(0, dtype=torch.uint8, device=self._device)
-        self._outputs, self._writers, self._kept = [], [], []
-        for each in sent:
+        self._outputs, self._writers, self._kept, self._rearranged, self._are_gaps = [], [], [], [], []
+        for param, each in zip(self._params, sent, strict=True):
             outputs = []
             for shape, dtype in zip(each.shapes, each.dtypes, strict=True):
-                output = torch.empty(self._num_shards * shape.numel(), dtype=dtype, device=self._device)
-                outputs.append(output)
-                row_nbytes = shape.numel() * dtype.itemsize
-                self._writers.append(storage_view(output.untyped_storage(), raw, 0, (self._num_shards, row_nbytes)))
+                nbytes = shape.numel() * dtype.itemsize
+                gap = self._gap_nbytes(nbytes)
+                storage = torch.empty(self._num_shards * (nbytes + gap), dtype=torch.uint8, device=self._device).untyped_storage()
+                like = torch.empty(0, dtype=dtype, device=self._device)
+                outputs.append(storage_view(storage, like, 0, (self._num_shards * shape.numel(),)))
+                if not param.spec.cut.is_stacked:
+                    self._rearranged.append(len(self._writers))
+                self._writers.append(storage_view(storage, raw, 0, (self._num_shards, nbytes)))
+                self._are_gaps.append(False)
+                if gap > 0:
+                    self._writers.append(storage_view(storage, raw, self._num_shards * nbytes, (self._num_shards, gap)))
+                    self._are_gaps.append(True)
             self._outputs.append(outputs)
 
     def _make_unsharded(self, param: ShardedParam, gathered: tuple[Tensor, ...], metadata: Any) -> None:
@@ -348,16 +372,20 @@ class ExtensionGather:
             self._streams.resize(storage, 0)
 
 
-def _put_together(output: Tensor, shape: torch.Size, cut: Cut) -> Tensor:
-    """What one tensor of every rank, in ``output`` one after another, is together; padding is cut off where rows are the shard's."""
-    if cut.dim is None or cut.dim == 0 or cut.num_shards == 1:
+def _put_together(arrived: Tensor, output: Tensor, shape: torch.Size, cut: Cut) -> Tensor:
+    """What one tensor of every rank is together, in ``output``; padding is cut off where rows are the shard's.
+
+    arrived: (num_shards, nbytes), those of ``output`` if they lie there one after another
+    """
+    if cut.is_stacked:
         whole = output.view(cut.num_shards * (shape[0] if shape else 1), *shape[1:])
         if cut.dim == 0 and cut.shape[0] % cut.num_shards != 0:
             whole = whole.narrow(0, 0, cut.shape[0])
         return whole
-    joined = torch.cat(output.view(cut.num_shards, *shape).unbind(), dim=cut.dim).narrow(cut.dim, 0, cut.shape[cut.dim])
-    place = storage_view(output.untyped_storage(), output, 0, tuple(joined.shape))
-    return place.copy_(joined)
+    assert cut.dim is not None
+    whole = storage_view(output.untyped_storage(), output, 0, (*shape[: cut.dim], cut.shape[cut.dim], *shape[cut.dim + 1 :]))
+    join(arrived.view(output.dtype).view(cut.num_shards, *shape), cut.dim, whole)
+    return whole
 
 
 def _shard_mesh(mesh: DataParallelMesh) -> DeviceMesh:

@@ -68,6 +68,11 @@ class Cut:
         return math.prod(self.shard_shape(0))
 
     @property
+    def is_stacked(self) -> bool:
+        """Whether the pieces of all ranks lie one after another in it, whatever their shape: cut on dim 0, or not cut."""
+        return self.num_shards == 1 or self.dim is None or self.dim == 0
+
+    @property
     def is_row_major(self) -> bool:
         """Whether the slots of all ranks, one after another, begin with the parameter: cut on its outermost dim, or not cut."""
         return self.num_shards == 1 or self.dim is None or math.prod(self.shape[: self.dim]) == 1

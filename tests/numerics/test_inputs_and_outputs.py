@@ -497,3 +497,19 @@ def test_tensors_that_forward_leaves_on_modules(after, iteration):
     shard(model, after)
     steps = fed_own_chunk(model, batches(3), iteration=iteration)
     assert_equal_training(steps, fed_in_chunks(reference, batches(3), iteration=iteration))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("iteration", [with_stored_losses, stored_losses_alone])
+def test_tensors_that_forward_leaves_on_modules_whose_first_forward_was_frozen(iteration):
+    """Symptom: backward failed on freed storage. Cause: what had no graph in the first forward was not looked for any more."""
+    torch.manual_seed(0)
+    model = RoutedBlocks()
+    reference = copy.deepcopy(model)
+    shard(model, True)
+    for each in (model, reference):
+        each.requires_grad_(False)
+        each(batches(1)[0])
+        each.requires_grad_(True)
+    steps = fed_own_chunk(model, batches(3), iteration=iteration)
+    assert_equal_training(steps, fed_in_chunks(reference, batches(3), iteration=iteration))

@@ -1,8 +1,8 @@
 """Tensors that a forward leaves on its modules instead of returning them: an auxiliary loss of a router, kept activations.
 
 Backward may begin at one of them, and needs the parameters then just as when it begins at an output. Where a module that is sharded
-keeps such tensors is found in its first forward with autograd, and looked up in every later one. It refuses to know what is done with
-them.
+keeps tensors is found in its first forward with autograd, and looked up in every later one: what is frozen in the first may be
+trained in the second. It refuses to know what is done with them.
 
 Worked example: forward of ``block.router`` sets ``self.aux_loss``; the places of ``block`` are [(vars(block.router), "aux_loss")]
 """
@@ -22,7 +22,7 @@ _OWN_NAMES = frozenset(vars(nn.Module()))
 
 
 class StoredTensors:
-    """Attributes of modules that hold a tensor with a graph after every forward.
+    """Attributes of modules that may hold a tensor with a graph after any forward.
 
     places: the modules' attributes, and names among them
     """
@@ -49,7 +49,7 @@ def stored_tensors(module: nn.Module) -> StoredTensors | None:
         (vars(each), name)
         for each in found.values()
         for name, value in vars(each).items()
-        if isinstance(value, Tensor) and value.grad_fn is not None and name not in _OWN_NAMES
+        if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and name not in _OWN_NAMES
     ]
     return StoredTensors(places) if places else None
 

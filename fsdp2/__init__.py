@@ -38,10 +38,10 @@ from .policy import (
 from .strategy import accumulate, parallelize
 
 if TYPE_CHECKING:
-    from . import checkpoint, compat, state_bytes, wrap
+    from . import checkpoint, compat, optim, state_bytes, wrap
     from .compiled import compile, uncompile  # noqa: A004 (named after torch.compile)
 
-_MODULES = ("checkpoint", "compat", "state_bytes", "wrap")
+_MODULES = ("checkpoint", "compat", "optim", "state_bytes", "wrap")
 _OF_COMPILED = ("compile", "uncompile")
 
 __all__ = [
@@ -75,6 +75,7 @@ __all__ = [
     "fully_shard",
     "get_total_norm",
     "materialize",
+    "optim",
     "parallelize",
     "register_fsdp_forward_method",
     "set_semantics",

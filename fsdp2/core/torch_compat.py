@@ -281,7 +281,7 @@ def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
     tensor._local_tensor = local
 
 
-def allow_any_grad_dtype(param: nn.Parameter) -> None:
+def allow_any_grad_dtype(param: Tensor) -> None:
     """Let ``param.grad`` have another dtype than ``param``."""
     param.grad_dtype = None
 

@@ -71,7 +71,9 @@ def plan_group(params: Sequence[ShardedParam], mesh: DataParallelMesh, options: 
     gradients = gradient_dtypes(params, options, dtype, param_dtype)
     direct_from_numel = DIRECT_FROM_NBYTES // param_dtype.itemsize
     ways = gather_plan([param.spec.cut for param in params], mode=_gather_mode(mesh, options), direct_from_numel=direct_from_numel)
-    ordered = [params[index] for index in (*ways.direct, *ways.packed)]
+    # Matrices before vectors: an optimizer that lets matrices alone decay finds each kind in one stretch.
+    packed = sorted(ways.packed, key=lambda index: len(params[index].spec.cut.shape) <= 1)
+    ordered = [params[index] for index in (*ways.direct, *packed)]
     layout, align = _aligned_layout(
         [param.spec.cut for param in ordered], mesh.shard_size, min(each.itemsize for each in (dtype, param_dtype, gradients.reduced))
     )

@@ -58,6 +58,17 @@ def group_with(param: ShardedParam) -> ParamGroup:
     return next(group for group in unit_with(param).groups if param in group.params)
 
 
+def sharded_parameters() -> dict[int, tuple[ShardedParam, ParamGroup]]:
+    """All parameters of ``fully_shard`` that are alive, by the id of what the user sees between steps."""
+    found = {}
+    for param, reference in _units.items():
+        unit = reference()
+        for group in () if unit is None else unit.groups:
+            if param in group.params:
+                found[id(param.sharded)] = (param, group)
+    return found
+
+
 def unit_of(module: Any) -> ModuleState | None:
     """What the ``fully_shard`` call on ``module`` made, or None if there was no such call."""
     state = compat.module_state(module) if hasattr(module, "__dict__") else None

@@ -1,0 +1,57 @@
+"""Is an optimizer element-wise: does each element of a parameter follow its own gradients alone, wherever it lies?
+
+Nothing says that of a class, so it is tried: a few steps on two small matrices, and on one vector of the same elements. It refuses to
+know shards.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import ArgumentError
+
+_NUM_STEPS = 3
+
+
+def check_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The defaults of ``optimizer_class`` with ``options``, which are those that every group of parameters has.
+
+    device: where to try it; one matrix has values a hundred times as large as the other, so that what mixes them shows
+    Raises: what ``optimizer_class`` raises for ``options``; ArgumentError if it is not element-wise
+    """
+    apart = [torch.linspace(-1, 1, 6, device=device).view(3, 2), torch.linspace(50, 100, 5, device=device).view(5, 1)]
+    two = [nn.Parameter(each.clone()) for each in apart]
+    one = [nn.Parameter(torch.cat([each.flatten() for each in apart]))]
+    of_two = optimizer_class(two, **copy.deepcopy(dict(options)))
+    try:
+        of_one = optimizer_class(one, **copy.deepcopy(dict(options)))
+        for step in range(_NUM_STEPS):
+            grads = [torch.sin(each * (step + 1)) * each.abs().max() for each in apart]
+            for optimizer, params, given in ((of_two, two, grads), (of_one, one, [torch.cat([each.flatten() for each in grads])])):
+                for param, grad in zip(params, given, strict=True):
+                    param.grad = grad.clone()
+                optimizer.step()
+    except Exception as error:
+        raise _refusal(optimizer_class, f"a step on a vector raises {type(error).__name__}: {error}") from error
+    if not _are_equal(torch.cat([each.detach().flatten() for each in two]), one[0].detach()):
+        raise _refusal(optimizer_class, "a step on two matrices and one on a vector of their elements give different values")
+    return dict(of_two.defaults)
+
+
+def _are_equal(apart: Tensor, together: Tensor) -> bool:
+    """But for the rounding of kernels that take the last elements of a tensor another way."""
+    return torch.allclose(apart, together, rtol=1e-5, atol=1e-6)
+
+
+def _refusal(optimizer_class: type[Optimizer], reason: str) -> ArgumentError:
+    return ArgumentError(
+        f"{optimizer_class.__name__} is not element-wise: {reason}",
+        expected="an optimizer whose update of an element depends on that element's gradients alone, as SGD's, Adam's or Lion's",
+        fix=f"use {optimizer_class.__name__} itself on model.parameters()",
+    )

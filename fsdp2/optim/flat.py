@@ -1,0 +1,265 @@
+"""An element-wise optimizer that steps on the flat shards of groups: no DTensor is dispatched, and a few kernels serve many parameters.
+
+The user's optimizer is an ordinary one: its groups hold the sharded parameters, its state has a DTensor for each. An inner optimizer
+of the class that was asked for has the runs (``runs.py``) in their place, and its state is where the numbers are. It refuses to know
+how an optimizer computes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ..core import torch_compat as compat
+from ..core.group.param_group import ParamGroup
+from ..core.iteration.module_state import sharded_parameters
+from ..errors import ArgumentError, meta_error
+from .elementwise import check_elementwise
+from .runs import Piece, Run, is_elementwise, runs_of
+
+State = dict[str, Any]
+
+
+def flat(
+    optimizer_class: type[Optimizer], params: nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]], **options: Any
+) -> FlatOptimizer:
+    """An optimizer of ``optimizer_class`` for sharded parameters that steps on flat shards; every value is the ordinary one's.
+
+    optimizer_class: element-wise: SGD, Adam, AdamW, Adagrad, RMSprop, NAdam, ..., or one of yours
+    params:          a model, or what any optimizer takes: parameters, names with parameters, or groups of them with options
+    options:         those of ``optimizer_class``
+    Collective:      no, nor is its ``step``
+    Raises:          ArgumentError if an update of ``optimizer_class`` mixes elements, or draws random numbers; what it raises itself
+    """
+    listed = list(params.parameters()) if isinstance(params, nn.Module) else list(params)
+    return FlatOptimizer(optimizer_class, listed, options)
+
+
+class FlatOptimizer(Optimizer):
+    """See ``flat``. Schedulers, scalers, ``zero_grad``, closures and state dicts work as with the optimizer that it stands for."""
+
+    def __init__(self, optimizer_class: type[Optimizer], params: list[Any], options: Mapping[str, Any]) -> None:
+        self._class = optimizer_class
+        self._options = dict(options)
+        self._inner: Optimizer | None = None
+        self._runs: list[list[Run]] = []
+        self._flats: list[tuple[ParamGroup, Tensor | None]] = []
+        self._shown: defaultdict[Tensor, State] | None = None
+        super().__init__(params, check_elementwise(optimizer_class, options, _device_of(params)))
+
+    def __repr__(self) -> str:
+        return f"Flat{self._class.__name__}" + super().__repr__().removeprefix(type(self).__name__)
+
+    # --- a step ---
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the optimizer, after ``closure`` if there is one, whose result is returned. Collective: no."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        inner = self._current()
+        for index, runs in enumerate(self._runs):
+            have_some = [run for run in runs if not run.take_gradients()]
+            if have_some:
+                parts = {run: self._cut_by_gradients(inner, run) for run in have_some}
+                self._runs[index] = [part for run in runs for part in parts.get(run, [run])]
+                inner.param_groups[index]["params"] = [run.data for run in self._runs[index]]
+        _pass_options(self.param_groups, inner.param_groups)
+        inner.step()
+        _pass_options(inner.param_groups, self.param_groups)
+        for runs in self._runs:
+            for run in runs:
+                run.data.grad = None
+        self._shown = None
+        return loss
+
+    def _cut_by_gradients(self, inner: Optimizer, run: Run) -> list[Run]:
+        """Runs whose parameters have gradients or have none, for good: from now on some have made more steps than others."""
+
+        def differs(before: Piece, piece: Piece) -> bool:
+            return (before.param.grad is None) is not (piece.param.grad is None)
+
+        state = inner.state.pop(run.data, {})
+        found = []
+        for shorter, part in run.cut(differs):
+            if state:
+                inner.state[shorter.data] = {key: _part_of(key, value, run.data, part) for key, value in state.items()}
+            shorter.take_gradients()
+            found.append(shorter)
+        return found
+
+    def _current(self) -> Optimizer:
+        """The inner optimizer, on the flat shards as they are now: a model may have been materialised, moved or cast."""
+        if self._inner is None or any(group.flat is not flat for group, flat in self._flats):
+            self._rebuild(self._state_now())
+        assert self._inner is not None
+        return self._inner
+
+    def _rebuild(self, state: Mapping[Tensor, State]) -> None:
+        """Cut runs anew, with ``state`` of the parameters."""
+        known = sharded_parameters()
+        groups = {id(group): group for param in self._params() if id(param) in known for group in [known[id(param)][1]]}
+        self._flats = [(group, group.flat) for group in groups.values()]
+        missing = [f"parameter {tuple(param.shape)}" for param in self._params() if param.is_meta]
+        if missing:
+            raise meta_error(missing, "a device")
+        self._runs = [runs_of(group["params"], known) for group in self.param_groups]
+        kept: list[tuple[Run, State]] = []
+        for index, runs in enumerate(self._runs):
+            pairs = [pair for run in runs for pair in _with_state(run, state)]
+            self._runs[index] = [run for run, _ in pairs]
+            kept += pairs
+        options = [{key: value for key, value in group.items() if key not in _NAMES} for group in self.param_groups]
+        data = [[run.data for run in runs] for runs in self._runs]
+        inner = self._class([{"params": each, **option} for each, option in zip(data, options, strict=True)], **self._options)
+        for run, values in kept:
+            if values:
+                inner.state[run.data] = values
+        self._inner = inner
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    # --- what others see and set ---
+
+    @property
+    def state(self) -> defaultdict[Tensor, State]:
+        """By parameter, as with the ordinary optimizer: DTensors over the flat state, made when they are asked for after a step.
+
+        What has a value for each element may be written in place. Other changes are not seen: ``load_state_dict`` makes them.
+        """
+        if self._shown is None:
+            self._shown = self._state_now()
+        return self._shown
+
+    @state.setter
+    def state(self, value: Mapping[Tensor, State]) -> None:
+        self._shown = None
+        if value:
+            self._rebuild(value)
+        elif self._inner is not None:
+            self._inner.state.clear()
+
+    def _state_now(self) -> defaultdict[Tensor, State]:
+        found: defaultdict[Tensor, State] = defaultdict(dict)
+        if self._inner is None:
+            return found
+        for run in (run for runs in self._runs for run in runs):
+            values: State = self._inner.state.get(run.data) or {}
+            for piece in run.pieces if values else ():
+                found[piece.param] = {key: _shown(key, value, run, piece) for key, value in values.items()}
+        return found
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """How ``load_state_dict`` ends: ``state`` by parameter, and the groups with their options."""
+        others = {key: value for key, value in state.items() if key != "state"}
+        super().__setstate__(others)
+        if "state" in state:
+            reader: Any = object.__new__(self._class)
+            vars(reader).update({key: value for key, value in vars(self).items() if not key.startswith("_")})
+            reader.__setstate__({"state": state["state"], "param_groups": self.param_groups})  # adds what older ones lack
+            self._rebuild({param: values for param, values in reader.state.items() if isinstance(param, Tensor)})
+            self._shown = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As any optimizer's."""
+        state = self._state_now() if self._inner is not None else None
+        super().add_param_group(param_group)
+        if state is not None:
+            self._rebuild(state)
+
+
+_NAMES = ("params", "param_names")
+
+
+def _device_of(params: list[Any]) -> torch.device:
+    for each in params:
+        listed = each["params"] if isinstance(each, dict) else [each]
+        for param in [listed] if isinstance(listed, Tensor) else listed:
+            tensor = param[1] if isinstance(param, tuple) else param
+            if isinstance(tensor, DTensor):
+                tensor = compat.local_tensor(tensor)
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
+                return tensor.device
+    return torch.device("cpu")
+
+
+def _pass_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    """Schedulers write into the user's groups, and some optimizers into their own."""
+    for given, taken in zip(source, target, strict=True):
+        taken.update({key: value for key, value in given.items() if key not in _NAMES})
+
+
+def _shown(key: str, value: Any, run: Run, piece: Piece) -> Any:
+    if is_elementwise(key, value, run.data):
+        return piece.view_of(value)
+    # A number of steps for each parameter: an ordinary optimizer that loads them adds to each.
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _part_of(key: str, value: Any, data: Tensor, part: slice) -> Any:
+    if is_elementwise(key, value, data):
+        return value[part]
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _with_state(run: Run, state: Mapping[Tensor, State]) -> list[tuple[Run, State]]:
+    """``run`` cut where the states of neighbours cannot be one, with the state of each part."""
+    states = {piece.param: state.get(piece.param, {}) for piece in run.pieces}
+    if not any(states.values()):
+        return [(run, {})]
+    if len(run.pieces) == 1 and run.pieces[0].slot is None:
+        param = run.pieces[0].param
+        return [(run, {key: _local(value, param) for key, value in states[param].items()})]
+    parts = run.cut(lambda before, piece: not _go_together(states[before.param], states[piece.param], piece.param))
+    return [(part, _joined(part, states)) for part, _ in parts]
+
+
+def _go_together(one: State, other: State, param: Tensor) -> bool:
+    if one.keys() != other.keys():
+        return False
+    for key, value in one.items():
+        if is_elementwise(key, value, param) and is_elementwise(key, other[key], param):
+            if value.dtype is not other[key].dtype:
+                return False
+        elif isinstance(value, Tensor) and isinstance(other[key], Tensor):
+            if isinstance(value, DTensor) or isinstance(other[key], DTensor) or not torch.equal(value, other[key]):
+                return False
+        elif value is not other[key] and (isinstance(value, Tensor) or isinstance(other[key], Tensor) or value != other[key]):
+            return False
+    return True
+
+
+def _joined(run: Run, states: Mapping[Tensor, State]) -> State:
+    first = run.pieces[0].param
+    found: State = {}
+    for key, value in states[first].items():
+        if not is_elementwise(key, value, first):
+            found[key] = value.clone() if isinstance(value, Tensor) else value
+            continue
+        buffer = torch.zeros(run.data.shape, dtype=value.dtype, device=compat.local_tensor(value).device)
+        for piece in run.pieces:
+            piece.place_in(buffer).copy_(_local(states[piece.param][key], piece.param))
+        found[key] = buffer
+    return found
+
+
+def _local(value: Any, param: Tensor) -> Any:
+    """The local tensor of an entry of the state of ``param``, which has to be placed as ``param`` is."""
+    if not isinstance(value, DTensor):
+        return value
+    if isinstance(param, DTensor) and (value.placements != param.placements or value.shape != param.shape):
+        raise ArgumentError(
+            f"optimizer state {tuple(value.shape)} with placements {value.placements} is of a parameter {tuple(param.shape)}"
+            f" with placements {param.placements}",
+            expected="state that is placed as its parameter is",
+            fix="load it with torch.distributed.checkpoint, or with fsdp2.checkpoint, which place it anew",
+        )
+    return compat.local_tensor(value)

@@ -113,3 +113,44 @@ def test_the_host_waits_once_a_backward_where_a_rank_misses_gradients(common):
             (reference(chunk, route).square().mean() / 2).backward()
         found = {name: grad if grad is None else grad.full_tensor().cpu() for name, grad in grads_of(model).items()}
         assert_equal_grads(found, grads_of(reference), ulps=64)
+
+
+@on_ranks(2, device="pretend")
+@pytest.mark.parametrize(
+    ("name", "steps"), [("bf16", 5), *(pytest.param(name, 100, marks=pytest.mark.slow) for name in ("bf16", "hsdp"))]
+)
+def test_with_kept_storage_no_step_waits_for_the_device_or_moves_a_storage(name, steps):
+    """What a graph capture asks of a step: fixed addresses, and a host that only queues."""
+    way = WAYS[name]
+    model = sharded(mlp(), way, Block)
+    model.set_keep_unsharded_storage(True)
+    optimizer = sgd(model.parameters())
+    addresses = set()
+    x = own_chunk(batches(1)[0]).to("pretend")
+    for index in range(steps):
+        with pretend.no_host_waits() if index > 0 else contextlib.nullcontext():
+            way.iteration(model, x)
+            optimizer.step()
+            optimizer.zero_grad()
+            if index > 0:
+                params = [param for unit in (model, *model.blocks) for group in unit._get_fsdp_state().groups for param in group.params]
+                shards = [param.sharded.to_local().data_ptr() for param in params]
+                addresses.add((*shards, *(param.unsharded.data_ptr() for param in params)))
+        pretend.synchronize()
+    assert len(addresses) == 1
+    assert all(param.unsharded.untyped_storage().nbytes() > 0 for param in params)
+
+
+@on_ranks(2, device="pretend")
+def test_a_static_step_does_nothing_that_a_graph_capture_refuses():
+    way = WAYS["bf16"]
+    model = sharded(mlp(), way, Block)
+    model.set_keep_unsharded_storage(True)
+    optimizer = sgd(model.parameters())
+    x = own_chunk(batches(1)[0]).to("pretend")
+    for index in range(4):
+        pretend.synchronize()
+        with pretend.capturing() if index > 1 else contextlib.nullcontext():
+            way.iteration(model, x)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)

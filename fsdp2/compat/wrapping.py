@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..core import torch_compat as compat
 from ..core.iteration.module_state import unit_of
 from ..core.modules.sharded_class import sharded_class, swap_class
 from ..core.setup.arguments import check_policies, checked_modules
@@ -86,7 +87,7 @@ def wrap_module(module: nn.Module, options: Options, mixin: type, mixin_below: t
             semantics="2.13",  # FSDP1 reduces in ``param_dtype``, whatever torch's FSDP2 does
         )
     for buffer, data in zip(left_alone, before, strict=True):
-        buffer.data = data
+        compat.set_data(buffer, data)
     swap_class(module, mixin, prefix="")  # type(model.module).__name__ is the user's, as in FSDP1
     give_settings(module, settings)
     _choose_casts(module)

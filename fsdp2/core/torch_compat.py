@@ -281,6 +281,18 @@ def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
     tensor._local_tensor = local
 
 
+def set_data(tensor: Tensor, data: Tensor) -> None:
+    """Let ``tensor`` have the values of ``data``, on whatever device, and stay the object that it is."""
+    if torch._has_compatible_shallow_copy_type(tensor, data):
+        tensor.data = data
+        return
+    # The CPU and devices of other companies (torch's PrivateUse1) have tensors of different types: there, ``.data`` refuses.
+    if isinstance(tensor, nn.Parameter):
+        data = nn.Parameter(data, requires_grad=tensor.requires_grad)
+    swap: Any = torch.utils.swap_tensors
+    swap(tensor, data)
+
+
 def allow_any_grad_dtype(param: Tensor) -> None:
     """Let ``param.grad`` have another dtype than ``param``."""
     param.grad_dtype = None

@@ -18,20 +18,23 @@ import fsdp2
 from fsdp2.testing import pretend
 from harness.models import batches, mlp
 from harness.subclasses import RowInt8, wrap_weights
-from harness.training import Step, fed_own_chunk, forward_backward, sgd
+from harness.training import Step, fed_own_chunk, forced, forward_backward, sgd
 
 BF16 = {"mp_policy": fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+BF16_ALL = {"mp_policy": fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)}
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """One way to train. mesh: its shape, () for all ranks."""
+    """One way to train. mesh: its shape, () for all ranks; private: fields of ``GroupOptions``."""
 
     options: dict[str, Any] = field(default_factory=dict)
     mesh: tuple[int, ...] = ()
     prepare: Callable[[Any], None] = lambda model: None
     iteration: Callable[[Any, Tensor], Tensor] = forward_backward
     model: Callable[[], nn.Module] = mlp
+    private: dict[str, str] = field(default_factory=dict)
+    num_steps: int = 3
 
 
 def in_two_micro_batches(model: Any, x: Tensor, reduce_first: bool = True) -> Tensor:
@@ -61,13 +64,21 @@ def with_an_evaluation(model: Any, x: Tensor) -> Tensor:
 
 
 def unsharded_over_the_step(model: Any, x: Tensor) -> Tensor:
-    """``optimizer.step()`` comes between ``unshard(async_op=True)`` and its wait; what was gathered before it is computed with."""
+    """Writes come between ``unshard(async_op=True)`` and its wait, after which what was gathered is looked at.
+
+    Not the optimizer's alone: the collective that averages the losses before its step waits for the gather.
+    """
     handle = model.__dict__.pop("handle", None)
+    seen = 0.0
     if handle is not None:
         handle.wait()
+        seen = model.blocks[1].up.weight.detach().sum()
     loss = forward_backward(model, x)
     model.handle = model.blocks[1].unshard(async_op=True)
-    return loss
+    with torch.no_grad():
+        for param in model.blocks[1].parameters():
+            param.to_local().mul_(0.9)
+    return loss.detach() + seen
 
 
 def with_a_shorter_evaluation(model: Any, x: Tensor) -> Tensor:
@@ -170,6 +181,7 @@ SCENARIOS_2D = {
     "hsdp": Scenario(mesh=(1, 2)),
     "replicated": Scenario(mesh=(2, 1)),
     "replicated_bf16": Scenario(mesh=(2, 1), options=BF16),
+    "replicated_bf16_all": Scenario(mesh=(2, 1), options=BF16_ALL),
     "replicated_partial": Scenario(mesh=(2, 1), iteration=in_partly_reduced_micro_batches),
     "replicated_partial_bf16": Scenario(mesh=(2, 1), options=BF16, iteration=in_partly_reduced_micro_batches),
 }
@@ -183,8 +195,9 @@ MORE_SCENARIOS = {  # which torch's FSDP2 does not train, or which add nothing o
     "written_on_a_side_stream": Scenario(iteration=written_on_a_side_stream),
     "extensions": Scenario(model=with_extensions),
     "failed_backward": Scenario(iteration=after_a_failed_backward),
+    "replicated_failed_backward": Scenario(mesh=(2, 1), iteration=after_a_failed_backward),
     "all_reduce_hook": Scenario(prepare=halve_in_a_hook),
-    "all_reduce_hook_bf16": Scenario(prepare=halve_in_a_hook, options=BF16),
+    "all_reduce_hook_bf16": Scenario(prepare=halve_in_a_hook, options=BF16_ALL),
 }
 
 SCENARIOS_OF_SEVERAL_GROUPS = {  # in each block
@@ -196,7 +209,7 @@ SCENARIOS_OF_SEVERAL_GROUPS = {  # in each block
 
 
 def train(scenario: Scenario, device_type: str, fully_shard: Any = fsdp2.fully_shard) -> list[Step]:
-    """Three steps of a model on ``device_type``; what came of them, on the host."""
+    """A few steps of a model on ``device_type``; what came of them, on the host."""
     shape = scenario.mesh or (dist.get_world_size(),)
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     model: Any = scenario.model().to(device_type)
@@ -207,10 +220,11 @@ def train(scenario: Scenario, device_type: str, fully_shard: Any = fsdp2.fully_s
             if name in options:
                 known = {each.name: getattr(options[name], each.name) for each in fields(torchs)}
                 options[name] = torchs(**known)
-    for module in [*model.blocks, model]:
-        fully_shard(module, mesh=mesh, **options)
+    with forced(**scenario.private):
+        for module in [*model.blocks, model]:
+            fully_shard(module, mesh=mesh, **options)
     scenario.prepare(model)
-    inputs = [x.to(device_type) for x in batches(3, (8, 7))]
+    inputs = [x.to(device_type) for x in batches(scenario.num_steps, (8, 7))]
     return on_host(fed_own_chunk(model, inputs, sgd, scenario.iteration))
 
 

@@ -171,13 +171,16 @@ def own_piece(whole: Tensor, like: DTensor) -> Tensor:
 
 
 def _pair(actual: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    """What this rank has of both, on the device of the expected one: an oracle is computed on the CPU."""
     if isinstance(actual, DTensor):
         assert actual.shape == expected.shape
         if isinstance(expected, DTensor):
             assert actual.placements == expected.placements
-            return actual.to_local(), expected.to_local()
-        return actual.to_local(), own_piece(expected, actual)
-    return actual, expected
+            expected = expected.to_local()
+        else:
+            expected = own_piece(expected, actual)
+        actual = actual.to_local()
+    return actual.to(expected.device), expected
 
 
 def assert_same_tensor(actual: Tensor | None, expected: Tensor | None, what: str) -> None:

@@ -82,7 +82,7 @@ def build_unit(
         groups.append(group)
     for buffer in read.buffers.values():
         if not buffer.is_meta:
-            buffer.data = buffer.to(device)
+            compat.set_data(buffer, buffer.to(device))
     for sharded, _, more_owners in read.tied:
         for owner in more_owners:
             group_with(sharded).registry.add_owner(sharded, owner)

@@ -242,7 +242,7 @@ class Initialising(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             plain.written = True
             if now is not None and now.device.type != self._device.type:
-                now.data = now.data.to(self._device)
+                compat.set_data(now, now.data.to(self._device))
 
     def leave_unwritten_on_meta(self) -> None:
         """After an exception as well: what has no value must not look as if it had one."""

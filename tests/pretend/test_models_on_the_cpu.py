@@ -1,0 +1,119 @@
+"""A model on the CPU, sharded over a mesh of devices: ``fully_shard`` moves it, and nothing remembers where it was."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp2
+from fsdp2 import fully_shard
+from fsdp2.testing import pretend
+from harness import cpu_mesh, on_ranks
+from harness.models import MLP, batches, mlp
+from harness.subclasses import RowInt8, wrap_weights
+from harness.training import adamw, assert_same_bits, fed_in_chunks, fed_own_chunk
+
+BF16 = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+class Watched(MLP):
+    """With a buffer, a tie, a 0-d and a frozen parameter; it notes where parameters, buffers and gradients are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.full((5,), 0.5))
+        self.register_buffer("lost", torch.zeros(3), persistent=False)
+        self.gain = nn.Parameter(torch.tensor(0.9))
+        self.frozen = nn.Parameter(torch.ones(5), requires_grad=False)
+        self.tie()
+        self.seen: set[str] = set()
+
+    def tie(self) -> Watched:
+        self.blocks[2].down.weight = self.blocks[0].down.weight
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen |= {tensor.device.type for tensor in (x, *self.parameters(recurse=False), *self.buffers())}
+        return super().forward(x) * self.gain * self.frozen + self.shift
+
+
+def watched() -> Watched:
+    torch.manual_seed(0)
+    return Watched()
+
+
+def shard(model: nn.Module, **options) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=cpu_mesh(), **options)
+    return fully_shard(model, mesh=cpu_mesh(), **options)
+
+
+def devices_of(model: nn.Module) -> set[str]:
+    """Of each parameter, its local tensor and its gradient, and of each buffer, as types say it and as memory does."""
+    tensors = [*model.parameters(), *model.buffers(), *(param.grad for param in model.parameters() if param.grad is not None)]
+    tensors += [each.to_local() for each in tensors if hasattr(each, "to_local")]
+    return {each.device.type for each in tensors} | {each.untyped_storage().device.type for each in tensors[-2:]}
+
+
+@on_ranks(1, 2, device="pretend")
+@pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}, {"reshard_after_forward": False}], ids=["fp32", "bf16", "kept"])
+def test_everything_is_on_the_device_from_fully_shard_on_and_trains_as_it_does_moved_before(options):
+    model, moved = watched(), watched().to("pretend").tie()  # on such a device ``Module.to`` cuts ties
+    shard(model, **options)
+    assert devices_of(model) == {"pretend"}
+    steps = fed_own_chunk(model, batches(3, (8, 7)), adamw)
+    assert model.seen == {"pretend"}
+    assert devices_of(model) == {"pretend"}
+    assert {value.device.type for value in model.state_dict().values()} == {"pretend"}
+    assert_same_bits(steps, fed_own_chunk(shard(moved, **options), [x.to("pretend") for x in batches(3, (8, 7))], adamw))
+
+
+@on_ranks(2, device="pretend")
+def test_its_numbers_are_those_of_the_model_that_stays_on_the_cpu():
+    model = watched()
+    reference = copy.deepcopy(model)
+    assert_same_bits(fed_own_chunk(shard(model), batches(3, (8, 7))), fed_in_chunks(reference, batches(3, (8, 7))))
+
+
+@on_ranks(2, device="pretend")
+def test_the_memory_on_the_cpu_is_given_up():
+    model = mlp()
+    storages = [weakref.ref(param.untyped_storage()) for param in model.parameters()]
+    shard(model)
+    gc.collect()
+    assert [reference for reference in storages if reference() is not None] == []
+
+
+@on_ranks(2, device="pretend")
+def test_parameters_with_extensions_are_moved_as_well():
+    model = shard(wrap_weights(mlp(), RowInt8))
+    assert devices_of(model) == {"pretend"}
+    model(batches(1, (4, 7))[0]).square().mean().backward()
+    assert devices_of(model) == {"pretend"}
+
+
+@on_ranks(2, device="pretend")
+def test_a_copy_and_a_state_dict_of_the_cpu_stay_on_the_device():
+    model = shard(mlp())
+    twin = copy.deepcopy(model)
+    whole = {name: value.full_tensor().cpu() for name, value in model.state_dict().items()}
+    twin.load_state_dict(whole)
+    assert devices_of(twin) == {"pretend"}
+    assert all(torch.equal(value.full_tensor().cpu(), whole[name]) for name, value in twin.state_dict().items())
+
+
+@on_ranks(2, device="pretend")
+def test_under_offload_the_shards_stay_on_the_host_and_are_computed_with_on_the_device():
+    model = shard(watched(), offload_policy=fsdp2.CPUOffloadPolicy())
+    assert {param.device.type for param in model.parameters()} == {"cpu"}
+    assert all(param.to_local().is_pinned() for param in model.parameters() if param.numel() > 1)
+    assert {buffer.device.type for buffer in model.buffers()} == {"pretend"}
+    model(batches(1, (4, 7))[0]).square().mean().backward()
+    assert model.seen == {"pretend"}
+    assert {param.grad.device.type for param in model.parameters() if param.grad is not None} == {"cpu"}
+    pretend.synchronize()

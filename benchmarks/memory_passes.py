@@ -18,6 +18,7 @@ from typing import Any
 import common
 import models
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -106,14 +107,15 @@ def bytes_of_a_step(model: torch.nn.Module, dim: int, dtype: torch.dtype) -> Cou
 def main() -> None:
     options = common.parser(__doc__).parse_args()
     common.start(options, __doc__)
-    world_size, num_blocks = 8, 1 if options.quick else 2
-    mesh = common.fake_mesh(world_size)
+    num_blocks = 1 if options.quick else 2
     cases = [
-        ("large even", 1024, 8, (common.Target(0.40, 0.31), common.Target(0.65, 0.55))),  # weights of 4 MiB and more
-        ("small", 128, 8, (common.Target(0.93), common.Target(0.93))),
-        ("large uneven", 1001, 7, (common.Target(0.93), common.Target(0.93))),  # no weight's rows divide by 8
+        ("large even", 8, 1024, 8, (common.Target(0.40, 0.31), common.Target(0.65, 0.55))),  # weights of 4 MiB and more
+        ("small", 8, 128, 8, (common.Target(0.93), common.Target(0.93))),
+        ("large uneven", 8, 1001, 7, (common.Target(0.93), common.Target(0.93))),  # no weight's rows divide by 8
+        ("small, 64 ranks", 64, 128, 8, (common.Target(0.95), common.Target(0.95))),  # 2 elements of a bias a rank
     ]
-    for case, dim, num_heads, targets in cases:
+    for case, world_size, dim, num_heads, targets in cases:
+        mesh = common.fake_mesh(world_size)
         for mixed, target in zip((False, True), targets, strict=True):
             dtype = torch.bfloat16 if mixed else torch.float32
             counts = {}
@@ -147,6 +149,7 @@ def main() -> None:
             common.report(result, options.json)
             for name, ops in by_op.items():
                 print(f"    {name}: " + "  ".join(f"{op} {value:.3f}" for op, value in sorted(ops.items(), key=lambda o: -o[1])))
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How much one step of a unit with several groups launches, and that compute waits for nothing inside of a unit."""
+"""What one step launches, and what waits for what, in units of several groups; which parameters are gathered straight into place."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
+from fsdp2.core.group.group_plan import direct_from_nbytes
 from fsdp2.testing import pretend
 from harness import on_ranks
 from harness.models import batches
@@ -68,3 +70,13 @@ def test_compute_waits_for_no_reduce_scatter_of_the_same_unit():
     (scatter,) = (index for index, each in enumerate(ran) if "reduce_scatter" in each)
     compute = ran[0].split()[0]
     assert [each for each in ran[scatter:] if each.startswith((f"{compute} op", f"{compute} copy"))] == []
+
+
+@on_ranks(64, device="pretend_model")
+def test_parameters_go_straight_into_place_by_their_size_and_by_that_of_a_ranks_piece():
+    """Symptom: at 64 ranks small parameters took more passes over memory than in torch's FSDP2."""
+    model = nn.Sequential(nn.Linear(128, 512), nn.Linear(512, 120)).to("pretend")  # 256 and 240 KiB of weights
+    fsdp2.fully_shard(model, mesh=init_device_mesh("pretend", (64,)))
+    (group,) = model._get_fsdp_state().groups
+    assert [param.fqn for param in group.plan.params[: group.plan.num_direct]] == ["0.weight", "1.weight"]
+    assert [direct_from_nbytes(ranks) >> 10 for ranks in (2, 8, 64, 512)] == [128, 128, 128, 1024]

@@ -22,8 +22,12 @@ ALIGN_NBYTES = (128, 64, 32, 16)
 The first is taken that makes buffers at most a tenth larger, else the last: the small shards of many ranks would travel with more
 padding than data."""
 
-DIRECT_FROM_NBYTES = 1 << 20
-"""Parameters from this size on are gathered straight into place, where the backend gains by it."""
+DIRECT_FROM_NBYTES = 128 << 10
+DIRECT_FROM_SHARD_NBYTES = 2 << 10
+"""Parameters of which the whole and each rank's piece have these sizes are gathered straight into place, where the backend gains by it.
+
+The whole is what a copy less saves, which is to pay for a collective more; the piece is the message, which must not become too small
+where ranks are many."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +73,11 @@ def plan_group(params: Sequence[ShardedParam], mesh: DataParallelMesh, options: 
     wanted = options.param_dtype
     param_dtype = wanted if wanted is not None and dtype.is_floating_point else dtype
     gradients = gradient_dtypes(params, options, dtype, param_dtype)
-    direct_from_numel = DIRECT_FROM_NBYTES // param_dtype.itemsize
-    ways = gather_plan([param.spec.cut for param in params], mode=_gather_mode(mesh, options), direct_from_numel=direct_from_numel)
+    ways = gather_plan(
+        [param.spec.cut for param in params],
+        mode=_gather_mode(mesh, options),
+        direct_from_numel=direct_from_nbytes(mesh.shard_size) // param_dtype.itemsize,
+    )
     # Matrices before vectors: an optimizer that lets matrices alone decay finds each kind in one stretch.
     packed = sorted(ways.packed, key=lambda index: len(params[index].spec.cut.shape) <= 1)
     ordered = [params[index] for index in (*ways.direct, *packed)]
@@ -89,6 +96,11 @@ def plan_group(params: Sequence[ShardedParam], mesh: DataParallelMesh, options: 
         is_meta=any(local.is_meta for local in locals_now),
         has_own_memory=any(map(needs_own_memory, locals_now)),
     )
+
+
+def direct_from_nbytes(num_shards: int) -> int:
+    """The size from which a parameter cut over ``num_shards`` ranks is gathered straight into place."""
+    return max(DIRECT_FROM_NBYTES, DIRECT_FROM_SHARD_NBYTES * num_shards)
 
 
 def _aligned_layout(cuts: Sequence[Cut], num_shards: int, itemsize: int) -> tuple[GroupLayout, int]:

@@ -95,10 +95,10 @@ def test_a_rank_that_does_not_call_a_group_is_an_error_by_name_on_every_rank(rou
     check_step(model, reference, x)
 
 
-def roots() -> tuple[nn.Module, Model]:
+def roots(num_blocks: int = 4) -> tuple[nn.Module, Model]:
     """Each layer is a root of its own, below a module that nobody sharded."""
     torch.manual_seed(0)
-    reference = Model()
+    reference = Model(num_blocks)
     model = copy.deepcopy(reference)
     for layer in (model.first, *model.blocks):
         fully_shard(layer, mesh=cpu_mesh())
@@ -117,6 +117,16 @@ def test_a_root_that_one_rank_leaves_out_is_an_error_by_name_on_every_rank(froze
     for layer in (model.first, *model.blocks):
         layer.reset_iter_state()
     check_step(model, reference, x)
+
+
+@on_ranks(2, timeout=60)
+def test_a_rank_whose_backward_has_one_root_of_one_unit_compares_it_with_others_that_have_two():
+    """Symptom: it compared nothing, since it had nothing to leave out, and gloo ended the process."""
+    model, _ = roots(num_blocks=1)
+    x, *_ = batches(1)
+    step(model, own_chunk(x), [0])
+    with pytest.raises(OrderError, match=r"(?s)1 units.*the root FSDPBlock: .*ranks \[0\] does not have it"):
+        step(model, own_chunk(x), [0], 0 if dist.get_rank() == 0 else None)
 
 
 @on_ranks(2, timeout=60)

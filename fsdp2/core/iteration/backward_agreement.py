@@ -31,6 +31,7 @@ from ...errors import OrderError
 from .. import torch_compat as compat
 from ..comm import collectives
 from ..group.param_group import ParamGroup
+from ..plan.mesh import DataParallelMesh
 from .forward_log import ForwardLog
 from .unit import Unit
 
@@ -60,10 +61,13 @@ _compared: weakref.WeakKeyDictionary[Agreement, int] = weakref.WeakKeyDictionary
 def number(unit: Unit) -> None:
     """``fully_shard`` has made ``unit``: all ranks know it by the same number, whatever else they have."""
     if unit.groups:
-        mesh = unit.groups[0].mesh
-        ranks = tuple(group.group_name for group in (mesh.shard_group, mesh.replicate_group) if group is not None)
+        ranks = _names_of(unit.groups[0].mesh)
         unit.number = _num_units[ranks]
         _num_units[ranks] += 1
+
+
+def _names_of(mesh: DataParallelMesh) -> tuple[str, ...]:
+    return tuple(group.group_name for group in (mesh.shard_group, mesh.replicate_group) if group is not None)
 
 
 @dataclass
@@ -107,6 +111,7 @@ class Agreement:
         self._below: dict[Unit, list[ParamGroup]] = {}
         self._logs = logs
         self._ranks = tuple(group.group_name for group in self._process_groups)
+        self._names = () if first is None else _names_of(first)
         self.number = self._units[0].number if self._units else 0
         if self._process_groups and self._units:
             _roots.add(self)
@@ -118,8 +123,8 @@ class Agreement:
     def check(self) -> None:
         """Raise OrderError on every rank if this backward, which has just begun, communicates in another order on one of them.
 
-        Collective: yes, over the shard axis, then the replicate axis; not if the root communicates nothing, or is one unit and alone
-        in this backward, or was compared with an earlier one.
+        Collective: yes, over the shard axis, then the replicate axis; not if the root communicates nothing, or is the one unit that
+        ``fully_shard`` has made over these ranks, or was compared with an earlier one.
         """
         task = compat.current_graph_task()
         if _compared.get(self) == task or not any(map(self._communicates, self._units)):
@@ -135,7 +140,8 @@ class Agreement:
             if part.is_reached:
                 parts.append(part)
                 _compared[other] = task
-        if (len(parts) > 1 or len(self._units) > 1) and not self._have_one_order(parts):
+        # The backward of another rank may have another root that this one does not reach, and that maybe lives no more on this rank.
+        if (len(parts) > 1 or _num_units[self._names] > 1) and not self._have_one_order(parts):
             self._join_or_refuse(parts)
 
     def _have_one_order(self, parts: Sequence[_Part]) -> bool:

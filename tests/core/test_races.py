@@ -690,7 +690,13 @@ def test_no_race_on_the_path_of_nccl_in(name):
     ],
 )
 def test_a_buffer_that_is_not_held_until_its_last_use_is_a_race(owner, buffer, scenario):
-    forgetful = property(lambda self: None, lambda self, value: None)
+    held: dict[int, object] = {}  # until it is first read, which is when the collective is issued; some are never read
+
+    def hold(self: object, value: object) -> None:
+        if (owner, buffer) != (Reduction, "_held"):
+            held[id(self)] = value
+
+    forgetful = property(lambda self: held.pop(id(self), None), hold)
     with mock.patch.object(owner, buffer, forgetful):
         races = replay_on_fake_ranks(replace(FAKE_SCENARIOS[scenario], num_steps=3), RecordingStreams())
     assert any("freed while still in use" in race.how for race in races)

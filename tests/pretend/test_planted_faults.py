@@ -214,11 +214,13 @@ NEEDED_BY = {
     "a prefetch is not cancelled": "shorter_evaluation",
     "the unsharded storage is freed on another stream": "plain",
 }
+SHOWN_ELSEWHERE = {"late_comparison.read_later mark 1"}
+"""Without it no data are wrong: the host looks at tags before they are there, and learns nothing (test_reduced_together.py)."""
 QUICK = ("all_gather.finish order 1", "reduction.advance order 1", "the reduce input is not held")
 
 
 def test_every_order_and_event_of_the_runtime_is_taken_out():
-    assert set(PLACES.values()) == set(NEEDED_BY) - set(OTHER_FAULTS)
+    assert set(PLACES.values()) - SHOWN_ELSEWHERE == set(NEEDED_BY) - set(OTHER_FAULTS)
 
 
 @on_ranks(4, device="pretend_model")

@@ -86,6 +86,11 @@ def is_stream_ordered(backend: str) -> bool:
     return backend in _STREAM_ORDERED
 
 
+def moves_data(backend: str) -> bool:
+    """Whether what ranks send arrives anywhere."""
+    return backend != "fake"
+
+
 def choose_all_gather(backend: str, world_size: int, nbytes: int, device_type: str = "cpu") -> AllGatherAlgorithm:
     """The default all-gather; ``nbytes`` is that of the gathered buffer."""
     # gloo's own packs into temporaries of the output's size: at 50 MiB three times as slow. Small ones cost a launch a rank.

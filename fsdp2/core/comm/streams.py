@@ -66,6 +66,12 @@ class Streams(Protocol):
     def synchronize(self, event: Event) -> None:
         """Block the host until ``event`` has passed."""
 
+    def has_passed(self, event: Event) -> bool:
+        """Whether ``synchronize`` would not block. Local: nothing that other ranks see may depend on it."""
+
+    def is_capturing(self) -> bool:
+        """Whether a graph of what compute is given is being captured."""
+
 
 class HostStreams:
     """The CPU: work runs when it is started."""
@@ -87,6 +93,12 @@ class HostStreams:
     def synchronize(self, event: Event) -> None:
         pass
 
+    def has_passed(self, event: Event) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
 
 class DeviceStreams:
     """A CUDA-like device, through its module (``torch.cuda``, ``torch.xpu``, ...)."""
@@ -96,6 +108,7 @@ class DeviceStreams:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module = compat.device_module(device.type)
+        self._asks_capturing = getattr(self._module, "is_current_stream_capturing", None)
         # High priority: a collective's small copies should not queue behind a large matrix product.
         self.gather = self._module.Stream(device=device, priority=-1)
         self.reduce = self._module.Stream(device=device, priority=-1)
@@ -122,6 +135,12 @@ class DeviceStreams:
     def synchronize(self, event: Event) -> None:
         if event is not None:
             event.synchronize()
+
+    def has_passed(self, event: Event) -> bool:
+        return event is None or bool(event.query())
+
+    def is_capturing(self) -> bool:
+        return self._asks_capturing is not None and bool(self._asks_capturing())
 
 
 _streams: dict[torch.device, Streams] = {}

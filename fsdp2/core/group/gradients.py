@@ -46,6 +46,7 @@ class Gradients:
         self.group = group
         self.options = ReductionOptions()
         self.micro_batch = MicroBatch()  # of its unit
+        self.number = 0  # among the groups over the same ranks
         self.varying: set[str] = set()  # mesh axes over which something was seen to vary; shared by all units under a root
         self.reached = False  # a backward has begun in a unit that uses the group, and nothing was reduced since
         self._planned: _Planned | None = None
@@ -79,11 +80,17 @@ class Gradients:
             self._refuse_change(waits, trainable)
         waiting = [] if waits is None else waits.plan.params
         params = [param for param in group.params if param.sharded.requires_grad or param in waiting]
-        plan = ReducePlan(group, params, compact=False)
+        plan = ReducePlan(group, params, compact=False, number=self.number if self._compares_late() else None)
         self._planned = _Planned(plan, group.plan, trainable, has_frozen=len(params) > sum(trainable))
         if waits is not None:
             self._move(waits.plan, plan)
         return plan
+
+    def _compares_late(self) -> bool:
+        """Whether ranks see afterwards which group each of them reduced: before, the host would have to wait for the device."""
+        if self.group.streams.host_waits or self.group.mesh.size == 1:
+            return False
+        return any(collectives.is_stream_ordered(backend) and collectives.moves_data(backend) for backend in self.backends)
 
     def _move(self, before: ReducePlan, plan: ReducePlan) -> None:
         """Lay what waits as ``plan`` does, which has all parameters of ``before``."""

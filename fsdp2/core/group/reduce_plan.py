@@ -3,7 +3,8 @@
 The input always has room for every trainable parameter of the group, in rank-major order, zeros where this rank has no gradient:
 its size never depends on which gradients happened to arrive. Behind the gradients each rank adds one *flag* per parameter, 1 if it
 has a gradient; their sum tells every rank, without a collective more, which parameters were used anywhere, so that one unused
-everywhere keeps ``grad = None`` like in the unsharded model. It refuses to know when anything is reduced.
+everywhere keeps ``grad = None`` like in the unsharded model. Behind the flags there may be the group's tag (``order_tags.py``). This
+file refuses to know when anything is reduced.
 
 Worked example, 2 ranks, parameters a (4,) and b (3,), align 32; b is unused on rank 1, which therefore sends
 
@@ -25,6 +26,7 @@ from ..plan.model_axes import local_gradient, varying_axes
 from ..plan.placement import ShardSpec, in_dtype
 from .all_gather import disassemble
 from .memory import GroupMemory
+from .order_tags import TAG_NUMEL, tag_of
 from .param import ShardedParam
 
 CAST_BEHIND_NBYTES = 256 << 10
@@ -35,14 +37,17 @@ class ReducePlan:
     """The reduce-scatter of one set of trainable parameters: all that can be computed once.
 
     compact: without gaps and flags, as a custom communicator is to see it
+    number:  of the group, if its tag travels behind the flags
     """
 
-    def __init__(self, group: GroupMemory, params: list[ShardedParam], compact: bool) -> None:
+    def __init__(self, group: GroupMemory, params: list[ShardedParam], compact: bool, number: int | None = None) -> None:
         self.params = params
+        self.number = number
+        tag = [] if number is None else tag_of(number)
         self.has_dtensors = any(param.spec.unsharded is not None for param in self.params)
         self.num_shards = group.mesh.shard_size
         cuts = [param.spec.cut for param in self.params]
-        flags = Cut((self.num_shards * len(cuts),), 0, self.num_shards)
+        flags = Cut((self.num_shards * (len(cuts) + len(tag)),), 0, self.num_shards)
         self.layout = group_layout(
             cuts if compact else [*cuts, flags], num_shards=self.num_shards, align=1 if compact else group.plan.align
         )
@@ -50,7 +55,6 @@ class ReducePlan:
         self.flags_slot = None if compact else self.layout.slots[-1]
         self.grad_dtype = group.plan.param_dtype
         self._keeps_wider = group.options.semantics == "2.15"  # gradients that were added up in another dtype are not cast back
-        self.reduce_dtype = group.plan.reduce_dtype
         self._dtypes = group.plan.gradients
         # What goes into chunk_cat: room for each gradient and for the flags, and zeros for the gap behind each.
         self._pieces: list[Tensor | None] = []
@@ -61,13 +65,26 @@ class ReducePlan:
                 self._pieces.append(None)
             if slot.gap > 0:
                 self._pieces.append(torch.zeros(self.num_shards, slot.gap, dtype=self.grad_dtype, device=group.device))
-        self._all_used = torch.ones(self.num_shards, len(cuts), dtype=self.grad_dtype, device=group.device)
+        self._all_used = torch.ones(self.num_shards, len(cuts) + len(tag), dtype=self.grad_dtype, device=group.device)
+        for index, digit in enumerate(tag):  # one by one: the host would wait until a list of them is on the device
+            if digit == 0:
+                self._all_used[:, len(cuts) + index] = 0
         # For each parameter: its index among the pieces (None: no elements), and how a gradient becomes a piece (None: as it is).
         self._arrange = [
             (piece_index if cut.slot_numel > 0 else None, None if param.spec.order is None and cut.dim == 0 else param.spec)
             for param, cut, piece_index in zip(self.params, cuts, self._piece_of_slot, strict=False)
         ]
         self.views = [GradView(param, slot.offset) for param, slot in zip(self.params, self.layout.slots, strict=False)]
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        return self._dtypes.reduced
+
+    @property
+    def tag_offset(self) -> int:
+        """Of the tag in a row."""
+        assert self.flags_slot is not None
+        return self.flags_slot.offset + len(self.views)
 
     def to_local(self, grads: list[Tensor | None], varying: set[str], always_once: bool) -> None:
         """Replace gradients of DTensors by their local tensors. Collective: yes, over model axes.
@@ -112,7 +129,7 @@ class ReducePlan:
             flags = self._all_used
             if missing:
                 flags = flags.clone()
-                for index in missing:  # one by one: a list of them would be copied to the device, for which the host waits
+                for index in missing:  # one by one, as above
                     flags[:, index] = 0
             pieces[self._piece_of_slot[-1]] = flags
         dtype = self.grad_dtype
@@ -144,6 +161,8 @@ class ReducePlan:
             target = self.layout.slots[index_here]
             new.narrow(1, target.offset, target.numel).copy_(old.narrow(1, source.offset, source.numel))
             new.select(1, self.flags_slot.offset + index_here).copy_(old.select(1, before.flags_slot.offset + index))
+        if self.number is not None:
+            new.narrow(1, self.tag_offset, TAG_NUMEL).copy_(old.narrow(1, before.tag_offset, TAG_NUMEL))
         return new.view(-1)
 
     def _refuse_sparse(self, grads: list[Tensor | None]) -> None:

@@ -23,6 +23,7 @@ from ..comm.streams import Event, Streams
 from ..plan.placement import in_dtype
 from .memory import GroupMemory
 from .options import ReductionOptions
+from .order_tags import TAG_NUMEL
 from .reduce_plan import GradView, ReducePlan
 
 ScatterLaunches = dict[dist.ProcessGroup, list[tuple[Tensor, Tensor, collectives.Division]]]
@@ -33,7 +34,7 @@ class Reduction:
     """One reduction on its way: reduce-scatter, perhaps all-reduce, then the sharded parameters get their gradients.
 
     It has three legs: reduce-scatter, all-reduce, handing out. On a stream device ``launch`` queues all of them at once. On the host
-    the first is issued when it is made, and each is waited for when ``advance`` or ``finish`` is called. Of its seventeen attributes
+    the first is issued when it is made, and each is waited for when ``advance`` or ``finish`` is called. Of its eighteen attributes
     half are what it was started with; the others are the buffers, handles and events of its legs.
     """
 
@@ -54,6 +55,7 @@ class Reduction:
         "_plan",
         "_reduced",
         "_scattered",
+        "_tag",
         "_used",
     )
 
@@ -93,6 +95,7 @@ class Reduction:
         self._late: list[int] = []
         self._dtypes = group.plan.gradients.kept if options.grad_dtype is None else None  # of the gradients, if not the parameters'
         self._advanced = False
+        self._tag: Tensor | None = None
         if group.streams.host_waits:
             self.scatter()
 
@@ -222,12 +225,26 @@ class Reduction:
             self._output = None
 
     @property
+    def group(self) -> GroupMemory:
+        return self._group
+
+    @property
+    def number(self) -> int:
+        """Of the group."""
+        return self._plan.number or 0
+
+    def take_tag(self) -> Tensor | None:
+        """(n,): what other ranks reduced with this group, where that is compared late; on the device, or on its way to the host."""
+        tag, self._tag = self._tag, None
+        return tag
+
+    @property
     def late_flags(self) -> Tensor | None:
         """(n,): which of the plan's parameters some rank had a gradient for, if this rank has none for some of them."""
         slot = self._plan.flags_slot
         if not self._late or self._output is None or slot is None:
             return None
-        return self._output[slot.offset : slot.offset + slot.numel]
+        return self._output[slot.offset : slot.offset + len(self._plan.views)]
 
     def hand_out_late(self, flags: Sequence[float]) -> None:
         """Gradients for those parameters that other ranks alone have used. flags: ``late_flags``, on the host"""
@@ -247,7 +264,7 @@ class Reduction:
             if pending is not None:
                 pending.finish()
         streams.order(streams.compute, self._reduced)
-        self._pending = self._all_reduce = self._input = self._output = self._held = self._partial = None
+        self._pending = self._all_reduce = self._input = self._output = self._held = self._partial = self._tag = None
 
     def hand_out(self, stream: Any) -> None:
         """Let the sharded parameters have their gradients, on ``stream``, on which the last collective was issued."""
@@ -270,12 +287,15 @@ class Reduction:
                 self._late = [index for index, used in enumerate(self._used) if not used]
             late = set(self._late)
             views = [view for index, view in enumerate(plan.views) if index not in late] if late else plan.views
+            had_gradient = plan.number is not None and plan.views[0].param.sharded.grad is not None
             if self._dtypes is None:
                 reduced = self._cast(output, options.grad_dtype or group.plan.dtype, stream)
                 self._give(reduced, views)
             else:
                 self._give_in_own_dtypes(output, views, stream)
                 reduced = output
+            if plan.number is not None:
+                self._keep_tag(output, reduced, had_gradient)
         self._reduced = streams.mark(stream)
         if output is self._input and group.mesh.replicate_group is None:
             self._scattered = self._reduced
@@ -283,6 +303,16 @@ class Reduction:
             self._held = output
         # Without an all-reduce nothing but the gradients' own views needs the output from here on.
         self._output = reduced if self._late or group.mesh.replicate_group is not None else None
+
+    def _keep_tag(self, output: Tensor, reduced: Tensor, had_gradient: bool) -> None:
+        """Keep the tag: as a view where gradients hold ``reduced`` anyway, else as a copy, for the output is freed soon."""
+        offset = self._plan.tag_offset
+        gets_view = not had_gradient and self._plan.views[0].param.sharded.grad is not None
+        if gets_view and self._dtypes is None and reduced.device.type != "cpu":
+            self._tag = reduced.narrow(0, offset, TAG_NUMEL)
+        elif not self._group.streams.is_capturing():
+            self._tag = torch.empty(TAG_NUMEL, dtype=output.dtype, pin_memory=True)
+            self._tag.copy_(output.narrow(0, offset, TAG_NUMEL), non_blocking=True)
 
     def _cast(self, output: Tensor, dtype: torch.dtype, stream: Any) -> Tensor:
         reduced = output.to(dtype)

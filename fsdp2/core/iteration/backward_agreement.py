@@ -7,7 +7,8 @@ another of one byte a unit. What a rank does without a collective is its own: ho
 frozen units it calls, whether its data need a gradient. A unit that some ranks reduce at the end of backward is reduced there by all,
 if nobody has to gather it. A backward that runs through several roots is compared as a whole when the first of them begins: a rank that
 leaves out a root would else not come to compare it. On stream-ordered backends (NCCL) the host would have to wait for the device to
-read the answer, so there nothing is compared. This file refuses to know when a backward begins and what is communicated in it.
+read the answer, so there ranks compare afterwards what they reduced (``late_comparison.py``). This file refuses to know when a backward
+begins and what is communicated in it.
 
 Worked example, units 0 (the root), 1 and 2, sharded; rank 0 did not call unit 1
 
@@ -18,7 +19,6 @@ Worked example, units 0 (the root), 1 and 2, sharded; rank 0 did not call unit 1
 
 from __future__ import annotations
 
-import collections
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -31,8 +31,8 @@ from ...errors import OrderError
 from .. import torch_compat as compat
 from ..comm import collectives
 from ..group.param_group import ParamGroup
-from ..plan.mesh import DataParallelMesh
 from .forward_log import ForwardLog
+from .group_numbers import num_units_over
 from .unit import Unit
 
 LEFT_OUT, LAST, IN_MIDDLE, AT_END = range(4)
@@ -52,29 +52,15 @@ _Ways = dict[tuple[int, int], dict[int, int]]
 """By root and unit, and by rank."""
 
 _roots: weakref.WeakSet[Agreement] = weakref.WeakSet()
-_num_units: collections.Counter[tuple[str, ...]] = collections.Counter()
-"""How many units ``fully_shard`` has made over the same ranks."""
 _compared: weakref.WeakKeyDictionary[Agreement, int] = weakref.WeakKeyDictionary()
 """The backward (id of the graph task) in which a root was compared with an earlier one."""
-
-
-def number(unit: Unit) -> None:
-    """``fully_shard`` has made ``unit``: all ranks know it by the same number, whatever else they have."""
-    if unit.groups:
-        ranks = _names_of(unit.groups[0].mesh)
-        unit.number = _num_units[ranks]
-        _num_units[ranks] += 1
-
-
-def _names_of(mesh: DataParallelMesh) -> tuple[str, ...]:
-    return tuple(group.group_name for group in (mesh.shard_group, mesh.replicate_group) if group is not None)
 
 
 @dataclass
 class _Part:
     """What a backward does with one root.
 
-    root:   number of its first unit
+    root:   number of its first group
     ways:   what it does with each unit
     timed:  moments of forward, of which the engine goes back through the latest first: a unit is gathered, or (True) reduced
     last:   the units that it reduces when the graph has run
@@ -111,8 +97,8 @@ class Agreement:
         self._below: dict[Unit, list[ParamGroup]] = {}
         self._logs = logs
         self._ranks = tuple(group.group_name for group in self._process_groups)
-        self._names = () if first is None else _names_of(first)
-        self.number = self._units[0].number if self._units else 0
+        self._mesh = first
+        self.number = self._units[0].groups[0].gradients.number if self._units else 0
         if self._process_groups and self._units:
             _roots.add(self)
 
@@ -141,7 +127,7 @@ class Agreement:
                 parts.append(part)
                 _compared[other] = task
         # The backward of another rank may have another root that this one does not reach, and that maybe lives no more on this rank.
-        if (len(parts) > 1 or _num_units[self._names] > 1) and not self._have_one_order(parts):
+        if (len(parts) > 1 or num_units_over(self._mesh) > 1) and not self._have_one_order(parts):
             self._join_or_refuse(parts)
 
     def _have_one_order(self, parts: Sequence[_Part]) -> bool:

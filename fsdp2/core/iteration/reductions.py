@@ -16,6 +16,7 @@ from torch import Tensor
 from ..comm.streams import Streams
 from ..group.gradients import Gradients
 from ..group.reduction import Reduction, launch
+from .late_comparison import read_later
 
 _behind: weakref.WeakSet[Reductions] = weakref.WeakSet()
 """Those that compute is not ordered behind yet: the next backward that is the last of any root's iteration does it."""
@@ -77,6 +78,7 @@ class Reductions:
         for reduction in self._started:
             reduction.finish()
         _hand_out_late(self._started)
+        read_later(self._started)
         self._started.clear()
         self._holding.clear()
 

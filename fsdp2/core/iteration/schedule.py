@@ -21,6 +21,7 @@ from ...errors import CompileError, OrderError
 from .. import torch_compat as compat
 from ..comm.streams import Event
 from ..group.memory import GroupState
+from . import late_comparison
 from .backward import Backward, LoggedBackward
 from .backward_agreement import Agreement
 from .call import Call, UnitCalls
@@ -117,6 +118,7 @@ class Schedule:
     def _begin_iteration(self, unit: Unit) -> Forward:
         tree = self.tree
         self.comm_ctx.refuse_open("forward")
+        late_comparison.compare()
         if self.backward is not None and self.backward.has_failed():
             self._end_failed_backward()
         tree.reshard_what_is_out_of_date()
@@ -233,6 +235,7 @@ class Schedule:
         if self.backward is not None:
             return self.backward
         tree = self.tree
+        late_comparison.compare()
         if self.agreement is not None and not compat.functorch_is_active():
             self.agreement.check()
         at_end = functools.partial(self.end_of_backward)

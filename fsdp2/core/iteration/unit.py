@@ -59,7 +59,6 @@ class Unit:
     max_norm_weights: embeddings that shrink their rows in forward
     ignored:          where parameters are that the user takes care of
     fqn:              of its first module, from the root
-    number:           among the units over the same ranks, in the order of ``fully_shard`` calls; a copy has its original's
     summoned:         its modules show whole parameters that are not its own; forward takes them as they are
     """
 
@@ -82,7 +81,6 @@ class Unit:
         self.micro_batch = MicroBatch()
         self.ignored: list[Owner] = []
         self.fqn = ""
-        self.number = 0
         self.summoned = False
         self.calls = UnitCalls()
         self._streams = streams_of(device)

@@ -131,10 +131,9 @@ def _copy_unit(unit: ModuleState, memo: dict[Any, Any], copies: dict[ModuleState
         unit.options,
     )
     new.set_micro_batch(unit.micro_batch)
-    new.number = unit.number
     new.ignored = [Owner(memo[id(owner.module)], owner.name) for owner in unit.ignored if id(owner.module) in memo]
     for group, made in zip(unit.groups, new.groups, strict=True):
-        made.gradients.options = group.gradients.options
+        made.gradients.options, made.gradients.number = group.gradients.options, group.gradients.number
     new.hooks = UnitHooks(new)
     new.hooks.adopt_casts(unit.hooks)
     new.hooks.install()

@@ -54,7 +54,8 @@ class UnitHooks:
         self._output_dtype: torch.dtype | None = policy.output_dtype
         self._casts_back = False
         self._num_registrations = 0  # on managed modules, when parameters that are nobody's were last looked for
-        self._stored: dict[int, StoredTensors | None] = {}  # what each module's forward leaves, looked for in its first with autograd
+        # What each module's forward leaves, looked for in its first with autograd: in evaluation, and in training.
+        self._stored: tuple[dict[int, StoredTensors | None], dict[int, StoredTensors | None]] = ({}, {})
         several = len(unit.modules) > 1
         self.pre_forward = compat.dynamo_disabled(self._pre_forward_of_several if several else self._pre_forward)
         self.post_forward = compat.dynamo_disabled(self._post_forward_of_several if several else self._post_forward)
@@ -207,7 +208,7 @@ class UnitHooks:
         part = unit.calls.running.pop()
         if part is not None:
             output = self._watch_outputs(part, output)
-            if self._stored.get(id(module), _NOT_LOOKED_FOR) is not None:
+            if self._stored[module.training].get(id(module), _NOT_LOOKED_FOR) is not None:
                 self._watch_stored(part, module)
         elif type(output) is not Tensor or output._base is not None:
             output = map_tensors(outlive_parameters, output)
@@ -265,7 +266,7 @@ class UnitHooks:
         part = calls.running.pop()
         if part is not None:
             output = self._watch_outputs(part, output)
-            if self._stored.get(id(module), _NOT_LOOKED_FOR) is not None:
+            if self._stored[module.training].get(id(module), _NOT_LOOKED_FOR) is not None:
                 self._watch_stored(part, module)
         assert unit.schedule is not None
         unit.schedule.end_part(unit)
@@ -318,9 +319,10 @@ class UnitHooks:
 
     def _watch_stored(self, part: GraphPart, module: nn.Module) -> None:
         """What the forward of ``module`` has left on it and below it."""
-        if id(module) not in self._stored:
-            self._stored[id(module)] = stored_tensors(module)
-        stored = self._stored[id(module)]
+        found = self._stored[module.training]
+        if id(module) not in found:
+            found[id(module)] = stored_tensors(module, self._stored[not module.training].get(id(module)))
+        stored = found[id(module)]
         if stored is not None:
             for attributes, name, tensor in stored.new():
                 attributes[name] = self._watch_outputs(part, tensor)

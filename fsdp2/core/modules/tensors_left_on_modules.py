@@ -1,8 +1,8 @@
 """Tensors that a forward leaves on its modules instead of returning them: an auxiliary loss of a router, kept activations.
 
 Backward may begin at one of them, and needs the parameters then just as when it begins at an output. Where a module that is sharded
-keeps tensors is found in its first forward with autograd, and looked up in every later one: what is frozen in the first may be
-trained in the second. It refuses to know what is done with them.
+keeps tensors is found in its first forward with autograd, in evaluation and in training, and looked up in every later one: what is
+frozen in the first may be trained in the second. It refuses to know what is done with them.
 
 Worked example: forward of ``block.router`` sets ``self.aux_loss``; the places of ``block`` are [(vars(block.router), "aux_loss")]
 """
@@ -28,8 +28,15 @@ class StoredTensors:
     """
 
     def __init__(self, places: Sequence[tuple[dict[str, Any], str]]) -> None:
-        self._places = places
+        self._places = list(places)
         self._seen: list[weakref.ref[Tensor] | None] = [None] * len(places)
+
+    def add(self, places: Sequence[tuple[dict[str, Any], str]]) -> None:
+        """Others, some of which may be known."""
+        known = {(id(attributes), name) for attributes, name in self._places}
+        new = [(attributes, name) for attributes, name in places if (id(attributes), name) not in known]
+        self._places += new
+        self._seen += [None] * len(new)
 
     def new(self) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
         """The tensors that were not there when this was asked before."""
@@ -41,8 +48,11 @@ class StoredTensors:
                 self._seen[index] = weakref.ref(attributes[name])
 
 
-def stored_tensors(module: nn.Module) -> StoredTensors | None:
-    """What is stored now on ``module`` and below it, but not below others that are sharded by themselves; None if nothing is."""
+def stored_tensors(module: nn.Module, known: StoredTensors | None) -> StoredTensors | None:
+    """What is stored now on ``module`` and below it, but not below others that are sharded by themselves, and what is ``known``.
+
+    Returns: None if nothing is
+    """
     found: dict[int, nn.Module] = {}
     _visit(module, found)
     places = [
@@ -51,7 +61,9 @@ def stored_tensors(module: nn.Module) -> StoredTensors | None:
         for name, value in vars(each).items()
         if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) and name not in _OWN_NAMES
     ]
-    return StoredTensors(places) if places else None
+    if known is not None:
+        known.add(places)
+    return known or (StoredTensors(places) if places else None)
 
 
 def _visit(module: nn.Module, found: dict[int, nn.Module]) -> None:

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,42 +97,73 @@ def _total_norm(tensors: Sequence[Tensor | None], params: Sequence[Tensor], norm
     there = [tensor for tensor in tensors if tensor is not None]
     device = (there[0] if there else likes[0]).device if likes else None
     dtype = torch.float64 if any(tensor.dtype in (torch.float64, torch.complex128) for tensor in there) else torch.float32
-    groups = _groups(likes)
-    terms = _terms([_whole_terms(tensor) for tensor in tensors], norm_type, dtype, device, foreach)
-    for process_group, device_type, indices in groups:
+    spread = _spread(likes)
+    whole = [None if tensor is None else _whole_terms(tensor, each) for tensor, each in zip(tensors, spread, strict=True)]
+    terms = _terms(whole, norm_type, dtype, device, foreach)
+    for process_group, device_type, indices in _groups(spread):
         terms = _all_reduce(terms, indices, process_group, device_type, norm_type)
     return _join(terms, norm_type) if there else torch.zeros((), dtype=dtype, device=device)
 
 
-def _groups(likes: Sequence[Tensor]) -> list[tuple[dist.ProcessGroup, str, list[int]]]:
+@dataclass(frozen=True)
+class _Spread:
+    """How DTensors of one mesh and placements lie on ranks: which axes cut them, and whether they wait for a reduction."""
+
+    cut_over: tuple[tuple[dist.ProcessGroup, str], ...]
+    is_partial: bool
+
+
+def _spread(likes: Sequence[Tensor]) -> list[_Spread | None]:
+    """Of each tensor; None: a plain one. Found out once for each mesh and placements: a model has many parameters and few of these."""
+    known: dict[tuple[int, Any], _Spread] = {}
+    found: list[_Spread | None] = []
+    for like in likes:
+        if not isinstance(like, DTensor):
+            found.append(None)
+            continue
+        spec = compat.spec_of(like)
+        key = id(spec.mesh), spec.placements
+        each = known.get(key)
+        if each is None:
+            each = known[key] = _spread_over(like)
+        found.append(each)
+    return found
+
+
+def _spread_over(like: DTensor) -> _Spread:
+    mesh = like.device_mesh
+    if mesh.get_coordinate() is None:
+        raise ArgumentError(
+            f"clip_grad_norm_ got a DTensor {tuple(like.shape)} on a mesh that this rank is not part of: {mesh}",
+            expected="tensors of which this rank has a piece",
+            fix="pass each rank the parameters of the meshes that it is in",
+        )
+    axes = [axis for axis, placement in enumerate(like.placements) if compat.shard_dim(placement) is not None and mesh.size(axis) > 1]
+    return _Spread(
+        tuple((mesh.get_group(axis), mesh.device_type) for axis in axes), any(placement.is_partial() for placement in like.placements)
+    )
+
+
+def _groups(spread: Sequence[_Spread | None]) -> list[tuple[dist.ProcessGroup, str, list[int]]]:
     """The process group of each mesh axis over which something is cut, its device type, and the tensors that are cut over it.
 
     In the order of first use. Groups of equal ranks are not merged: of two meshes some ranks may share a row and others not, and then
     ranks would add in different orders.
     """
     found: dict[str, tuple[dist.ProcessGroup, str, list[int]]] = {}
-    for index, like in enumerate(likes):
-        if not isinstance(like, DTensor):
+    for index, each in enumerate(spread):
+        if each is None:
             continue
-        mesh = like.device_mesh
-        if mesh.get_coordinate() is None:
-            raise ArgumentError(
-                f"clip_grad_norm_ got a DTensor {tuple(like.shape)} on a mesh that this rank is not part of: {mesh}",
-                expected="tensors of which this rank has a piece",
-                fix="pass each rank the parameters of the meshes that it is in",
-            )
-        for axis, placement in enumerate(like.placements):
-            if compat.shard_dim(placement) is not None and mesh.size(axis) > 1:
-                process_group = mesh.get_group(axis)
-                found.setdefault(process_group.group_name, (process_group, mesh.device_type, []))[2].append(index)
+        for process_group, device_type in each.cut_over:
+            found.setdefault(process_group.group_name, (process_group, device_type, []))[2].append(index)
     return list(found.values())
 
 
-def _whole_terms(tensor: Tensor | None) -> Tensor | None:
+def _whole_terms(tensor: Tensor, spread: _Spread | None) -> Tensor:
     """The local tensor; of one that waits for a reduction, after it: a norm of sums is not made of norms of terms. Collective then."""
-    if not isinstance(tensor, DTensor):
+    if spread is None or not isinstance(tensor, DTensor):
         return tensor
-    if any(placement.is_partial() for placement in tensor.placements):
+    if spread.is_partial:
         reduced = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
         tensor = tensor.redistribute(placements=reduced)
     return compat.waited_for(compat.local_tensor(tensor))

@@ -1,9 +1,12 @@
-"""Optimizers for sharded parameters. ``flat`` lets any element-wise optimizer of torch's kind step on the flat shards of groups.
+"""Optimizers for sharded parameters, and the scaler of fp16 losses.
 
-``elementwise`` finds out whether an optimizer is fit for that; ``runs`` says which parameters become one tensor; ``flat`` is the
-optimizer that the user holds.
+``flat`` lets any element-wise optimizer of torch's kind step on the flat shards of groups: ``elementwise`` finds out whether one is fit
+for that, ``runs`` says which parameters become one tensor. ``AnyPrecisionAdamW`` keeps its states in chosen dtypes. ``GradScaler`` lets
+all ranks skip the same steps.
 """
 
+from .any_precision import AnyPrecisionAdamW
 from .flat import FlatOptimizer, flat
+from .grad_scaler import GradScaler
 
-__all__ = ["FlatOptimizer", "flat"]
+__all__ = ["AnyPrecisionAdamW", "FlatOptimizer", "GradScaler", "flat"]

@@ -87,6 +87,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":  # of what is installed
+        return importlib.import_module("importlib.metadata").version("fsdp2")
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
     if name in _OF_COMPILED:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import sys
 
 from .errors import FSDPError
@@ -22,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit status: 0 done, 1 could not (the reason is on standard error), 2 wrong arguments."""
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="fsdp2", description="Tools for sharded data parallel training.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="versions of fsdp2 and torch")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, summary) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
@@ -33,3 +35,11 @@ def main(arguments: list[str] | None = None) -> int:
     except FSDPError as error:
         sys.stderr.write(f"fsdp2 {options.command}: {error}\n")
         return 1
+
+
+class _Version(argparse.Action):
+    """Prints what a report of a fault should say, without importing torch."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        sys.stdout.write(f"fsdp2 {importlib.metadata.version('fsdp2')}, torch {importlib.metadata.version('torch')}\n")
+        parser.exit()

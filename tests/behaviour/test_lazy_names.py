@@ -35,3 +35,15 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'fully_shards'"):
         fsdp2.fully_shards  # noqa: B018
     assert {"checkpoint", "compile", "wrap"} <= set(dir(fsdp2))
+
+
+def test_the_version_is_that_of_what_is_installed(capsys):
+    import importlib.metadata
+
+    import fsdp2
+    from fsdp2.cli import main
+
+    assert fsdp2.__version__ == importlib.metadata.version("fsdp2")
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"fsdp2 {fsdp2.__version__}, torch {importlib.metadata.version('torch')}\n"

@@ -1,4 +1,4 @@
-"""Compile the device once: into a folder whose name is a hash of its sources, of torch, and of Python.
+"""Compile a device once: into a folder whose name is a hash of its sources, of torch, and of Python.
 
 It refuses to know what the sources do.
 """
@@ -11,6 +11,7 @@ import importlib.util
 import os
 import shutil
 import sys
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,33 +29,42 @@ def missing_tools() -> list[str]:
     return [" or ".join(names) for names in (("g++", "c++", "clang++"), ("ninja",)) if not any(map(shutil.which, names))]
 
 
-def build_folder() -> Path:
+def build_folder(prefix: str, files: Iterable[Path]) -> Path:
     """FSDP2_BUILD_DIR, or ``build/`` beside the package (which git ignores)."""
     root = os.environ.get("FSDP2_BUILD_DIR") or Path(__file__).parents[3] / "build"
     digest = hashlib.sha256(f"{torch.__version__} {sys.version}".encode())
-    for path in sorted(SOURCES.iterdir()):
+    for path in sorted(files):
         digest.update(path.name.encode() + path.read_bytes())
-    return Path(root) / f"pretend-{digest.hexdigest()[:16]}"
+    return Path(root) / f"{prefix}-{digest.hexdigest()[:16]}"
 
 
-def library() -> Path:
-    """The compiled device, compiled now if nobody has; about a minute. Several processes may ask at the same time."""
-    folder = build_folder()
-    target = folder / f"{NAME}.so"
+def compiled(name: str, folder: Path, sources: Iterable[Path]) -> Path:
+    """``folder/name.so``, compiled now if nobody has; about a minute. Several processes may ask at the same time."""
+    target = folder / f"{name}.so"
     if not target.exists():
         work = folder / f"by-{os.getpid()}"
         work.mkdir(parents=True, exist_ok=True)
-        compat.compile_extension(NAME, [str(path) for path in sorted(SOURCES.glob("*.cpp"))], str(work))
-        (work / f"{NAME}.so").replace(target)  # whoever comes second finds all of it or nothing
+        compat.compile_extension(name, [str(path) for path in sorted(sources)], str(work))
+        (work / f"{name}.so").replace(target)  # whoever comes second finds all of it or nothing
         shutil.rmtree(work, ignore_errors=True)
     return target
+
+
+def library() -> Path:
+    """The compiled device."""
+    return compiled(NAME, build_folder("pretend", SOURCES.iterdir()), SOURCES.glob("*.cpp"))
 
 
 @cache
 def extension() -> Any:
     """The module of the compiled device."""
-    loader = importlib.machinery.ExtensionFileLoader(NAME, str(library()))
-    spec = importlib.util.spec_from_file_location(NAME, loader.path, loader=loader)
+    return load(NAME, library())
+
+
+def load(name: str, path: Path) -> Any:
+    """The module ``name`` from ``path``."""
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, loader.path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     loader.exec_module(module)

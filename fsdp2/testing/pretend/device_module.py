@@ -37,10 +37,10 @@ def _device(device: Any) -> Iterator[None]:
     yield
 
 
-def make_device_module(name: str) -> ModuleType:
-    """The module, for a device type that is called ``name``."""
+def make_device_module(name: str, ext: Any = None) -> ModuleType:
+    """The module, for a device type that is called ``name``. ext: the compiled device, by default the pretend accelerator"""
     device = torch.device(name, 0)
-    ext = extension()
+    ext = ext or extension()
     generator = ext.default_generator()
     module = ModuleType(f"torch.{name}", __doc__)
 

@@ -1,0 +1,96 @@
+"""Device cards: what hardware can do, as data, each number with its source. It refuses to know programs.
+
+Rates are per GPU, in SI units. Peaks are from data sheets; ``*_share`` is how much of a peak we assume is reached. The shares are
+assumptions, set before anything was compared with published step times and not fitted to them since: docs/step_clock.md says by how
+much the model is wrong.
+
+    NVIDIA H100 data sheet (SXM5)   https://www.nvidia.com/en-us/data-center/h100/  dense rates are half of those "with sparsity"
+    NVIDIA H200 data sheet (SXM)    https://www.nvidia.com/en-us/data-center/h200/
+    NCCL's own tuning model         https://github.com/NVIDIA/nccl, src/graph/tuning.cc: baseLat, hwLat of rings
+    FlashAttention-3                arXiv 2407.08608: FlashAttention-2 reaches 35 % of an H100's peak
+    torchtitan, December 2024       https://github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: its hosts
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """How NCCL moves the data of a ring. Latencies are seconds a step."""
+
+    name: str
+    base_s: float
+    inside_s: float
+    between_s: float
+    share: float
+    """Of the links' bandwidth."""
+
+
+# tuning.cc: LL carries 4 bytes of data in 8 and keeps fewer of them under way, so that a third of the bandwidth is left.
+RING_LL = Protocol("LL", base_s=3.6e-6, inside_s=0.47e-6 * 1.8, between_s=2.7e-6, share=1 / 4)
+RING_SIMPLE = Protocol("Simple", base_s=8.4e-6, inside_s=3.4e-6, between_s=9.6e-6, share=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class HostCosts:
+    """Seconds that the host takes below torch's dispatcher, which cannot be measured without the device: stated constants.
+
+    What is above it (Python, autograd, the dispatcher) is measured live.
+    """
+
+    operator: float = 4.0e-6
+    """Prepare and launch a kernel or a copy."""
+    collective: float = 15.0e-6
+    coalesced: float = 2.0e-6
+    """Each further collective of one launch."""
+    event: float = 0.7e-6
+    """Record one, or let a stream wait for one."""
+    memory: float = 0.4e-6
+    """Take a block from the caching allocator, or give it back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One kind of accelerator in hosts of ``ranks_per_host``."""
+
+    name: str
+    flops: dict[str, float]
+    """FLOP/s of dense matrix products, by the dtype's name."""
+    memory_bandwidth: float
+    memory_nbytes: float
+    inside: float
+    """Bytes/s to other GPUs of the host, one direction."""
+    between: float
+    """Bytes/s of one GPU's network card, one direction."""
+    to_host: float
+    """Bytes/s between pinned host memory and the device, one direction."""
+    ranks_per_host: int = 8
+    matmul_share: float = 0.70
+    attention_share: float = 0.35
+    memory_share: float = 0.80
+    link_share: float = 0.80
+    kernel_s: float = 2.0e-6
+    """What a kernel takes that has nothing to do."""
+    launch_s: float = 3.0e-6
+    """From the host's call to the kernel's begin on an idle stream."""
+    protocols: tuple[Protocol, ...] = (RING_LL, RING_SIMPLE)
+    host: HostCosts = field(default_factory=HostCosts)
+
+
+_HOPPER = {  # fp32 products without TF32, which is torch's default
+    "BFloat16": 989.4e12,
+    "Half": 989.4e12,
+    "Float8_e4m3fn": 1978.9e12,
+    "Float8_e5m2": 1978.9e12,
+    "Float": 66.9e12,
+    "Double": 66.9e12,
+}
+H100 = Card(
+    "H100 SXM 80GB", _HOPPER, memory_bandwidth=3.35e12, memory_nbytes=80e9, inside=450e9, between=50e9, to_host=64e9
+)
+H200 = replace(H100, name="H200 SXM 141GB", memory_bandwidth=4.8e12, memory_nbytes=141e9)
+H100_96GB = replace(H100, name="H100 96GB HBM2e, 500 W", memory_bandwidth=2.4e12, memory_nbytes=96e9)
+"""Of torchtitan's tables, which do not know its peak FLOP/s; ours is that of the 700 W card."""
+CARDS = {"h100": H100, "h200": H200, "h100-96gb": H100_96GB}

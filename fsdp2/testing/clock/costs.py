@@ -1,0 +1,99 @@
+"""What one entry of a trace costs on a card: pure functions. They refuse to know streams and what else is under way.
+
+A matrix product takes the longer of its arithmetic and its memory traffic; whatever else takes its traffic alone. Collectives are
+rings: ``base + steps * latency + bytes / bandwidth``, by the protocol that is faster, as NCCL chooses.
+
+Worked example, H100: (16384, 4096) @ (4096, 14336) in bf16 is 2 * 16384 * 4096 * 14336 = 1.92e12 FLOP, at 0.7 * 989e12 FLOP/s 2.78 ms;
+its 722 MB of traffic would take 0.27 ms. Adding two tensors of 1 GB into a third takes 3e9 / (0.8 * 3.35e12) = 1.12 ms.
+"""
+
+from __future__ import annotations
+
+import math
+
+from .cards import Card, Protocol
+from .trace import Entry, Ranks, Seen
+
+_MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
+_WRITES_ONLY = {"fill_", "zero_", "_foreach_zero_", "copy_"}
+_LOOKS_UP = {"embedding", "index_select", "gather", "index"}
+COPIES = {"cat", "_chunk_cat", "split_with_sizes_copy", "_foreach_copy_", "split_copy", "stack", "clone"}
+
+
+def base_name(entry: Entry) -> str:
+    """``aten::mm.out`` -> ``mm``."""
+    return entry.name.partition("::")[2].partition(".")[0]
+
+
+def is_copy(entry: Entry) -> bool:
+    """Whether it moves bytes and computes nothing."""
+    return entry.kind == "copy" or (entry.kind == "op" and base_name(entry) in COPIES)
+
+
+def flops_of(entry: Entry) -> float:
+    """Of matrix products and attention; 0 for all else."""
+    name = base_name(entry)
+    reads = [tensor for tensor in entry.tensors if tensor.is_read]
+    if name in _MATMULS:
+        left = next(tensor for tensor in (reads[1:] if "add" in name else reads) if len(tensor.sizes) >= 2)
+        out = next(tensor for tensor in entry.tensors if tensor.is_written)
+        return 2.0 * math.prod(out.sizes) * left.sizes[-1]
+    if name in ("attention", "attention_backward"):  # (batch, heads, sequence, head), causal: half of the square
+        batch, heads, sequence, head = reads[0].sizes
+        forward = 4.0 * batch * heads * sequence * sequence * head / 2
+        return forward if name == "attention" else 2.5 * forward
+    return 0.0
+
+
+def traffic_of(entry: Entry) -> int:
+    """Bytes that it reads and writes."""
+    name = base_name(entry)
+    written = sum(tensor.nbytes for tensor in entry.tensors if tensor.is_written)
+    if name in _LOOKS_UP:
+        return 2 * written
+    if name == "nll_loss_forward":
+        return written
+    if name == "nll_loss_backward":  # it knows the other argument's sizes only
+        return written
+
+    def reads(tensor: Seen) -> bool:
+        return tensor.is_read and not (tensor.is_written and name in _WRITES_ONLY | {"_foreach_copy_"})
+
+    return written + sum(tensor.nbytes for tensor in entry.tensors if reads(tensor))
+
+
+def operator_seconds(entry: Entry, card: Card) -> float:
+    """An operator that runs alone."""
+    memory = traffic_of(entry) / (card.memory_bandwidth * card.memory_share)
+    flops = flops_of(entry)
+    if not flops:
+        return card.kernel_s + memory
+    share = card.attention_share if base_name(entry).startswith("attention") else card.matmul_share
+    left = next(tensor for tensor in entry.tensors if tensor.is_read and len(tensor.sizes) >= 2)
+    return card.kernel_s + max(memory, flops / (card.flops[left.dtype] * share))
+
+
+def copy_seconds(entry: Entry, card: Card) -> float:
+    """A copy on the device (``nbytes`` are read and written together), or over the link to the host."""
+    if entry.name == "on the device":
+        return card.kernel_s + entry.nbytes / (card.memory_bandwidth * card.memory_share)
+    pageable = 0.25  # of the link is what staging through pageable memory leaves: an assumption
+    return card.kernel_s + entry.nbytes / (card.to_host * card.link_share * (1.0 if entry.other else pageable))
+
+
+def collective_seconds(kind: str, nbytes: int, ranks: Ranks, card: Card) -> float:
+    """nbytes: of the gathered or whole buffer. A ring over ``ranks``; over one rank a copy on the device."""
+    size = len(ranks)
+    if size == 1:
+        return card.kernel_s + 2 * nbytes / (card.memory_bandwidth * card.memory_share)
+    hosts = len({rank // card.ranks_per_host for rank in ranks})
+    rounds = 2 if kind == "all_reduce" else 1
+    per_host = size // hosts
+    bandwidth = card.inside if hosts == 1 else min(card.inside, per_host * card.between) if per_host > 1 else card.between
+
+    def by(protocol: Protocol) -> float:
+        latency = (size - hosts) * protocol.inside_s + (hosts - 1 if hosts > 1 else 0) * protocol.between_s
+        moved = nbytes * (size - 1) / size
+        return protocol.base_s + rounds * (latency + moved / (bandwidth * card.link_share * protocol.share))
+
+    return min(by(protocol) for protocol in card.protocols)

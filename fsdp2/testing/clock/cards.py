@@ -53,7 +53,7 @@ class HostCosts:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One kind of accelerator in hosts of ``ranks_per_host``."""
+    """One kind of accelerator in hosts of ``ranks_per_host``: as many attributes as a data sheet and our assumptions have lines."""
 
     name: str
     flops: dict[str, float]
@@ -87,9 +87,7 @@ _HOPPER = {  # fp32 products without TF32, which is torch's default
     "Float": 66.9e12,
     "Double": 66.9e12,
 }
-H100 = Card(
-    "H100 SXM 80GB", _HOPPER, memory_bandwidth=3.35e12, memory_nbytes=80e9, inside=450e9, between=50e9, to_host=64e9
-)
+H100 = Card("H100 SXM 80GB", _HOPPER, memory_bandwidth=3.35e12, memory_nbytes=80e9, inside=450e9, between=50e9, to_host=64e9)
 H200 = replace(H100, name="H200 SXM 141GB", memory_bandwidth=4.8e12, memory_nbytes=141e9)
 H100_96GB = replace(H100, name="H100 96GB HBM2e, 500 W", memory_bandwidth=2.4e12, memory_nbytes=96e9)
 """Of torchtitan's tables, which do not know its peak FLOP/s; ours is that of the 700 W card."""

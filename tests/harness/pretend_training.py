@@ -115,7 +115,7 @@ def written_on_a_side_stream(model: Any, x: Tensor) -> Tensor:
     side = None if x.device.type == "cpu" else model.__dict__.setdefault("side", torch.Stream(x.device))
     if side is not None:
         side.wait_stream(torch.accelerator.current_stream())
-    with torch.no_grad(), contextlib.nullcontext() if side is None else torch.pretend.stream(side):
+    with torch.no_grad(), contextlib.nullcontext() if side is None else torch.get_device_module(x.device).stream(side):
         for param in model.parameters():
             param.to_local().mul_(0.9)
     if side is not None:

@@ -12,7 +12,7 @@ CONSTRAINTS := constraints/torch-$(TORCH).txt
 # What depends on torch, for a second version in CI.
 PARTS := numerics composition core behaviour extensions meshes compat compile test_errors.py checkpoint/test_checkpointer.py checkpoint/test_dcp.py
 
-.PHONY: help demo test test-slow test-parts test-versions fuzz check bench clean
+.PHONY: help demo test test-slow test-parts test-versions fuzz check release-check bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make test-versions  all tests and the slow ones of the compiler on $(VERSIONS)"
 	@echo "make fuzz        random programs, sharded and unsharded: SEEDS=first:last"
 	@echo "make check       lint, format, types, and which part may import which"
+	@echo "make release-check  the wheel works in a bare environment"
 	@echo "make bench       the benchmarks"
 	@echo "make clean       remove caches and .venv*"
 	@echo "TORCH=2.15.0 after any of them takes that version of torch instead of 2.13.0"
@@ -65,6 +66,10 @@ check: $(INSTALLED)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 	$(BIN)/python -c "from importlinter.cli import lint_imports_command as lint; lint()" --no-cache
+
+# The wheel in a bare environment, and the README's program: TORCH=2.15.0 for the torch that people install.
+release-check: $(INSTALLED)
+	$(BIN)/python constraints/release_check.py
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/run.py

@@ -51,7 +51,7 @@ def test_rank_0_is_told_once_what_the_default_costs_and_which_line_keeps_the_old
             shard(param_dtype=BF16)
     assert len(said) == (1 if dist.get_rank() == 0 else 0)
     for message in said:
-        assert "This Linear reduces 1.0 MiB of gradients a step, where torch 2.14 reduced 0.5." in message
+        assert "This Linear reduces 1024 KiB of gradients a step, where torch 2.14 reduced 512." in message
         assert "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)" in message
         assert 'fsdp2.set_semantics("2.13")' in message
 

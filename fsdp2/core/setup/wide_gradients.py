@@ -30,19 +30,19 @@ def tell_of_wide_gradients(module: str, plans: Iterable[GroupPlan], has_reduce_d
     if dist.get_rank() != 0:
         return
     first = wide[0]
-    narrow_mib = sum(plan.unsharded_nbytes for plan in wide) / 2**20
-    wide_mib = sum(plan.layout.unsharded_numel * plan.reduce_dtype.itemsize for plan in wide) / 2**20
+    narrow_kib = sum(plan.unsharded_nbytes for plan in wide) / 2**10
+    wide_kib = sum(plan.layout.unsharded_numel * plan.reduce_dtype.itemsize for plan in wide) / 2**10
     _log.warning(
         "%s is computed in %s, and its gradients are reduced in %s: from torch 2.15 on, FSDP2 without reduce_dtype reduces them in "
-        "the dtype of the parameters. This %s reduces %.1f MiB of gradients a step, where torch 2.14 reduced %.1f. "
+        "the dtype of the parameters. This %s reduces %.0f KiB of gradients a step, where torch 2.14 reduced %.0f. "
         'MixedPrecisionPolicy(param_dtype=%s, reduce_dtype=%s), or fsdp2.set_semantics("2.13") before fully_shard, keeps the old '
         "traffic; reduce_dtype=%s says that you want the new one. (Said once.)",
         module,
         first.param_dtype,
         first.reduce_dtype,
         module,
-        wide_mib,
-        narrow_mib,
+        wide_kib,
+        narrow_kib,
         first.param_dtype,
         first.param_dtype,
         first.reduce_dtype,

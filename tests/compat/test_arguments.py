@@ -650,14 +650,14 @@ def recorded_backward(backward_prefetch: BackwardPrefetch | None) -> list[str]:
         gradients = group.gradients
         issue, reduce = group.issue, gradients.reduce
 
-        def noted_issue(copy: bool = False, index: int = index, group: Any = group, issue: Any = issue) -> None:
+        def noted_issue(*args: Any, index: int = index, group: Any = group, issue: Any = issue) -> None:
             if group.state.name == "SHARDED":
                 events.append(f"gather {index}")
-            issue(copy)
+            issue(*args)
 
-        def noted_reduce(buffer: Tensor, index: int = index, reduce: Any = reduce) -> Any:
+        def noted_reduce(*args: Any, index: int = index, reduce: Any = reduce) -> Any:
             events.append(f"reduce {index}")
-            return reduce(buffer)
+            return reduce(*args)
 
         group.issue, gradients.reduce = noted_issue, noted_reduce
         block.down.register_full_backward_hook(lambda *_, index=index: events.append(f"gradients {index}"))

@@ -173,6 +173,17 @@ def test_forward_sees_plain_tensors_with_the_annotations_and_the_sharded_paramet
 
 
 @on_ranks(2)
+def test_what_a_user_hangs_on_a_parameter_stays_there():
+    mesh = cpu_mesh(1, 2, names=("dp", "tp"))
+    model = Annotated(mesh)
+    model.up.no_weight_decay, model.up.tag = None, "up"
+    with types_are_on(mesh):
+        fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    assert model.up.no_weight_decay is None
+    assert model.up.tag == "up"
+
+
+@on_ranks(2)
 def test_a_copy_of_a_sharded_model_trains_alike_and_loads_the_whole_state():
     model, mesh, _ = sharded_on("tp")
     backward(model, torch.ones(8, 6), mesh, checked=True)

@@ -67,7 +67,9 @@ def was_annotated(tensor: Tensor) -> bool:
 
 def is_annotation(value: Any, of: Tensor) -> bool:
     """Whether ``value``, an attribute of ``of``, is where the package keeps its annotations."""
-    return "spmd_types" in sys.modules and (value is _package().get_local_type(of) or value is _package().get_partition_spec(of))
+    if value is None or "spmd_types" not in sys.modules:
+        return False
+    return value is _package().get_local_type(of) or value is _package().get_partition_spec(of)
 
 
 def exempt_from_typechecking(functions: Iterable[Callable[..., Any]]) -> None:

@@ -173,6 +173,24 @@ def test_forward_sees_plain_tensors_with_the_annotations_and_the_sharded_paramet
 
 
 @on_ranks(2)
+def test_materialization_from_the_meta_device_gives_the_values_of_the_unsharded_model():
+    mesh = cpu_mesh(1, 2, names=("dp", "tp"))
+    model = nn.Linear(6, 4, device="meta")  # this rank's half
+    for param in model.parameters():
+        spmd.assert_type(param, {mesh.get_group("tp"): spmd.S(0)})
+    with types_are_on(mesh):
+        fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    torch.manual_seed(1)
+    fsdp2.materialize(model)
+    torch.manual_seed(1)
+    reference = nn.Linear(6, 8)
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours.full_tensor(), theirs)
+    x = torch.ones(2, 6)
+    assert torch.equal(model(x), reference(x).chunk(2, dim=1)[mesh.get_local_rank("tp")])
+
+
+@on_ranks(2)
 def test_what_a_user_hangs_on_a_parameter_stays_there():
     mesh = cpu_mesh(1, 2, names=("dp", "tp"))
     model = Annotated(mesh)

@@ -618,11 +618,29 @@ def train_two_roots_of_which_one_is_told_that_it_is_the_last(scenario: Scenario,
     return []
 
 
+def train_extensions_with_unshards_on_a_side_stream(scenario: Scenario, mesh: DeviceMesh) -> list[Any]:
+    """``unshard()`` there makes the unsharded parameters, whose memory is what the side stream is given back."""
+    model: Any = wrap_weights(nn.Linear(7, 7, bias=False), RowInt8)  # without a flat group, which would order the side stream as well
+    fully_shard(model, mesh=mesh)
+    streams = streams_of(torch.device("cpu"))
+    for x in batches(scenario.num_steps, ROWS):
+        streams.order("side", streams.mark(streams.compute))
+        with streams.on("side"):
+            model.unshard()
+        streams.order(streams.compute, streams.mark("side"))
+        loss = model(x).square().mean()
+        loss.backward()
+        with streams.on("side"):
+            torch.zeros(1000)
+    return []
+
+
 FAKE_SCENARIOS = {
     **{name: scenario for name, scenario in SCENARIOS.items() if "reduce_scatter" not in scenario.private},
     **SCENARIOS_OF_FOUR,
     "optimizer_on_its_own_stream": Scenario(train=train_with_an_optimizer_on_its_own_stream),
     "unshard_on_a_side_stream": Scenario(train=train_with_unshards_on_a_side_stream),
+    "extensions_unshard_on_a_side_stream": Scenario(train=train_extensions_with_unshards_on_a_side_stream),
     "two_roots": Scenario(train=train_two_roots_of_which_one_is_told_that_it_is_the_last),
 }
 
@@ -630,6 +648,7 @@ FAKE_SCENARIOS = {
 NEEDED_BY = {
     "extensions.start": "extensions",
     "extensions.finish": "extensions",
+    "extensions.free": "extensions_unshard_on_a_side_stream",
     "all_gather.start": "plain",
     "all_gather.send_together": "several_dtypes",
     "all_gather.finish": "plain",
@@ -640,8 +659,8 @@ NEEDED_BY = {
     "reduction.hand_out": "all_reduce_hook",
     "reduction._offload": "offload_accumulate",
     "reduction.advance": "plain",
-    "reduction.finish": "bf16",
-    "reduction.finish 2": "offload",
+    "reduction.finish": "offload",
+    "reductions.finish": "bf16",
     "reduction.abandon": "failed_backward",
     "memory.await_host_read": "offload_evaluation",
     "schedule._begin_iteration": "optimizer_on_its_own_stream",
@@ -670,7 +689,8 @@ def test_without_this_order_of_a_gather_over_one_rank_there_is_a_race(place):
     "name",
     [
         *SCENARIOS_OF_FOUR,
-        *("plain", "direct", "mixed", "bf16_direct", "optimizer_on_its_own_stream", "unshard_on_a_side_stream", "two_roots"),
+        *("plain", "direct", "mixed", "bf16_direct", "optimizer_on_its_own_stream", "two_roots"),
+        *("unshard_on_a_side_stream", "extensions_unshard_on_a_side_stream"),
     ],
 )
 def test_no_race_on_the_path_of_nccl_in(name):

@@ -110,6 +110,24 @@ def unsharded_on_a_side_stream(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
+def unsharded_at_once_on_a_side_stream(model: Any, x: Tensor) -> Tensor:
+    """``unshard()`` there makes the unsharded parameters, whose memory is what the side stream is given back."""
+    if x.device.type == "cpu":
+        return forward_backward(model, x)
+    module = torch.get_device_module(x.device)
+    side = model.__dict__.setdefault("side", torch.Stream(x.device))
+    side.wait_stream(module.current_stream())
+    with module.stream(side):
+        model.unshard()
+    module.current_stream().wait_stream(side)
+    loss = model(x).square().mean()
+    loss.backward()
+    with module.stream(side):
+        torch.zeros(1000, device=x.device)
+    module.current_stream().wait_stream(side)  # so that the host, which reads the gradients, has the side stream run as well
+    return loss
+
+
 def written_on_a_side_stream(model: Any, x: Tensor) -> Tensor:
     """As an optimizer on a stream of its own writes, of whose end the model is told."""
     side = None if x.device.type == "cpu" else model.__dict__.setdefault("side", torch.Stream(x.device))
@@ -125,6 +143,12 @@ def written_on_a_side_stream(model: Any, x: Tensor) -> Tensor:
 
 def with_extensions() -> nn.Module:
     return wrap_weights(mlp(), RowInt8)
+
+
+def with_a_root_of_extensions_alone() -> nn.Module:
+    model = mlp()
+    model.first.bias = model.last.bias = None
+    return wrap_weights(model, RowInt8)
 
 
 def several_dtypes() -> nn.Module:
@@ -194,6 +218,7 @@ MORE_SCENARIOS = {  # which torch's FSDP2 does not train, or which add nothing o
     "unshard_on_a_side_stream": Scenario(iteration=unsharded_on_a_side_stream),
     "written_on_a_side_stream": Scenario(iteration=written_on_a_side_stream),
     "extensions": Scenario(model=with_extensions),
+    "extensions_on_a_side_stream": Scenario(model=with_a_root_of_extensions_alone, iteration=unsharded_at_once_on_a_side_stream),
     "failed_backward": Scenario(iteration=after_a_failed_backward),
     "replicated_failed_backward": Scenario(mesh=(2, 1), iteration=after_a_failed_backward),
     "all_reduce_hook": Scenario(prepare=halve_in_a_hook),

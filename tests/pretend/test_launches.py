@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -10,10 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
+from fsdp2.core.comm.streams import DeviceStreams
 from fsdp2.core.group.group_plan import direct_from_nbytes
+from fsdp2.core.iteration.reductions import Reductions
 from fsdp2.testing import pretend
 from harness import on_ranks
-from harness.models import batches
+from harness.models import batches, mlp
 from harness.pretend_training import SCENARIOS_OF_SEVERAL_GROUPS, train, train_late
 from harness.training import assert_same_bits, forward_backward
 
@@ -80,3 +83,22 @@ def test_parameters_go_straight_into_place_by_their_size_and_by_that_of_a_ranks_
     (group,) = model._get_fsdp_state().groups
     assert [param.fqn for param in group.plan.params[: group.plan.num_direct]] == ["0.weight", "1.weight"]
     assert [direct_from_nbytes(ranks) >> 10 for ranks in (2, 8, 64, 512)] == [128, 128, 128, 1024]
+
+
+@on_ranks(4, device="pretend_model")
+def test_at_the_end_of_backward_compute_waits_once_for_each_stream():
+    """Symptom: it waited twice for every group."""
+    model = mlp().to("pretend")
+    for module in [*model.blocks, model]:
+        fsdp2.fully_shard(module, mesh=init_device_mesh("pretend", (4,)))
+    x = batches(1, (8, 7))[0].to("pretend")
+    finish, order = Reductions.finish, DeviceStreams.order
+    ordered: list[Any] = []
+
+    def counted(self: Reductions) -> None:
+        with mock.patch.object(DeviceStreams, "order", lambda streams, *args: (ordered.append(args), order(streams, *args))):
+            finish(self)
+
+    with mock.patch.object(Reductions, "finish", counted):
+        forward_backward(model, x)
+    assert len(ordered) == 1

@@ -139,7 +139,10 @@ class Gather:
         assert flat is not None
         streams, target = self._streams, self._target
         if copy:  # on compute, where the user's writes are: a copy made on another stream would race with them
-            self._held = flat.to(target.device, copy=True).to(target.dtype)
+            if flat.dtype is target.dtype or flat.device != target.device:
+                self._held = flat.to(target.device, copy=True).to(target.dtype)
+            else:  # the cast is a copy
+                self._held = flat.to(target.dtype)
         if self._alloc_early and target.storage.nbytes() == 0:  # else it was kept, and would be moved
             streams.resize(target.storage, target.nbytes)
         if streams.host_waits:
@@ -252,11 +255,18 @@ class LocalGather:
         if self._target.storage.nbytes() == 0:
             streams.resize(self._target.storage, self._target.nbytes)
         if copy or streams.host_waits:  # on compute, where the user's writes are
-            self._whole.copy_(flat)
+            self._fill(flat, non_blocking=False)
             return
         streams.order(streams.gather, streams.mark(streams.compute))
         with streams.on(streams.gather):
-            self._whole.copy_(flat, non_blocking=True)
+            self._fill(flat, non_blocking=True)
+
+    def _fill(self, flat: Tensor, non_blocking: bool) -> None:
+        whole = self._whole
+        assert whole is not None
+        if flat.device != whole.device and flat.dtype is not whole.dtype:  # else the host would cast, and wait
+            flat = flat.to(whole.device, non_blocking=non_blocking)
+        whole.copy_(flat, non_blocking=non_blocking)
 
     def finish(self) -> None:
         """Afterwards the compute stream may use the storage; what the gather stream waits for, an optimizer's event, is waited for."""
@@ -302,7 +312,7 @@ def assemble(slots: Tensor, cut: Cut, whole: Tensor) -> None:
 def disassemble(whole: Tensor, cut: Cut) -> Tensor:
     """The reverse: (num_shards, slot_numel) with the piece of each rank, padded with zeros."""
     if cut.dim is None:
-        return whole.reshape(1, -1).expand(cut.num_shards, -1)
+        return whole.reshape(1, -1).repeat(cut.num_shards, 1)  # contiguous, without which ``chunk_cat`` copies piece by piece
     is_even = cut.shape[cut.dim] % cut.num_shards == 0
     slots = (whole.new_empty if is_even else whole.new_zeros)(cut.num_shards, cut.slot_numel)
     for piece, region in _regions(slots, cut, whole):

@@ -43,7 +43,7 @@ from ...policy import AllGather
 from .. import torch_compat as compat
 from ..comm import collectives
 from ..comm.communicators import CommWork
-from ..comm.streams import Event, Streams
+from ..comm.streams import Event, Stream, Streams
 from ..plan.layout import Cut, rows_of
 from ..plan.mesh import DataParallelMesh
 from .all_gather import Waiting, join
@@ -72,7 +72,7 @@ class ExtensionGather:
 
     coalesces_over: the process group over which it may be one launch with others; None if it is always issued by itself
 
-    Its twenty-six attributes have three lives: some are its arguments, some belong to the gather under way, some are made at the
+    Its twenty-seven attributes have three lives: some are its arguments, some belong to the gather under way, some are made at the
     first.
 
     Note: extensions and streams. What ``start`` allocates lies on the gather stream and is read on compute, by ``finish`` and
@@ -107,6 +107,7 @@ class ExtensionGather:
         alone = self._comm is not None or algorithm not in (None, "stock") or not collectives.is_stream_ordered(self._backend)
         self.coalesces_over = None if alone else mesh.shard_group
         self._num_arguments: dict[object, int] = {}
+        self._allocated_on: Stream = None  # what was compute when the unsharded memory was allocated
         # of the gather under way
         self._sent: list[_Sent] = []
         self._packed: Tensor | None = None
@@ -278,6 +279,7 @@ class ExtensionGather:
             self._pending = None
         streams.order(streams.compute, self._event)
         self._event = None
+        self._allocated_on = streams.compute
         packed, sent = self._packed, self._sent
         if packed is None:  # an extension raised when this was finished before
             return
@@ -367,9 +369,15 @@ class ExtensionGather:
         param.unsharded = new_unsharded_param(param, param.spec.to_logical(whole))
 
     def free(self) -> None:
-        """Free the unsharded parameters' memory; their storage objects stay, for autograd's saved views alias them."""
+        """Free the unsharded parameters' memory; their storage objects stay, for autograd's saved views alias them.
+
+        It goes back to the stream that it was allocated on: a side stream of the user's, if ``unshard`` was called there.
+        """
+        streams = self._streams
+        if self._storages and self._allocated_on != streams.compute:
+            streams.order(self._allocated_on, streams.mark(streams.compute))
         for storage, _ in self._storages:
-            self._streams.resize(storage, 0)
+            streams.resize(storage, 0)
 
 
 def _put_together(arrived: Tensor, output: Tensor, shape: torch.Size, cut: Cut) -> Tensor:

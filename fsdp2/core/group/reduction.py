@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .. import torch_compat as compat
 from ..comm import collectives
 from ..comm.communicators import comm_reduce_scatter
-from ..comm.streams import Event, Streams
+from ..comm.streams import Event, Stream, Streams
 from ..plan.placement import in_dtype
 from .memory import GroupMemory
 from .options import ReductionOptions
@@ -34,7 +34,7 @@ class Reduction:
     """One reduction on its way: reduce-scatter, perhaps all-reduce, then the sharded parameters get their gradients.
 
     It has three legs: reduce-scatter, all-reduce, handing out. On a stream device ``launch`` queues all of them at once. On the host
-    the first is issued when it is made, and each is waited for when ``advance`` or ``finish`` is called. Of its eighteen attributes
+    the first is issued when it is made, and each is waited for when ``advance`` or ``finish`` is called. Of its nineteen attributes
     half are what it was started with; the others are the buffers, handles and events of its legs.
     """
 
@@ -54,6 +54,7 @@ class Reduction:
         "_pending",
         "_plan",
         "_reduced",
+        "_reduced_on",
         "_scattered",
         "_tag",
         "_used",
@@ -91,13 +92,19 @@ class Reduction:
         self._add_to_partial = add_to_partial
         self._partial = partial
         self._scattered: Any = None  # event behind the reduce-scatter
-        self._reduced: Any = None  # event behind everything
+        self._reduced: Event = None  # behind everything
+        self._reduced_on: Stream = None
         self._late: list[int] = []
         self._dtypes = group.plan.gradients.kept if options.grad_dtype is None else None  # of the gradients, if not the parameters'
         self._advanced = False
         self._tag: Tensor | None = None
         if group.streams.host_waits:
             self.scatter()
+
+    @property
+    def reduced(self) -> tuple[Stream, Event]:
+        """The event behind everything, and the stream on which it is: the last one there is behind all others of that stream."""
+        return self._reduced_on, self._reduced
 
     # --- the legs, on the stream that is current ---
 
@@ -108,6 +115,7 @@ class Reduction:
     def mark_scattered(self, event: Event) -> None:
         """``event``: behind the reduce-scatter, and behind everything if the gradients stay here."""
         self._scattered = self._reduced = event
+        self._reduced_on = self._group.streams.reduce
 
     def scatter(self, together: ScatterLaunches | None = None) -> None:
         """Issue the reduce-scatter, or add it to ``together``. Collective: yes, over the shard axis."""
@@ -210,12 +218,16 @@ class Reduction:
             self._input = self._partial = None
 
     def finish(self) -> None:
-        """After this the sharded parameters have their gradients, as compute sees them; but for those of ``late_flags``."""
-        self.advance()
+        """After this the sharded parameters have their gradients; but for those of ``late_flags``.
+
+        On a stream device, compute is ordered behind ``reduced`` before.
+        """
         streams = self._group.streams
-        if self._all_reduce is not None and streams.host_waits:
-            self.hand_out(None)
-        streams.order(streams.compute, self._reduced)
+        if streams.host_waits:
+            self.advance()
+            if self._all_reduce is not None:
+                self.hand_out(None)
+        self._input = self._partial = None
         if self._group.options.offload:
             streams.synchronize(self._reduced)  # the optimizer runs on the host
         if self._plan.flags_slot is None:  # a custom communicator is not told what others miss
@@ -296,7 +308,7 @@ class Reduction:
                 reduced = output
             if plan.number is not None:
                 self._keep_tag(output, reduced, had_gradient)
-        self._reduced = streams.mark(stream)
+        self._reduced, self._reduced_on = streams.mark(stream), stream
         if output is self._input and group.mesh.replicate_group is None:
             self._scattered = self._reduced
         if stream is not streams.reduce:  # it may be reading an output that is not its own; the cast does not keep that alive

@@ -123,7 +123,7 @@ class Backward:
             if before is not None and not at_end:
                 self._prefetch(before)
         if taken:
-            self._tree.reductions.start(taken, self._tree.streams)
+            self._tree.reductions.start(taken)
 
     def begin_recomputation(self, unit: Unit) -> None:
         """``unit`` runs forward again, to recompute a checkpointed segment. Collective: yes."""

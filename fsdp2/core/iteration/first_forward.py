@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...errors import OrderError, meta_error
+from ...errors import ArgumentError, OrderError, meta_error
+from ..comm.communicators import SymmetricReduceScatter
 from .backward_agreement import Agreement
 from .module_state import ModuleState, units_below
 from .schedule import Schedule
@@ -34,6 +35,7 @@ def adopt(root: ModuleState) -> Schedule:
     refuse_meta(units)
     _refuse_strange_ties(units)
     _refuse_manual_children(root, units)
+    _refuse_symmetric_inputs(units)
     schedule = Schedule(root, units)
     if root.schedule is not None:
         schedule.manual = root.schedule.manual
@@ -74,6 +76,23 @@ def _refuse_manual_children(root: ModuleState, units: Sequence[ModuleState]) -> 
             f"set_manual_backward_finalization was called on {children}, which are below the root of this forward",
             expected="set_manual_backward_finalization must be called on the root FSDP module",
             fix="call set_manual_backward_finalization(False) on them, and (True) on the module that you run forward with",
+        )
+
+
+def _refuse_symmetric_inputs(units: Sequence[Unit]) -> None:
+    """Each input in flight would be a segment of symmetric memory, of which there is little."""
+    several = [
+        f"{unit.fqn or 'the root'}: {unit.options.max_reductions} input buffers"
+        for unit in units
+        if unit.options.max_reductions > 1
+        and any(isinstance(group.gradients.options.comm, SymmetricReduceScatter) for group in unit.groups)
+    ]
+    if several:
+        raise ArgumentError(
+            "set_reduce_scatter_max_input_buffers was called with more than 1 where reduce-scatters use symmetric memory",
+            items=several,
+            expected="one input buffer with set_symm_mem_for_comm and set_force_sum_reduction_for_comms(True)",
+            fix="leave max_input_buffers at 1, or reduce-scatter without symmetric memory",
         )
 
 

@@ -28,8 +28,9 @@ class Reductions:
     limit: how many units may hold their inputs
     """
 
-    def __init__(self) -> None:
+    def __init__(self, streams: Streams) -> None:
         self.limit = 1
+        self._streams = streams
         self._started: list[Reduction] = []  # since all of them were finished
         self._holding: deque[list[Reduction]] = deque()
 
@@ -47,7 +48,7 @@ class Reductions:
             for reduction in started:
                 reduction.poll()
 
-    def start(self, taken: list[tuple[Gradients, list[Tensor | None]]], streams: Streams) -> None:
+    def start(self, taken: list[tuple[Gradients, list[Tensor | None]]]) -> None:
         """Reduce what ``Gradients.take`` returned for the groups of a unit, or add it to what accumulates.
 
         Collective: yes, if the micro-batch reduces.
@@ -67,14 +68,18 @@ class Reductions:
         if not started:
             return
         holding.append(started)
-        if not streams.host_waits:
-            launch(started, streams)
+        if not self._streams.host_waits:
+            launch(started, self._streams)
             return
         for reduction in started:
             reduction.poll()
 
     def finish(self) -> None:
         """After this, all sharded gradients are there, as compute sees them."""
+        streams = self._streams
+        if not streams.host_waits:
+            for event in dict([reduction.reduced for reduction in self._started]).values():  # the last one of each stream
+                streams.order(streams.compute, event)
         for reduction in self._started:
             reduction.finish()
         _hand_out_late(self._started)

@@ -63,7 +63,7 @@ class UnitTree:
         self.streams: Streams = streams_of(root.device)
         self.automatic_prefetch = True
         self.holds_pending = False
-        self.reductions = Reductions()
+        self.reductions = Reductions(self.streams)
         self.records: dict[Unit, list[Unit]] = {}
         self.step = Step()
         self._offloaded = [group for unit in units for group in unit.groups if group.options.offload]

@@ -136,6 +136,21 @@ KEPT = {
         ignores=True,
         unused=True,
     ),
+    "a list was reduced behind a re-entrant checkpoint of the second of three modules, in the middle of its backward": Program(
+        root=Node(
+            "root",
+            "heads",
+            children=(
+                Node("a", "bare", unit=Unit(label="list", reshard=True)),
+                Node("b", "bare", unit=Unit(label="list", reshard=True), checkpoint="reentrant"),
+                Node("c", "bare", unit=Unit(label="list", reshard=True)),
+            ),
+            unit=Unit(),
+        ),
+        steps=(Step((Micro(input_grad=True),)), Step()),
+        in_hooks=True,
+        unused=True,
+    ),
 }
 
 

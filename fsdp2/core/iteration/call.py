@@ -166,8 +166,8 @@ class UnitCalls:
             del self.to_rerun[module]
 
     def may_follow(self) -> bool:
-        """Whether calls have a graph of which no backward has run anything."""
-        return any(call.begun == -1 and call.graph() is not None for call in self.awaiting)
+        """Whether calls have a graph whose backward has not begun, or has begun and not ended."""
+        return any((call.begun == -1 or call.ended != call.begun) and call.graph() is not None for call in self.awaiting)
 
     def end_pass(self) -> None:
         """The next module of the list that runs begins a new pass."""

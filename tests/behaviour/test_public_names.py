@@ -22,6 +22,7 @@ METHODS = sorted(
 )
 CLASSES = ["MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "DataParallelMeshDims"]
 HANDLES = ["UnshardHandle", "GradientReductionHandle"]
+LATER_ARGUMENTS = {"dp_mesh_dims"}  # which the oldest torch that we run on has not
 FUNCTIONS = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
 
 
@@ -36,10 +37,12 @@ def arguments(function: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def known_to_torch(found: dict[str, tuple[Any, Any]], function: Any) -> dict[str, tuple[Any, Any]]:
-    """Of what policies of ours say by default, as much as this torch's policies have fields for."""
+    """Without arguments of a later torch; of what policies of ours say by default, as much as this torch's policies have fields for."""
     wanted = arguments(function)
     result = {}
     for name, (kind, default) in found.items():
+        if name in LATER_ARGUMENTS and name not in wanted:
+            continue
         if isinstance(default, tuple) and name in wanted and isinstance(wanted[name][1], tuple):
             default = default[0], {key: value for key, value in default[1].items() if key in wanted[name][1][1]}
         result[name] = kind, default

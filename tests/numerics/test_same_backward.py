@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import OrderError, fully_shard, parallelize
 from harness import cpu_mesh, on_ranks
@@ -377,6 +378,95 @@ def test_what_one_rank_accumulated_in_a_group_is_reduced_though_no_last_micro_ba
         (reference(chunk, [0, 2, 3] if rank else EVERY).square().mean() / 2).backward()
     step(reference, y, [0, 2, 3])
     assert_equal_grads(grads_of(model), grads_of(reference), ulps=32)
+
+
+class Tower(nn.Module):
+    """``shift``: a group of another dtype."""
+
+    def __init__(self, shifts: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM, bias=False)
+        self.shift = nn.Parameter(torch.ones(DIM, dtype=torch.float64)) if shifts else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        return x if self.shift is None else x + self.shift.to(x.dtype)
+
+
+class TiedTowers(nn.Module):
+    """Units a and b have one weight, and 0 and 1 are of the same size; ``route``: which of them run."""
+
+    def __init__(self, shifts: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.towers = nn.ModuleDict({"a": Tower(shifts), "b": Tower(), "0": Tower(), "1": Tower()})
+        self.towers["b"].linear.weight = self.towers["a"].linear.weight
+
+    def forward(self, x: Tensor, route: str) -> Tensor:
+        x = self.first(x)
+        for each in route:
+            x = x + self.towers[each](x)
+        return x
+
+
+def tied_towers(shifts: bool) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    reference = TiedTowers(shifts)
+    model = copy.deepcopy(reference)
+    for module in (*model.towers.values(), model):
+        fully_shard(module, mesh=cpu_mesh(2, 1))
+    return model, reference
+
+
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("routes", [("a0b1", "a0b1"), ("a01", "0b1"), ("01", "a0b1"), ("0b1", "01")])
+def test_ranks_may_use_different_units_of_a_lent_group_or_none(routes):
+    """It is reduced at the end. Symptom: where a rank had used none, the others' gradients of it came into a block of the same size."""
+    model, reference = tied_towers(shifts=False)
+    x, *_ = batches(1)
+    for each in (("a0b1", "a0b1"), routes, ("a0b1", "a0b1")):
+        check_each_rank(model, reference, lambda model, rank, each=each: model(x, each[rank]).square().mean())
+
+
+@on_ranks(2, timeout=60)
+@pytest.mark.parametrize("mine", ["01", "0b1"])
+def test_a_rank_that_leaves_out_a_unit_that_lends_one_of_its_groups_is_told(mine):
+    model, reference = tied_towers(shifts=True)
+    x, *_ = batches(1)
+    check_each_rank(model, reference, lambda model, rank: model(x, "a0b1").square().mean())
+    with pytest.raises(OrderError, match=r"towers\.a: .*ranks \[0\] does not have it"):
+        model(x, "a0b1" if dist.get_rank() else mine).square().mean().backward()
+    model.reset_iter_state()
+    check_each_rank(model, reference, lambda model, rank: model(x, "a0b1").square().mean())
+
+
+@on_ranks(2, timeout=60)
+def test_ranks_may_call_a_lender_different_numbers_of_times_where_the_root_keeps_what_it_borrows():
+    torch.manual_seed(0)
+    reference = Model(2)
+    reference.first.weight = reference.blocks[0].linear.weight
+    model = parallelize(copy.deepcopy(reference), "zero3", wrap={Block})
+    x, *_ = batches(1)
+    check_each_rank(model, reference, lambda model, rank: model(x, [0, 1]).square().mean())
+    check_each_rank(model, reference, lambda model, rank: model(x, [0, 1, 0] if rank else [0, 1]).square().mean())
+
+
+@on_ranks(2, timeout=60)
+def test_units_over_the_same_ranks_through_other_process_groups_are_compared_too():
+    torch.manual_seed(0)
+    reference = Model()
+    model = copy.deepcopy(reference)
+    other = DeviceMesh.from_group(dist.new_group(), cpu_mesh().device_type, mesh_dim_names=("shard",))
+    for block in model.blocks[1:3]:
+        fully_shard(block, mesh=other, reshard_after_forward=False)
+    for module in (model.blocks[0], model.blocks[3], model):
+        fully_shard(module, mesh=cpu_mesh(), reshard_after_forward=False)
+    x, *_ = batches(1)
+    check_step(model, reference, x)
+    with pytest.raises(OrderError, match=r"blocks\.1: .*ranks \[0\] does not have it"):
+        step(model, own_chunk(x), [0, 2, 3] if dist.get_rank() == 0 else EVERY)
+    model.reset_iter_state()
+    check_step(model, reference, x)
 
 
 class Twice(nn.Module):

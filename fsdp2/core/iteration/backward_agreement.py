@@ -64,18 +64,23 @@ class _Part:
     ways:   what it does with each unit
     timed:  moments of forward, of which the engine goes back through the latest first: a unit is gathered, or (True) reduced
     last:   the units that it reduces when the graph has run
+    lent:   units with groups of which others borrow some, where it reduces these when the graph has run
     """
 
     root: int
     ways: list[int]
     timed: list[tuple[_Moment, int, bool]]
     last: list[int]
+    lent: list[int] = field(default_factory=list)
     is_reached: bool = False  # the backward goes through a unit that communicates
     recomputed: list[list[int]] = field(default_factory=list)  # of forwards whose recomputation matters: what the backward reaches
 
 
 class Agreement:
-    """The units of one root that communicate over the same ranks as the first of them, and those ranks."""
+    """The units of one root that communicate over the same ranks as the first of them, and those ranks.
+
+    Groups over other ranks are not compared: of these, some may rightly run a unit that others leave out.
+    """
 
     def __init__(self, units: Sequence[Unit], logs: Callable[[], Sequence[ForwardLog]]) -> None:
         """logs: of forwards whose backward may come, in order, if ranks may leave parts of them out of their backward"""
@@ -85,20 +90,22 @@ class Agreement:
         device_type = "" if first is None else first.device_type
         if any(collectives.is_stream_ordered(collectives.backend_of(group, device_type)) for group in self._process_groups):
             self._process_groups = []
+        ranks = None if first is None else first.ranks
+        uses = {unit: [group for group in unit.uses if group.mesh.ranks == ranks] for unit in units}
+        self._uses = {unit: groups for unit, groups in uses.items() if groups}
+        self._units = list(self._uses)
         # A group that other units borrow is reduced at the end of backward, whichever of them it reached.
-        self._units = [
-            unit
-            for unit in units
-            if first is not None
-            and unit.groups
-            and all(group.mesh.groups == first.groups and group.holders is None for group in unit.groups)
-        ]
+        groups_of = {unit: [group for group in unit.groups if group in self._uses[unit]] for unit in self._units}
+        self._own = {unit: [group for group in groups if group.holders is None] for unit, groups in groups_of.items()}
+        self._lent = {unit: [group for group in groups if group.holders is not None] for unit, groups in groups_of.items()}
+        lent = [group for groups in self._lent.values() for group in groups]
+        self._users = {group: [unit for unit in self._units if group in self._uses[unit]] for group in lent}
         self._all_units = units
         self._below: dict[Unit, list[ParamGroup]] = {}
         self._logs = logs
         self._ranks = tuple(group.group_name for group in self._process_groups)
         self._mesh = first
-        self.number = self._units[0].groups[0].gradients.number if self._units else 0
+        self.number = next((unit.groups[0].gradients.number for unit in units if unit.groups), 0)
         if self._process_groups and self._units:
             _roots.add(self)
 
@@ -113,9 +120,7 @@ class Agreement:
         ``fully_shard`` has made over these ranks, or was compared with an earlier one.
         """
         task = compat.current_graph_task()
-        if _compared.get(self) == task or not any(map(self._communicates, self._units)):
-            return
-        if not self._process_groups:
+        if not self._process_groups or _compared.get(self) == task or not any(map(self._communicates, self._units)):
             return
         logs = self._logs()
         parts = [self._part([log for log in logs if log.is_in_this_backward()] or logs[-1:], keeps_logs=bool(logs))]
@@ -143,10 +148,10 @@ class Agreement:
         )
         order = [(number, index, reduces) for _, number, index, reduces in timed]
         order += [(number, index, True) for number, part in zip(numbers, parts, strict=True) for index in reversed(part.last)]
+        lent = [(number, part.lent) for number, part in zip(numbers, parts, strict=True) if part.lent]
         recomputed = [part.recomputed for part in parts if part.recomputed]
-        mine = torch.tensor(
-            [*dist.get_rank().to_bytes(4, "big"), *zlib.crc32(repr((order, recomputed)).encode()).to_bytes(4, "big")], dtype=torch.uint8
-        )
+        checksum = zlib.crc32(repr((order, lent, recomputed)).encode())
+        mine = torch.tensor([*dist.get_rank().to_bytes(4, "big"), *checksum.to_bytes(4, "big")], dtype=torch.uint8)
         rows: list[list[int]] = self._gather(mine).tolist()
         return all(row[4:] == rows[0][4:] for row in rows)
 
@@ -164,7 +169,7 @@ class Agreement:
         if not joined or not self._have_one_order(parts):
             self._refuse(ways, recompute=any(part.recomputed for part in parts))
         for index in left_out:
-            for group in self._units[index].groups:
+            for group in (*self._own[self._units[index]], *self._lent[self._units[index]]):
                 group.gradients.reached = True
 
     def _part(self, logs: Sequence[ForwardLog], keeps_logs: bool) -> _Part:
@@ -173,27 +178,46 @@ class Agreement:
         logs: of the forwards that it goes through, if the root keeps logs
         """
         part = _Part(self.number, [], [], [])
+        used: set[ParamGroup] = set()
         part.recomputed = [log.reached() for log in logs if log.gathers_in_other_order(lambda unit: not self._is_resident(unit))]
         for index, unit in enumerate(self._units):
-            if not self._communicates(unit):
+            if not self._communicates(unit) and all(group.holders is None for group in self._uses[unit]):
                 part.ways.append(LEFT_OUT)
                 continue
             way, begins, ends = _in_logs(unit, logs) if keeps_logs else self._in_graph(unit)
             part.is_reached |= bool(begins)
+            if begins:
+                used.update(self._uses[unit])
             if way == IN_MIDDLE and unit.calls.to_rerun:
                 way = AT_END
-            if way == LEFT_OUT and any(group.gradients.is_due for group in unit.groups):
+            own = self._own[unit]
+            if way == LEFT_OUT and any(group.gradients.is_due for group in own):
                 way = LAST
             if not self._is_resident(unit):
                 part.timed += [(moment, index, False) for moment in begins]
             elif way == AT_END:
                 way = LAST
             part.ways.append(way)
-            if way == IN_MIDDLE and _reduces(unit):
+            if way == IN_MIDDLE and _reduces(unit, own):
                 part.timed.append((min(ends), index, True))
-            elif way != LEFT_OUT and _reduces(unit):
+            elif way != LEFT_OUT and _reduces(unit, own):
                 part.last.append(index)
+        self._add_lent(part, used)
         return part
+
+    def _add_lent(self, part: _Part, used: set[ParamGroup]) -> None:
+        """Groups that others borrow: those that are reduced when the graph has run. used: by units that the backward reaches"""
+        for index, unit in enumerate(self._units):
+            lent = self._lent[unit]
+            is_reduced = _reduces(unit, lent) and any(group in used or group.gradients.is_due for group in lent)
+            if self._own[unit]:
+                if is_reduced:
+                    part.lent.append(index)
+            elif lent:
+                part.ways[index] = LAST if is_reduced else LEFT_OUT
+                if is_reduced:
+                    part.last.append(index)
+        part.last.sort()
 
     def _gather_ways(self, parts: Sequence[_Part]) -> tuple[set[int], _Ways]:
         """Which roots come first in the backwards of ranks, and what each rank does with each unit. Collective: yes."""
@@ -215,17 +239,22 @@ class Agreement:
         unit = self._units[index]
         # A custom communicator is not told which parameters a rank did not use.
         is_told = all(group.gradients.options.comm is None for group in unit.groups)
-        return ways == {LEFT_OUT, LAST} and is_told and _reduces(unit) and self._is_resident(unit)
+        groups = self._own[unit] or self._lent[unit]
+        is_all = not (self._own[unit] and self._lent[unit])  # of which one rank may reduce some
+        return ways == {LEFT_OUT, LAST} and is_all and is_told and _reduces(unit, groups) and self._is_resident(unit)
 
     def _communicates(self, unit: Unit) -> bool:
-        return _reduces(unit) or not self._is_resident(unit)
+        return _reduces(unit, self._own[unit]) or _reduces(unit, self._lent[unit]) or not self._is_resident(unit)
 
     def _is_resident(self, unit: Unit) -> bool:
         """Whether its parameters are there when backward begins, so that only reductions tell its ranks apart."""
+        return self._keeps(unit) or all(
+            group.mesh.shard_size == 1 or any(map(self._keeps, self._users.get(group, ()))) for group in self._uses.get(unit, unit.uses)
+        )
+
+    def _keeps(self, unit: Unit) -> bool:
         options = unit.options
-        if options.reshard_after_forward is False or (options.reshard_is_default and unit is self._all_units[0]):
-            return True
-        return all(group.mesh.shard_size == 1 for group in unit.groups)
+        return options.reshard_after_forward is False or (options.reshard_is_default and unit is self._all_units[0])
 
     def _in_graph(self, unit: Unit) -> tuple[int, list[_Moment], list[_Moment]]:
         """What this backward does with ``unit``, and at which moments of forward it begins and ends with its calls."""
@@ -302,8 +331,8 @@ class Agreement:
         )
 
 
-def _reduces(unit: Unit) -> bool:
-    return unit.micro_batch.reduces and any(param.sharded.requires_grad for group in unit.groups for param in group.params)
+def _reduces(unit: Unit, groups: Sequence[ParamGroup]) -> bool:
+    return unit.micro_batch.reduces and any(param.sharded.requires_grad for group in groups for param in group.params)
 
 
 def _in_logs(unit: Unit, logs: Sequence[ForwardLog]) -> tuple[int, list[_Moment], list[_Moment]]:

@@ -12,6 +12,7 @@ Worked example: a (2, 4) mesh of 8 ranks, seen from rank 5:
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,11 @@ class DataParallelMesh:
     def placements(self, on_shard_axis: Placement) -> tuple[Placement, ...]:
         """Placements on ``mesh`` of a tensor that is ``on_shard_axis`` over the shard axis and replicated elsewhere."""
         return tuple(on_shard_axis if axis == self.shard_axis else Replicate() for axis in range(self.mesh.ndim))
+
+    @functools.cached_property
+    def ranks(self) -> frozenset[int]:
+        """All ranks over which gradients are averaged, this one among them."""
+        return frozenset(self.mesh.mesh.flatten().tolist())
 
     @property
     def groups(self) -> tuple[int, int]:

@@ -12,7 +12,7 @@ CONSTRAINTS := constraints/torch-$(TORCH).txt
 # What depends on torch, for a second version in CI.
 PARTS := numerics composition core behaviour extensions meshes compat compile test_errors.py checkpoint/test_checkpointer.py checkpoint/test_dcp.py
 
-.PHONY: help demo test test-slow test-parts test-versions fuzz check release-check bench clean
+.PHONY: help demo test test-slow test-parts test-versions fuzz gpu check release-check bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,7 @@ help:
 	@echo "make test-parts  those of the parts that depend on torch: for TORCH=2.15.0"
 	@echo "make test-versions  all tests and the slow ones of the compiler on $(VERSIONS)"
 	@echo "make fuzz        random programs, sharded and unsharded: SEEDS=first:last"
+	@echo "make gpu         what only GPUs can show, on this computer's: one or several; ONLY=names, GPU_PYTHON=python of an environment with torch"
 	@echo "make check       lint, format, types, and which part may import which"
 	@echo "make release-check  the wheel works in a bare environment"
 	@echo "make bench       the benchmarks"
@@ -60,6 +61,11 @@ SEEDS ?= 0:1000
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz $(SEEDS) $(if $(LOG),--log $(LOG)) $(if $(LIB),--lib $(LIB))
 	test ! -e tests/fuzz/test_checkpoint_mutants.py || FUZZ_MUTANTS=1000 $(BIN)/python -m pytest tests/fuzz/test_checkpoint_mutants.py
+
+# A table, gpu-results/results.json and results.md (docs/gpu.md). Status 3: there is no GPU. GPU_PYTHON: where .venv's torch is not the
+# one that your driver needs.
+gpu: $(if $(GPU_PYTHON),,$(INSTALLED))
+	$(or $(GPU_PYTHON),$(BIN)/python) tests/gpu $(if $(ONLY),--only $(ONLY))
 
 check: $(INSTALLED)
 	$(BIN)/python -m ruff check .

@@ -1,0 +1,74 @@
+"""What a check is. It refuses to know how checks are run, and on what.
+
+    @check("a sum is a sum", part=1)
+    def sum_is_sum(device):
+        assert device.ones(3).sum().item() == 3
+
+The body runs on every rank, in a process group. What it returns, a dict of figures, is reported; an exception makes its row fail, and
+``Skip`` with the name of what is missing makes it a skip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Backend = Literal["nccl", "mixed", "none", "fake"]
+"""What ``init_process_group`` is given: the device's backend alone, ``"cpu:gloo,cuda:nccl"``, nothing, or ranks that only pretend."""
+
+
+class Skip(Exception):  # noqa: N818  # no error: a row that says what is missing
+    """The check cannot be run here; the text names what is missing."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How the processes are started; checks of one setup share them.
+
+    ranks:     how many; 0: as many as there are devices, which must be several. With ``fake``: of which one process plays the first
+    device_id: ``init_process_group`` is told the device, so that communicators are made at once
+    sanitizer: the CUDA sanitizer watches every kernel (torch starts it, by TORCH_CUDA_SANITIZER)
+    """
+
+    ranks: int = 1
+    backend: Backend = "mixed"
+    device_id: bool = False
+    sanitizer: bool = False
+
+
+@dataclass(frozen=True)
+class Check:
+    """name: how it is called on the command line; part: 1 one device, 2 several, 3 measurements"""
+
+    name: str
+    title: str
+    part: int
+    setup: Setup
+    timeout_s: float
+    run: Callable[..., Mapping[str, Any] | None]
+    arguments: tuple[Any, ...] = ()
+
+
+CHECKS: dict[str, Check] = {}
+
+
+def check(
+    title: str,
+    part: int,
+    setup: Setup = Setup(),
+    timeout_s: float = 120,
+    each: Mapping[str, tuple[Any, ...]] | None = None,
+    setups: Mapping[str, Setup] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a check. each: one check for each name, with these arguments behind the device; setups: one for each name."""
+
+    def register(run: Callable[..., Any]) -> Callable[..., Any]:
+        for setup_name, one_setup in (setups or {"": setup}).items():
+            for name, arguments in (each or {"": ()}).items():
+                full = ":".join(filter(None, (run.__name__, name, setup_name)))
+                long = ", ".join(filter(None, (title, name.replace("_", " "), setup_name)))
+                CHECKS[full] = Check(full, long, part, one_setup, timeout_s, run, arguments)
+        return run
+
+    return register

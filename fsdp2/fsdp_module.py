@@ -33,6 +33,7 @@ from .core.setup.arguments import (
     check_bool,
     check_divide_factor,
     check_max_input_buffers,
+    checked_depth,
     checked_units,
     groups_of_one_mesh,
     refuse_custom,
@@ -238,6 +239,22 @@ class FSDPModule:
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """The same in backward, instead of the module that ran before."""
         sharded_unit(self).choose(prefetch_backward=checked_units(modules, "set_modules_to_backward_prefetch"))
+
+    def set_prefetch_depth(
+        self, forward: int = 1, backward: int | None = None, *, max_nbytes: int | None = None, recurse: bool = True
+    ) -> None:
+        """Gather this many modules ahead of the one that runs, in the recorded order, instead of one. Recursive.
+
+        Each costs the memory of its unsharded parameters. More than one pays where a module computes for a shorter time than the
+        gather of the next takes, or with CPU offload its copy to the device. ``set_modules_to_*_prefetch`` overrides it for a module.
+
+        forward:    0: none
+        backward:   None: as in forward
+        max_nbytes: of the unsharded parameters that are gathered ahead; the next module's are in any case
+        """
+        depths = [checked_depth(forward, max_nbytes), checked_depth(forward if backward is None else backward, max_nbytes)]
+        for unit in _units(self, recurse):
+            unit.choose(forward_depth=depths[0], backward_depth=depths[1])
 
     # --- reduction ---
 

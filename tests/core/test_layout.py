@@ -21,6 +21,7 @@ from fsdp2.core.plan.layout import (
     rows_of,
 )
 from fsdp2.core.plan.peak_memory import peak_of_step, transient_bytes
+from fsdp2.core.plan.prefetch_depth import PrefetchDepth
 
 SHAPES = [(1,), (5,), (8, 3), (3, 8), (7, 1, 2), (1, 6), (0, 4), (4, 0), (2, 9), (33, 2)]
 RANKS = [1, 2, 3, 4, 7, 8]
@@ -146,6 +147,13 @@ def test_a_cut_over_64_ranks_is_assembled_and_disassembled_by_as_few_operators_a
     with CountedOperators() as counted:
         assemble(slots, cut, torch.empty_like(whole))
     assert counted.count == most
+
+
+@pytest.mark.parametrize(
+    ("units", "max_nbytes", "reach"), [(1, None, 1), (0, None, 0), (0, 10, 0), (9, None, 3), (3, 1000, 2), (3, 899, 1), (3, 1, 1)]
+)
+def test_units_are_gathered_ahead_by_number_and_by_bytes_but_the_next_in_any_case(units, max_nbytes, reach):
+    assert PrefetchDepth(units, max_nbytes).reach([400, 500, 300]) == reach
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------------------
@@ -286,4 +294,4 @@ def test_transient_bytes_of_a_group(num_direct):
     assert terms.reduce_output == 320 * 4
     assert terms.reduce_received == 2 * 320 * 4
     assert terms.sharded_grads == 320 * 4
-    assert peak_of_step([], terms, prefetch=True, allocates_early=True, max_reductions=1) > 0
+    assert peak_of_step([], terms, prefetch=PrefetchDepth(), allocates_early=True, max_reductions=1) > 0

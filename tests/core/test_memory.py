@@ -32,6 +32,7 @@ from fsdp2.core.comm import collectives
 from fsdp2.core.group.all_gather import Gather
 from fsdp2.core.group.reduction import Reduction
 from fsdp2.core.plan.peak_memory import TransientBytes, peak_of_step, transient_bytes
+from fsdp2.core.plan.prefetch_depth import PrefetchDepth
 from fsdp2.core.setup import build
 from harness import cpu_mesh, on_ranks
 from harness.memory import PeakBytes, covered_bytes
@@ -102,7 +103,7 @@ def terms(module: nn.Module) -> TransientBytes:
     )
 
 
-def assert_peak_is_explained(model: Model, *, prefetch: bool, max_reductions: int) -> None:
+def assert_peak_is_explained(model: Model, *, prefetch: bool, max_reductions: int, depth: PrefetchDepth | None = None) -> None:
     """One step of a model in its steady state, with optimizer state, against the sum."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if not prefetch:
@@ -124,7 +125,8 @@ def assert_peak_is_explained(model: Model, *, prefetch: bool, max_reductions: in
     assert sharded <= between_steps <= sharded + ACTIVATIONS
     groups = [terms(block) for block in model.blocks]
     early = model.blocks[0]._get_fsdp_state().groups[0].plan.num_direct > 0
-    explained = peak_of_step(groups, terms(model), prefetch=prefetch, allocates_early=early, max_reductions=max_reductions)
+    prefetched = depth or PrefetchDepth(int(prefetch))
+    explained = peak_of_step(groups, terms(model), prefetch=prefetched, allocates_early=early, max_reductions=max_reductions)
     transient = live.peak - sharded
     assert 0.9 * explained <= transient <= explained + ACTIVATIONS, (
         f"transient peak {transient}, explained {explained}; sharded state {sharded}; a block has {groups[0]}; "
@@ -213,6 +215,14 @@ def test_peak_is_the_sum_on_the_fake_process_group(policy, gather, prefetch, fak
     assert_peak_is_explained(model, prefetch=prefetch, max_reductions=0)
 
 
+@pytest.mark.parametrize("depth", [PrefetchDepth(0), PrefetchDepth(3), PrefetchDepth(9, 5 * DIM * DIM * 4)], ids=str)
+@pytest.mark.parametrize("gather", ["direct", "packed"])
+def test_what_is_gathered_ahead_is_in_the_sum(depth, gather, fake_mesh):
+    model = shard(fake_mesh, gather)
+    model.set_prefetch_depth(depth.units, max_nbytes=depth.max_nbytes)
+    assert_peak_is_explained(model, prefetch=True, max_reductions=0, depth=depth)
+
+
 @on_ranks(2, 3)
 @pytest.mark.parametrize(
     ("policy", "gather", "prefetch"),
@@ -253,8 +263,11 @@ def test_the_sum_for_equal_groups_is_the_one_of_the_docstring():
         sharded_grads=100,
     )
     root = TransientBytes(50, 0, 50, 50, 10, 0, 10)
-    options = {"prefetch": True, "max_reductions": 1}
+    options = {"prefetch": PrefetchDepth(), "max_reductions": 1}
     so_far = 100 * 3  # of 6: unit 1 computes, unit 2 reduces, 3 4 5 are done
     common = root.unsharded + root.unsharded_grads + so_far + 1000 + 990 + 1010 + 100 + 30
     assert peak_of_step([group] * 6, root, allocates_early=False, **options) == common + 900
     assert peak_of_step([group] * 6, root, allocates_early=True, **options) == common + 1000 + 900
+    options["prefetch"] = PrefetchDepth(2)
+    so_far = 100 * 2  # unit 2 computes, unit 3 reduces: two are left to gather
+    assert peak_of_step([group] * 6, root, allocates_early=True, **options) == common - 100 + 2 * (1000 + 900)

@@ -190,6 +190,11 @@ def prefetch_two_deep(model: Any) -> None:
         module.set_modules_to_backward_prefetch(order[max(index - 2, 1) : index][::-1])
 
 
+def gather_three_ahead(model: Any) -> None:
+    if isinstance(model, fsdp2.FSDPModule):
+        model.set_prefetch_depth(3)
+
+
 SCENARIOS = {
     "plain": Scenario(),
     "bf16": Scenario(options=BF16),
@@ -208,6 +213,10 @@ SCENARIOS_2D = {
     "replicated_bf16_all": Scenario(mesh=(2, 1), options=BF16_ALL),
     "replicated_partial": Scenario(mesh=(2, 1), iteration=in_partly_reduced_micro_batches),
     "replicated_partial_bf16": Scenario(mesh=(2, 1), options=BF16, iteration=in_partly_reduced_micro_batches),
+}
+SCENARIOS_OF_DEPTH = {  # which torch's FSDP2 has not
+    "depth": Scenario(prepare=gather_three_ahead),
+    "depth_offload_bf16": Scenario(prepare=gather_three_ahead, options={**BF16, "offload_policy": fsdp2.CPUOffloadPolicy()}),
 }
 MORE_SCENARIOS = {  # which torch's FSDP2 does not train, or which add nothing on real ranks
     "offload_micro_batches": Scenario(options={"offload_policy": fsdp2.CPUOffloadPolicy()}, iteration=in_two_micro_batches),

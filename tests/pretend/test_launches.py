@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp2
 from fsdp2.core.comm.streams import DeviceStreams
 from fsdp2.core.group.group_plan import direct_from_nbytes
+from fsdp2.core.iteration.backward import Backward
+from fsdp2.core.iteration.forward import Forward
 from fsdp2.core.iteration.reductions import Reductions
 from fsdp2.testing import pretend
 from harness import on_ranks
@@ -102,3 +104,52 @@ def test_at_the_end_of_backward_compute_waits_once_for_each_stream():
     with mock.patch.object(Reductions, "finish", counted):
         forward_backward(model, x)
     assert len(ordered) == 1
+
+
+def gathers_when_each_module_begins(phase: type, act: Any) -> list[int]:
+    """How many all-gathers have been launched when ``phase`` has begun each module, the root first."""
+    seen: list[int] = []
+    begin = phase.begin
+
+    def counted(self: Any, *args: Any) -> None:
+        begin(self, *args)
+        seen.append(pretend.launches().get("all_gather", 0))
+
+    pretend.reset_counts()
+    with mock.patch.object(phase, "begin", counted):
+        act()
+    return seen
+
+
+@on_ranks(4, device="pretend_model")
+@pytest.mark.parametrize(
+    ("depth", "forward", "backward"),
+    [
+        ({}, [2, 3, 4, 5, 6, 6], [1, 2, 3, 4, 5, 5]),
+        ({"forward": 3}, [4, 5, 6, 6, 6, 6], [3, 4, 5, 5, 5, 5]),
+        ({"forward": 3, "backward": 0}, [4, 5, 6, 6, 6, 6], [0, 1, 2, 3, 4, 5]),
+        ({"forward": 0, "backward": 2}, [1, 2, 3, 4, 5, 6], [2, 3, 4, 5, 5, 5]),
+        ({"forward": 3, "max_nbytes": 1}, [2, 3, 4, 5, 6, 6], [1, 2, 3, 4, 5, 5]),
+    ],
+)
+def test_as_many_modules_are_gathered_ahead_as_asked_for(depth, forward, backward):
+    """The root stays unsharded from forward to backward."""
+    model: Any = mlp(num_blocks=5).to("pretend")
+    for module in [*model.blocks, model]:
+        fsdp2.fully_shard(module, mesh=init_device_mesh("pretend", (4,)))
+    model.set_prefetch_depth(**depth)
+    x = batches(1, (8, 7))[0].to("pretend")
+    forward_backward(model, x)
+    losses: list[Any] = []
+    assert gathers_when_each_module_begins(Forward, lambda: losses.append(model(x).sum())) == forward
+    assert gathers_when_each_module_begins(Backward, lambda: losses[0].backward()) == backward
+
+
+@on_ranks(1, device="pretend")
+@pytest.mark.parametrize("depth", [(-1,), (True,), (1.0,), (1, -1), ("2",)])
+def test_a_depth_that_is_no_number_of_modules_is_refused(depth):
+    model: Any = fsdp2.fully_shard(mlp().to("pretend"))
+    with pytest.raises(ValueError, match="set_prefetch_depth"):
+        model.set_prefetch_depth(*depth)
+    with pytest.raises(ValueError, match="max_nbytes"):
+        model.set_prefetch_depth(2, max_nbytes=0)

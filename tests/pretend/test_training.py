@@ -9,7 +9,7 @@ import pytest
 import torch.distributed.fsdp as torch_fsdp
 
 from harness import on_ranks
-from harness.pretend_training import SCENARIOS, SCENARIOS_2D, train, train_late
+from harness.pretend_training import SCENARIOS, SCENARIOS_2D, SCENARIOS_OF_DEPTH, train, train_late
 from harness.training import assert_same_bits
 
 NUM_SEEDS = int(os.environ.get("PRETEND_SEEDS", "2"))
@@ -28,9 +28,11 @@ def test_on_one_rank_every_order_trains_bitwise_as_the_cpu_does(name):
 
 
 @on_ranks(2, device="pretend")
-@pytest.mark.parametrize("name", slow_but([*SCENARIOS, *SCENARIOS_2D], "bf16", "hsdp", "replicated_partial"))
+@pytest.mark.parametrize(
+    "name", slow_but([*SCENARIOS, *SCENARIOS_2D, *SCENARIOS_OF_DEPTH], "bf16", "hsdp", "replicated_partial", "depth_offload_bf16")
+)
 def test_on_two_ranks_every_order_trains_bitwise_as_the_cpu_does(name):
-    scenario = {**SCENARIOS, **SCENARIOS_2D}[name]
+    scenario = {**SCENARIOS, **SCENARIOS_2D, **SCENARIOS_OF_DEPTH}[name]
     expected = train(scenario, "cpu")
     for seed in (None, *range(NUM_SEEDS)):
         assert_same_bits(train_late(seed, scenario), expected)

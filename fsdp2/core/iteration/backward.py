@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from .. import torch_compat as compat
 from .call import Call
 from .forward_log import ForwardLog, Moment, Reading
-from .unit import Unit
+from .unit import Unit, ahead
 from .unit_tree import UnitTree, release
 
 
@@ -66,12 +66,17 @@ class Backward:
         positions = step.positions.get(unit)
         if positions:
             index = positions.pop()
-            if index > 0 and tree.automatic_prefetch and options.backward_prefetch is not None:
+            depth = options.backward_depth
+            if index > 0 and depth.units > 0 and options.backward_prefetch is not None:
                 before = step.order[index - 1]
-                if options.backward_prefetch == "pre":
+                if options.backward_prefetch != "pre":
+                    self._prefetch_behind[unit] = before
+                elif depth.units == 1:  # by far the most common
                     self._prefetch(before)
                 else:
-                    self._prefetch_behind[unit] = before
+                    for other in ahead(step.order[max(index - depth.units, 0) : index][::-1], depth):
+                        if step.positions.get(other):  # its backward is still to come
+                            self._prefetch(other)
 
     def _prefetch(self, unit: Unit) -> None:
         if unit.options.unshard_in_backward:

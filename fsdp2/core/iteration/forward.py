@@ -12,7 +12,7 @@ from types import FrameType
 import torch
 
 from .forward_log import ForwardLog
-from .unit import Unit
+from .unit import Unit, ahead
 from .unit_tree import UnitTree, release
 
 _OURS = ("fsdp2/core/", "torch/_dynamo/")  # the files of hooks and of what calls them under a compiler, whose frames end before forward
@@ -49,13 +49,19 @@ class Forward:
             for other in options.prefetch_forward:
                 other.issue()
                 self._prefetched.append(other)
-        elif self._tree.automatic_prefetch:
+        else:
             position = len(recording)
             recorded = self._recorded
             if position < len(recorded) and recorded[position - 1] is unit:
-                other = recorded[position]
-                other.issue()
-                self._prefetched.append(other)
+                depth = options.forward_depth
+                if depth.units == 1:  # by far the most common
+                    other = recorded[position]
+                    other.issue()
+                    self._prefetched.append(other)
+                    return
+                for other in ahead(recorded[position : position + depth.units], depth):
+                    other.issue()
+                    self._prefetched.append(other)
 
     def end(self, unit: Unit, stays: bool = False) -> None:
         """``unit`` has run; free what backward does not need (``stays``: nothing)."""

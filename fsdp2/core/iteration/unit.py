@@ -25,6 +25,7 @@ from ..group.max_norm import shrinking_weights
 from ..group.options import MicroBatch
 from ..group.param import Owner
 from ..group.param_group import ParamGroup
+from ..plan.prefetch_depth import NEXT_ONE, PrefetchDepth
 from .call import UnitCalls
 
 
@@ -38,6 +39,7 @@ class UnitOptions:
     accumulates_whole:     over micro-batches gradients stay unsharded, without communication
     max_reductions:        reduce-scatter inputs in flight; the largest of all units under a root counts
     prefetch_forward, prefetch_backward: units to gather behind this one, instead of the next of the recorded order
+    forward_depth, backward_depth: how many units of that order are gathered ahead
     backward_prefetch:     the unit before is gathered before the gradients of this one are computed, after that, or not at all
     """
 
@@ -48,6 +50,8 @@ class UnitOptions:
     max_reductions: int = 1
     prefetch_forward: Sequence[Unit] = ()
     prefetch_backward: Sequence[Unit] = ()
+    forward_depth: PrefetchDepth = NEXT_ONE
+    backward_depth: PrefetchDepth = NEXT_ONE
     backward_prefetch: Literal["pre", "post"] | None = "pre"
 
 
@@ -91,6 +95,10 @@ class Unit:
     @property
     def borrowed(self) -> list[ParamGroup]:
         return self.uses[len(self.groups) :]
+
+    @property
+    def unsharded_nbytes(self) -> int:
+        return sum(group.plan.unsharded_nbytes for group in self.uses)
 
     def choose(self, **changes: Any) -> None:
         """From now on, go by these ``UnitOptions``; the others stay."""
@@ -171,3 +179,8 @@ class Unit:
             if not group.registry.verify() and not (more_may_come and group.has_mixed_dtypes()):
                 group.rebuild()
                 group.registry.show([param.sharded for param in group.params])  # ``_apply`` unties what it replaces
+
+
+def ahead(units: Sequence[Unit], depth: PrefetchDepth) -> Sequence[Unit]:
+    """Those of ``units``, which come next, that are gathered while the one before them runs. All ranks decide alike."""
+    return units[: depth.reach([unit.unsharded_nbytes for unit in units[: depth.units]])]

@@ -61,7 +61,6 @@ class UnitTree:
         self.root = root
         self.units = units
         self.streams: Streams = streams_of(root.device)
-        self.automatic_prefetch = True
         self.holds_pending = False
         self.reductions = Reductions(self.streams)
         self.records: dict[Unit, list[Unit]] = {}

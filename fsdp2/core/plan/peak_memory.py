@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .layout import GroupLayout
+from .prefetch_depth import PrefetchDepth
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def peak_of_step(
     groups: Sequence[TransientBytes],
     root: TransientBytes,
     *,
-    prefetch: bool,
+    prefetch: PrefetchDepth,
     allocates_early: bool,
     max_reductions: int,
 ) -> int:
@@ -78,7 +79,7 @@ def peak_of_step(
     groups:           one group a unit, in the order in which they run; each runs once, is resharded after forward, and its
                       parameters are all trainable and used
     root:             the group of the root, unsharded from the beginning of forward to the end of backward
-    prefetch:         while a unit runs, the next one is on its way
+    prefetch:         how many units are on their way while one runs
     allocates_early:  an all-gather under way has the unsharded storage already (device streams, direct gathers); a packed gather
                       on the host allocates it when it is waited for
     max_reductions:   reduce-scatters that may be under way while the next unit runs; 0 if they are complete when they return
@@ -86,20 +87,26 @@ def peak_of_step(
     Where groups are equal (U unsharded, P gather buffers, G unsharded gradients, I and O reduce input and output, R received), the
     peak is the last unit's but one, where nearly all sharded gradients exist:
 
-        root's U and G + the sharded gradients so far + U + (U + P of the prefetched, or P) + G + I + O + R
+        root's U and G + the sharded gradients so far + U + (U + P of each that is prefetched, or P) + G + I + O + R
     """
     moments = [0]
+    arrived_before = _on_their_way(groups, prefetch, allocates_early, but_first=True)  # the root comes first, and prefetches
     for index, group in enumerate(groups):
-        following = groups[index + 1] if prefetch and index + 1 < len(groups) else None
-        moments.append(root.unsharded + group.unsharded + max(group.gather_buffers, _on_its_way(following, allocates_early)))
+        following = groups[index + 1 :]
+        arriving = _on_their_way(following, prefetch, allocates_early)
+        moments.append(root.unsharded + group.unsharded + max(group.gather_buffers + arrived_before, arriving))
+        arrived_before = _on_their_way(following, prefetch, allocates_early, but_first=True)
     kept = root.unsharded + root.unsharded_grads
     handed_out = 0
     reductions: list[TransientBytes] = []
+    arrived_before = _on_their_way(groups[::-1], prefetch, allocates_early, but_first=True)
     for index in reversed(range(len(groups))):
-        group = groups[index]
-        arriving = _on_its_way(groups[index - 1] if prefetch and index > 0 else None, allocates_early)
+        group, following = groups[index], groups[:index][::-1]
+        arriving = _on_their_way(following, prefetch, allocates_early)
         reducing = sum(map(_in_reduction, reductions))
-        moments.append(kept + handed_out + reducing + group.unsharded + max(group.gather_buffers, arriving + group.unsharded_grads))
+        gathered = max(group.gather_buffers + arrived_before, arriving + group.unsharded_grads)
+        moments.append(kept + handed_out + reducing + group.unsharded + gathered)
+        arrived_before = _on_their_way(following, prefetch, allocates_early, but_first=True)
         while len(reductions) >= max(max_reductions, 1):
             handed_out += reductions.pop(0).sharded_grads
         reducing = sum(map(_in_reduction, reductions))
@@ -115,10 +122,10 @@ def peak_of_step(
     return max(moments)
 
 
-def _on_its_way(group: TransientBytes | None, allocates_early: bool) -> int:
-    if group is None:
-        return 0
-    return group.gather_buffers + (group.unsharded if allocates_early else 0)
+def _on_their_way(following: Sequence[TransientBytes], prefetch: PrefetchDepth, early: bool, but_first: bool = False) -> int:
+    """Of what comes next, in its order; ``but_first``: without the first, whose turn it is."""
+    reach = prefetch.reach(group.unsharded for group in following)
+    return sum(group.gather_buffers + (group.unsharded if early else 0) for group in following[int(but_first) : reach])
 
 
 def _in_reduction(group: TransientBytes) -> int:

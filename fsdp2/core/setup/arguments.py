@@ -19,6 +19,7 @@ from ..comm.communicators import ProcessGroupAllGather, ProcessGroupReduceScatte
 from ..group.param_group import ParamGroup
 from ..iteration.module_state import ModuleState, unit_of
 from ..plan.mesh import DataParallelMesh
+from ..plan.prefetch_depth import PrefetchDepth
 
 _UNFIT: tuple[tuple[Callable[[nn.Module], bool], str, str, str], ...] = (
     (
@@ -161,6 +162,19 @@ def check_max_input_buffers(max_input_buffers: Any) -> None:
             expected="max_input_buffers must be a positive int",
             fix="pass 1 or more",
         )
+
+
+def checked_depth(units: Any, max_nbytes: Any) -> PrefetchDepth:
+    for name, given, least in (("number of modules", units, 0), ("max_nbytes", max_nbytes, 1)):
+        if given is None and name == "max_nbytes":
+            continue
+        if isinstance(given, bool) or not isinstance(given, int) or given < least:
+            raise ArgumentError(
+                got("set_prefetch_depth", name, given),
+                expected=f"{name} must be an int from {least} on",
+                fix="pass how many modules to gather ahead, and how many bytes at most, or None",
+            )
+    return PrefetchDepth(units, max_nbytes)
 
 
 def check_method(module: nn.Module, method_name: str) -> None:

@@ -1,0 +1,30 @@
+"""How many units are gathered ahead of the one that runs. It takes counts and bytes, and refuses to know units.
+
+Worked example: three units ahead, at most 1000 bytes; those that come next have 400, 500 and 300 bytes unsharded: two are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchDepth:
+    """units: at most so many; 0: none. max_nbytes: of their unsharded parameters together, but the next one always comes."""
+
+    units: int = 1
+    max_nbytes: int | None = None
+
+    def reach(self, nbytes: Iterable[int]) -> int:
+        """How many of those that come next are gathered ahead. nbytes: unsharded, in their order."""
+        count = total = 0
+        for each in nbytes:
+            total += each
+            if count == self.units or (count > 0 and self.max_nbytes is not None and total > self.max_nbytes):
+                break
+            count += 1
+        return count
+
+
+NEXT_ONE = PrefetchDepth()

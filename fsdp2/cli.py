@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class _Version(argparse.Action):
-    """Prints what a report of a fault should say, without importing torch."""
+    """Prints what a report of a fault should say."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         sys.stdout.write(f"fsdp2 {importlib.metadata.version('fsdp2')}, torch {importlib.metadata.version('torch')}\n")

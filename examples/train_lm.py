@@ -39,6 +39,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.checkpoint import Checkpointer, CheckpointError
+from fsdp2.optim import AnyPrecisionAdamW, Muon, flat
 
 MODEL_FLAGS = ("layers", "width", "heads", "context")  # a checkpoint fits only a model with the same
 
@@ -215,6 +216,21 @@ def sharded_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     return fully_shard(model, mesh=mesh, mp_policy=policy)  # and so do those outside the blocks
 
 
+def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer of the sharded parameters; see docs/optimizers.md."""
+    options: dict[str, Any] = {"lr": args.lr, "betas": (0.9, 0.95), "weight_decay": args.weight_decay}
+    if args.optimizer == "flat-adamw":
+        return flat(torch.optim.AdamW, model, **options)
+    if args.optimizer == "anyprecision":
+        return AnyPrecisionAdamW(model.parameters(), **options, variance_dtype=torch.float32, use_kahan_summation=True)
+    if args.optimizer == "muon":
+        hidden = [param for block in model.blocks for param in block.parameters() if param.dim() == 2]
+        others = [param for param in model.parameters() if not any(param is each for each in hidden)]
+        groups = [{"params": hidden, "use_muon": True}, {"params": others, "use_muon": False}]
+        return Muon(groups, **options, adjust_lr_fn="match_rms_adamw")  # the learning rate is AdamW's then
+    return torch.optim.AdamW(model.parameters(), **options)
+
+
 def train(args: argparse.Namespace, device: torch.device) -> int:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if args.batch % world_size or args.width % (2 * args.heads):
@@ -225,7 +241,7 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
     training, validation = torch.frombuffer(bytearray(text), dtype=torch.uint8).tensor_split([len(text) * 9 // 10])
 
     model = sharded_model(args, device)
-    optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
+    optimizer = make_optimizer(args, model)
     flags = {flag: getattr(args, flag) for flag in MODEL_FLAGS}
     saved = flags.copy()
     checkpointer = Checkpointer(args.out, model, optimizer, data=saved)  # batches are functions of the step: no position to save
@@ -310,6 +326,7 @@ def parse_args() -> argparse.Namespace:
     flag("--layers", type=count, default=3)
     flag("--width", type=count, default=128)
     flag("--heads", type=count, default=4)
+    flag("--optimizer", choices=["adamw", "flat-adamw", "anyprecision", "muon"], default="adamw")
     flag("--lr", type=float, default=4e-3, help="the highest learning rate, at the end of warm-up")
     flag("--weight-decay", type=float, default=0.1)
     flag("--clip", type=float, default=1.0, help="gradients of a larger norm are scaled down to it")

@@ -2,11 +2,12 @@
 
 ``flat`` lets any element-wise optimizer of torch's kind step on the flat shards of groups: ``elementwise`` finds out whether one is fit
 for that, ``runs`` says which parameters become one tensor. ``AnyPrecisionAdamW`` keeps its states in chosen dtypes. ``GradScaler`` lets
-all ranks skip the same steps.
+all ranks skip the same steps. ``Muon`` makes matrices orthogonal on one rank each, by ``whole_matrices``.
 """
 
 from .any_precision import AnyPrecisionAdamW
 from .flat import FlatOptimizer, flat
 from .grad_scaler import GradScaler
+from .muon import Muon
 
-__all__ = ["AnyPrecisionAdamW", "FlatOptimizer", "GradScaler", "flat"]
+__all__ = ["AnyPrecisionAdamW", "FlatOptimizer", "GradScaler", "Muon", "flat"]

@@ -81,39 +81,40 @@ class AnyPrecisionAdamW(Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
-                    self._step_one(param, param.grad, group)
+                    step_adamw(param, param.grad, self.state[param], group)
         return loss
 
-    def _step_one(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[param]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"] = torch.zeros_like(param, dtype=group["momentum_dtype"] or param.dtype)
-            state["exp_avg_sq"] = torch.zeros_like(param, dtype=group["variance_dtype"] or param.dtype)
-            if group["use_kahan_summation"]:
-                state["compensation"] = torch.zeros_like(param, dtype=group["compensation_dtype"] or param.dtype)
-        state["step"] += 1
-        step, lr = state["step"].item(), group["lr"]
-        beta1, beta2 = group["betas"]
-        exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
-        exp_avg.lerp_(grad.to(exp_avg.dtype), 1 - beta1)
-        squared = grad.to(exp_avg_sq.dtype)
-        exp_avg_sq.mul_(beta2).addcmul_(squared, squared, value=1 - beta2)
-        # In fp32 or wider whatever the states are: an update is small beside what it is added to.
-        wide = torch.promote_types(torch.float32, torch.promote_types(exp_avg.dtype, exp_avg_sq.dtype))
-        denominator = (exp_avg_sq.to(wide).sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
-        size = -lr / (1 - beta1**step)
-        if not group["use_kahan_summation"]:
-            param.mul_(1 - lr * group["weight_decay"])
-            if param.dtype is wide:
-                param.addcdiv_(exp_avg.to(wide), denominator, value=size)
-            else:
-                param.add_((exp_avg.to(wide) / denominator).mul_(size).to(param.dtype))
-            return
-        lost, before = state["compensation"], param.to(wide, copy=True)
-        update = (exp_avg.to(wide) / denominator).mul_(size).add_(before * (-lr * group["weight_decay"])).add_(lost.to(wide))
-        param.copy_((before + update).to(param.dtype))
-        lost.copy_(before.add_(update).sub_(param.to(wide)))
+
+def step_adamw(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    """One step of one parameter. state: of it, empty before the first step. group: options, as of ``AnyPrecisionAdamW``."""
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["exp_avg"] = torch.zeros_like(param, dtype=group["momentum_dtype"] or param.dtype)
+        state["exp_avg_sq"] = torch.zeros_like(param, dtype=group["variance_dtype"] or param.dtype)
+        if group["use_kahan_summation"]:
+            state["compensation"] = torch.zeros_like(param, dtype=group["compensation_dtype"] or param.dtype)
+    state["step"] += 1
+    step, lr = state["step"].item(), group["lr"]
+    beta1, beta2 = group["betas"]
+    exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+    exp_avg.lerp_(grad.to(exp_avg.dtype), 1 - beta1)
+    squared = grad.to(exp_avg_sq.dtype)
+    exp_avg_sq.mul_(beta2).addcmul_(squared, squared, value=1 - beta2)
+    # In fp32 or wider whatever the states are: an update is small beside what it is added to.
+    wide = torch.promote_types(torch.float32, torch.promote_types(exp_avg.dtype, exp_avg_sq.dtype))
+    denominator = (exp_avg_sq.to(wide).sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
+    size = -lr / (1 - beta1**step)
+    if not group["use_kahan_summation"]:
+        param.mul_(1 - lr * group["weight_decay"])
+        if param.dtype is wide:
+            param.addcdiv_(exp_avg.to(wide), denominator, value=size)
+        else:
+            param.add_((exp_avg.to(wide) / denominator).mul_(size).to(param.dtype))
+        return
+    lost, before = state["compensation"], param.to(wide, copy=True)
+    update = (exp_avg.to(wide) / denominator).mul_(size).add_(before * (-lr * group["weight_decay"])).add_(lost.to(wide))
+    param.copy_((before + update).to(param.dtype))
+    lost.copy_(before.add_(update).sub_(param.to(wide)))
 
 
 __all__ = ["AnyPrecisionAdamW"]

@@ -51,6 +51,7 @@ class FlatOptimizer(Optimizer):
         self._runs: list[list[Run]] = []
         self._flats: list[tuple[ParamGroup, Tensor | None]] = []
         self._shown: defaultdict[Tensor, State] | None = None
+        self._loaded: Mapping[Tensor, State] | None = None  # what runs take over when they are next asked for
         super().__init__(params, check_elementwise(optimizer_class, options, _device_of(params)))
 
     def __repr__(self) -> str:
@@ -97,7 +98,7 @@ class FlatOptimizer(Optimizer):
 
     def _current(self) -> Optimizer:
         """The inner optimizer, on the flat shards as they are now: a model may have been materialised, moved or cast."""
-        if self._inner is None or any(group.flat is not flat for group, flat in self._flats):
+        if self._loaded is not None or self._inner is None or any(group.flat is not flat for group, flat in self._flats):
             self._rebuild(self._state_now())
         assert self._inner is not None
         return self._inner
@@ -122,7 +123,7 @@ class FlatOptimizer(Optimizer):
         for run, values in kept:
             if values:
                 inner.state[run.data] = values
-        self._inner = inner
+        self._inner, self._loaded = inner, None
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -141,15 +142,13 @@ class FlatOptimizer(Optimizer):
 
     @state.setter
     def state(self, value: Mapping[Tensor, State]) -> None:
-        self._shown = None
-        if value:
-            self._rebuild(value)
-        elif self._inner is not None:
-            self._inner.state.clear()
+        self._shown, self._loaded = None, value
 
     def _state_now(self) -> defaultdict[Tensor, State]:
         found: defaultdict[Tensor, State] = defaultdict(dict)
-        if self._inner is None:
+        if self._loaded is not None:
+            found.update(self._loaded)
+        if self._loaded is not None or self._inner is None:
             return found
         for run in (run for runs in self._runs for run in runs):
             values: State = self._inner.state.get(run.data) or {}
@@ -165,15 +164,13 @@ class FlatOptimizer(Optimizer):
             reader: Any = object.__new__(self._class)
             vars(reader).update({key: value for key, value in vars(self).items() if not key.startswith("_")})
             reader.__setstate__({"state": state["state"], "param_groups": self.param_groups})  # adds what older ones lack
-            self._rebuild({param: values for param, values in reader.state.items() if isinstance(param, Tensor)})
-            self._shown = None
+            self.state = {param: values for param, values in reader.state.items() if values}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As any optimizer's."""
-        state = self._state_now() if self._inner is not None else None
+        state = self._state_now()
         super().add_param_group(param_group)
-        if state is not None:
-            self._rebuild(state)
+        self.state = state
 
 
 _NAMES = ("params", "param_names")

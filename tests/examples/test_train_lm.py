@@ -101,6 +101,28 @@ def test_resumed_run_repeats_the_uninterrupted_one_bitwise(uninterrupted: tuple[
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["flat-adamw", "anyprecision", "muon"])
+def test_other_optimizers_learn_as_well_and_resume(uninterrupted: tuple[Path, str], tmp_path: Path, optimizer: str) -> None:
+    out = tmp_path / optimizer
+    flags = ("--optimizer", optimizer, "--eval-every", STEPS // 4, "--checkpoint-every", STEPS // 2)
+    train(2, out, "--steps", STEPS, *flags)
+    bits = [record["validation_bits"] for record in records(out).values() if "validation_bits" in record]
+    adamw = records(uninterrupted[0])
+    assert bits[-1] < adamw[STEPS]["histogram_bits"] - 0.2
+    if optimizer == "flat-adamw":
+        assert {step: numbers(record) for step, record in records(out).items()} == {
+            step: numbers(record) for step, record in adamw.items()
+        }
+    again = tmp_path / "again"
+    again.mkdir()
+    shutil.copytree(out / f"step_{STEPS // 2:06d}", again / f"step_{STEPS // 2:06d}")
+    (again / "latest").write_text(f"step_{STEPS // 2:06d}")
+    train(2, again, "--steps", STEPS, *flags, "--resume")
+    expected = {step: numbers(record) for step, record in records(out).items() if step > STEPS // 2}
+    assert {step: numbers(record) for step, record in records(again).items()} == expected
+
+
+@pytest.mark.slow
 def test_one_rank_gives_the_losses_of_two(uninterrupted: tuple[Path, str], tmp_path: Path) -> None:
     reference, _ = uninterrupted
     out = tmp_path / "one_rank"

@@ -311,6 +311,12 @@ def test_checkpointer_and_dcp_resume_a_flat_optimizer(tmp_path: Path):
     train(other, resumed, batches(2, seed=5))
     assert_same_model(other, model)
 
+    again = sharded(mlp(seed=3))
+    resumed_flat = flat(torch.optim.AdamW, again, lr=0.5)
+    Checkpointer(tmp_path / "ours", again, resumed_flat).load()
+    train(again, resumed_flat, batches(2, seed=5))
+    assert_same_model(again, model)
+
     third = sharded(mlp(seed=3))
     third.load_state_dict(weights)
     flat_again = flat(torch.optim.AdamW, third, lr=0.5)

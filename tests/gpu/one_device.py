@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2.core.comm.streams import DeviceStreams, use_streams
 from fsdp2.core.plan.peak_memory import TransientBytes, peak_of_step, transient_bytes
+from fsdp2.core.plan.prefetch_depth import PrefetchDepth
 from gpu.check import Setup, check
 from gpu.device import Device, Hostile
 from harness.models import batches, mlp
@@ -222,7 +223,7 @@ def peak_is_planned(device: Device, options: dict[str, Any]) -> dict[str, Any]:
     model(x).float().square().mean().backward()
     measured = device.peak_nbytes() - before
     groups = [terms(block) for block in model.blocks]
-    planned = peak_of_step(groups, terms(model), prefetch=True, allocates_early=True, max_reductions=1)
+    planned = peak_of_step(groups, terms(model), prefetch=PrefetchDepth(), allocates_early=True, max_reductions=1)
     assert device.num_alloc_retries() == 0
     assert 0.8 * planned <= measured <= 1.05 * planned + (2 << 20 if device.is_cuda else 64 << 10), (
         f"measured {measured}, planned {planned}"

@@ -128,6 +128,17 @@ def unsharded_at_once_on_a_side_stream(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
+def fed_from_pinned_memory(model: Any, x: Tensor) -> Tensor:
+    """Which is refilled as soon as forward has returned."""
+    if x.device.type == "cpu":
+        return forward_backward(model, x)
+    host = x.cpu().pin_memory()
+    loss = model(host).square().mean()
+    host.fill_(7)
+    loss.backward()
+    return loss
+
+
 def written_on_a_side_stream(model: Any, x: Tensor) -> Tensor:
     """As an optimizer on a stream of its own writes, of whose end the model is told."""
     side = None if x.device.type == "cpu" else model.__dict__.setdefault("side", torch.Stream(x.device))
@@ -228,6 +239,7 @@ MORE_SCENARIOS = {  # which torch's FSDP2 does not train, or which add nothing o
     "written_on_a_side_stream": Scenario(iteration=written_on_a_side_stream),
     "extensions": Scenario(model=with_extensions),
     "extensions_on_a_side_stream": Scenario(model=with_a_root_of_extensions_alone, iteration=unsharded_at_once_on_a_side_stream),
+    "pinned_input": Scenario(iteration=fed_from_pinned_memory),
     "failed_backward": Scenario(iteration=after_a_failed_backward),
     "replicated_failed_backward": Scenario(mesh=(2, 1), iteration=after_a_failed_backward),
     "all_reduce_hook": Scenario(prepare=halve_in_a_hook),

@@ -34,7 +34,7 @@ class Reduction:
     """One reduction on its way: reduce-scatter, perhaps all-reduce, then the sharded parameters get their gradients.
 
     It has three legs: reduce-scatter, all-reduce, handing out. On a stream device ``launch`` queues all of them at once. On the host
-    the first is issued when it is made, and each is waited for when ``advance`` or ``finish`` is called. Of its nineteen attributes
+    the first is issued when it is made, and each is waited for when ``advance`` or ``finish`` is called. Of its twenty attributes
     half are what it was started with; the others are the buffers, handles and events of its legs.
     """
 
@@ -58,6 +58,7 @@ class Reduction:
         "_scattered",
         "_tag",
         "_used",
+        "has_run_hooks",
     )
 
     def __init__(
@@ -97,6 +98,7 @@ class Reduction:
         self._late: list[int] = []
         self._dtypes = group.plan.gradients.kept if options.grad_dtype is None else None  # of the gradients, if not the parameters'
         self._advanced = False
+        self.has_run_hooks = False
         self._tag: Tensor | None = None
         if group.streams.host_waits:
             self.scatter()
@@ -232,9 +234,7 @@ class Reduction:
             streams.synchronize(self._reduced)  # the optimizer runs on the host
         if self._plan.flags_slot is None:  # a custom communicator is not told what others miss
             self._late = []
-        self._held = None
-        if not self._late:
-            self._output = None
+        self.let_go()
 
     @property
     def group(self) -> GroupMemory:
@@ -268,6 +268,12 @@ class Reduction:
             self._give_in_own_dtypes(self._output, views, self._group.streams.compute)
         self._late = []
         self._output = None
+
+    def let_go(self) -> None:
+        """Of held memory, whose stream is ordered behind everything."""
+        self._held = None
+        if not self._late:
+            self._output = None
 
     def abandon(self) -> None:
         """Wait for what is under way and forget it."""
@@ -363,6 +369,7 @@ class Reduction:
             else:
                 compat.local_tensor(before).add_(grad)  # type: ignore[arg-type]
             if sharded._post_accumulate_grad_hooks:
+                self.has_run_hooks = True
                 self._run_hooks(sharded)
 
     def _run_hooks(self, sharded: nn.Parameter) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..comm.streams import Streams
+from ..comm.streams import Stream, Streams
 from ..group.gradients import Gradients
 from ..group.reduction import Reduction, launch
 from .late_comparison import read_later
@@ -76,10 +76,7 @@ class Reductions:
 
     def finish(self) -> None:
         """After this, all sharded gradients are there, as compute sees them."""
-        streams = self._streams
-        if not streams.host_waits:
-            for event in dict([reduction.reduced for reduction in self._started]).values():  # the last one of each stream
-                streams.order(streams.compute, event)
+        self._order(self._streams.compute)
         for reduction in self._started:
             reduction.finish()
         _hand_out_late(self._started)
@@ -88,8 +85,25 @@ class Reductions:
         self._holding.clear()
 
     def finish_later(self) -> None:
-        """Gradients are there in the order of the reduce stream; the next ``finish_all`` orders compute behind them."""
+        """Gradients are there in the order of the reduce stream; the next ``finish_all`` orders compute behind them.
+
+        Not where hooks have run, of an optimizer perhaps: what they wrote is gathered behind compute.
+        """
+        if any(reduction.has_run_hooks for reduction in self._started):
+            self.finish()
+            return
+        self._order(self._streams.reduce)  # to which held memory goes back: else it would add up over micro-batches
+        for reduction in self._started:
+            reduction.let_go()
         _behind.add(self)
+
+    def _order(self, stream: Stream) -> None:
+        """On a stream device, behind everything: behind the last event of each stream."""
+        streams = self._streams
+        if not streams.host_waits:
+            for other, event in dict([reduction.reduced for reduction in self._started]).items():
+                if other != stream:
+                    streams.order(stream, event)
 
     def abandon(self) -> None:
         """Wait for what is under way and forget it."""

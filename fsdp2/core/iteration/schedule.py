@@ -52,6 +52,7 @@ class Schedule:
         self.share(CommContext())
         self._to_finalize = False  # a backward has begun in manual mode, and nobody has finalized it
         self.post_optim_event: Event = None
+        self._input_read: Event = None  # behind the copy of the root's inputs to the device
         self.forward: Forward | None = None
         self.backward: Backward | None = None
         self.logs: ForwardLogs | None = None
@@ -154,6 +155,18 @@ class Schedule:
     def _finish_forward(self, forward: Forward, failed: bool = False) -> None:
         self.forward = None
         forward.finish(failed)
+        if self._input_read is not None:
+            self.tree.streams.synchronize(self._input_read)
+            self._input_read = None
+
+    def note_host_input(self) -> None:
+        """An input is being copied from page-locked memory: the user may refill that when forward has returned.
+
+        By then the copy is long past, unless the host is ahead of the device by more than a forward.
+        """
+        streams = self.tree.streams
+        if not streams.is_capturing():  # a graph reads it in each replay
+            self._input_read = streams.mark(streams.compute)
 
     def end_failed_forward(self, unit: Unit) -> None:
         """The forward of ``unit`` raised: keep or free its parameters as if it had ended, for on other ranks it may have.

@@ -173,7 +173,7 @@ class UnitHooks:
         if calls.running:
             schedule.end_interrupted_forward()
         if schedule.forward is None and unit.device.type != "cpu":
-            args, kwargs = map_tensors(functools.partial(Tensor.to, device=unit.device, non_blocking=True), (args, kwargs))
+            args, kwargs = map_tensors(functools.partial(self._to_device, schedule), (args, kwargs))
         if self._input_dtype is not None:
             if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # by far the most common
                 args = (self._cast_input(args[0]),)
@@ -271,6 +271,12 @@ class UnitHooks:
         assert unit.schedule is not None
         unit.schedule.end_part(unit)
         return output if self._output_dtype is None else map_tensors(self._cast_output, output)
+
+    def _to_device(self, schedule: Schedule, tensor: Tensor) -> Tensor:
+        moved = tensor.to(self._unit.device, non_blocking=True)
+        if moved is not tensor and tensor.is_pinned():
+            schedule.note_host_input()
+        return moved
 
     def _cast_input(self, tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():

@@ -16,6 +16,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -262,18 +264,26 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, default=5, help="that are measured")
     arguments.add_argument("--json", type=Path, help="also append a JSON line a row to this file")
     arguments.add_argument("--published", action="store_true", help="torch's FSDP2 beside published step times, instead of the rows")
+    arguments.add_argument("--bare", action="store_true", help="without a heading")
     options = arguments.parse_args()
+    if not options.bare:
+        print((__doc__ or "").splitlines()[0])
+        print("  " + "  ".join(f"{name}={value}" for name, value in common.environment().items()))
+        print("" if options.published else HEAD, flush=True)
+    if len(options.rows) > 1 and not options.published:  # a process for each: addresses are not used again, and there are 2**45
+        for name in options.rows:
+            passed_on = ["--bare", "--rows", name, "--worlds", *map(str, options.worlds), "--card", options.card]
+            passed_on += ["--steps", str(options.steps), *(["--json", str(options.json)] if options.json else [])]
+            subprocess.run([sys.executable, __file__, *passed_on], check=True)
+        return
     device.activate()
     torch.set_num_threads(1)
-    print((__doc__ or "").splitlines()[0])
-    print("  " + "  ".join(f"{name}={value}" for name, value in common.environment().items()), flush=True)
     if options.published:
         for world in PUBLISHED:
             result = measure("published", PUBLISHED_ROW, world, H100_96GB, options.steps)
             print(published_line(result))
             print(json.dumps(result), flush=True)
         return
-    print(HEAD)
     for name in options.rows:
         for world in options.worlds:
             if world not in ROWS[name].worlds:

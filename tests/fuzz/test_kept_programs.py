@@ -151,6 +151,20 @@ KEPT = {
         in_hooks=True,
         unused=True,
     ),
+    "a list was reduced behind a re-entrant checkpoint of the first module, and again with the second, whose output is detached": Program(
+        root=Node(
+            "root",
+            "heads",
+            children=(
+                Node("a", children=(Node("b", "bare", unit=Unit()),), unit=Unit(label="list", reshard=True), checkpoint="reentrant"),
+                Node("c", "linear", unit=Unit(label="list", reshard=True), detach="output"),
+            ),
+            unit=Unit(),
+        ),
+        steps=(Step((Micro(input_grad=True),)),),
+        in_hooks=True,
+        unused=True,
+    ),
 }
 
 

@@ -95,11 +95,17 @@ class Backward:
         else:
             left = [other for other in calls.awaiting if other.ended != task and other.will_pass_inputs(task)]
         if not left:
-            # One module of a list may have been recomputed, in a backward of its own that does not reach calls of the others.
-            if task == self.task or len(unit.modules) == 1 or not calls.may_follow():
+            if task == self.task or not self._may_follow(unit):
                 self.reduce(unit)
         elif all(other.begun != task for other in left):
             self._pause(unit)
+
+    def _may_follow(self, unit: Unit) -> bool:
+        """A re-entrant checkpoint has run ``unit`` again, in a backward of its own: whether calls may follow that this does not reach.
+
+        Of a list, it may have run one module. A unit of one module that runs in several such checkpoints is reduced behind each.
+        """
+        return len(unit.modules) > 1 and unit.calls.may_follow()
 
     def _pause(self, unit: Unit) -> None:
         """Other calls of ``unit`` are still to come, or modules of it are to run again, and none of that has begun."""
@@ -200,6 +206,9 @@ class LoggedBackward(Backward):
             if not self._reading.is_done(call, is_end=True):
                 self._do_for_others(self._reading.reach(call, is_end=True))
                 self._end_logged(unit)
+
+    def _may_follow(self, unit: Unit) -> bool:
+        return bool(self._reading.calls_left(unit)) or super()._may_follow(unit)
 
     def begin_recomputation(self, unit: Unit) -> None:
         self._do_for_others(self._reading.before_recomputation(unit))

@@ -151,7 +151,7 @@ KEPT = {
         in_hooks=True,
         unused=True,
     ),
-    "a list was reduced behind a re-entrant checkpoint of the first module, and again with the second, whose output is detached": Program(
+    "a list was reduced behind a re-entrant checkpoint of the first module, and again for the second, which is detached": Program(
         root=Node(
             "root",
             "heads",
@@ -162,6 +162,28 @@ KEPT = {
             unit=Unit(),
         ),
         steps=(Step((Micro(input_grad=True),)),),
+        in_hooks=True,
+        unused=True,
+    ),
+    "a rank that leaves a module out of the middle of a list, and gets plain data, gathered the list again": Program(
+        root=Node(
+            "root",
+            "heads",
+            children=(
+                Node("a", children=(Node("b", "bare", checkpoint="reentrant", skip="rank"),), unit=Unit(label="list", reshard=True)),
+                Node(
+                    "c",
+                    "sum",
+                    children=(
+                        Node("d", "linear", unit=Unit(label="inner", reshard=True)),
+                        Node("e", "bare", unit=Unit(label="inner", reshard=True), checkpoint="reentrant"),
+                    ),
+                    unit=Unit(label="list", reshard=True),
+                    checkpoint="saved",
+                ),
+            ),
+            unit=Unit(),
+        ),
         in_hooks=True,
         unused=True,
     ),

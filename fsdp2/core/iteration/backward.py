@@ -36,6 +36,8 @@ class Backward:
         self._waited_before = tree.has_unreduced()  # gradients of earlier backwards had not reached the sharded parameters
         self._prefetched: list[Unit] = []
         self._prefetch_behind: dict[Unit, Unit] = {}  # what backward_prefetch="post" is to gather behind a unit's gradients
+        # Lists of which a re-entrant checkpoint runs modules again, beside others that have a graph: where among these is not known.
+        self._to_end = {unit for unit in tree.lists if unit.calls.to_rerun and unit.calls.may_follow()}
         self._recomputed: list[tuple[Unit, int]] = []  # and how many forwards of the unit were under way
 
     def has_failed(self) -> bool:
@@ -88,6 +90,8 @@ class Backward:
         if not call.passes_last_input(task):
             return
         call.ended = task
+        if task != self.task and self._may_follow(unit):
+            return
         calls = unit.calls
         if not call.again and len(calls.awaiting) == 1 and calls.awaiting[0] is call:  # by far the most common
             calls.awaiting.clear()
@@ -95,8 +99,7 @@ class Backward:
         else:
             left = [other for other in calls.awaiting if other.ended != task and other.will_pass_inputs(task)]
         if not left:
-            if task == self.task or not self._may_follow(unit):
-                self.reduce(unit)
+            self.reduce(unit)
         elif all(other.begun != task for other in left):
             self._pause(unit)
 
@@ -108,14 +111,13 @@ class Backward:
         return len(unit.modules) > 1 and unit.calls.may_follow()
 
     def _pause(self, unit: Unit) -> None:
-        """Other calls of ``unit`` are still to come, or modules of it are to run again, and none of that has begun."""
+        """Other calls of ``unit`` are still to come, and none of them has begun."""
         if unit.options.reshard_after_forward is not False:
             unit.reshard()
 
     def reduce(self, unit: Unit, at_end: bool = False) -> None:
         """Reduce the gradients of the unit's own groups: now those that nobody borrows, at the end of backward what is left."""
-        if unit.calls.to_rerun and not at_end:
-            self._pause(unit)
+        if not at_end and (unit.calls.to_rerun or unit in self._to_end):
             return
         taken = [
             (group.gradients, grads)

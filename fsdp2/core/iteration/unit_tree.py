@@ -52,6 +52,7 @@ class UnitTree:
     """All units under one root.
 
     units:         in the order of named_modules(); the root first
+    lists:         those of several modules
     holds_pending: the user ends iterations, and what the end of a backward has left waits for that
     records:       for each unit whose forward began an iteration, the order in which units ran in the last one
     step:          the one under way
@@ -60,6 +61,7 @@ class UnitTree:
     def __init__(self, root: Unit, units: Sequence[Unit]) -> None:
         self.root = root
         self.units = units
+        self.lists = [unit for unit in units if len(unit.modules) > 1]
         self.streams: Streams = streams_of(root.device)
         self.holds_pending = False
         self.reductions = Reductions(self.streams)

@@ -11,13 +11,16 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from harness.mesh import device_type
+from harness.on_pretend import OnPretend, on_pretend
 from harness.pool import Outcome, run_on_pool
-from harness.worker import Job
+from harness.results import first_difference
+from harness.worker import PRETEND, Job
 
 
 def on_ranks(*world_sizes: int, timeout: float = 120.0, device: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -34,7 +37,8 @@ def on_ranks(*world_sizes: int, timeout: float = 120.0, device: str = "") -> Cal
     Failure:    the traceback of the rank that failed first, without the parent's; the processes are replaced.
     timeout:    seconds for one run of the body; then every rank's Python stacks are shown and the test fails.
     device:     "pretend": the pretend accelerator, with gloo between the ranks; "pretend_model": one process plays rank 0, and the
-                others have its data. Skipped without a C++ compiler.
+                others have its data. Skipped without a C++ compiler. Tests for the CPU run on it as well, and must then compute the
+                same bits, if ``on_pretend.py`` says so.
     Slow tests: world sizes above 2, if there is a smaller one. ``@on_ranks(2, 3)`` runs on 2 ranks in ``make test``, on 3 in
                 ``make test-slow``; ``@on_ranks(4)`` in ``make test``.
     """
@@ -49,10 +53,14 @@ def on_ranks(*world_sizes: int, timeout: float = 120.0, device: str = "") -> Cal
 
         @functools.wraps(body)
         def test(*, world_size: int, **arguments: object) -> None:
-            _skip_without_devices(world_size, device)
+            _skip_without_devices(world_size, PRETEND if isinstance(world_size, OnPretend) else device)
             if wants_world_size:
-                arguments["world_size"] = world_size
-            outcome = run_on_pool(world_size, _job(body, arguments), timeout, device)
+                arguments["world_size"] = int(world_size)
+            job = _job(body, arguments)
+            if isinstance(world_size, OnPretend):
+                _compare_devices(int(world_size), replace(job, keep_results=True), timeout)
+                return
+            outcome = run_on_pool(world_size, job, timeout, device)
             for text in outcome.output:
                 sys.stdout.write(text)
             _report(outcome)
@@ -62,9 +70,28 @@ def on_ranks(*world_sizes: int, timeout: float = 120.0, device: str = "") -> Cal
             signature = signature.replace(parameters=[*signature.parameters.values(), extra])
         test.__signature__ = signature  # type: ignore[attr-defined]  # pytest reads the arguments from it
         test.on_ranks_body = body  # type: ignore[attr-defined]  # where a rank finds the body
-        return pytest.mark.parametrize("world_size", [_variant(each, min(world_sizes)) for each in world_sizes])(test)
+        variants = [_variant(each, min(world_sizes)) for each in world_sizes]
+        if not device:
+            variants += on_pretend(inspect.getfile(body), body.__name__, world_sizes)
+        return pytest.mark.parametrize("world_size", variants)(test)
 
     return decorate
+
+
+def _compare_devices(world_size: int, job: Job, timeout: float) -> None:
+    """Run the body on the CPU, then on the pretend accelerator, which must compute the same bits."""
+    outcomes = [run_on_pool(world_size, job, timeout, device) for device in ("", PRETEND)]
+    for outcome in outcomes:
+        for text in outcome.output:
+            sys.stdout.write(text)
+        _report(outcome)
+    on_cpu, late = outcomes
+    if not late.used_device:
+        pytest.fail("the body put nothing on the device: it has no place in harness/on_pretend.py", pytrace=False)
+    for rank, (ours, expected) in enumerate(zip(late.results, on_cpu.results, strict=True)):
+        difference = first_difference(ours, expected)
+        if difference is not None:
+            pytest.fail(f"rank {rank} computes other bits than on the CPU: {difference}", pytrace=False)
 
 
 def _variant(world_size: int, smallest: int) -> Any:

@@ -23,6 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from harness import worker
+from harness.results import Fingerprints
 from harness.worker import Job, Reply
 
 START_TIMEOUT_S = 120.0
@@ -42,11 +43,13 @@ _LOST_PEER = re.compile(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the test came to; ``output`` is what each rank printed."""
+    """What the test came to; ``output`` is what each rank printed; ``results`` what each computed, if that was asked for."""
 
     kind: str
     text: str = ""
     output: list[str] = field(default_factory=list)
+    results: list[Fingerprints] = field(default_factory=list)
+    used_device: bool = False
 
 
 _pools: dict[tuple[int, str], Pool] = {}
@@ -137,7 +140,9 @@ class Pool:
         if len(kinds) > 1:
             each = ", ".join(f"rank {rank} {reply.kind}" for rank, reply in sorted(replies.items()))
             return Outcome("failed", f"a skip or xfail has to be taken on every rank: {each}", output)
-        return Outcome(replies[0].kind, replies[0].text, output)
+        ranks = range(self.world_size)
+        results = [replies[rank].results for rank in ranks]
+        return Outcome(replies[0].kind, replies[0].text, output, results, all(replies[rank].used_device for rank in ranks))
 
     def kill(self) -> None:
         for process in self._processes:

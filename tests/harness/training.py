@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
+from harness.results import are_kept, note
+
 Iteration = Callable[[nn.Module, Tensor], Tensor]
 MakeOptimizer = Callable[[Any], Optimizer]
 
@@ -91,11 +93,21 @@ def fed_own_chunk(
     optimizer = optimizer or make_optimizer(model.parameters())
     steps = []
     for x in inputs:
-        loss = iteration(model, own_chunk(x)).detach()
+        rows = _at_its_own_address(own_chunk(x), model)
+        loss = iteration(model, rows).detach()
         losses = [torch.empty_like(loss) for _ in range(dist.get_world_size())]
         dist.all_gather(losses, loss)
         steps.append(_take_step(model, optimizer, torch.stack(losses).mean()))
     return steps
+
+
+def _at_its_own_address(rows: Tensor, model: Any) -> Tensor:
+    """Where results are compared between devices: on the model's, and at the same address modulo a cache line, on which bits depend."""
+    from fsdp2 import FSDPModule
+
+    if not are_kept():
+        return rows
+    return rows.clone().to(model._get_fsdp_state().device if isinstance(model, FSDPModule) else rows.device)
 
 
 def fed_whole(
@@ -124,7 +136,7 @@ def fed_in_chunks(
         losses = []
         total: dict[str, Tensor] = {}
         for chunk in x.chunk(world_size):
-            losses.append(iteration(model, chunk).detach())
+            losses.append(iteration(model, _at_its_own_address(chunk, model)).detach())
             for name, param in model.named_parameters():
                 if param.grad is not None:
                     total[name] = total[name] + param.grad if name in total else param.grad
@@ -137,10 +149,11 @@ def fed_in_chunks(
 
 
 def _take_step(model: nn.Module, optimizer: Optimizer, loss: Tensor) -> Step:
-    grads = {name: _kept(param.grad) for name, param in model.named_parameters()}
+    grads = grads_of(model)
     optimizer.step()
     optimizer.zero_grad()
-    return Step(loss, grads, {name: param.detach().clone() for name, param in model.named_parameters()})
+    note("loss", {"": loss})
+    return Step(loss, grads, state_of(model))
 
 
 def _kept(grad: Tensor | None) -> Tensor | None:
@@ -149,12 +162,16 @@ def _kept(grad: Tensor | None) -> Tensor | None:
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the parameters as they are now."""
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
+    state = {name: param.detach().clone() for name, param in model.named_parameters()}
+    note("value of", state)
+    return state
 
 
 def grads_of(model: nn.Module) -> dict[str, Tensor | None]:
     """Copies of the gradients as they are now."""
-    return {name: _kept(param.grad) for name, param in model.named_parameters()}
+    grads = {name: _kept(param.grad) for name, param in model.named_parameters()}
+    note("gradient of", grads)
+    return grads
 
 
 # --- comparing two ------------------------------------------------------------------------------------------------------------
@@ -241,7 +258,7 @@ def assert_equal_training(
     """
     assert len(actual) == len(expected)
     for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
-        torch.testing.assert_close(ours.loss, theirs.loss, atol=bound, rtol=bound)
+        torch.testing.assert_close(*_pair(ours.loss, theirs.loss), atol=bound, rtol=bound)
         assert_equal_grads(_without(ours.grads, but), _without(theirs.grads, but), f"step {index}: gradient", ulps)
         for name, value in _without(theirs.params, but).items():
             pair = _pair(ours.params[name], value)

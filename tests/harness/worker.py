@@ -20,7 +20,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -30,6 +30,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+
+from harness.results import Fingerprints, kept
 
 # Imported once by the forkserver and shared by all ranks. torch._dynamo is what the first `fully_shard` needs.
 PRELOAD = [
@@ -49,22 +51,28 @@ WATCHER = "_exit_with_parent"  # the name by which stacks leave our own thread o
 
 @dataclass(frozen=True)
 class Job:
-    """One test, as a rank has to run it: no code, only where to import it from."""
+    """One test, as a rank has to run it: no code, only where to import it from. keep_results: see ``results.py``."""
 
     module: str
     path: str
     function: str
     arguments: dict[str, bytes]
     warning_filters: bytes
+    keep_results: bool = False
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What one rank says: ``kind`` is passed, failed, skipped or xfailed; ``summary`` one line, ``text`` all of it."""
+    """What one rank says: ``kind`` is passed, failed, skipped or xfailed; ``summary`` one line, ``text`` all of it.
+
+    results: of a body whose results are kept; used_device: it has put something on a device
+    """
 
     kind: str
     summary: str = ""
     text: str = ""
+    results: Fingerprints = field(default_factory=list)
+    used_device: bool = False
     open_files: int = field(default_factory=lambda: len(os.listdir("/dev/fd")))
     process_groups: tuple[int, int] = field(default_factory=lambda: _process_groups())
 
@@ -105,12 +113,17 @@ def serve(pipe: Connection, rank: int, world_size: int, store_path: str, log_pat
 def run(job: Job) -> Reply:
     """Run one body, and say what came of it."""
     background_errors: list[str] = []
+    results: Fingerprints = []
+    used_device = False
     try:
         with _as_in_pytest(pickle.loads(job.warning_filters), background_errors):
             body = getattr(load(job.module, job.path), job.function).on_ranks_body
             arguments = {name: pickle.loads(value) for name, value in job.arguments.items()}
             _reset()
-            body(**arguments)
+            if job.keep_results:
+                results, used_device = _run_for_comparison(body, arguments)
+            else:
+                body(**arguments)
             del body, arguments
             gc.collect()  # runs the finalizers of this test, not of a later one
     except pytest.skip.Exception as skip:
@@ -127,7 +140,25 @@ def run(job: Job) -> Reply:
         sys.stderr.flush()
     if background_errors:
         return Reply("failed", "an exception in a finalizer or a thread", "\n".join(background_errors))
-    return Reply("passed")
+    return Reply("passed", results=results, used_device=used_device)
+
+
+def _run_for_comparison(body: Callable[..., None], arguments: dict[str, Any]) -> tuple[Fingerprints, bool]:
+    """Run it by algorithms that both devices have, and say what it computed, and whether it used the device."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    before = _num_allocations()
+    with kept() as results, sdpa_kernel(SDPBackend.MATH):
+        body(**arguments)
+    return results.fingerprints(), _num_allocations() > before
+
+
+def _num_allocations() -> int:
+    if os.environ.get("FSDP2_TEST_DEVICE") != PRETEND:
+        return 0
+    from fsdp2.testing import pretend
+
+    return pretend.memory_stats()["allocations"]
 
 
 def load(name: str, path: str) -> ModuleType:

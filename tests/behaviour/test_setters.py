@@ -303,3 +303,15 @@ def test_a_setter_without_effect_says_so_once():
                 call(model.blocks[0])
     reference = mlp()
     assert_same_bits(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+
+
+@on_ranks(2)
+def test_a_profile_shows_what_each_module_gathers_and_reduces():
+    model = shard(mlp())
+    x = own_chunk(batches()[0])
+    forward_backward(model, x)
+    with torch.profiler.profile() as profile:
+        forward_backward(model, x)
+    names = {event.key for event in profile.key_averages()}
+    modules = ["root", "blocks.0", "blocks.1", "blocks.2"]
+    assert {f"FSDP::{what} ({module})" for what in ("all_gather", "reduce") for module in modules} <= names

@@ -234,7 +234,9 @@ class Reduction:
             streams.synchronize(self._reduced)  # the optimizer runs on the host
         if self._plan.flags_slot is None:  # a custom communicator is not told what others miss
             self._late = []
-        self.let_go()
+        self._held = None  # as ``let_go``, without a call more for each group
+        if not self._late:
+            self._output = None
 
     @property
     def group(self) -> GroupMemory:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 
+from torch.profiler import record_function
+
 from .. import torch_compat as compat
 from .call import Call
 from .forward_log import ForwardLog, Moment, Reading
@@ -135,7 +137,10 @@ class Backward:
             before = self._prefetch_behind.pop(unit, None)
             if before is not None and not at_end:
                 self._prefetch(before)
-        if taken:
+        if taken and compat.profiler_is_on():
+            with record_function(f"FSDP::reduce ({unit.fqn or 'root'})"):
+                self._tree.reductions.start(taken)
+        elif taken:
             self._tree.reductions.start(taken)
 
     def begin_recomputation(self, unit: Unit) -> None:

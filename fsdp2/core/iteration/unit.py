@@ -18,7 +18,9 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 
+from .. import torch_compat as compat
 from ..comm.streams import streams_of
 from ..group.all_gather import Waiting, send_together
 from ..group.max_norm import shrinking_weights
@@ -113,6 +115,10 @@ class Unit:
     def issue(self, copy: bool = False) -> None:
         """Start unsharding; on a stream device, in one launch for each process group. Collective: yes, over the shard axis."""
         together: list[Waiting] | None = [] if self._launches_together else None
+        profiled: Any = None
+        if compat.profiler_is_on():
+            profiled = record_function(f"FSDP::all_gather ({self.fqn or 'root'})")
+            profiled.__enter__()
         try:
             for group in self.uses:
                 group.issue(copy, together)
@@ -121,6 +127,8 @@ class Unit:
         finally:  # also if another group could not be issued
             if together:
                 send_together(together, self._streams)
+            if profiled is not None:
+                profiled.__exit__(None, None, None)
 
     def wait(self) -> None:
         for group in self.uses:

@@ -25,8 +25,9 @@ SOURCES = Path(__file__).parent / "csrc"
 
 
 def missing_tools() -> list[str]:
-    """What must be installed first: a C++ compiler and ninja."""
-    return [" or ".join(names) for names in (("g++", "c++", "clang++"), ("ninja",)) if not any(map(shutil.which, names))]
+    """What must be installed first: a C++ compiler, ninja, and a torch with the C++ names that the sources use."""
+    missing = [" or ".join(names) for names in (("g++", "c++", "clang++"), ("ninja",)) if not any(map(shutil.which, names))]
+    return missing if torch.__version__ >= "2.13" else [*missing, "torch 2.13 or later"]
 
 
 def build_folder(prefix: str, files: Iterable[Path]) -> Path:

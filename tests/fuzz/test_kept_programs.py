@@ -187,6 +187,28 @@ KEPT = {
         in_hooks=True,
         unused=True,
     ),
+    "a list was reduced once more, with zeros, behind a re-entrant checkpoint of its frozen module inside of another": Program(
+        root=Node(
+            "root",
+            "heads",
+            children=(
+                Node(
+                    "a",
+                    "sum",
+                    children=(
+                        Node("b", "linear", unit=Unit(label="list", reshard=True), frozen=True, checkpoint="reentrant"),
+                        Node("c", "bare", unit=Unit(label="list", reshard=True)),
+                    ),
+                    unit=Unit(),
+                    checkpoint="reentrant",
+                ),
+            ),
+            unit=Unit(),
+        ),
+        steps=(Step((Micro(input_grad=True),)),),
+        in_hooks=True,
+        unused=True,
+    ),
 }
 
 

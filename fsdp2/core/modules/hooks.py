@@ -247,7 +247,7 @@ class UnitHooks:
         if part is None or calls.to_rerun:
             in_backward = compat.current_graph_task() != -1
             assert unit.schedule is not None
-            if (in_backward or unit.schedule.precedes_backward) and any(param.requires_grad for param in module.parameters()):
+            if in_backward or unit.schedule.precedes_backward:
                 calls.note_run(module, part is not None, in_backward)
         return args, kwargs
 

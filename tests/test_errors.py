@@ -664,9 +664,9 @@ def test_text_for_meta_parameters(mesh):
         str(error.value),
         """\
 [rank 0] 6 parameters should be materialized from meta device before the first forward
+  2.weight (8, 8)
   1.weight (8,)
   1.bias (8,)
-  2.weight (8, 8)
   2.bias (8,)
   0.weight (8, 8)
   0.bias (8,)

@@ -300,7 +300,7 @@ def test_checkpointer_and_dcp_resume_a_flat_optimizer(tmp_path: Path):
     model = sharded(mlp())
     optimizer = flat(torch.optim.AdamW, model, lr=0.05)
     train(model, optimizer, batches(2))
-    Checkpointer(tmp_path / "ours", model, optimizer).save(1)
+    Checkpointer(tmp_path / "ours", model, optimizer, asynchronous=False).save(1)
     dcp.save({"optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path / "dcp")
     weights = copy.deepcopy(model.state_dict())
     train(model, optimizer, batches(2, seed=5))

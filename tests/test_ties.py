@@ -119,3 +119,39 @@ def test_a_parameter_that_was_sharded_may_be_held_and_looked_at():
         assert_close(param.full_tensor(), before[name].data)
         assert before[name].grad is None
         assert copy.deepcopy(before[name]).requires_grad
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("units", ["embedding head", "blocks head", "head", ""])
+def test_a_tie_made_after_fully_shard_is_refused_by_name(units):
+    model = TiedLM()
+    model.head.weight = nn.Parameter(model.embedding.weight.detach().clone())
+    for name in units.split():
+        for module in model.blocks if name == "blocks" else [model.get_submodule(name)]:
+            fully_shard(module, mesh=cpu_mesh(2))
+    fully_shard(model, mesh=cpu_mesh(2), reshard_after_forward=True)
+    model.head.weight = model.embedding.weight
+    with pytest.raises(ParameterError, match=r"weight \((FSDP)?Linear.weight\) was tied to .*weight after fully_shard"):
+        model(torch.tensor([1, 2, 3]))
+
+
+@on_ranks(2)
+def test_sharded_parameters_may_change_places():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.two(torch.tanh(self.one(x)))
+
+    torch.manual_seed(0)
+    reference = Pair()
+    model = copy.deepcopy(reference)
+    fully_shard(model.one, mesh=cpu_mesh(2))
+    fully_shard(model, mesh=cpu_mesh(2))
+    for each in (reference, model):
+        each.one.weight, each.two.weight = each.two.weight, each.one.weight
+        each(torch.ones(2, 4)).sum().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert_close(ours.grad.full_tensor(), theirs.grad)

@@ -25,6 +25,7 @@ from pathlib import Path
 from . import folder_lock
 from .dcp_files import METADATA
 from .durable import durable_file, sync_folder
+from .failure import failure
 
 _PARTIAL = re.compile(r"partial(_[0-9a-f]{32})?|latest(_[0-9a-f]{32})?\.partial")
 _NAME = re.compile(r"step_(\d+)(?:_(\d+))?")
@@ -54,10 +55,17 @@ class CheckpointFolder:
         return sorted(found, key=lambda each: ((each / METADATA).stat().st_mtime_ns, _order(each)))
 
     def latest(self) -> Path | None:
-        """What ``latest`` names; if that is gone, the newest of the others."""
+        """What ``latest`` names; if that is gone, the newest of the others. Raises: CheckpointError if it is there and not whole"""
         if self._pointer.is_file():
             named = self.path / self._pointer.read_text(errors="replace").strip()
-            if named.parent == self.path and _NAME.fullmatch(named.name) and (named / METADATA).is_file():
+            if named.parent == self.path and _NAME.fullmatch(named.name) and named.is_dir():
+                if not (named / METADATA).is_file():
+                    raise failure(
+                        f"{named}, which is the latest checkpoint, has no {METADATA}",
+                        expected="all files of the checkpoint; some tools leave out those whose names begin with a dot",
+                        fix="copy it again with them, name an earlier checkpoint, or remove this one",
+                        file=named,
+                    )
                 return named
         return next(reversed(self.checkpoints()), None)
 

@@ -34,7 +34,7 @@ from ..core.comm.agreement import LostRankError, agree, default_group
 from ..errors import ArgumentError, FSDPError, OrderError, got
 from .checkpoint_folder import CheckpointFolder
 from .checkpointer_load import Restored, read_state
-from .dcp_files import pack, unpack
+from .dcp_files import pack, read_metadata, unpack
 from .every_rank import from_rank_0, on_every_rank, tried
 from .failure import failure
 from .gloo_group import borrow_group, give_back
@@ -104,16 +104,16 @@ class Checkpointer:
         asynchronous: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        def check() -> nn.Module:
+        def check() -> tuple[nn.Module, Path]:
             _check(optimizer, scheduler, data, keep_last)
-            return checked_model(model, "Checkpointer")
+            return checked_model(model, "Checkpointer"), Path(folder)
 
-        self._model = on_every_rank(process_group or default_group(), "cannot make a Checkpointer", check)
+        self._model, path = on_every_rank(process_group or default_group(), "cannot make a Checkpointer", check)
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._data = data
         self._asynchronous = asynchronous
-        self._folder = CheckpointFolder(Path(folder), keep_last)
+        self._folder = CheckpointFolder(path, keep_last)
         self._process_group = process_group
         self._group = borrow_group(process_group)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2_checkpointer")
@@ -187,6 +187,7 @@ class Checkpointer:
             into = folder.path / told[0][0]  # a rank may see the folder at another path
             dcp_save(state, checkpoint_id=into, storage_writer=writer, planner=planner, process_group=self._group)
             if rank == 0:  # DCP has heard of every rank that all of it is written
+                read_metadata(into)  # refuses files that are not there: other ranks may have written to folders of their own
                 folder.commit(step)
 
         unpruned: FSDPError | None = None

@@ -24,7 +24,7 @@ from ..core.plan.mesh import device_of
 from ..errors import ArgumentError, FSDPError, MaterializationError
 from .bands import BandStream, Ready
 from .byte_ranges import bytes_of
-from .every_rank import tried
+from .every_rank import on_every_rank, tried
 from .failure import failure
 from .folder_lock import NAME as LOCK
 from .folder_lock import locked
@@ -97,12 +97,15 @@ def save_safetensors(
     Raises:     on all ranks alike: CheckpointError with ``file`` and ``key`` (the disk is full, the folder cannot be written to, ranks
                 have different models), MaterializationError, ParameterError. The folder is as it was before
     """
-    checked_model(model, "save_safetensors")
-    max_nbytes = nbytes_of(max_shard_size)
-    _check(num_writers, dtype)
+
+    def arguments() -> tuple[Path, int]:
+        checked_model(model, "save_safetensors")
+        _check(num_writers, dtype)
+        return Path(folder), nbytes_of(max_shard_size)
+
     group = process_group or default_group()
+    path, max_nbytes = on_every_rank(group, "cannot save the model", arguments)
     world_size = 1 if group is None else group.size()
-    path = Path(folder)
     what = f"cannot save the model to {path}"
 
     def plan() -> list[PlannedFile]:

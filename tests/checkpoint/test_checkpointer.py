@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp2 import ArgumentError, FSDPModule, fully_shard
-from fsdp2.checkpoint import Checkpointer, CheckpointError
+from fsdp2.checkpoint import Checkpointer, CheckpointError, save_safetensors
 from fsdp2.checkpoint.checkpoint_folder import CheckpointFolder
 from fsdp2.checkpoint.every_rank import on_every_rank
 from fsdp2.checkpoint.targets.dcp_writer import DigestingWriter
@@ -453,6 +453,30 @@ def test_latest_is_the_newest_by_time_if_nothing_names_it(tmp_path: Path) -> Non
     assert folder.latest() == newest
     (tmp_path / "latest").write_text("step_000100\n")
     assert folder.latest() == tmp_path / "step_000100"
+    (tmp_path / "step_000100" / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match=r"step_000100, which is the latest checkpoint, has no \.metadata"):
+        folder.latest()
+
+
+@on_ranks(2)
+def test_ranks_with_folders_of_their_own_acknowledge_nothing(tmp_path: Path) -> None:
+    model = fully_shard(mlp(), mesh=cpu_mesh(2))
+    with (
+        Checkpointer(tmp_path / f"rank_{dist.get_rank()}", model, asynchronous=False) as checkpointer,
+        pytest.raises(CheckpointError, match=r"(?s)files that are missing.*__1_0\.distcp: is missing"),
+    ):
+        checkpointer.save(1)
+    assert not list(tmp_path.glob("rank_*/step_*"))
+
+
+@on_ranks(2)
+def test_a_folder_that_one_rank_alone_knows_is_an_error_on_all(tmp_path: Path) -> None:
+    model = fully_shard(mlp(), mesh=cpu_mesh(2))
+    folder: Any = tmp_path / "run" if dist.get_rank() == 0 else None
+    with pytest.raises(CheckpointError, match="NoneType"):
+        Checkpointer(folder, model)
+    with pytest.raises(CheckpointError, match="NoneType"):
+        save_safetensors(model, folder)
 
 
 class CrashError(BaseException):

@@ -16,6 +16,7 @@ from ...errors import ParameterError
 from ..group.own_memory import has_extension
 from ..group.param import Owner, ShardedParam
 from ..group.param_group import ParamGroup
+from ..iteration.module_state import sharded_parameters
 from .grad_dtypes import carry_grad_dtype
 
 
@@ -93,6 +94,7 @@ class ModuleRegistry:
             sharded = param.sharded
             if now is not sharded:
                 self._refuse_untying(param)
+                _refuse_tying(param, now)
                 _adopt_replacement(param, now)
                 intact = False
             elif sharded._local_tensor is not param.local or (  # type: ignore[attr-defined]
@@ -122,6 +124,19 @@ def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
         module._parameters[name] = param
     else:
         setattr(module, name, param)
+
+
+def _refuse_tying(param: ShardedParam, now: Any) -> None:
+    """Raise if the place of ``param`` was given another sharded parameter that still has its own place: it lies in one flat shard."""
+    other = sharded_parameters().get(id(now), (param, None))[0]
+    shown = [owner.module._parameters.get(owner.name) for owner in other.owners]
+    if other is param or not any(each is other.sharded or (each is not None and each is other.unsharded) for each in shown):
+        return  # a new one, or two that have changed places
+    raise ParameterError(
+        f"{param.fqn} ({type(param.owners[0].module).__name__}.{param.owners[0].name}) was tied to {other.fqn} after fully_shard",
+        expected="parameters that share values to be one before fully_shard, which then gathers and reduces them once",
+        fix="tie them first (model.tie_weights()), then call fully_shard",
+    )
 
 
 def _adopt_replacement(param: ShardedParam, now: Any) -> None:

@@ -107,7 +107,7 @@ def draw(number: int) -> Scenario:
 
 
 OPEN = 68
-"""A program with extensions, whose gradients read freed memory with seed 544; it has a test of its own until that is mended."""
+"""Extensions, bf16, offload, (4, 1), two micro-batches: a gradient reads freed memory with seed 544. Mend it, then draw it again."""
 
 
 def failures(seeds: range) -> list[str]:

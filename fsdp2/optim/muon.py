@@ -53,19 +53,15 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         adamw_eps: float = 1e-8,
     ) -> None:
-        for name, value, is_fine in (
-            ("lr", lr, lr >= 0),
-            ("weight_decay", weight_decay, weight_decay >= 0),
-            ("momentum", momentum, 0 <= momentum < 1),
-            ("ns_steps", ns_steps, ns_steps >= 1),
-            ("adjust_lr_fn", adjust_lr_fn, adjust_lr_fn in (None, *_ADJUSTMENTS)),
+        for name, value, is_fine, expected in (
+            ("lr", lr, lr >= 0, "0 or more"),
+            ("weight_decay", weight_decay, weight_decay >= 0, "0 or more"),
+            ("momentum", momentum, 0 <= momentum < 1, "0 to below 1"),
+            ("ns_steps", ns_steps, ns_steps >= 1, "1 or more"),
+            ("adjust_lr_fn", adjust_lr_fn, adjust_lr_fn in (None, *_ADJUSTMENTS), f"None or one of {', '.join(_ADJUSTMENTS)}"),
         ):
             if not is_fine:
-                raise ArgumentError(
-                    f"Muon got {name}={value!r}",
-                    expected="a learning rate and decay of at least 0, a momentum of 0 to below 1, a step or more, a known adjustment",
-                    fix=f"pass another {name}; adjust_lr_fn is one of {', '.join(_ADJUSTMENTS)}",
-                )
+                raise ArgumentError(f"Muon got {name}={value!r}", expected=expected, fix=f"pass another {name}")
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,

@@ -40,9 +40,10 @@ from .strategy import accumulate, parallelize
 if TYPE_CHECKING:
     from . import checkpoint, compat, optim, state_bytes, wrap
     from .compiled import compile, uncompile  # noqa: A004 (named after torch.compile)
+    from .installation import install, uninstall
 
 _MODULES = ("checkpoint", "compat", "optim", "state_bytes", "wrap")
-_OF_COMPILED = ("compile", "uncompile")
+_FUNCTIONS = {"compile": "compiled", "uncompile": "compiled", "install": "installation", "uninstall": "installation"}
 
 __all__ = [
     "AllGather",
@@ -74,6 +75,7 @@ __all__ = [
     "compile",
     "fully_shard",
     "get_total_norm",
+    "install",
     "materialize",
     "optim",
     "parallelize",
@@ -82,6 +84,7 @@ __all__ = [
     "share_comm_ctx",
     "state_bytes",
     "uncompile",
+    "uninstall",
     "wrap",
 ]
 
@@ -91,8 +94,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("importlib.metadata").version("fsdp2")
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
-    if name in _OF_COMPILED:
-        return getattr(importlib.import_module(".compiled", __name__), name)
+    if name in _FUNCTIONS:
+        return getattr(importlib.import_module(f".{_FUNCTIONS[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+from .clients.state import ClientState
 from .core.iteration.finalization import CommContext
 from .core.iteration.module_state import schedule_of, sharded_unit, unit_of
 from .core.modules.sharded_class import sharded_class, swap_class
@@ -111,6 +112,7 @@ def fully_shard(
         mp_policy=mp_policy,
         offload_policy=offload_policy,
         ignored_params=ignored_params or set(),
+        state_class=ClientState,
     )
     for each in unit.modules:
         swap_class(each, FSDPModule)

@@ -30,6 +30,7 @@ from torch.distributed._composable_state import _insert_module_state, _State
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp._fully_shard import _fully_shard as torch_fsdp2
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls as torch_class_map
 from torch.distributed.fsdp._fully_shard._fully_shard import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Placement, Shard
@@ -575,6 +576,12 @@ def without_module_state(module: nn.Module) -> Iterator[None]:
     finally:
         for (place, key), value in zip(places, kept, strict=True):
             place[key] = value
+
+
+def torch_mixin() -> type:
+    """torch's FSDPModule, or the subclass that somebody has put where torch's ``fully_shard`` looks it up."""
+    there: Any = torch_fsdp2.FSDPModule
+    return there if isinstance(there, type) and issubclass(there, TorchFSDPModule) else TorchFSDPModule
 
 
 def let_guard_pickler_find(cls: type, new: type) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from .. import torch_compat as compat
 
-_classes: dict[tuple[type, type], type] = {}
+_classes: dict[tuple[type, type, type], type] = {}
 _originals: dict[type, type] = {}
 
 
@@ -29,17 +29,18 @@ def sharded_class(module: nn.Module, mixin: type, prefix: str = "FSDP") -> type:
             instance of it
     """
     cls: Any = type(module)
-    new = _classes.get((mixin, cls))
+    torch_mixin = compat.torch_mixin()
+    new = _classes.get((mixin, cls, torch_mixin))
     if new is None:
-        bases = (mixin, cls, compat.TorchFSDPModule)
+        bases = (mixin, cls, torch_mixin)
         name, attributes = f"{prefix}{cls.__name__}", {"__module__": cls.__module__}
         new = type(name, bases, attributes)
         try:
             _try(module, new)
         except TypeError:
-            new = _mixin_first(type(new), bases)(name, (cls, mixin, compat.TorchFSDPModule), attributes)
+            new = _mixin_first(type(new), bases)(name, (cls, mixin, torch_mixin), attributes)
             _try(module, new)
-        _classes[(mixin, cls)] = new
+        _classes[(mixin, cls, torch_mixin)] = new
         _originals[new] = cls
     compat.let_guard_pickler_find(cls, new)
     return new

@@ -46,11 +46,13 @@ def build_unit(
     offload_policy: Any,
     ignored_params: set[nn.Parameter],
     semantics: Semantics | None = None,
+    state_class: type[ModuleState] = ModuleState,
 ) -> ModuleState:
     """Shard what ``modules`` own and hook them. Collective: only for an int ``reshard_after_forward``.
 
-    mesh:      of parameters for which ``shard_placement_fn`` names no other
-    semantics: None: what the user chose
+    mesh:        of parameters for which ``shard_placement_fn`` names no other
+    semantics:   None: what the user chose
+    state_class: of the unit; others see it as the state of ``modules``
     """
     exempt_from_typechecking([build_unit])
     device = device_of(mesh)
@@ -88,7 +90,7 @@ def build_unit(
             group_with(sharded).registry.add_owner(sharded, owner)
     if any(group.smaller_mesh is not None for group in groups):
         after = reshard_after_forward
-    unit = ModuleState(
+    unit = state_class(
         modules,
         groups,
         borrowed,

@@ -122,7 +122,7 @@ def _copy_unit(unit: ModuleState, memo: dict[Any, Any], copies: dict[ModuleState
         lender = unit_with(group.params[0])
         index = lender.groups.index(group)
         borrowed.append(_copy_unit(lender, memo, copies).groups[index])
-    new = copies[unit] = ModuleState(
+    new = copies[unit] = type(unit)(
         [memo[id(module)] for module in unit.modules],
         [_copy_group(group, memo) for group in unit.groups],
         borrowed,

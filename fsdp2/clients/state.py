@@ -1,0 +1,258 @@
+"""A unit's state under torch's private names: what ``module._get_fsdp_state()`` returns to the projects that read them.
+
+    state._fsdp_param_group.post_forward_mesh_info = None        # verl: keep the parameters after forward
+    state._fsdp_param_group.reshard_after_backward               # axolotl, before a backward in tiles
+    state._mp_policy.param_dtype                                 # NeMo Automodel, for a sharded lm_head
+    state._comm_ctx.all_gather_stream                            # xtuner, which copies activations on it
+
+``docs/clients.md`` lists the readers. What a name tells is read from the unit when it is asked for; what is written to it becomes what
+the public setter would make of it. It refuses to know how anything is done.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.comm.streams import Stream, streams_of
+from ..core.group.memory import GroupState
+from ..core.group.param import ShardedParam
+from ..core.group.param_group import ParamGroup
+from ..core.iteration.finalization import CommContext
+from ..core.iteration.first_forward import refuse_meta
+from ..core.iteration.module_state import ModuleState, units_below
+from ..core.plan.mesh import read_mesh_info
+from ..errors import ArgumentError
+from . import torch_compat
+
+
+class ClientState(ModuleState):
+    """What ``fully_shard`` leaves on a module, with the names that other projects read."""
+
+    @property
+    def _mp_policy(self) -> Any:
+        return self.mp_policy
+
+    @property
+    def _auto_reshard_after_forward(self) -> bool:
+        return self.options.reshard_is_default
+
+    @_auto_reshard_after_forward.setter
+    def _auto_reshard_after_forward(self, is_default: bool) -> None:
+        self.choose(reshard_is_default=is_default)
+
+    @property
+    def _fsdp_param_groups(self) -> list[ParamGroupNames]:
+        """One for each mesh that parameters of the unit are sharded over, as torch groups them; dtypes make no difference here."""
+        by_mesh: dict[tuple[int, int], list[ParamGroup]] = {}
+        for group in self.groups:
+            by_mesh.setdefault(group.mesh.groups, []).append(group)
+        return [ParamGroupNames(self, groups) for groups in by_mesh.values()]
+
+    @property
+    def _fsdp_param_group(self) -> ParamGroupNames | None:
+        """Raises: ArgumentError if the parameters of the unit are sharded over several meshes."""
+        groups = self._fsdp_param_groups
+        if len(groups) > 1:
+            raise ArgumentError(
+                f"_fsdp_param_group of {self.fqn or 'the root'} is asked for, which shards parameters over {len(groups)} meshes",
+                expected="one mesh",
+                fix="read _fsdp_param_groups, which has an entry for each mesh",
+            )
+        return groups[0] if groups else None
+
+    @property
+    def _comm_ctx(self) -> CommContextNames:
+        """The same object for roots that share their communication context, which pipeline schedules compare by its id."""
+        context = self.shared_context()
+        names = _contexts.get(context)
+        if names is None:
+            names = _contexts[context] = CommContextNames(*_streams(self.device))
+        return names
+
+    def _lazy_init(self) -> None:
+        """What torch does here before the first forward: give parameters their names from the root, refuse those on the meta device."""
+        refuse_meta([unit for _, unit in units_below(self.modules[0])])
+
+
+@dataclass(frozen=True, eq=False)
+class CommContextNames:
+    """The streams of a device. ``all_gather_state`` is None: no gathered buffer outlives the gather that fills it."""
+
+    all_gather_copy_in_stream: Stream
+    all_gather_stream: Stream
+    reduce_scatter_stream: Stream
+    all_reduce_stream: Stream
+    all_gather_state: None = None
+    reduce_scatter_state: None = None
+
+
+_contexts: weakref.WeakKeyDictionary[CommContext, CommContextNames] = weakref.WeakKeyDictionary()
+
+
+def _streams(device: torch.device) -> tuple[Stream, Stream, Stream, Stream]:
+    """As torch has them; on the CPU, where nothing is queued, its stand-in for a stream."""
+    streams = streams_of(device)
+    if streams.host_waits:
+        return (torch.cpu.current_stream(),) * 4
+    return streams.gather, streams.gather, streams.reduce, streams.all_reduce
+
+
+class ParamGroupNames:
+    """The parameters of a unit that are sharded over one mesh, as torch's parameter group is read."""
+
+    def __init__(self, unit: ModuleState, groups: Sequence[ParamGroup]) -> None:
+        self._unit = unit
+        self._groups = groups
+
+    @property
+    def fsdp_params(self) -> list[ParamNames]:
+        return [ParamNames(param, group) for group in self._groups for param in group.params]
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        return self._unit.modules
+
+    @property
+    def device(self) -> torch.device:
+        return self._unit.device
+
+    @property
+    def mp_policy(self) -> Any:
+        return self._unit.mp_policy
+
+    @property
+    def mesh_info(self) -> Any:
+        """torch's FSDPMeshInfo, HSDPMeshInfo or DDPMeshInfo."""
+        mesh = self._groups[0].mesh
+        return torch_compat.mesh_info(mesh.mesh, mesh.shard_axis, mesh.replicate_axis)
+
+    @property
+    def post_forward_mesh_info(self) -> Any:
+        """None if the parameters stay unsharded after forward; else what they are sharded over then."""
+        if self._unit.options.reshard_after_forward is False:
+            return None
+        smaller = self._groups[0].smaller_mesh
+        return self.mesh_info if smaller is None else torch_compat.mesh_info(smaller.mesh, smaller.shard_axis, smaller.replicate_axis)
+
+    @post_forward_mesh_info.setter
+    def post_forward_mesh_info(self, mesh_info: Any) -> None:
+        if mesh_info is None:
+            self._unit.choose(reshard_after_forward=False, reshard_is_default=False)
+            return
+        mesh = read_mesh_info(mesh_info)
+        is_whole = mesh.shard_size == self._groups[0].mesh.shard_size
+        for group in self._groups:
+            group.smaller_mesh = None if is_whole else mesh
+        self._unit.choose(reshard_after_forward=True if is_whole else mesh.shard_size, reshard_is_default=False)
+
+    @property
+    def reshard_after_backward(self) -> bool:
+        return self._unit.micro_batch.reshards
+
+    @reshard_after_backward.setter
+    def reshard_after_backward(self, reshards: bool) -> None:
+        self._unit.set_micro_batch(replace(self._unit.micro_batch, reshards=reshards))
+
+    @property
+    def reduce_grads(self) -> bool:
+        return self._unit.micro_batch.reduces
+
+    @property
+    def all_reduce_grads(self) -> bool:
+        return self._unit.micro_batch.all_reduces
+
+    @property
+    def gradient_divide_factor(self) -> float | None:
+        return self._groups[0].gradients.options.divide_factor
+
+    @property
+    def force_sum_reduction_for_comms(self) -> bool:
+        return self._groups[0].gradients.options.sum_only
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype:
+        return self._groups[0].plan.reduce_dtype
+
+    @property
+    def is_sharded(self) -> bool:
+        return all(group.state is GroupState.SHARDED for group in self._groups)
+
+    @property
+    def is_unsharded(self) -> bool:
+        return all(group.state is GroupState.UNSHARDED for group in self._groups)
+
+    @property
+    def _all_gather_result(self) -> ParamGroupNames | None:
+        """Something while an all-gather is under way, else None: readers only ask which."""
+        return self if any(group.state is GroupState.UNSHARDING for group in self._groups) else None
+
+    @property
+    def _training_state(self) -> Any:
+        return torch_compat.IDLE
+
+    @_training_state.setter
+    def _training_state(self, state: Any) -> None:
+        """To be idle is what readers ask for before ``reshard()``, which needs no such word here. Raises: ArgumentError for others."""
+        if state is not torch_compat.IDLE:
+            raise ArgumentError(
+                f"_training_state of {self._unit.fqn or 'the root'} is set to {state}",
+                expected="TrainingState.IDLE, which changes nothing",
+                fix="leave it: fsdp2 keeps account of forward and backward by itself",
+            )
+
+
+class ParamNames:
+    """One sharded parameter, as torch's ``FSDPParam`` is read."""
+
+    def __init__(self, param: ShardedParam, group: ParamGroup) -> None:
+        self._param = param
+        self._group = group
+
+    @property
+    def sharded_param(self) -> nn.Parameter:
+        return self._param.sharded
+
+    @property
+    def unsharded_param(self) -> nn.Parameter:
+        """Raises: AttributeError before the first unshard, as torch's does."""
+        if self._param.unsharded is None:
+            raise AttributeError(f"{self._param.fqn} has not been unsharded yet")
+        return self._param.unsharded
+
+    @property
+    def _module_info(self) -> ModuleInfoNames:
+        owner, *others = self._param.owners
+        return ModuleInfoNames(owner.module, owner.name, [each.module for each in others], [each.name for each in others])
+
+    @property
+    def _param_fqn(self) -> str:
+        return self._param.fqn
+
+    @property
+    def orig_dtype(self) -> torch.dtype:
+        return self._param.dtype
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        return self._group.plan.param_dtype
+
+    @property
+    def mesh_info(self) -> Any:
+        mesh = self._group.mesh
+        return torch_compat.mesh_info(mesh.mesh, mesh.shard_axis, mesh.replicate_axis)
+
+
+@dataclass(frozen=True)
+class ModuleInfoNames:
+    """Where a parameter is registered; the shared ones are of tied parameters."""
+
+    module: nn.Module
+    param_name: str
+    shared_modules: list[nn.Module]
+    shared_param_names: list[str]

@@ -1,0 +1,56 @@
+"""torch's private modules and classes around FSDP2, as far as other projects use them. The only file here that names them."""
+
+from __future__ import annotations
+
+import importlib
+import types
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common as common
+from torch.distributed.fsdp._fully_shard import _fsdp_state as state_module
+from torch.distributed.fsdp._fully_shard import _fully_shard as definitions
+
+__all__ = ["FSDP1_HOMES", "FSDP2_HOMES", "IDLE", "homes", "is_needed_by_torch", "mesh_info", "state_module"]
+
+IDLE = common.TrainingState.IDLE
+
+FSDP2_HOMES = (
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp._fully_shard",
+    "torch.distributed.fsdp._fully_shard._fully_shard",
+    "torch.distributed.fsdp._fully_shard._fsdp_api",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+)
+"""Where programs import FSDP2's names from."""
+
+FSDP1_HOMES = (
+    "torch.distributed.fsdp",
+    "torch.distributed.fsdp.api",
+    "torch.distributed.fsdp.fully_sharded_data_parallel",
+    "torch.distributed.fsdp.sharded_grad_scaler",
+    "torch.distributed.fsdp.wrap",
+)
+"""Where programs import FSDP1's names from."""
+
+
+def homes(names: tuple[str, ...]) -> list[types.ModuleType]:
+    """These modules of torch, imported."""
+    for reader in ("torch.distributed._composable.replicate_with_fsdp", "torch.distributed.pipelining.stage"):
+        importlib.import_module(reader)  # which from now on has torch's names, whatever the homes have
+    return [importlib.import_module(name) for name in names]
+
+
+def is_needed_by_torch(module: types.ModuleType, name: str) -> bool:
+    """Whether torch's methods look ``name`` up in ``module``: on modules that torch has sharded they must find torch's class there."""
+    return module is definitions and name == "FSDPModule"
+
+
+def mesh_info(mesh: DeviceMesh, shard_axis: int | None, replicate_axis: int | None) -> Any:
+    """torch's description of a data-parallel mesh."""
+    if shard_axis is None:
+        return common.DDPMeshInfo(mesh, replicate_mesh_dim=replicate_axis)
+    if replicate_axis is None:
+        return common.FSDPMeshInfo(mesh, shard_mesh_dim=shard_axis)
+    return common.HSDPMeshInfo(mesh, shard_mesh_dim=shard_axis, replicate_mesh_dim=replicate_axis)

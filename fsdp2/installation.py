@@ -1,0 +1,159 @@
+"""fsdp2 in the place of torch's FSDP2, for programs that nobody edits.
+
+    with fsdp2.install():                       # or once, and never undone
+        import their_training_program           # its ``from torch.distributed.fsdp import fully_shard`` gets ours
+
+What is rebound are names: in the modules of torch that programs import them from, and in every module that has imported them already.
+Each keeps what it had, so that ``uninstall`` puts all of it back. Whoever keeps torch's function elsewhere (in a default argument, a
+closure, a list) still has torch's. It refuses to know what the names stand for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+import threading
+import types
+from typing import Any
+
+from .clients import torch_compat
+from .core.iteration.module_state import unit_of
+
+FSDP2_NAMES = (
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+)
+
+FSDP1_NAMES = (
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedGradScaler",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+)
+
+_log = logging.getLogger("fsdp2")
+_lock = threading.RLock()
+_installed: list[Installation] = []
+
+
+class Installation:
+    """What one ``install`` call has rebound; as a context manager it is undone at the end of the block."""
+
+    def __init__(self) -> None:
+        self._rebound: list[tuple[types.ModuleType, str, Any, Any]] = []
+
+    def uninstall(self) -> None:
+        """Put back what ``install`` replaced; a second time, nothing. A name that somebody else has rebound since stays as it is."""
+        with _lock:
+            if self in _installed:
+                _installed.remove(self)
+            for module, name, theirs, ours in reversed(self._rebound):
+                if vars(module).get(name) is ours:
+                    setattr(module, name, theirs)
+            self._rebound.clear()
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.uninstall()
+
+    def __repr__(self) -> str:
+        modules = {module.__name__ for module, *_ in self._rebound}
+        return f"<fsdp2 in place of torch's FSDP: {len(self._rebound)} names in {len(modules)} modules>"
+
+    def _rebind(self, replacements: dict[int, tuple[Any, Any]], module: types.ModuleType) -> None:
+        for name, value in list(vars(module).items()):
+            found = replacements.get(id(value))
+            if found is not None and not torch_compat.is_needed_by_torch(module, name):
+                setattr(module, name, found[1])
+                self._rebound.append((module, name, *found))
+
+
+def install(*, fsdp1: bool = False) -> Installation:
+    """Let the names of torch's FSDP2 mean fsdp2's, in all of this process, for what is imported from now on and what has been.
+
+    It covers ``torch.distributed.fsdp``, ``torch.distributed._composable.fsdp``, the private modules in which torch defines the names,
+    and all modules outside of torch that have imported them. What torch's own functions have sharded before, or ``replicate`` shards
+    later, goes on with torch's.
+
+    fsdp1:      FSDP1's names as well (``FullyShardedDataParallel`` and what belongs to it), by ``fsdp2.compat``
+    Returns:    the handle that undoes it, by ``uninstall()`` or as a context manager. A call that finds everything installed changes
+                nothing, and so does its handle.
+    Collective: no. Thread-safe.
+    """
+    installation = Installation()
+    with _lock:
+        replacements = _replacements("fsdp2", torch_compat.FSDP2_HOMES, FSDP2_NAMES)
+        replacements |= _replaced_lookup()
+        if fsdp1:
+            replacements |= _replacements("fsdp2.compat", torch_compat.FSDP1_HOMES, FSDP1_NAMES)
+        homes = torch_compat.homes(torch_compat.FSDP2_HOMES + (torch_compat.FSDP1_HOMES if fsdp1 else ()))
+        for module in dict.fromkeys([*homes, torch_compat.state_module]):
+            installation._rebind(replacements, module)
+        loaded: dict[str, Any] = dict(sys.modules)  # programs put other objects than modules there, too
+        for name, module in loaded.items():
+            if isinstance(module, types.ModuleType) and not _stays(name):
+                installation._rebind(replacements, module)
+        if installation._rebound:
+            _installed.append(installation)
+            _log.info("%r", installation)
+    return installation
+
+
+def uninstall() -> None:
+    """Undo every ``install`` of this process."""
+    with _lock:
+        for installation in reversed(_installed[:]):
+            installation.uninstall()
+
+
+def _stays(module_name: str) -> bool:
+    """Whether a module keeps its names: ours, and torch's own, which tell modules of ours and of torch's apart by what they are."""
+    return module_name.split(".")[0] in ("fsdp2", "torch")
+
+
+def _replacements(ours: str, homes: tuple[str, ...], names: tuple[str, ...]) -> dict[int, tuple[Any, Any]]:
+    """Of each of torch's objects by these names, by its id, which no other object has while it is here: the object, and ours."""
+    package = importlib.import_module(ours)
+    found = {}
+    for module in torch_compat.homes(homes):
+        for name in names:
+            theirs, mine = vars(module).get(name), getattr(package, name, None)
+            if theirs is not None and mine is not None and theirs is not mine:
+                found[id(theirs)] = theirs, mine
+    return found
+
+
+def _replaced_lookup() -> dict[int, tuple[Any, Any]]:
+    """torch's private function that finds a module's state, for those who import it from where it is defined."""
+    theirs = torch_compat.state_module._get_module_fsdp_state
+    if getattr(theirs, "_finds_ours", False):
+        return {}
+
+    def _get_module_fsdp_state(module: Any) -> Any:
+        return unit_of(module) or theirs(module)
+
+    _get_module_fsdp_state._finds_ours = True  # type: ignore[attr-defined]
+    return {id(theirs): (theirs, _get_module_fsdp_state)}

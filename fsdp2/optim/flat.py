@@ -98,6 +98,7 @@ class FlatOptimizer(Optimizer):
 
     def _current(self) -> Optimizer:
         """The inner optimizer, on the flat shards as they are now: a model may have been materialised, moved or cast."""
+        self._take_over_writes()
         if self._loaded is not None or self._inner is None or any(group.flat is not flat for group, flat in self._flats):
             self._rebuild(self._state_now())
         assert self._inner is not None
@@ -134,7 +135,7 @@ class FlatOptimizer(Optimizer):
     def state(self) -> defaultdict[Tensor, State]:
         """By parameter, as with the ordinary optimizer: DTensors over the flat state, made when they are asked for after a step.
 
-        What has a value for each element may be written in place. Other changes are not seen: ``load_state_dict`` makes them.
+        The next step takes over what was written into it. A step ends what was shown before it: ask again then.
         """
         if self._shown is None:
             self._shown = self._state_now()
@@ -143,6 +144,18 @@ class FlatOptimizer(Optimizer):
     @state.setter
     def state(self, value: Mapping[Tensor, State]) -> None:
         self._shown, self._loaded = None, value
+
+    def _take_over_writes(self) -> None:
+        """Writes to what ``state`` showed: those to a value for each element are in the flat state already, others are found here."""
+        if self._shown is None or self._loaded is not None or self._inner is None:
+            return
+        for run in (run for runs in self._runs for run in runs):
+            values: State = self._inner.state.get(run.data) or {}
+            for piece in run.pieces:
+                shown = self._shown.get(piece.param, {})
+                if shown.keys() != values.keys() or not all(_is_as_shown(key, values[key], run, piece, shown[key]) for key in shown):
+                    self.state = self._shown
+                    return
 
     def _state_now(self) -> defaultdict[Tensor, State]:
         found: defaultdict[Tensor, State] = defaultdict(dict)
@@ -168,6 +181,7 @@ class FlatOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As any optimizer's."""
+        self._take_over_writes()
         state = self._state_now()
         super().add_param_group(param_group)
         self.state = state
@@ -201,6 +215,25 @@ def _shown(key: str, value: Any, run: Run, piece: Piece) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
+def _is_as_shown(key: str, value: Any, run: Run, piece: Piece, shown: Any) -> bool:
+    """Whether ``shown`` still is what ``_shown`` made of ``value``."""
+    if not is_elementwise(key, value, run.data):
+        return _are_equal(value, shown)
+    if not isinstance(shown, Tensor) or shown.dtype is not value.dtype:
+        return False
+    local: Tensor = _local(shown, piece.param)
+    return local.data_ptr() == piece.place_in(value).data_ptr()
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) or isinstance(other, Tensor):
+        if value is other or not isinstance(value, Tensor) or not isinstance(other, Tensor):
+            return value is other
+        are_alike = value.device == other.device and value.dtype is other.dtype
+        return are_alike and not isinstance(value, DTensor) and not isinstance(other, DTensor) and torch.equal(value, other)
+    return value is other or bool(value == other)
+
+
 def _part_of(key: str, value: Any, data: Tensor, part: slice) -> Any:
     if is_elementwise(key, value, data):
         return value[part]
@@ -226,10 +259,7 @@ def _go_together(one: State, other: State, param: Tensor) -> bool:
         if is_elementwise(key, value, param) and is_elementwise(key, other[key], param):
             if value.dtype is not other[key].dtype:
                 return False
-        elif isinstance(value, Tensor) and isinstance(other[key], Tensor):
-            if isinstance(value, DTensor) or isinstance(other[key], DTensor) or not torch.equal(value, other[key]):
-                return False
-        elif value is not other[key] and (isinstance(value, Tensor) or isinstance(other[key], Tensor) or value != other[key]):
+        elif not _are_equal(value, other[key]):
             return False
     return True
 

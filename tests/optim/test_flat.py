@@ -271,6 +271,37 @@ def test_frozen_and_ignored_parameters_and_those_of_other_modules():
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("change", ["a step in place", "a number", "a tensor of its own", "a key more", "all dropped"])
+def test_what_is_written_into_the_state_between_steps_counts_as_with_the_ordinary_optimizer(change):
+    """``state[p]["step"].zero_()`` changed a copy that nobody read: the next step went on from the old number, in silence."""
+
+    def write(optimizer: Optimizer) -> None:
+        state = optimizer.state[optimizer.param_groups[0]["params"][1]]
+        if change == "a step in place":
+            for values in optimizer.state.values():
+                values["step"].zero_()
+        elif change == "a number":
+            state["num_steps"] = 7
+        elif change == "a tensor of its own":
+            state["exp_avg"] = torch.ones_like(state["exp_avg"])
+        elif change == "a key more":
+            state["mine"] = "noted"
+        else:
+            optimizer.state.clear()
+
+    kind = "a user's" if change == "a number" else "adamw"
+    optimizer_class, arguments = KINDS[kind]
+    ours, theirs = sharded(mlp()), sharded(mlp())
+    one, other = flat(optimizer_class, ours, **arguments), optimizer_class(theirs.parameters(), **arguments)
+    for model, optimizer in ((ours, one), (theirs, other)):
+        train(model, optimizer, batches(2))
+        write(optimizer)
+        train(model, optimizer, batches(2, seed=5))
+    assert_same_model(ours, theirs)
+    assert_same_state(one, other)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("ours_first", [True, False])
 @pytest.mark.parametrize("through_torch", [True, False])
 def test_state_dicts_of_flat_and_ordinary_optimizers_load_into_each_other(ours_first, through_torch):

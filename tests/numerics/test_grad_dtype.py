@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
@@ -186,6 +187,50 @@ def test_unsynced_gradients_stay_on_the_unsharded_parameters_and_survive_what_re
             assert_equal_grads(kept, grads_of(reference))
             model.set_reshard_after_backward(True)
     assert_equal_grads(grads_of(model), grads_of(reference))
+
+
+def backward_by_hand(loss: torch.Tensor, weight: nn.Parameter) -> None:
+    """As pipeline schedules write the gradients of weights that they differentiate apart from inputs."""
+    (gradient,) = torch.autograd.grad(loss, [weight])
+    if weight.grad is None:
+        weight.grad = gradient
+    else:
+        weight.grad += gradient
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("order", ["hhhh", "hbhb", "bbhh"])
+@pytest.mark.parametrize("name", ["ours", pytest.param("torch", marks=needs_torch("2.15", "finalize_backward"))])
+def test_gradients_written_by_hand_without_sync_add_up_in_the_same_dtype_as_those_of_backwards(name, order):
+    """Symptom: zero-bubble schedules lost bits, for the gradients of weights before the first whole backward added up in bf16."""
+    package = {"ours": fsdp2, "torch": torch_fsdp}[name]
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16, bias=False)
+    whole = copy.deepcopy(model).bfloat16()
+    with semantics("2.15"):
+        package.fully_shard(
+            model, mesh=cpu_mesh(), mp_policy=package.MixedPrecisionPolicy(param_dtype=BF16), reshard_after_forward=False
+        )
+    torch.manual_seed(dist.get_rank())
+    inputs = torch.randn(4, 4, 16).unbind()
+    expected = torch.zeros(16, 16)
+    for x in inputs:
+        expected += torch.autograd.grad(whole(x.bfloat16()).float().square().mean(), [whole.weight])[0]
+    dist.all_reduce(expected)
+    model.set_manual_backward_finalization(True)
+    losses = [model(x).float().square().mean() for x in inputs]
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False)
+    for loss, kind in zip(losses, order, strict=True):
+        if kind == "h":
+            backward_by_hand(loss, model.weight)
+        else:
+            loss.backward()
+        assert model.weight.grad.dtype is FP32
+    model.set_requires_gradient_sync(True)
+    model.set_reshard_after_backward(True)
+    model.finalize_backward()
+    assert torch.equal(model.weight.grad.full_tensor(), expected / 2)
 
 
 @on_ranks(2)

@@ -40,6 +40,10 @@ class GradientDtypes:
         of_user = self.added_up.get(param)
         return self.usual if of_user is None else of_user.dtype
 
+    def of_unsharded(self, param: ShardedParam, adds_up: bool) -> compat.GradDtype | None:
+        """A ``grad_dtype`` for the unsharded parameter; None: its own dtype. adds_up: gradients of several backwards meet there."""
+        return compat.GradDtype(self.added_up_in(param)) if adds_up else self.added_up.get(param)
+
 
 def gradient_dtypes(
     params: Sequence[ShardedParam], options: GroupOptions, dtype: torch.dtype, param_dtype: torch.dtype

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import ArgumentError, OrderError
-from .. import torch_compat as compat
 from ..comm import collectives
 from .group_plan import GroupPlan
 from .memory import GroupMemory
 from .options import MicroBatch, ReductionOptions
+from .param import let_add_up
 from .reduce_plan import ReducePlan
 from .reduction import Reduction
 
@@ -61,6 +61,40 @@ class Gradients:
     def choose(self, **changes: Any) -> None:
         """From the next reduction on, reduce with these ``ReductionOptions``; the others stay."""
         self.options = replace(self.options, **changes)
+
+    # --- before backward ---
+
+    @property
+    def adds_up_on_leaves(self) -> bool:
+        """Whether the next backward leaves its gradients on the unsharded parameters, as with torch 2.15.
+
+        Those of earlier versions, and those inside of ``fsdp2.accumulate``, are taken and collected.
+        """
+        micro_batch = self.micro_batch
+        return self.group.options.semantics != "2.13" and not micro_batch.reduces and not micro_batch.accumulates_shards
+
+    def set_micro_batch(self, micro_batch: MicroBatch) -> None:
+        """Do with the gradients of the next backward what ``micro_batch`` says.
+
+        Those that will add up on the unsharded parameters do so in their dtype from now on, and not behind the next backward only:
+        pipeline schedules write gradients of weights there before it.
+        """
+        before = self.adds_up_on_leaves
+        self.micro_batch = micro_batch
+        if self.adds_up_on_leaves is before:
+            return
+        self.choose_leaf_dtypes()
+        for param in self.group.params:
+            if param.unsharded is not None and param.unsharded.grad is not None:
+                self._on_leaves = True
+            else:
+                let_add_up(param)
+
+    def choose_leaf_dtypes(self) -> None:
+        """Choose the ``grad_dtype`` of unsharded parameters that are made from now on."""
+        dtypes, adds_up = self.group.plan.gradients, self.adds_up_on_leaves
+        for param in self.group.params:
+            param.adds_up_in = dtypes.of_unsharded(param, adds_up)
 
     # --- from backward ---
 
@@ -169,11 +203,8 @@ class Gradients:
         return self._accumulated is not None or self._on_leaves or self.partial is not None or self._adding is not None
 
     def leave(self) -> bool:
-        """Let the gradients of a backward that does not reduce add up on the unsharded parameters, as with torch 2.15.
-
-        Returns: False if they are to be taken and collected, as with torch before 2.15, and inside of ``fsdp2.accumulate``
-        """
-        if self.group.options.semantics == "2.13" or self.micro_batch.reduces or self.micro_batch.accumulates_shards:
+        """Let the gradients of a backward that does not reduce stay on the unsharded parameters; False if they are to be taken."""
+        if not self.adds_up_on_leaves:
             return False
         self.reached = False
         self._current_plan()
@@ -186,7 +217,7 @@ class Gradients:
             dtype = self.group.plan.gradients.added_up_in(param)
             if grad.requires_grad or grad.dtype is not (dtype or grad.dtype):
                 unsharded.grad = None
-                compat.set_grad_dtype(unsharded, compat.GradDtype(dtype))  # what comes next is added in this dtype, too
+                let_add_up(param)
                 unsharded.grad = grad.detach().to(dtype)
         return True
 
@@ -201,7 +232,7 @@ class Gradients:
             if unsharded is not None and grad is not None:
                 unsharded.grad = None
                 if self._on_leaves:
-                    compat.set_grad_dtype(unsharded, param.adds_up_in or compat.GradDtype(unsharded.dtype))
+                    let_add_up(param)
                 if grad.requires_grad:  # of a backward with create_graph
                     grad = grad.detach()
             grads.append(grad)
@@ -273,6 +304,7 @@ class Gradients:
         for param in self.group.params:
             if param.unsharded is not None:
                 param.unsharded.grad = None
+                let_add_up(param)
 
     @torch.no_grad()
     def zero(self, set_to_none: bool) -> None:
@@ -282,6 +314,7 @@ class Gradients:
         for param in self.group.params:
             if self._on_leaves and param.unsharded is not None:
                 param.unsharded.grad = None
+                let_add_up(param)
             if set_to_none:
                 param.sharded.grad = None
             elif param.sharded.grad is not None:

@@ -120,7 +120,6 @@ class GroupMemory:
         self.plan, self.params, self.unsharded = plan, plan.params, None
         self.flat = None  # before the new one is made: parameters that were moved or cast no longer lie in the old one
         for param in plan.params:
-            param.adds_up_in = plan.gradients.added_up.get(param)
             if param.spec.sharded.tensor_meta is None or param.spec.sharded.tensor_meta.dtype is not plan.dtype:
                 param.spec = replace(param.spec, sharded=in_dtype(param.spec.sharded, plan.dtype))
             param.take_over_toggle()

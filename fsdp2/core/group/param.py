@@ -41,7 +41,7 @@ class ShardedParam:
     local:      the local tensor that ``sharded`` should have: a piece of the flat shard (on the meta device: of its own)
     trainable:  whether it required a gradient when the sharded and the unsharded parameter were last compared
     unsharded:  what the user sees in forward and backward; made at the first unshard
-    adds_up_in: a ``grad_dtype`` for the unsharded parameter; None: the usual one
+    adds_up_in: a ``grad_dtype`` for the unsharded parameter; None: its own dtype
     """
 
     __slots__ = ("__weakref__", "adds_up_in", "fqn", "local", "owners", "rank", "sharded", "spec", "trainable", "unsharded")
@@ -166,6 +166,12 @@ def new_unsharded_param(param: ShardedParam, whole: Tensor) -> nn.Parameter:
         compat.set_grad_dtype(unsharded, compat.GradDtype(before.dtype))
         unsharded.grad = before
     return unsharded
+
+
+def let_add_up(param: ShardedParam) -> None:
+    """Let autograd add up on the unsharded parameter, which has no gradient, as ``adds_up_in`` says."""
+    if param.unsharded is not None:
+        compat.set_grad_dtype(param.unsharded, param.adds_up_in or compat.GradDtype(param.unsharded.dtype))
 
 
 def shard_view(flat: Tensor, slot: Slot, spec: ShardSpec, rank: int) -> Tensor:

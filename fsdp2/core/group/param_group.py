@@ -24,9 +24,13 @@ class ParamGroup(GroupMemory):
     """
 
     def __init__(self, params: Sequence[ShardedParam], mesh: DataParallelMesh, device: torch.device, options: GroupOptions) -> None:
+        self.gradients = Gradients(self)  # first: planning asks it
         super().__init__(params, mesh, device, options)
-        self.gradients = Gradients(self)
         self.holders: set[Hashable] | None = None
+
+    def rebuild(self) -> None:
+        super().rebuild()
+        self.gradients.choose_leaf_dtypes()
 
     def reshard_for_all(self) -> None:
         """Reshard, whoever holds the group."""

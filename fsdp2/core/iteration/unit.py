@@ -110,7 +110,7 @@ class Unit:
         """From the next backward on, do what ``micro_batch`` says."""
         self.micro_batch = micro_batch
         for group in self.groups:
-            group.gradients.micro_batch = micro_batch
+            group.gradients.set_micro_batch(micro_batch)
 
     def issue(self, copy: bool = False) -> None:
         """Start unsharding; on a stream device, in one launch for each process group. Collective: yes, over the shard axis."""

@@ -41,9 +41,16 @@ if TYPE_CHECKING:
     from . import checkpoint, compat, optim, state_bytes, wrap
     from .compiled import compile, uncompile  # noqa: A004 (named after torch.compile)
     from .installation import install, uninstall
+    from .model_summary import summary
 
 _MODULES = ("checkpoint", "compat", "optim", "state_bytes", "wrap")
-_FUNCTIONS = {"compile": "compiled", "uncompile": "compiled", "install": "installation", "uninstall": "installation"}
+_FUNCTIONS = {
+    "compile": "compiled",
+    "install": "installation",
+    "summary": "model_summary",
+    "uncompile": "compiled",
+    "uninstall": "installation",
+}
 
 __all__ = [
     "AllGather",
@@ -83,6 +90,7 @@ __all__ = [
     "set_semantics",
     "share_comm_ctx",
     "state_bytes",
+    "summary",
     "uncompile",
     "uninstall",
     "wrap",

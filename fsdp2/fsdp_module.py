@@ -43,7 +43,7 @@ from .errors import ArgumentError, ModuleError
 from .policy import AllGather, ReduceScatter
 
 
-class UnshardHandle:
+class UnshardHandle(compat.TorchUnshardHandle):
     """What ``FSDPModule.unshard(async_op=True)`` returns."""
 
     def __init__(self, unit: ModuleState | None = None) -> None:

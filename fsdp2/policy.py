@@ -1,7 +1,9 @@
-"""What a user may choose: small frozen values, given once to ``fully_shard``.
+"""What a user may choose: small values, read once by ``fully_shard``.
 
-Every class has the fields and defaults of its namesake in ``torch.distributed.fsdp``; objects of torch's own classes are
-accepted wherever these are. This file refuses to know how a choice is carried out.
+Every class has the fields and defaults of its namesake in ``torch.distributed.fsdp``, and descends from it, so that ``isinstance``
+checks elsewhere hold; objects of torch's own classes are accepted wherever these are. Each says all of its fields itself, for an older
+torch has fewer. Those whose namesakes can be changed are not frozen: dataclasses are frozen all the way up, or nowhere. This file
+refuses to know how a choice is carried out.
 
     MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # parameters are stored in fp32, all-gathered and used in bf16; gradients are cast to fp32, then reduce-scattered
@@ -16,13 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 
 @dataclass(frozen=True)
-class MixedPrecisionPolicy:
+class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
     """Dtypes at the boundary of a sharded module.
 
     param_dtype:          dtype of the unsharded parameters, of the all-gather and so of forward and backward; None keeps
@@ -43,13 +46,13 @@ class MixedPrecisionPolicy:
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
 
 
-@dataclass(frozen=True)
-class OffloadPolicy:
+@dataclass(unsafe_hash=True)
+class OffloadPolicy(torch_fsdp.OffloadPolicy):
     """No offloading; the default."""
 
 
-@dataclass(frozen=True)
-class CPUOffloadPolicy(OffloadPolicy):
+@dataclass(unsafe_hash=True)
+class CPUOffloadPolicy(OffloadPolicy, torch_fsdp.CPUOffloadPolicy):
     """Sharded parameters, gradients and so optimizer state live in host memory.
 
     pin_memory: page-locked host memory, which lets copies overlap with compute; takes it away from other processes.
@@ -58,8 +61,8 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
 
-@dataclass(frozen=True)
-class DataParallelMeshDims:
+@dataclass(unsafe_hash=True)
+class DataParallelMeshDims(getattr(torch_fsdp, "DataParallelMeshDims", object)):  # type: ignore[misc]  # torch has it from 2.12 on
     """Names of the axes of a full SPMD mesh that carry data parallelism.
 
     shard:      axis name or names over which parameters are sharded (several are flattened into one).

@@ -30,6 +30,7 @@ from torch.distributed._composable_state import _insert_module_state, _State
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from torch.distributed.fsdp._fully_shard import _fully_shard as torch_fsdp2
 from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls as torch_class_map
 from torch.distributed.fsdp._fully_shard._fully_shard import fully_shard as torch_fully_shard
@@ -45,6 +46,7 @@ __all__ = [  # names of torch that others take from here, beside what is defined
     "TensorMeta",
     "TorchDispatchMode",
     "TorchFSDPModule",
+    "TorchUnshardHandle",
     "forward_ad",
     "is_traceable_wrapper_subclass",
     "pytree",

@@ -5,11 +5,14 @@ When a new torch adds something, the test that fails names it.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
+import pickle
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.fsdp as theirs
 from torch.distributed.fsdp import FSDPModule as TheirModule
 
@@ -61,17 +64,43 @@ def test_function_has_the_same_arguments_and_defaults(name):
 
 
 @pytest.mark.parametrize("name", [name for name in CLASSES if hasattr(theirs, name)])
-def test_policy_has_the_same_fields_and_defaults(name):
+def test_policy_has_the_same_fields_and_defaults_of_its_own(name):
+    """What torch's class adds would be inherited, and do nothing."""
+    own = inspect.get_annotations(getattr(ours, name))
     wanted = {each.name: (each.kw_only, each.default) for each in dataclasses.fields(getattr(theirs, name))}
-    found = {each.name: (each.kw_only, each.default) for each in dataclasses.fields(getattr(ours, name))}
+    found = {each.name: (each.kw_only, each.default) for each in dataclasses.fields(getattr(ours, name)) if each.name in own}
     assert {key: value for key, value in found.items() if key in wanted} == wanted
 
 
 @pytest.mark.parametrize("name", [name for name in HANDLES if hasattr(theirs, name)])
-def test_handle_has_the_same_methods(name):
+def test_handle_has_the_same_methods_of_its_own(name):
     for method, value in vars(getattr(theirs, name)).items():
         if callable(value) and not method.startswith("_"):
-            assert arguments(getattr(getattr(ours, name), method)) == arguments(value)
+            assert arguments(vars(getattr(ours, name))[method]) == arguments(value)
+
+
+@pytest.mark.parametrize("name", [name for name in CLASSES + HANDLES if hasattr(theirs, name)])
+def test_objects_of_ours_are_instances_of_torchs_class(name):
+    made = getattr(ours, name)(**({"shard": "dp"} if name == "DataParallelMeshDims" else {}))
+    assert isinstance(made, getattr(theirs, name))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        ours.MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=comparable),
+        ours.OffloadPolicy(),
+        ours.CPUOffloadPolicy(pin_memory=False),
+        ours.DataParallelMeshDims("dp", replicate=("a", "b")),
+    ],
+)
+def test_a_policy_is_a_value_with_all_of_its_fields(policy):
+    """Whatever fields and methods torch's class of the same name has."""
+    for same in (dataclasses.replace(policy), pickle.loads(pickle.dumps(policy)), copy.deepcopy(policy)):
+        assert (type(same), same, hash(same), repr(same)) == (type(policy), policy, hash(policy), repr(policy))
+    fields = ", ".join(f"{key}={value!r}" for key, value in vars(policy).items())
+    assert repr(policy) == f"{type(policy).__name__}({fields})"
+    assert [each.name for each in dataclasses.fields(policy)] == list(vars(policy))
 
 
 def test_every_public_name_of_fsdp2_in_torch_is_here():

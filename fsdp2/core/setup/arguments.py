@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy  # ours descends from it
 
 from ...errors import ArgumentError, ArgumentTypeError, ModuleError, NotAModuleError, OrderError, got, got_object
 from ...policy import AllGather, ReduceScatter
@@ -83,7 +84,7 @@ def check_policies(mp_policy: Any, offload_policy: Any, ignored_params: Any) -> 
             expected="a MixedPrecisionPolicy (of fsdp2 or torch.distributed.fsdp)",
             fix="pass MixedPrecisionPolicy(...)",
         )
-    if not (offload_policy is None or any(base.__name__ == "OffloadPolicy" for base in type(offload_policy).__mro__)):
+    if not (offload_policy is None or isinstance(offload_policy, TorchOffloadPolicy)):
         raise ArgumentError(
             got("fully_shard", "offload_policy", offload_policy),
             expected="an OffloadPolicy (of fsdp2 or torch.distributed.fsdp), or None",

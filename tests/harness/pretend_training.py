@@ -242,6 +242,7 @@ MORE_SCENARIOS = {  # which torch's FSDP2 does not train, or which add nothing o
     "pinned_input": Scenario(iteration=fed_from_pinned_memory),
     "failed_backward": Scenario(iteration=after_a_failed_backward),
     "replicated_failed_backward": Scenario(mesh=(2, 1), iteration=after_a_failed_backward),
+    "replicated_micro_batches_bf16_all": Scenario(mesh=(2, 1), options=BF16_ALL, iteration=in_two_micro_batches),
     "all_reduce_hook": Scenario(prepare=halve_in_a_hook),
     "all_reduce_hook_bf16": Scenario(prepare=halve_in_a_hook, options=BF16_ALL),
 }

@@ -127,6 +127,9 @@ def cancels_no_prefetch() -> Iterator[None]:
 
 
 OTHER_FAULTS = {
+    "compute is not ordered behind reductions in place that another micro-batch follows": lambda: mock.patch.object(
+        Reduction, "is_in_place", False
+    ),
     "the reduce input is not held": lambda: forgets(Reduction, "_input"),
     "the output that an all-reduce reads is not held": lambda: forgets(Reduction, "_held"),
     "the output that a hook's stream reads is not held": lambda: forgets(Reduction, "_held"),
@@ -209,6 +212,7 @@ NEEDED_BY = {
     "schedule._begin_iteration order 1": "written_on_a_side_stream",
     "unsharded._free_behind_uses mark 1": "unshard_on_a_side_stream",
     "unsharded._free_behind_uses order 1": "unshard_on_a_side_stream",
+    "compute is not ordered behind reductions in place that another micro-batch follows": "replicated_micro_batches_bf16_all",
     "the reduce input is not held": "plain",
     "the output that an all-reduce reads is not held": "hsdp_bf16",
     "the output that a hook's stream reads is not held": "all_reduce_hook_bf16",
@@ -221,6 +225,7 @@ NEEDED_BY = {
 SHOWN_ELSEWHERE = {"late_comparison.read_later mark 1"}
 """Without it no data are wrong: the host looks at tags before they are there, and learns nothing (test_reduced_together.py)."""
 QUICK = ("all_gather.finish order 1", "reduction.advance order 1", "the reduce input is not held")
+QUICK_SCENARIOS = ("hsdp_bf16", "replicated_micro_batches_bf16_all")
 
 
 def test_every_order_and_event_of_the_runtime_is_taken_out():
@@ -237,6 +242,6 @@ def test_a_planted_fault_is_caught(fault):
 
 
 @on_ranks(4, device="pretend_model")
-@pytest.mark.parametrize("name", [name if name == "hsdp_bf16" else pytest.param(name, marks=pytest.mark.slow) for name in ON_FOUR])
+@pytest.mark.parametrize("name", [name if name in QUICK_SCENARIOS else pytest.param(name, marks=pytest.mark.slow) for name in ON_FOUR])
 def test_nothing_goes_wrong_where_nothing_is_taken_out(name):
     assert [seed for seed in range(10) if goes_wrong(name, seed)] == []

@@ -111,6 +111,11 @@ class Reduction:
     # --- the legs, on the stream that is current ---
 
     @property
+    def is_in_place(self) -> bool:
+        """Over one rank the output is the input, whose memory is compute's."""
+        return self._plan.num_shards == 1
+
+    @property
     def replicate_group(self) -> dist.ProcessGroup | None:
         return self._group.mesh.replicate_group
 
@@ -132,7 +137,7 @@ class Reduction:
             self._output = comm.allocate((plan.layout.shard_numel,), dtype=buffer.dtype, device=buffer.device)
             self._pending = comm_reduce_scatter(comm, self._output, buffer, process_group, self._divisions.reduce_scatter)
             return
-        if plan.num_shards == 1:
+        if self.is_in_place:
             self._output = output = buffer
         else:
             self._output = output = torch.empty(plan.layout.shard_numel, dtype=buffer.dtype, device=buffer.device)
@@ -272,7 +277,7 @@ class Reduction:
         self._output = None
 
     def let_go(self) -> None:
-        """Of held memory, whose stream is ordered behind everything."""
+        """Of held memory, whose stream is ordered behind everything: the reduce stream, or compute if ``is_in_place``."""
         self._held = None
         if not self._late:
             self._output = None

@@ -93,6 +93,8 @@ class Reductions:
             self.finish()
             return
         self._order(self._streams.reduce)  # to which held memory goes back: else it would add up over micro-batches
+        if any(reduction.is_in_place for reduction in self._started):  # there it goes back to compute
+            self._order(self._streams.compute)
         for reduction in self._started:
             reduction.let_go()
         _behind.add(self)

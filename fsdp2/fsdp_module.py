@@ -33,6 +33,7 @@ from .core.setup.arguments import (
     check_bool,
     check_divide_factor,
     check_max_input_buffers,
+    checked_bool,
     checked_depth,
     checked_units,
     groups_of_one_mesh,
@@ -133,7 +134,7 @@ class FSDPModule:
         Gradients are there after every backward. Where several roots train together, it is enough to tell one of them.
         Collective: as ``set_requires_gradient_sync``.
         """
-        check_bool("set_is_last_backward", "is_last_backward", is_last_backward)
+        is_last_backward = checked_bool("set_is_last_backward", "is_last_backward", is_last_backward)
         schedule = schedule_of(sharded_unit(self))
         schedule.is_last_backward = is_last_backward
         schedule.unshard_for_weights()
@@ -145,7 +146,7 @@ class FSDPModule:
         and those of modules whose inputs need no gradient.
         Raises: OrderError on a module that is not the root, and between a backward and its ``finalize_backward``.
         """
-        check_bool("set_manual_backward_finalization", "enabled", enabled)
+        enabled = checked_bool("set_manual_backward_finalization", "enabled", enabled)
         unit = sharded_unit(self)
         schedule_of(unit).set_manual(unit, enabled)
 
@@ -177,14 +178,14 @@ class FSDPModule:
         reduces nor reshards, which is how a pipeline stage begins one: zero-bubble schedules differentiate what ``parameters()``
         shows, so what such a backward keeps is unsharded already here.
         """
-        check_bool("set_requires_gradient_sync", "requires_gradient_sync", requires_gradient_sync)
+        requires_gradient_sync = checked_bool("set_requires_gradient_sync", "requires_gradient_sync", requires_gradient_sync)
         for unit in _units(self, recurse):
             unit.set_micro_batch(replace(unit.micro_batch, reduces=requires_gradient_sync, all_reduces=requires_gradient_sync))
         _unshard_for_weights(self)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """HSDP: whether backward all-reduces after the reduce-scatter; if not, reduce-scattered gradients accumulate. Recursive."""
-        check_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
+        requires_all_reduce = checked_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
         for unit in _units(self, recurse):
             unit.set_micro_batch(replace(unit.micro_batch, all_reduces=requires_all_reduce))
 
@@ -200,7 +201,7 @@ class FSDPModule:
     # --- memory against communication ---
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Change ``reshard_after_forward`` (True or False), for the root as well. Recursive."""
+        """Change ``reshard_after_forward`` for the root as well, to True or False: 1 could mean one rank. Recursive."""
         check_bool("set_reshard_after_forward", "reshard_after_forward", reshard_after_forward)
         for unit in _units(self, recurse):
             unit.choose(reshard_after_forward=reshard_after_forward, reshard_is_default=False)
@@ -210,7 +211,7 @@ class FSDPModule:
 
         Collective: as ``set_requires_gradient_sync``.
         """
-        check_bool("set_reshard_after_backward", "reshard_after_backward", reshard_after_backward)
+        reshard_after_backward = checked_bool("set_reshard_after_backward", "reshard_after_backward", reshard_after_backward)
         for unit in _units(self, recurse):
             unit.set_micro_batch(replace(unit.micro_batch, reshards=reshard_after_backward))
         _unshard_for_weights(self)
@@ -220,14 +221,14 @@ class FSDPModule:
 
         A rank then keeps all unsharded parameters of these modules in memory, in ``param_dtype``.
         """
-        check_bool("set_keep_unsharded_storage", "keep", keep)
+        keep = checked_bool("set_keep_unsharded_storage", "keep", keep)
         for unit in _units(self, recurse):
             for group in unit.groups:
                 group.keep_storage(keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether backward needs the parameters at all (an embedding's does not)."""
-        check_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
+        unshard_in_backward = checked_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
         sharded_unit(self).choose(unshard_in_backward=unshard_in_backward)
 
     # --- prefetch ---
@@ -282,6 +283,7 @@ class FSDPModule:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Use only SUM in collectives, and divide in kernels of our own."""
+        enable = checked_bool("set_force_sum_reduction_for_comms", "enable", enable)
         for group in sharded_unit(self).groups:
             group.gradients.choose(sum_only=enable)
 
@@ -291,9 +293,10 @@ class FSDPModule:
         A parameter used on some ranks gets its gradient everywhere without this, if every rank's backward reaches its module. With it,
         ranks gather and reduce in backward whatever their forward ran: the loss of some may ignore outputs that that of others uses.
         """
+        reduce_unused = checked_bool("set_reduce_scatter_unused_params", "reduce_scatter_unused_params", reduce_scatter_unused_params)
         for unit in _units(self, recurse):
             for group in unit.groups:
-                group.gradients.choose(reduce_unused=reduce_scatter_unused_params)
+                group.gradients.choose(reduce_unused=reduce_unused)
             if unit.schedule is not None:
                 unit.schedule.choose_logs()
 
@@ -318,6 +321,7 @@ class FSDPModule:
 
         Collective: yes, over the shard axis, when it makes a group (one for each set of ranks).
         """
+        enable = checked_bool("set_separate_reduce_scatter_group", "enable", enable)
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for unit in _units(self, recurse):
             for group in unit.groups:
@@ -346,6 +350,7 @@ class FSDPModule:
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Allocate communication buffers with the process group's own allocator, if its backend has one; not with a custom comm."""
+        enable = checked_bool("set_allocate_memory_from_process_group_for_comm", "enable", enable)
         for group in sharded_unit(self).groups:
             gradients = group.gradients
             refuse_custom(group.all_gather_comm, gradients.options.comm, "set_allocate_memory_from_process_group_for_comm")

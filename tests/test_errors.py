@@ -498,6 +498,36 @@ def test_a_divide_factor_must_be_a_positive_number(mesh):
     module.set_gradient_divide_factor(3)
 
 
+SWITCHES = {
+    "set_is_last_backward": "is_last_backward",
+    "set_manual_backward_finalization": "enabled",
+    "set_requires_gradient_sync": "requires_gradient_sync",
+    "set_requires_all_reduce": "requires_all_reduce",
+    "set_reshard_after_backward": "reshard_after_backward",
+    "set_keep_unsharded_storage": "keep",
+    "set_unshard_in_backward": "unshard_in_backward",
+    "set_force_sum_reduction_for_comms": "enable",
+    "set_reduce_scatter_unused_params": "reduce_scatter_unused_params",
+    "set_separate_reduce_scatter_group": "enable",
+    "set_allocate_memory_from_process_group_for_comm": "enable",
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*has no effect")
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_takes_0_and_1_as_torchs_does_and_refuses_what_is_no_bool(name, mesh):
+    for package in (fsdp2, torch_fsdp):
+        module = net()
+        package.fully_shard(module, mesh=mesh)
+        for value in (1, 0):
+            if hasattr(module, name):  # an older torch has fewer
+                getattr(module, name)(value)
+    module = fully_shard(net(), mesh=mesh)
+    for wrong in ("no", None, 2, 1.0):
+        with pytest.raises(ArgumentError, match=rf"(?s){name} got {SWITCHES[name]}=.*should be a bool"):
+            getattr(module, name)(wrong)
+
+
 # --- texts --------------------------------------------------------------------------------------------------------------------------
 
 

@@ -90,12 +90,7 @@ def check_policies(mp_policy: Any, offload_policy: Any, ignored_params: Any) -> 
             expected="an OffloadPolicy (of fsdp2 or torch.distributed.fsdp), or None",
             fix="pass CPUOffloadPolicy() to offload, or leave it out",
         )
-    if not isinstance(mp_policy.cast_forward_inputs, bool):
-        raise ArgumentError(
-            f"MixedPrecisionPolicy got cast_forward_inputs={mp_policy.cast_forward_inputs!r}",
-            expected="a bool",
-            fix="pass True or False",
-        )
+    checked_bool("MixedPrecisionPolicy", "cast_forward_inputs", mp_policy.cast_forward_inputs)
     for field in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype = getattr(mp_policy, field)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -145,6 +140,13 @@ def checked_reshard_after_forward(value: Any, mesh: DataParallelMesh) -> bool | 
 def check_bool(setter: str, argument: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ArgumentError(got(setter, argument, value), expected=f"{argument} should be a bool", fix="pass True or False")
+
+
+def checked_bool(setter: str, argument: str, value: Any) -> bool:
+    """``value``, or a bool for 0 and 1, which torch's setters take, too."""
+    if not isinstance(value, int) or value not in (0, 1):
+        check_bool(setter, argument, value)
+    return bool(value)
 
 
 def check_divide_factor(factor: Any) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,6 +34,7 @@ from ..plan.model_axes import varying_axes
 from .compiler_orders import warn_of_losing_orders
 from .grad_dtypes import AfterLoading
 from .graph_nodes import apart_from, apart_from_bottom, below, find_bottoms, made_input, outlive_parameters
+from .mixed_tensors import explain_mixed_tensors, explain_uncaught
 from .nested_tensors import find_tensors, map_tensors
 from .optimizer_steps import watch_optimizers
 from .tensors_left_on_modules import StoredTensors, stored_tensors
@@ -63,6 +65,7 @@ class UnitHooks:
 
     def install(self) -> None:
         watch_optimizers()
+        explain_uncaught()
         exempt_from_typechecking(_OUR_OWN)
         unit = self._unit
         for module in unit.modules:  # ahead of the user's
@@ -222,6 +225,7 @@ class UnitHooks:
 
     def end_failed_forward(self) -> None:
         """A forward of the unit's modules raised; maybe before our pre-hook was done."""
+        explain_mixed_tensors(sys.exc_info()[1])
         unit = self._unit
         if unit.calls.running:
             unit.calls.running.pop()

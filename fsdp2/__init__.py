@@ -42,11 +42,13 @@ if TYPE_CHECKING:
     from .compiled import compile, uncompile  # noqa: A004 (named after torch.compile)
     from .installation import install, uninstall
     from .model_summary import summary
+    from .planner.api import plan
 
 _MODULES = ("checkpoint", "compat", "optim", "state_bytes", "wrap")
 _FUNCTIONS = {
     "compile": "compiled",
     "install": "installation",
+    "plan": "planner.api",
     "summary": "model_summary",
     "uncompile": "compiled",
     "uninstall": "installation",
@@ -86,6 +88,7 @@ __all__ = [
     "materialize",
     "optim",
     "parallelize",
+    "plan",
     "register_fsdp_forward_method",
     "set_semantics",
     "share_comm_ctx",

@@ -122,7 +122,7 @@ class _Storages:
 
     def add_storage(self, storage: Any) -> None:
         if storage.nbytes() > 0:
-            self._found[storage.data_ptr()] = storage.nbytes()
+            self._found[compat.address_of(storage)] = storage.nbytes()
 
     @property
     def nbytes(self) -> int:

@@ -328,7 +328,12 @@ def swap_tensors(one: Tensor, other: Tensor) -> None:
 
 
 def with_own_storage(tensor: Tensor) -> Tensor:
-    """The same bytes under another storage object, which covers these alone and keeps ``tensor`` alive; a DLPack import."""
+    """The same bytes under another storage object, which covers these alone and keeps ``tensor`` alive; a DLPack import.
+
+    A fake tensor has no bytes: its own storage does.
+    """
+    if isinstance(tensor, FakeTensor):
+        return tensor
     dlpack: Any = torch.utils.dlpack
     # As a capsule: the protocol's method, which a tensor would be asked for, knows no devices but those that torch itself names.
     return dlpack.from_dlpack(dlpack.to_dlpack(tensor))  # type: ignore[no-any-return]
@@ -337,6 +342,18 @@ def with_own_storage(tensor: Tensor) -> Tensor:
 def storage_key(tensor: Tensor) -> int:
     """Identifies the storage object under ``tensor`` as long as it lives."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def is_same_memory(tensor: Tensor, other: Tensor) -> bool:
+    """Whether both begin at the same byte, under whichever storage objects."""
+    if isinstance(tensor, FakeTensor):  # it has no address
+        return storage_key(tensor) == storage_key(other) and tensor.storage_offset() == other.storage_offset()
+    return tensor.data_ptr() == other.data_ptr()
+
+
+def address_of(storage: torch.UntypedStorage) -> int:
+    """Different for memory that is different; of a fake tensor's storage, the object's own."""
+    return int(storage._cdata) if storage.device.type == "meta" else int(storage.data_ptr())
 
 
 def storage_use_count(tensor: Tensor) -> int:

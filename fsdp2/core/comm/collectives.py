@@ -46,9 +46,10 @@ class Pending(Protocol):
 
 # ---- what a backend can do --------------------------------------------------------------------------------------------------
 
-# "fake" stands for NCCL in schedule and memory tests, so it takes NCCL's path everywhere in this file.
+# "fake" stands for NCCL in schedule and memory tests and in plans, so it takes NCCL's path everywhere in this file; "fake_gloo" gloo's.
 _STREAM_ORDERED = {"nccl", "xccl", "fake"}
 _AVERAGES = {"nccl", "fake"}
+_GLOO = {"gloo", "fake_gloo"}
 
 
 def declare_backend(backend: str, *, averages: bool) -> None:
@@ -86,22 +87,27 @@ def is_stream_ordered(backend: str) -> bool:
     return backend in _STREAM_ORDERED
 
 
+def is_gloo(backend: str) -> bool:
+    """Whether it has gloo's algorithms."""
+    return backend in _GLOO
+
+
 def moves_data(backend: str) -> bool:
     """Whether what ranks send arrives anywhere."""
-    return backend != "fake"
+    return backend not in ("fake", "fake_gloo")
 
 
 def choose_all_gather(backend: str, world_size: int, nbytes: int, device_type: str = "cpu") -> AllGatherAlgorithm:
     """The default all-gather; ``nbytes`` is that of the gathered buffer."""
     # gloo's own packs into temporaries of the output's size: at 50 MiB three times as slow. Small ones cost a launch a rank.
-    if backend == "gloo" and (nbytes >= world_size * (128 << 10) or device_type != "cpu"):
+    if is_gloo(backend) and (nbytes >= world_size * (128 << 10) or device_type != "cpu"):
         return "broadcast"
     return "stock"
 
 
 def choose_reduce_scatter(backend: str, world_size: int, nbytes: int, device_type: str = "cpu") -> ReduceScatterAlgorithm:
     """The default reduce-scatter; ``nbytes`` is that of the input."""
-    if backend != "gloo":
+    if not is_gloo(backend):
         return "stock"
     if device_type != "cpu":  # gloo's all-to-all takes host memory only
         return "all_reduce"
@@ -113,7 +119,7 @@ def choose_reduce_scatter(backend: str, world_size: int, nbytes: int, device_typ
 
 def choose_all_reduce(backend: str, world_size: int, nbytes: int, device_type: str = "cpu") -> AllReduceAlgorithm:
     """The default all-reduce; ``nbytes`` is that of the buffer."""
-    if backend == "gloo" and device_type == "cpu" and nbytes * world_size <= 256 << 10:  # latency is all that it costs
+    if is_gloo(backend) and device_type == "cpu" and nbytes * world_size <= 256 << 10:  # latency is all that it costs
         return "all_gather"
     return "stock"
 
@@ -404,7 +410,7 @@ def _issued(pending: _Waiting, async_op: bool) -> Pending:
 
 
 def _copy_unless_same(target: Tensor, source: Tensor) -> None:
-    if target.data_ptr() != source.data_ptr():
+    if not compat.is_same_memory(target, source):
         assert target.numel() == source.numel(), f"{target.numel()} elements from {source.numel()}"
         target.copy_(source)
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import torch_compat as compat
 from ..comm import collectives
 from ..comm.streams import Stream, Streams
 from ..plan.layout import Cut, GroupLayout
@@ -243,7 +244,7 @@ class LocalGather:
         self._target = target
         self._streams = streams
         like = torch.empty(0, dtype=target.dtype, device=target.device)
-        shares = target.storage.data_ptr() == flat.data_ptr()
+        shares = compat.address_of(target.storage) == compat.address_of(flat.untyped_storage())
         self._whole = None if shares else storage_view(target.storage, like, 0, (flat.numel(),))
 
     def start(self, flat: Tensor | None, copy: bool, together: list[Waiting] | None = None) -> None:

@@ -88,7 +88,8 @@ class Agreement:
         groups = () if first is None else (first.shard_group, first.replicate_group)
         self._process_groups = [group for group in groups if group is not None and group.size() > 1]
         device_type = "" if first is None else first.device_type
-        if any(collectives.is_stream_ordered(collectives.backend_of(group, device_type)) for group in self._process_groups):
+        backends = [collectives.backend_of(group, device_type) for group in self._process_groups]
+        if any(collectives.is_stream_ordered(backend) or not collectives.moves_data(backend) for backend in backends):
             self._process_groups = []
         ranks = None if first is None else first.ranks
         uses = {unit: [group for group in unit.uses if group.mesh.ranks == ranks] for unit in units}

@@ -1,0 +1,99 @@
+"""``fsdp2.plan``: arguments to a workload and a setting, what was rehearsed to a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ArgumentError, got
+from . import recorder as labels
+from .memory import memory_of
+from .rehearsal import Optimizer, Setting, rehearse
+from .result import Plan
+from .traffic import traffic_of
+from .workload import Workload, workload_of
+from .world import Backend
+
+
+def plan(
+    model: nn.Module | Workload,
+    world_size: int,
+    strategy: str = "zero3",
+    *,
+    shard_size: int | None = None,
+    wrap: Any = "auto",
+    dtype: torch.dtype = torch.float32,
+    param_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    optimizer: str | Optimizer = "adamw",
+    batch: int = 1,
+    sequence: int = 1024,
+    micro_batches: int = 1,
+    checkpointing: Literal["none", "full"] = "none",
+    offload: bool = False,
+    prefetch: int = 1,
+    backend: Backend = "nccl",
+    ranks_per_host: int = 8,
+    inputs: Callable[[int, int], tuple[Any, ...]] | None = None,
+    loss: Callable[[Any, tuple[Any, ...]], Tensor] | None = None,
+) -> Plan:
+    """What a rank of ``world_size`` needs to train ``model``: bytes, where their peak is, what is communicated.
+
+    The library's own code is run on tensors without memory: sharding, two steps of forward, backward and optimizer. ``model`` is not
+    changed, and its values are not read; nothing is allocated, and no accelerator and no process group are needed (or touched).
+
+    strategy, shard_size, wrap: as in ``parallelize``
+    dtype:          in which parameters are stored; param_dtype, reduce_dtype: as in MixedPrecisionPolicy
+    optimizer:      "adamw", "adam", "sgd", or a function from parameters to an optimizer
+    batch, sequence: of one micro-batch of one rank
+    checkpointing:  "full": each repeated block is computed again in backward
+    offload:        as CPUOffloadPolicy: sharded parameters, gradients and optimizer state are kept in host memory
+    prefetch:       units that are gathered ahead
+    backend:        whose algorithms and schedule: "nccl" for accelerators, "gloo" for the CPU
+    inputs:         from batch and sequence, a tuple of what the model is called with; None: numbers of words, (batch, sequence)
+    loss:           from what the model returns, and that tuple; None: cross entropy of logits, or the mean of anything else
+    Returns:        a ``fsdp2.planner.result.Plan``; print it
+    Collective:     no
+    Raises:         an FSDPError for wrong arguments; what the model raises where its Python depends on values of tensors
+    """
+    given: Any = world_size
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ArgumentError(got("plan", "world_size", world_size), expected="a number of ranks, 1 or more", fix="world_size=8")
+    workload = model if isinstance(model, Workload) else workload_of(model, inputs, loss)
+    setting = Setting(
+        world_size=world_size,
+        strategy=strategy,
+        shard_size=shard_size,
+        wrap=wrap,
+        dtype=dtype,
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        optimizer=optimizer,
+        batch=batch,
+        sequence=sequence,
+        micro_batches=micro_batches,
+        checkpointing=checkpointing,
+        offload=offload,
+        prefetch=prefetch,
+        backend=backend,
+    )
+    return plan_of(workload, setting, ranks_per_host)
+
+
+def plan_of(workload: Workload, setting: Setting, ranks_per_host: int = 8) -> Plan:
+    """The same from values."""
+    rehearsed = rehearse(workload, setting)
+    on_host = (labels.PARAMETERS, labels.GRADIENTS, labels.OPTIMIZER) if setting.offload else ()
+    return Plan(
+        name=workload.name,
+        setting=setting,
+        numel=rehearsed.numel,
+        state=rehearsed.state,
+        groups=rehearsed.groups,
+        memory=memory_of(rehearsed.before, rehearsed.blocks, rehearsed.entries, rehearsed.unit_of_node, on_host),
+        traffic=traffic_of(rehearsed.entries, rehearsed.process_groups, ranks_per_host),
+        wrapping=rehearsed.wrapping,
+    )

@@ -1,0 +1,265 @@
+"""What a step allocates, computes and communicates, written down entry by entry, while its tensors have sizes and no memory.
+
+Inside, every tensor that a program makes is a fake one: operators work out shapes and nothing else. Each storage is a *block*; the
+entries say when it is allocated and freed, on which stream, and between which operators and collectives. It refuses to know what a
+step consists of, and what anything costs.
+
+Worked example: ``y = x @ w`` of (4, 8) and (8, 2) in fp32 is written as ``alloc`` of 32 bytes and ``op`` of ``aten::mm``, which
+reads 128 and 64 bytes and writes 32; when ``y`` dies, ``free`` follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_iter
+
+from ..testing.clock.trace import Entry, Ranks, Seen
+from . import torch_compat as compat
+
+PARAMETERS = "sharded parameters"
+UNSHARDED = "unsharded parameters"
+GATHERING = "all-gather buffers"
+GRADIENTS = "sharded gradients"
+UNSHARDED_GRADIENTS = "unsharded gradients"
+REDUCING = "reduction buffers"
+OPTIMIZER = "optimizer state"
+ACTIVATIONS = "activations"
+TEMPORARY = "temporaries"
+BUFFERS = "model buffers and inputs"
+
+_ASKED_BY = {
+    "memory": PARAMETERS,
+    "unsharded": UNSHARDED,
+    "all_gather": GATHERING,
+    "custom_all_gather": GATHERING,
+    "extensions": GATHERING,
+    "smaller_mesh": GATHERING,
+    "gradients": REDUCING,
+    "reduce_plan": REDUCING,
+    "reduction": REDUCING,
+}
+"""What a file of ``core/group`` allocates."""
+
+_CORE = "fsdp2.core.group."
+_MAKE_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_", "lift_fresh", "detach"}
+_DTYPES = {
+    torch.float32: "Float",
+    torch.float64: "Double",
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
+    torch.float8_e4m3fn: "Float8_e4m3fn",
+    torch.float8_e5m2: "Float8_e5m2",
+}
+_ATTENTION = {
+    "_scaled_dot_product_flash_attention_for_cpu": "planner::attention",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "planner::attention_backward",
+}
+"""By the CPU's names. Devices have others for the same."""
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """A piece of memory. where: the unit that ran when it was allocated; node: in backward, the number of autograd's node"""
+
+    id: int
+    nbytes: int
+    label: str
+    phase: str
+    where: str
+    node: int | None
+
+
+class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down what runs inside.
+
+    entries: since ``take``; blocks: all that ever were, by their number; groups: ranks of each process group, by its number
+    stream:  the one that work goes to; phase, where: of what runs now, set by whoever knows
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.entries: list[Entry] = []
+        self.blocks: list[Block] = []
+        self.groups: list[Ranks] = []
+        self.stream = 0
+        self.phase = ""
+        self.where = ""
+        self._fake = compat.FakeTensorMode(allow_non_fake_inputs=True)
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
+        self._group_numbers: dict[dist.ProcessGroup | None, int] = {}
+        self._together: list[tuple[str, int, int]] | None = None
+
+    def take(self) -> list[Entry]:
+        """The entries so far; from now on others."""
+        taken, self.entries = self.entries, []
+        return taken
+
+    def put(self, kind: str, *, stream: int = 0, id: int = 0) -> None:
+        self.entries.append(Entry(kind, stream=stream, id=id))
+
+    def mark(self, phase: str) -> None:
+        """``phase`` begins."""
+        self.phase = phase
+        self.entries.append(Entry("mark", phase))
+
+    # --- memory ---
+
+    def block_of(self, tensor: Tensor) -> Block | None:
+        """That ``tensor`` (of a DTensor, its local tensor) lies in; None for what has not been seen, or is no memory of the plan's."""
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        found = self._alive.get(id(compat.storage_of(local)))
+        return None if found is None else found[1]
+
+    def block_of_storage(self, storage: torch.UntypedStorage) -> Block | None:
+        found = self._alive.get(id(storage))
+        return None if found is None else found[1]
+
+    def alive(self) -> list[Block]:
+        return [block for _, block in self._alive.values() if block.nbytes > 0]
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """As a stream does it. A storage has a block for each time that it is allocated."""
+        key = id(storage)
+        before = self._alive.get(key)
+        if before is not None:
+            self._free(before[1])
+        storage.resize_(nbytes)
+        self._alive[key] = (self._reference(storage), self._new_block(nbytes, UNSHARDED if nbytes else TEMPORARY))
+
+    def _reference(self, storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:
+        key = id(storage)
+
+        def died(_: Any) -> None:
+            self._free(self._alive.pop(key)[1])
+
+        return weakref.ref(storage, died)
+
+    def _new_block(self, nbytes: int, label: str) -> Block:
+        node = compat.number_of_running_node() if self.phase == "backward" else None
+        block = Block(len(self.blocks), nbytes, label, self.phase, self.where, node)
+        self.blocks.append(block)
+        if nbytes:
+            self.entries.append(Entry("alloc", stream=self.stream, id=block.id, nbytes=nbytes))
+        return block
+
+    def _free(self, block: Block) -> None:
+        if block.nbytes:
+            self.entries.append(Entry("free", stream=self.stream, id=block.id))
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = compat.storage_of(tensor)
+        key = id(storage)
+        if key not in self._alive:
+            self._alive[key] = (self._reference(storage), self._new_block(storage.nbytes(), _label_by_caller()))
+
+    # --- operators ---
+
+    def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if DTensor in types:
+            return NotImplemented  # let it unfold into operators on local tensors, which come back here
+        if compat.is_inside_fake_mode():
+            return func(*args, **kwargs)
+        if self._makes_memory(args, kwargs):
+            with self._fake:
+                result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        results = [each for each in tree_iter(result) if isinstance(each, compat.FakeTensor)]
+        for each in results:
+            self._see(each)
+        if results or any(isinstance(each, compat.FakeTensor) for each in tree_iter(args)):
+            self._put_operator(func, args, kwargs, results)
+        return result
+
+    @staticmethod
+    def _makes_memory(args: Any, kwargs: Any) -> bool:
+        """Whether a tensor is made that would have memory: from nothing, or on a device from one on the meta device."""
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "meta":
+            return False
+        given = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
+        return not given or (device is not None and any(each.is_meta for each in given))
+
+    def _put_operator(self, func: Any, args: Any, kwargs: Any, results: list[Any]) -> None:
+        name = compat.name_of_operator(func)
+        base = name.partition("::")[2]
+        arguments, views = _roles(func)
+        if base in _MAKE_NOTHING or (views and all(views)):
+            return
+        if base == "_chunk_cat":  # a reduction copies in what it reduces
+            self.relabel(tree_iter(args[0]), UNSHARDED_GRADIENTS, instead_of=(ACTIVATIONS, TEMPORARY))
+        seen: list[Seen] = []
+        for index, (argument, is_written) in enumerate(arguments):
+            given = args[index] if index < len(args) else kwargs.get(argument)
+            seen += [_seen(each, True, is_written) for each in tree_iter(given) if isinstance(each, compat.FakeTensor)]
+        for each, is_view in zip(results, [*views, *[False] * len(results)], strict=False):
+            if not is_view and not any(is_written for _, is_written in arguments):
+                seen.append(_seen(each, False, True))
+        self.entries.append(Entry("op", _ATTENTION.get(base, name), self.stream, tensors=tuple(seen)))
+
+    def relabel(self, tensors: Iterable[Any], label: str, instead_of: Iterable[str] | None = None) -> None:
+        """Say what the blocks of ``tensors`` are, now that it is known."""
+        for each in tensors:
+            block = self.block_of(each) if isinstance(each, Tensor) else None
+            if block is not None and (instead_of is None or block.label in instead_of):
+                block.label = label
+
+    # --- collectives ---
+
+    def communicated(self, kind: str, group: dist.ProcessGroup | None, nbytes: int) -> None:
+        number = self._group_numbers.get(group)
+        if number is None:
+            number = self._group_numbers[group] = len(self.groups)
+            self.groups.append(tuple(dist.get_process_group_ranks(group)))
+        if self._together is not None:
+            self._together.append((kind, number, nbytes))
+        else:
+            self.entries.append(Entry("collective", kind, self.stream, number, 1, nbytes))
+
+    @contextlib.contextmanager
+    def launched_together(self) -> Iterator[None]:
+        outer, self._together = self._together, []
+        try:
+            yield
+        finally:
+            launched, self._together = self._together, outer
+            for kind, number in dict.fromkeys((kind, number) for kind, number, _ in launched):
+                several = [nbytes for *which, nbytes in launched if which == [kind, number]]
+                self.entries.append(Entry("collective", kind, self.stream, number, len(several), sum(several)))
+
+
+def _seen(tensor: Tensor, is_read: bool, is_written: bool) -> Seen:
+    nbytes = min(tensor.numel() * tensor.itemsize, compat.storage_of(tensor).nbytes())  # an expanded dim is read once
+    return Seen(is_read, is_written, _DTYPES.get(tensor.dtype, str(tensor.dtype)), nbytes, tuple(tensor.shape))
+
+
+@cache
+def _roles(func: Any) -> tuple[list[tuple[str, bool]], list[bool]]:
+    return compat.roles_of_arguments(func)
+
+
+def _label_by_caller() -> str:
+    """By which file of the core has asked for memory; else a module of the user's, or an optimizer has."""
+    frame = sys._getframe(3)
+    while frame is not None:
+        name: str = frame.f_globals.get("__name__", "")
+        if name.startswith(_CORE):
+            label = _ASKED_BY.get(name[len(_CORE) :])
+            if label is not None:
+                return label
+        elif frame.f_code.co_name == "_call_impl":
+            break
+        frame = frame.f_back  # type: ignore[assignment]
+    return ACTIVATIONS

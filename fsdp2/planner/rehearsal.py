@@ -1,0 +1,275 @@
+"""A workload, sharded by the library's own code and trained for two steps by rank 0 of a world that does not exist.
+
+The first step is what every run begins with: gathers are not prefetched, the optimizer makes its state. The second is like all later
+ones, and is the one that is written down. It refuses to know what to make of that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.modules.module as module_hooks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+from ..core.comm.streams import use_streams
+from ..core.group.param_group import ParamGroup
+from ..core.iteration.module_state import units_in
+from ..errors import ArgumentError
+from ..grouping.planning import Plan as Wrapping
+from ..grouping.planning import plan as plan_wrapping
+from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..state_bytes import StateBytes, measured_state_bytes
+from ..strategy import accumulate, parallelize
+from ..testing.clock.trace import Entry, Ranks
+from . import recorder as labels
+from . import torch_compat as compat
+from .recorder import Block, Recorder
+from .streams import WrittenHost, WrittenStreams
+from .workload import Workload
+from .world import Backend, world
+
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Optimizer] = {
+    "adamw": lambda params: torch.optim.AdamW(params, fused=True),
+    "adam": lambda params: torch.optim.Adam(params, fused=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How the workload is trained: as many attributes as there are choices.
+
+    dtype:        of the parameters as they are stored; param_dtype, reduce_dtype: as in MixedPrecisionPolicy
+    wrap, strategy, shard_size: as in ``parallelize``
+    optimizer:    a name in OPTIMIZERS, or a function from parameters to an optimizer
+    batch, sequence: of one micro-batch of one rank; micro_batches: between two optimizer steps
+    checkpointing: "full": each repeated block is computed again in backward
+    prefetch:     units that are gathered ahead
+    backend:      whose algorithms are used: "nccl" with a device's streams, "gloo" on the CPU
+    """
+
+    world_size: int
+    strategy: str = "zero3"
+    shard_size: int | None = None
+    wrap: Any = "auto"
+    dtype: torch.dtype = torch.float32
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    optimizer: str | Optimizer = "adamw"
+    batch: int = 1
+    sequence: int = 1024
+    micro_batches: int = 1
+    checkpointing: Literal["none", "full"] = "none"
+    offload: bool = False
+    prefetch: int = 1
+    backend: Backend = "nccl"
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """One parameter group, in bytes. padding: of its unsharded storage, what is no parameter"""
+
+    name: str
+    numel: int
+    sharded: int
+    unsharded: int
+    padding: int
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What was written down.
+
+    state:   kept between backward and optimizer step, after ``micro_batches``
+    before:  the blocks that were there when the step began; entries: of the step
+    units:   by autograd's sequence numbers, which unit's forward made a node
+    """
+
+    numel: int
+    state: StateBytes
+    groups: tuple[GroupFacts, ...]
+    before: tuple[Block, ...]
+    blocks: list[Block]
+    entries: list[Entry]
+    process_groups: list[Ranks]
+    wrapping: str
+    unit_of_node: Callable[[int], str]
+
+
+def rehearse(workload: Workload, setting: Setting) -> Rehearsed:
+    """Raises: what ``parallelize`` and the workload raise; ArgumentError for an unknown optimizer. Collective: no."""
+    recorder = Recorder()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(world(setting.world_size, setting.backend, recorder))
+        cpu = torch.device("cpu")
+        is_device = setting.backend == "nccl"
+        stack.enter_context(use_streams(cpu, WrittenStreams(recorder) if is_device else WrittenHost(recorder)))
+        model, wrapping = _sharded(workload, setting)
+        stack.enter_context(recorder)
+        model.to_empty(device="cpu")
+        for block in recorder.alive():
+            if block.label == labels.ACTIVATIONS:
+                block.label = labels.BUFFERS
+        optimizer = _optimizer(setting.optimizer)(model.parameters())
+        units = stack.enter_context(_units_named(model, recorder))
+        inputs = workload.inputs(setting.batch, setting.sequence)
+        recorder.relabel(inputs, labels.BUFFERS)
+        _step(workload, setting, model, optimizer, recorder, inputs)
+        recorder.take()
+        units.clear()
+        before = tuple(recorder.alive())
+        state = _step(workload, setting, model, optimizer, recorder, inputs)
+        entries = recorder.take()
+        return Rehearsed(
+            numel=sum(param.numel() for param in model.parameters()),
+            state=state,
+            groups=tuple(_facts(group) for unit in units_in(model.modules()) for group in unit.groups),
+            before=before,
+            blocks=recorder.blocks,
+            entries=entries,
+            process_groups=recorder.groups,
+            wrapping=str(wrapping),
+            unit_of_node=units.unit_of,
+        )
+
+
+def _sharded(workload: Workload, setting: Setting) -> tuple[Any, Wrapping]:
+    with torch.device("meta"):
+        model = workload.build()
+    for param in model.parameters():
+        if param.is_floating_point():
+            param.data = param.data.to(setting.dtype)
+    wrapping = plan_wrapping(model, setting.wrap)
+    if setting.checkpointing == "full":
+        _checkpoint_blocks(plan_wrapping(model, "auto"))
+    offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=False) if setting.offload else OffloadPolicy()
+    parallelize(
+        model,
+        setting.strategy,
+        wrap=setting.wrap,
+        mesh=init_device_mesh("cpu", (setting.world_size,)),
+        shard_size=setting.shard_size,
+        mp_policy=MixedPrecisionPolicy(param_dtype=setting.param_dtype, reduce_dtype=setting.reduce_dtype),
+        offload_policy=offload,
+        sync_module_states=False,
+    )
+    if setting.prefetch != 1:
+        model.set_prefetch_depth(setting.prefetch)  # type: ignore[operator]
+    return model, wrapping
+
+
+def _checkpoint_blocks(wrapping: Wrapping) -> None:
+    """Let what repeats be computed again in backward."""
+    for group in wrapping.groups:
+        for module in group.modules:
+            if not group.is_root and next(module.children(), None) is not None:
+                module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def _optimizer(chosen: str | Optimizer) -> Optimizer:
+    if isinstance(chosen, str) and chosen not in OPTIMIZERS:
+        raise ArgumentError(
+            f"plan got optimizer={chosen!r}",
+            expected=f"one of {list(OPTIMIZERS)}, or a function from parameters to an optimizer",
+            fix="pass for instance lambda params: MyOptimizer(params, lr=1e-4)",
+        )
+    return OPTIMIZERS[chosen] if isinstance(chosen, str) else chosen
+
+
+def _step(
+    workload: Workload,
+    setting: Setting,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    recorder: Recorder,
+    inputs: tuple[Any, ...],
+) -> StateBytes:
+    """One step of training. Returns what is kept between its last backward and the optimizer."""
+    for index in range(setting.micro_batches):
+        with accumulate(model, last=index == setting.micro_batches - 1):
+            recorder.mark("forward")
+            loss = workload.loss(model(*inputs), inputs)
+            recorder.mark("backward")
+            loss.backward()  # type: ignore[no-untyped-call]
+            del loss
+    recorder.relabel((param.grad for param in model.parameters()), labels.GRADIENTS)
+    state = measured_state_bytes(model, optimizer)
+    recorder.mark("optimizer")
+    optimizer.step()
+    values = [each for state in optimizer.state.values() for each in state.values()]
+    recorder.relabel((each for each in values if isinstance(each, torch.Tensor)), labels.OPTIMIZER)
+    optimizer.zero_grad()
+    return StateBytes(state.compute, state.gradients, state.master, measured_state_bytes(model, optimizer).optimizer)
+
+
+def _facts(group: ParamGroup) -> GroupFacts:
+    plan = group.plan
+    numel = sum(param.spec.cut.numel for param in group.params)
+    unsharded = plan.unsharded_nbytes
+    return GroupFacts(
+        name=group.fqn,
+        numel=numel,
+        sharded=plan.layout.shard_numel * plan.dtype.itemsize,
+        unsharded=unsharded,
+        padding=unsharded - numel * plan.param_dtype.itemsize,
+    )
+
+
+class _Units:
+    """Which unit's forward made which of autograd's nodes."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._names: list[str] = []
+
+    def clear(self) -> None:
+        self._starts, self._names = [], []
+
+    def begin(self, name: str) -> None:
+        """Nodes made from now on are of ``name``."""
+        self._starts.append(compat.sequence_number())
+        self._names.append(name)
+
+    def unit_of(self, node: int) -> str:
+        index = bisect_right(self._starts, node) - 1
+        return self._names[index] if index >= 0 else ""
+
+
+@contextlib.contextmanager
+def _units_named(model: nn.Module, recorder: Recorder) -> Iterator[_Units]:
+    """Inside, the recorder knows which unit's forward runs."""
+    sharded = {module for unit in units_in(model.modules()) for module in unit.modules}
+    names = {id(module): name or "the root" for name, module in model.named_modules() if module in sharded}
+    units, running = _Units(), [""]
+
+    def begin(module: nn.Module, *_: Any) -> None:
+        name = names.get(id(module))
+        if name is not None:
+            running.append(name)
+            recorder.where = name
+            units.begin(name)
+
+    def end(module: nn.Module, *_: Any) -> None:
+        if id(module) in names:
+            running.pop()
+            recorder.where = running[-1]
+            units.begin(running[-1])
+
+    handles = [
+        module_hooks.register_module_forward_pre_hook(begin),
+        module_hooks.register_module_forward_hook(end),
+    ]
+    try:
+        yield units
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,95 @@
+"""A plan: what a rank needs for a step, as plain values. It refuses to know how it was found out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..state_bytes import StateBytes
+from .memory import Memory
+from .rehearsal import GroupFacts, Setting
+from .text import Table, as_text, gb
+from .traffic import Traffic
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Of rank 0, which has the largest shards. ``print`` it.
+
+    numel:    parameters of the whole model
+    state:    bytes kept between backward and optimizer step: exactly what the runtime allocates
+    groups:   every parameter group, in the order in which ``model.modules()`` meets it
+    memory:   the peak of a steady step, and the most bytes of each kind
+    traffic:  what is communicated in a step
+    wrapping: the groups in words, as ``fsdp2.wrap.plan`` prints them
+    """
+
+    name: str
+    setting: Setting
+    numel: int
+    state: StateBytes
+    groups: tuple[GroupFacts, ...]
+    memory: Memory
+    traffic: tuple[Traffic, ...]
+    wrapping: str
+
+    @property
+    def padding(self) -> float:
+        """The share of all unsharded storages that is no parameter."""
+        return sum(group.padding for group in self.groups) / max(sum(group.unsharded for group in self.groups), 1)
+
+    def __str__(self) -> str:
+        return as_text(headline(self), tables(self))
+
+
+def headline(plan: Plan) -> str:
+    setting = plan.setting
+    dtypes = " ".join(
+        f"{name} {str(dtype).removeprefix('torch.')}"
+        for name, dtype in (("stored", setting.dtype), ("computed", setting.param_dtype), ("reduced", setting.reduce_dtype))
+        if dtype is not None
+    )
+    optimizer = setting.optimizer if isinstance(setting.optimizer, str) else getattr(setting.optimizer, "__name__", "an optimizer")
+    return (
+        f"{plan.name}: {plan.numel:,} parameters, {setting.strategy} over {setting.world_size} ranks, {dtypes}, {optimizer}, "
+        f"batch {setting.batch} x {setting.sequence} a rank, {setting.micro_batches} micro-batches, "
+        f"checkpointing {setting.checkpointing}, prefetch {setting.prefetch}" + (", offload" if setting.offload else "")
+    )
+
+
+def tables(plan: Plan) -> list[Table]:
+    """All that a plan says."""
+    state = plan.state
+    peak = plan.memory.peak
+    kept = [("master parameters", state.master), ("gradients", state.gradients), ("optimizer state", state.optimizer)]
+    kept += [("unsharded parameters", state.compute)] if state.compute else []
+    found = [
+        Table(
+            "Kept by a rank between backward and optimizer step (exact)",
+            ("what", "bytes"),
+            (*((what, gb(nbytes)) for what, nbytes in kept), ("together", gb(state.total))),
+        ),
+        Table(
+            f"Peak of a step: {gb(peak.nbytes)}, in {peak.phase} of {peak.where or 'the model'}",
+            ("what", "at the peak", "most at a time"),
+            tuple((kind, gb(peak.by_kind.get(kind, 0)), gb(most)) for kind, most in plan.memory.most.items()),
+            f"{gb(plan.memory.host)} of these are kept in host memory" if plan.memory.host else "",
+        ),
+        Table(
+            "Communication of a step",
+            ("phase", "collective", "ranks", "launches", "sent by a rank", "leaves a host"),
+            tuple(
+                (each.phase, each.kind, str(each.ranks), str(each.launches), gb(each.sent), gb(each.leaves_host))
+                for each in plan.traffic
+            ),
+        ),
+    ]
+    largest = max(plan.groups, key=lambda group: group.unsharded, default=None)
+    if largest is not None:
+        found.append(
+            Table(
+                f"{len(plan.groups)} parameter groups, {plan.padding:.1%} of their unsharded storages padding",
+                ("group", "parameters", "sharded", "unsharded"),
+                ((f"largest: {largest.name or 'the root'}", f"{largest.numel:,}", gb(largest.sharded), gb(largest.unsharded)),),
+            )
+        )
+    return found

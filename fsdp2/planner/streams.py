@@ -1,0 +1,73 @@
+"""A device's streams that only write down what they are told, by numbers: 0 is compute. They refuse to know what runs on them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+from ..core.comm.streams import HostStreams
+
+COMPUTE, GATHER, REDUCE, ALL_REDUCE = range(4)
+
+
+class Log(Protocol):
+    """What is told."""
+
+    stream: int
+
+    def put(self, kind: str, *, stream: int = 0, id: int = 0) -> None: ...
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None: ...
+
+
+class WrittenStreams:
+    """Streams of a CUDA-like device."""
+
+    host_waits = False
+    gather, reduce, all_reduce = GATHER, REDUCE, ALL_REDUCE
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._events = 0
+        self.resize = log.resize
+
+    @property
+    def compute(self) -> int:
+        return self._log.stream
+
+    @contextlib.contextmanager
+    def on(self, stream: int) -> Iterator[None]:
+        before, self._log.stream = self._log.stream, stream
+        try:
+            yield
+        finally:
+            self._log.stream = before
+
+    def mark(self, stream: int) -> int:
+        self._events += 1
+        self._log.put("record", stream=stream, id=self._events)
+        return self._events
+
+    def order(self, stream: int, event: int | None) -> None:
+        if event is not None:
+            self._log.put("wait", stream=stream, id=event)
+
+    def synchronize(self, event: int | None) -> None:
+        if event is not None:
+            self._log.put("host waits for event", id=event)
+
+    def has_passed(self, event: int | None) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+
+class WrittenHost(HostStreams):
+    """The CPU, whose storages are resized in sight."""
+
+    def __init__(self, log: Log) -> None:
+        self.resize = log.resize  # type: ignore[assignment]

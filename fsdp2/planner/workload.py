@@ -1,0 +1,77 @@
+"""What is trained: how its model is made on the meta device, what it is given, and what its loss is.
+
+It refuses to know how training is sharded.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import ModuleError, ParameterError, got_object
+
+
+@dataclass(frozen=True)
+class Workload:
+    """inputs: from batch and sequence, what the model is called with; loss: from what it returns and what it was given"""
+
+    name: str
+    build: Callable[[], nn.Module]
+    inputs: Callable[[int, int], tuple[Any, ...]]
+    loss: Callable[[Any, tuple[Any, ...]], Tensor]
+
+
+def tokens(batch: int, sequence: int) -> tuple[Any, ...]:
+    """(batch, sequence) numbers of words."""
+    return (torch.zeros(batch, sequence, dtype=torch.long),)
+
+
+def next_token_loss(output: Any, inputs: tuple[Any, ...]) -> Tensor:
+    """Cross entropy in fp32 of logits, (batch, sequence, vocabulary), by themselves or as an attribute; of anything else the mean."""
+    logits = getattr(output, "logits", output)
+    logits = logits[0] if isinstance(logits, (tuple, list)) else logits
+    targets = inputs[-1]
+    if logits.ndim == 3 and isinstance(targets, Tensor) and targets.shape == logits.shape[:2]:
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    loss: Tensor = logits.float().mean()
+    return loss
+
+
+def workload_of(
+    model: Any,
+    inputs: Callable[[int, int], tuple[Any, ...]] | None = None,
+    loss: Callable[[Any, tuple[Any, ...]], Tensor] | None = None,
+) -> Workload:
+    """Of a module as it is, whose values are neither read nor changed: what is trained is a copy of it on the meta device.
+
+    Raises: ModuleError if it is no module; ParameterError for lazy ones
+    """
+    if not isinstance(model, nn.Module):
+        raise ModuleError(
+            got_object("plan", model), expected="an nn.Module, or the name of a shape", fix="see fsdp2 plan --help for the shapes"
+        )
+    lazy = [name for name, param in model.named_parameters() if isinstance(param, nn.UninitializedParameter)]
+    if lazy:
+        raise ParameterError(
+            f"{len(lazy)} parameters have no shape yet",
+            items=lazy,
+            expected="a model whose lazy modules have run once",
+            fix="run a forward pass with an input of the right shape before",
+        )
+    return Workload(type(model).__name__, lambda: on_meta(model), inputs or tokens, loss or next_token_loss)
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy without values."""
+    memo: dict[int, Any] = {}
+    for param in model.parameters():
+        memo[id(param)] = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)

@@ -1,0 +1,138 @@
+"""The peak that a plan names is the one that real ranks have: by their storages, and by the count of torch's CPU allocator.
+
+The allocator's count, which the profiler records, knows what no operator shows: what kernels allocate for themselves, and buffers that
+gloo's threads still hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+import fsdp2
+from fsdp2 import MixedPrecisionPolicy, parallelize
+from fsdp2.state_bytes import measured_state_bytes
+from harness import on_ranks
+from harness.memory import PeakBytes
+
+SEQUENCE = 128
+VOCABULARY = 2048
+DTYPES = {
+    "fp32": {},
+    "bf16": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+}
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(self.attention_norm(x)).chunk(3, -1))
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+
+class GPT(nn.Module):
+    """Tokens (batch, sequence) -> logits."""
+
+    def __init__(self, dim: int = 256, layers: int = 4) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+
+
+def zeros(batch: int, sequence: int) -> Tensor:
+    return torch.zeros(batch, sequence, dtype=torch.long)
+
+
+class Recomputed(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False, preserve_rng_state=False)
+
+
+def training(
+    strategy: str, batch: int, checkpointing: str, policy: MixedPrecisionPolicy
+) -> tuple[Callable[[], None], Callable[[], int]]:
+    """After three steps: the next one, and a count of the bytes that are there."""
+    model = GPT()
+    if checkpointing == "full":
+        model.blocks = nn.ModuleList(map(Recomputed, model.blocks))
+    parallelize(model, strategy, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = zeros(batch, SEQUENCE)
+
+    def step() -> None:
+        loss_of(model, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    return step, lambda: int(measured_state_bytes(model, optimizer).total) + tokens.nbytes
+
+
+def assert_predicted(measured: int, tolerance: float, world_size: int, case: tuple[str, int, str, str]) -> None:
+    strategy, batch, checkpointing, dtypes = case
+    planned = fsdp2.plan(
+        GPT(), world_size, strategy, backend="gloo", batch=batch, sequence=SEQUENCE, checkpointing=checkpointing, **DTYPES[dtypes]
+    )
+    if dist.get_rank() == 0:
+        print(f"| {strategy} | {dtypes} | {batch} | {checkpointing} | {planned.memory.peak.nbytes} | {measured} |")
+        assert planned.memory.peak.nbytes == pytest.approx(measured, rel=tolerance)
+
+
+@on_ranks(2)
+def test_the_peak_is_the_sum_of_the_storages_that_are_alive(world_size):
+    case = ("zero3", 4, "none", "fp32")
+    with PeakBytes() as live:
+        step, _ = training(*case[:3], MixedPrecisionPolicy())
+        live.reset()
+        step()
+    assert_predicted(live.peak, 0.001, world_size, case)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
+def test_the_peak_is_within_five_percent_of_what_the_allocator_counts(strategy, batch, checkpointing, dtypes, world_size):
+    case = (strategy, batch, checkpointing, dtypes)
+    step, count = training(strategy, batch, checkpointing, MixedPrecisionPolicy(**DTYPES[dtypes]))
+    before = count()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as records:
+        step()
+    now = peak = 0
+    for event in records.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    assert_predicted(before + peak, 0.05, world_size, case)

@@ -1,0 +1,91 @@
+"""What a plan says of a rank's bytes is what the runtime allocates, on real ranks, to the byte. The plan is made beside their world."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp2
+from fsdp2 import MixedPrecisionPolicy, accumulate, parallelize
+from fsdp2.core.iteration.module_state import units_in
+from fsdp2.state_bytes import measured_state_bytes
+from fsdp2.strategy import STRATEGIES
+from harness import on_ranks
+
+
+class Block(nn.Module):
+    """Rows that no number of ranks divides, and a parameter smaller than its alignment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(37)
+        self.up = nn.Linear(37, 131)
+        self.down = nn.Linear(131, 37, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(37, 37)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def inputs(batch: int, sequence: int) -> tuple[Tensor]:
+    return (torch.ones(batch, sequence, 37),)
+
+
+def trained(strategy: str, policy: MixedPrecisionPolicy, micro_batches: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """After a step and the backward of a second one."""
+    size = 2 if STRATEGIES[strategy].is_hybrid else None
+    model = parallelize(Model(), strategy, shard_size=size, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for step in range(2):
+        for index in range(micro_batches):
+            with accumulate(model, last=index == micro_batches - 1):
+                model(*inputs(2, 3)).float().mean().backward()
+        if step == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model, optimizer
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("micro_batches", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(name, marks=[] if name in ("zero1", "zero3", "hsdp") else pytest.mark.slow) for name in STRATEGIES]
+)
+def test_state_bytes_are_those_that_ranks_allocate(strategy, micro_batches, world_size):
+    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    planned = fsdp2.plan(
+        Model(),
+        world_size,
+        strategy,
+        shard_size=2 if STRATEGIES[strategy].is_hybrid else None,
+        micro_batches=micro_batches,
+        backend="gloo",
+        inputs=inputs,
+        batch=2,
+        sequence=3,
+        **dtypes,
+    )
+    model, optimizer = trained(strategy, MixedPrecisionPolicy(**dtypes), micro_batches)
+    measured = measured_state_bytes(model, optimizer)
+    groups = [group for unit in units_in(model.modules()) for group in unit.groups]
+    for group in groups:
+        group.issue()
+        group.wait()
+    if dist.get_rank() == 0:  # whose shards no other rank's exceed
+        assert planned.state == measured
+        assert [each.numel for each in planned.groups] == [sum(param.spec.cut.numel for param in group.params) for group in groups]
+        assert [each.sharded for each in planned.groups] == [group.flat.nbytes for group in groups]
+        assert [each.unsharded for each in planned.groups] == [group.unsharded.storage.nbytes() for group in groups]

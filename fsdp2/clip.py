@@ -2,11 +2,12 @@
 
 ``torch.nn.utils.clip_grad_norm_`` stacks the norms as DTensors, which have to lie on one mesh, and its operator raises on an empty
 shard where the norm has no identity (inf), on that rank alone. Here every rank computes what its local tensors contribute, one number
-a parameter, and these vectors are all-reduced once for each mesh axis over which anything is cut. It refuses to know modules.
+for all parameters that are cut over the same axes, and these vectors are all-reduced once for each mesh axis over which anything is
+cut. Gradients that lie in one buffer are one tensor (``flat_gradients``). It refuses to know modules.
 
-Worked example, (dp 2, tp 2), 2-norm: a weight cut over dp and tp, a norm's scale cut over dp only, a plain bias
+Worked example, (dp 2, tp 2), 2-norm: weights cut over dp and tp, norms' scales cut over dp only, plain biases
 
-    contributions     [9, 4, 1]     squares of the norms of the local tensors
+    contributions     [9, 4, 1]     sums of the squares of the local tensors
     all-reduce, dp    [9, 4]        those that are cut over dp, all in one
     all-reduce, tp    [9]
     total             the square root of the sum; equal on all ranks
@@ -14,6 +15,7 @@ Worked example, (dp 2, tp 2), 2-norm: a weight cut over dp and tp, a norm's scal
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from .core import torch_compat as compat
+from .core.group.flat_gradients import forget_padding, joined
 from .core.group.param import sharded_from
 from .errors import ArgumentError
 
@@ -46,16 +49,15 @@ def clip_grad_norm_(
     Returns:    the norm before clipping: a plain 0-d tensor, fp32 (fp64 if a gradient is), on the first gradient's device, the same
                 on every rank; torch returns a DTensor, whose ``full_tensor()`` is this. A plain parameter counts on each rank as
                 what that rank has.
-    Collective: yes, over every mesh axis over which a parameter is cut; one all-reduce each, of one number a parameter.
+    Collective: yes, over every mesh axis over which a parameter is cut; one all-reduce each, of a few numbers.
     Raises:     RuntimeError on all ranks if ``error_if_nonfinite`` and the norm is; ArgumentError for a mesh without this rank.
     """
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     params = [_sharded(param) for param in listed]
-    grads = [param.grad for param in params]
-    total = _total_norm(grads, params, float(norm_type), foreach)
+    total, parts = total_norm([param.grad for param in params], params, float(norm_type), foreach)
     if error_if_nonfinite:
         _refuse_nonfinite(total, norm_type)
-    _scale([grad for grad in grads if grad is not None], float(max_norm) / (total + 1e-6), foreach)
+    _scale(parts, clip_coefficient(total, max_norm), foreach)
     return total
 
 
@@ -68,7 +70,7 @@ def get_total_norm(
 ) -> Tensor:
     """``torch.nn.utils.get_total_norm`` for tensors on any mixture of meshes and placements; see ``clip_grad_norm_``."""
     listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    total = _total_norm(listed, listed, float(norm_type), foreach)
+    total, _ = total_norm(listed, listed, float(norm_type), foreach)
     if error_if_nonfinite:
         _refuse_nonfinite(total, norm_type)
     return total
@@ -91,35 +93,64 @@ def _refuse_nonfinite(total: Tensor, norm_type: float) -> None:
 # --- the norm -----------------------------------------------------------------------------------------------------------------
 
 
-def _total_norm(tensors: Sequence[Tensor | None], params: Sequence[Tensor], norm_type: float, foreach: bool | None) -> Tensor:
-    """params: say over which axes ranks communicate where a tensor is missing; another rank may have it."""
+def total_norm(
+    tensors: Sequence[Tensor | None], params: Sequence[Tensor], norm_type: float, foreach: bool | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """The norm over ``tensors``, and plain tensors that have all their local elements: of gradients in one buffer, views of the buffer.
+
+    params:     say over which axes ranks communicate where a tensor is missing; another rank may have it
+    Collective: yes, see ``clip_grad_norm_``
+    """
     likes = [param if tensor is None else tensor for tensor, param in zip(tensors, params, strict=True)]
     there = [tensor for tensor in tensors if tensor is not None]
     device = (there[0] if there else likes[0]).device if likes else None
-    dtype = torch.float64 if any(tensor.dtype in (torch.float64, torch.complex128) for tensor in there) else torch.float32
-    spread = _spread(likes)
-    whole = [None if tensor is None else _whole_terms(tensor, each) for tensor, each in zip(tensors, spread, strict=True)]
-    terms = _terms(whole, norm_type, dtype, device, foreach)
-    for process_group, device_type, indices in _groups(spread):
+    dtype = torch.float64 if any(tensor.dtype in _WIDE for tensor in there) else torch.float32
+    spreads = _spreads(likes)
+    column_of, columns = _columns(spreads, each_alone=norm_type == 0)
+    locals_, kinds, partial = [], [], []
+    for tensor, spread, column in zip(tensors, spreads, column_of, strict=True):
+        if tensor is None:
+            continue
+        if spread.is_partial:
+            partial.append((tensor, column))
+            continue
+        locals_.append(_local(tensor))
+        kinds.append(column)
+    if norm_type > 0:  # zeros between them do not count
+        locals_, kinds = joined(locals_, kinds)
+    wholes = [_local(_reduced(tensor)) for tensor, _ in partial]
+    terms = _terms([*locals_, *wholes], [*kinds, *(column for _, column in partial)], len(columns), norm_type, dtype, device, foreach)
+    for process_group, device_type, indices in _groups(columns):
         terms = _all_reduce(terms, indices, process_group, device_type, norm_type)
-    return _join(terms, norm_type) if there else torch.zeros((), dtype=dtype, device=device)
+    total = _join(terms, norm_type) if there else torch.zeros((), dtype=dtype, device=device)
+    return total, [*locals_, *(_local(tensor) for tensor, _ in partial)]
+
+
+_WIDE = (torch.float64, torch.complex128)
 
 
 @dataclass(frozen=True)
 class _Spread:
-    """How DTensors of one mesh and placements lie on ranks: which axes cut them, and whether they wait for a reduction."""
+    """How tensors of one mesh and placements lie on ranks: which axes cut them, and whether they wait for a reduction."""
 
     cut_over: tuple[tuple[dist.ProcessGroup, str], ...]
     is_partial: bool
 
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(process_group.group_name for process_group, _ in self.cut_over)
 
-def _spread(likes: Sequence[Tensor]) -> list[_Spread | None]:
-    """Of each tensor; None: a plain one. Found out once for each mesh and placements: a model has many parameters and few of these."""
+
+_PLAIN = _Spread((), False)
+
+
+def _spreads(likes: Sequence[Tensor]) -> list[_Spread]:
+    """Of each tensor. Found out once for each mesh and placements: a model has many parameters and few of these."""
     known: dict[tuple[int, Any], _Spread] = {}
-    found: list[_Spread | None] = []
+    found: list[_Spread] = []
     for like in likes:
         if not isinstance(like, DTensor):
-            found.append(None)
+            found.append(_PLAIN)
             continue
         spec = compat.spec_of(like)
         key = id(spec.mesh), spec.placements
@@ -144,53 +175,76 @@ def _spread_over(like: DTensor) -> _Spread:
     )
 
 
-def _groups(spread: Sequence[_Spread | None]) -> list[tuple[dist.ProcessGroup, str, list[int]]]:
-    """The process group of each mesh axis over which something is cut, its device type, and the tensors that are cut over it.
+def _columns(spreads: Sequence[_Spread], each_alone: bool) -> tuple[list[int], list[_Spread]]:
+    """To which number each tensor contributes, and how each number's tensors are cut: one for all that are cut over the same axes.
+
+    Equal on all ranks, as it depends on placements alone and not on which gradients a rank has.
+    """
+    if each_alone:
+        return list(range(len(spreads))), list(spreads)
+    columns: dict[tuple[str, ...], int] = {}
+    column_of = [columns.setdefault(spread.names, len(columns)) for spread in spreads]
+    first = {column: spread for spread, column in zip(reversed(spreads), reversed(column_of), strict=True)}
+    return column_of, [first[column] for column in range(len(columns))]
+
+
+def _groups(columns: Sequence[_Spread]) -> list[tuple[dist.ProcessGroup, str, list[int]]]:
+    """The process group of each mesh axis over which something is cut, its device type, and the columns that are cut over it.
 
     In the order of first use. Groups of equal ranks are not merged: of two meshes some ranks may share a row and others not, and then
     ranks would add in different orders.
     """
     found: dict[str, tuple[dist.ProcessGroup, str, list[int]]] = {}
-    for index, each in enumerate(spread):
-        if each is None:
-            continue
+    for index, each in enumerate(columns):
         for process_group, device_type in each.cut_over:
             found.setdefault(process_group.group_name, (process_group, device_type, []))[2].append(index)
     return list(found.values())
 
 
-def _whole_terms(tensor: Tensor, spread: _Spread | None) -> Tensor:
-    """The local tensor; of one that waits for a reduction, after it: a norm of sums is not made of norms of terms. Collective then."""
-    if spread is None or not isinstance(tensor, DTensor):
-        return tensor
-    if spread.is_partial:
-        reduced = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-        tensor = tensor.redistribute(placements=reduced)
-    return compat.waited_for(compat.local_tensor(tensor))
+def _local(tensor: Tensor) -> Tensor:
+    return compat.waited_for(compat.local_tensor(tensor)) if isinstance(tensor, DTensor) else tensor
+
+
+def _reduced(tensor: Tensor) -> Tensor:
+    """A partial DTensor after its reduction: a norm of sums is not made of norms of terms. Collective: yes."""
+    assert isinstance(tensor, DTensor)
+    return tensor.redistribute(placements=[Replicate() if placement.is_partial() else placement for placement in tensor.placements])
 
 
 def _terms(
-    locals_: Sequence[Tensor | None], norm_type: float, dtype: torch.dtype, device: torch.device | None, foreach: bool | None
+    tensors: Sequence[Tensor],
+    column_of: Sequence[int],
+    num_columns: int,
+    norm_type: float,
+    dtype: torch.dtype,
+    device: torch.device | None,
+    foreach: bool | None,
 ) -> Tensor:
-    """(n,): what each local tensor contributes, such that contributions of several ranks can be added, or the largest taken.
+    """(num_columns,): what the tensors of each column contribute, such that ranks' contributions can be added, or the largest taken.
 
     Finite norms: the sum of the powers (of norm 0: how many elements are not 0). Inf: the largest magnitude; -inf: minus the smallest.
-    Where a tensor is missing or empty, what changes nothing.
+    Where a column has no element here, what changes nothing.
     """
     is_infinite = math.isinf(norm_type)
-    there = [local for local in locals_ if local is not None and local.numel() > 0]
     neutral = torch.full((), -math.inf if is_infinite else 0.0, dtype=dtype, device=device)
+    by_column: list[list[Tensor]] = [[] for _ in range(num_columns)]
+    for tensor, column in zip(tensors, column_of, strict=True):
+        if tensor.numel() > 0:
+            by_column[column].append(tensor)
+    there = [tensor for each in by_column for tensor in each]
     if not there:
-        return neutral.repeat(len(locals_))
+        return neutral.repeat(num_columns)
     found = torch.stack([norm.to(device=device, dtype=dtype) for norm in _norms(there, norm_type, dtype, foreach)])
     if is_infinite:
         found = found if norm_type > 0 else -found
     elif norm_type != 0:
         found = found**norm_type
-    if len(there) == len(locals_):
-        return found
-    rest = iter(found)  # not by a list of places: the host would wait until that is on the device
-    return torch.stack([neutral if local is None or local.numel() == 0 else next(rest) for local in locals_])
+    pieces = torch.split(found, [len(each) for each in by_column if each])
+    terms = [piece.amax() if is_infinite else piece.sum() for piece in pieces]
+    if len(terms) < num_columns:
+        rest = iter(terms)  # not by a list of places: the host would wait until that is on the device
+        terms = [next(rest) if each else neutral for each in by_column]
+    return torch.stack(terms)
 
 
 def _norms(tensors: list[Tensor], norm_type: float, dtype: torch.dtype, foreach: bool | None) -> Sequence[Tensor]:
@@ -231,17 +285,21 @@ def _join(terms: Tensor, norm_type: float) -> Tensor:
 # --- scaling ------------------------------------------------------------------------------------------------------------------
 
 
-def _scale(grads: Sequence[Tensor], coefficient: Tensor, foreach: bool | None) -> None:
-    """Multiply in place by ``coefficient`` (0-d), or by 1 if that is less: without asking, which would wait for the device."""
-    coefficient = coefficient.clamp(max=1.0)
+def clip_coefficient(total: Tensor, max_norm: float) -> Tensor:
+    """() tensor, by which gradients of norm ``total`` are multiplied; 1 at most, without asking, which would wait for the device."""
+    return (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
+
+
+def _scale(tensors: Sequence[Tensor], coefficient: Tensor, foreach: bool | None) -> None:
+    """Multiply in place."""
     by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        local = compat.waited_for(compat.local_tensor(grad)) if isinstance(grad, DTensor) else grad
-        by_device.setdefault(local.device, []).append(local)
-    for device, locals_ in by_device.items():
-        here = coefficient.to(device)
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    for device, here in by_device.items():
+        factor = coefficient.to(device)
         if foreach is False:
-            for local in locals_:
-                local.mul_(here)
+            for tensor in here:
+                tensor.mul_(factor)
         else:
-            torch._foreach_mul_(locals_, here)
+            torch._foreach_mul_(here, factor)
+    forget_padding(tensors)  # NaN makes zeros NaN

@@ -149,6 +149,124 @@ def test_gradients_of_a_backward(world_size):
         reference.zero_grad()
 
 
+# --- gradients in one buffer ------------------------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """One group of three layers, of which a forward uses some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(3)])
+
+    def forward(self, x: Tensor, branches: tuple[int, ...] = (0, 1, 2)) -> Tensor:
+        for branch in branches:
+            x = self.layers[branch](x)
+        return x
+
+
+def branches(mesh: DeviceMesh | None = None) -> tuple[nn.Module, nn.Module]:
+    reference = Branches()
+    return fully_shard(copy.deepcopy(reference), mesh=mesh or cpu_mesh()), reference
+
+
+def backward(models: tuple[nn.Module, nn.Module], *args: object) -> None:
+    for model in models:
+        model(torch.ones(2, 5), *args).square().sum().backward()
+
+
+def num_tensors(function: Callable[[], object], name: str) -> int:
+    """How many tensors ``function`` gives to ``torch.<name>``."""
+    counts = []
+    original = getattr(torch, name)
+    with mock.patch.object(torch, name, lambda tensors, *args: counts.append(len(tensors)) or original(tensors, *args)):
+        function()
+    return sum(counts)
+
+
+@on_ranks(2)
+def test_gradients_of_a_group_are_one_tensor_to_the_norm_and_to_the_scaling():
+    model, _ = one_axis()
+    num_groups = sum(len(module._get_fsdp_state().groups) for module in [*model.blocks, model])
+    for name in ("_foreach_norm", "_foreach_mul_"):
+        model.zero_grad()
+        model(batches(1)[0]).square().mean().backward()
+        assert num_tensors(lambda: fsdp2.clip_grad_norm_(model.parameters(), 1.0), name) == num_groups
+    assert len(list(model.parameters())) > 2 * num_groups
+
+
+@on_ranks(2)
+def test_a_gradient_that_was_dropped_or_replaced_does_not_count_where_it_was():
+    for change in ("drop", "replace", "frozen"):
+        models = branches()
+        backward(models)
+        for model in models:
+            param = model.layers[1].weight
+            param.grad = None if change == "drop" else param.grad * 3 if change == "replace" else param.grad
+        subset = [[*model.layers[0].parameters(), *model.layers[2].parameters()] for model in models]
+        if change == "frozen":  # the caller leaves some out
+            torch.testing.assert_close(fsdp2.clip_grad_norm_(subset[0], 0.1), nn.utils.clip_grad_norm_(subset[1], 0.1))
+        check(*models, 0.01, 2.0)
+
+
+@on_ranks(2)
+def test_gradients_that_came_with_different_backwards_each_count_once():
+    models = branches()
+    backward(models, (0, 1))
+    backward(models)  # the last layer's gradient lies in a new buffer, where those of the others lie too that were added to the old one
+    check(*models, 0.01, 2.0)
+    for model in models:
+        model.zero_grad()
+    backward(models, (0, 2))
+    check(*models, 0.01, INF)
+
+
+@on_ranks(2)
+def test_a_norm_that_was_nan_does_not_stay_in_a_buffer_that_is_zeroed():
+    models = branches()
+    backward(models)
+    for model in models:
+        whole(model.layers[0].bias.grad).fill_(float("nan"))
+    models[0].layers[0].bias.grad.to_local().fill_(float("nan"))
+    assert fsdp2.clip_grad_norm_(models[0].parameters(), 1.0).isnan()
+    for model in models:
+        for param in model.parameters():
+            param.grad.zero_()
+    backward(models)
+    check(*models, 0.01, 2.0)
+
+
+@on_ranks(2)
+def test_what_a_hook_writes_between_gradients_does_not_count():
+    models = branches(cpu_mesh(2, 1))
+    models[0].set_all_reduce_hook(lambda buffer: buffer.view(-1).copy_(torch.where(buffer == 0, torch.full_like(buffer, 5.0), buffer)))
+    backward(models)
+    check(*models, 0.01, 2.0)
+
+
+def even_tensor_parallel() -> tuple[nn.Module, nn.Module]:
+    """In the buffer of one group lie weights that tp cuts as well, and a bias that tp replicates."""
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Linear(7, 8), nn.Tanh(), nn.Linear(8, 7), nn.Linear(7, 1))
+    model = copy.deepcopy(reference)
+    mesh = cpu_mesh(2, 2, names=("even_dp", "even_tp"))
+    parallelize_module(model, mesh["even_tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return fully_shard(model, mesh=mesh["even_dp"]), reference
+
+
+@pytest.mark.slow
+@on_ranks(4)
+@pytest.mark.parametrize("case", [offloaded, even_tensor_parallel, mixed_meshes, replicas_of_shards])
+def test_gradients_of_a_backward_on_every_mesh(case):
+    model, reference = case()
+    for norm_type in (2.0, 1.0, INF):
+        for each in (model, reference):
+            each.zero_grad()
+            each(batches(1)[0]).square().mean().backward()
+        check(model, reference, 0.01, norm_type)
+
+
 # --- placements --------------------------------------------------------------------------------------------------------------------
 
 

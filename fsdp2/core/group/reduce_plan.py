@@ -86,6 +86,11 @@ class ReducePlan:
         assert self.flags_slot is not None
         return self.flags_slot.offset + len(self.views)
 
+    @functools.cached_property
+    def strides_by_offset(self) -> dict[int, tuple[int, ...]]:
+        """Of the gradients in an output."""
+        return {view.offset: view.strides for view in self.views}
+
     def to_local(self, grads: list[Tensor | None], varying: set[str], always_once: bool) -> None:
         """Replace gradients of DTensors by their local tensors. Collective: yes, over model axes.
 

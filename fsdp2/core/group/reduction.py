@@ -21,6 +21,7 @@ from ..comm import collectives
 from ..comm.communicators import comm_reduce_scatter
 from ..comm.streams import Event, Stream, Streams
 from ..plan.placement import in_dtype
+from .flat_gradients import note_gradients
 from .memory import GroupMemory
 from .options import ReductionOptions
 from .order_tags import TAG_NUMEL
@@ -378,6 +379,17 @@ class Reduction:
             if sharded._post_accumulate_grad_hooks:
                 self.has_run_hooks = True
                 self._run_hooks(sharded)
+        if self._has_zeros_between():
+            plan = self._plan
+            assert plan.flags_slot is not None
+            strides = plan.strides_by_offset if views is plan.views else {view.offset: view.strides for view in views}
+            note_gradients(reduced, strides, plan.flags_slot.offset)
+
+    def _has_zeros_between(self) -> bool:
+        """Whether nothing but gradients was written into the output: nobody's hook or communicator, and no other dtype's gradients."""
+        options = self._options
+        is_ours = options.comm is None and options.all_reduce_hook is None and options.all_reduce_instead is None
+        return is_ours and self._dtypes is None and self._plan.flags_slot is not None
 
     def _run_hooks(self, sharded: nn.Parameter) -> None:
         self._group.wait()  # a hook may write the shard: close its lease

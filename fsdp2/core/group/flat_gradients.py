@@ -1,0 +1,83 @@
+"""Gradients that one reduction handed out lie in one buffer: what runs over all elements alike runs over the buffer itself.
+
+Between two gradients lies padding, which a reduction leaves zero. Zeros change no sum of powers and no maximum, and a product with a
+number leaves them zero, unless that number is NaN. A user may replace a gradient, or drop it: its old place is not padding, and no
+tensor reaches over it. This file refuses to know what is computed.
+
+Worked example, a buffer in which a reduction handed out w1, w2 and b; the user has dropped the gradient of w2
+
+    buffer     [w1 .. | w2 . | b ...]
+    joined     [w1 ..]        [b ...]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+_MARK = "_fsdp2_gradients"
+"""Attribute of a buffer of gradients: its ``_Gradients``."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Gradients:
+    """strides: of each gradient in a buffer, by its offset, in the order of offsets. stop: end of the padding behind the last one."""
+
+    strides: dict[int, tuple[int, ...]]
+    stop: int
+
+
+def note_gradients(buffer: Tensor, strides: dict[int, tuple[int, ...]], stop: int) -> None:
+    """Between the gradients at the keys of ``strides`` lie zeros in ``buffer[:stop]``; what was noted of it before stays."""
+    before: _Gradients | None = vars(buffer).get(_MARK)
+    if before is not None:
+        strides = dict(sorted((before.strides | strides).items()))
+    setattr(buffer, _MARK, _Gradients(strides, stop))
+
+
+def forget_padding(tensors: Sequence[Tensor]) -> None:
+    """The padding between gradients of which ``tensors`` were joined may not be zero any more."""
+    for tensor in tensors:
+        vars(tensor if tensor._base is None else tensor._base).pop(_MARK, None)
+
+
+def joined(grads: Sequence[Tensor], kinds: Sequence[int]) -> tuple[list[Tensor], list[int]]:
+    """Tensors that have the elements of ``grads``, and zeros; and the kind of each.
+
+    grads: local tensors. Neighbours in one buffer of one of ``kinds`` become one tensor, a view of the buffer.
+    """
+    tensors: list[Tensor] = []
+    kinds_found: list[int] = []
+    places: dict[int, tuple[Tensor, _Gradients, dict[int, int]]] = {}
+    last, found = None, None
+    for grad, kind in zip(grads, kinds, strict=True):
+        buffer = grad._base
+        if buffer is not last:
+            last = buffer
+            noted = None if buffer is None else vars(buffer).get(_MARK)
+            found = None if noted is None else places.setdefault(id(buffer), (buffer, noted, {}))  # type: ignore[arg-type]
+        if found is not None:
+            _, noted, kind_at = found
+            offset = int(grad.storage_offset())
+            if offset not in kind_at and noted.strides.get(offset) == grad.stride():
+                kind_at[offset] = kind
+                continue
+        tensors.append(grad)
+        kinds_found.append(kind)
+    for buffer, noted, kind_at in places.values():
+        _join_in(buffer, noted, kind_at, tensors, kinds_found)
+    return tensors, kinds_found
+
+
+def _join_in(buffer: Tensor, noted: _Gradients, kind_at: dict[int, int], tensors: list[Tensor], kinds: list[int]) -> None:
+    """Add to ``tensors`` and ``kinds`` the stretches of ``buffer`` whose gradients are in ``kind_at`` and of one kind."""
+    start: int | None = None
+    for offset in (*noted.strides, noted.stop):
+        if start is not None and (offset not in kind_at or kind_at[offset] != kinds[-1]):
+            tensors.append(buffer[start:offset])
+            start = None
+        if start is None and offset in kind_at:
+            start = offset
+            kinds.append(kind_at[offset])

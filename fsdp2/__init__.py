@@ -38,14 +38,17 @@ from .policy import (
 from .strategy import accumulate, parallelize
 
 if TYPE_CHECKING:
-    from . import checkpoint, compat, optim, state_bytes, wrap
+    from . import activations, checkpoint, compat, optim, state_bytes, wrap
+    from .activations import ActivationCheckpointPolicy, apply_activation_checkpointing
     from .compiled import compile, uncompile  # noqa: A004 (named after torch.compile)
     from .installation import install, uninstall
     from .model_summary import summary
     from .planner.api import plan
 
-_MODULES = ("checkpoint", "compat", "optim", "state_bytes", "wrap")
-_FUNCTIONS = {
+_MODULES = ("activations", "checkpoint", "compat", "optim", "state_bytes", "wrap")
+_ELSEWHERE = {
+    "ActivationCheckpointPolicy": "activations",
+    "apply_activation_checkpointing": "activations",
     "compile": "compiled",
     "install": "installation",
     "plan": "planner.api",
@@ -55,6 +58,7 @@ _FUNCTIONS = {
 }
 
 __all__ = [
+    "ActivationCheckpointPolicy",
     "AllGather",
     "ArgumentError",
     "ArgumentTypeError",
@@ -78,6 +82,8 @@ __all__ = [
     "ShardPlacementResult",
     "UnshardHandle",
     "accumulate",
+    "activations",
+    "apply_activation_checkpointing",
     "checkpoint",
     "clip_grad_norm_",
     "compat",
@@ -105,8 +111,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("importlib.metadata").version("fsdp2")
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
-    if name in _FUNCTIONS:
-        return getattr(importlib.import_module(f".{_FUNCTIONS[name]}", __name__), name)
+    if name in _ELSEWHERE:
+        return getattr(importlib.import_module(f".{_ELSEWHERE[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -410,6 +410,12 @@ def checkpoint_around() -> object | None:
     return found
 
 
+def saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """What packs and unpacks the tensors that autograd saves now; None: nobody does."""
+    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return None if found is None else (found[0], found[1])
+
+
 def leaf_gets_gradient_in_this_backward(leaf: Tensor) -> bool:
     """Whether the backward that is running puts a gradient into ``leaf``; only inside backward."""
     try:
@@ -508,6 +514,12 @@ def dynamo_disabled(hook: _F) -> _F:
     run._torchdynamo_orig_callable = hook  # type: ignore[attr-defined]
     run._guarded = guarded  # type: ignore[attr-defined]  # read by ``has_met_compiler``
     return run  # type: ignore[return-value]
+
+
+def dynamo_skips(function: _F) -> _F:
+    """Let the compiler leave the frames of ``function`` alone, and compile what it calls."""
+    set_code_exec_strategy(function.__code__, _SKIP)
+    return function
 
 
 # --- the compiler, seen from code that it runs; what captures graphs is in ``compiled/torch_compat.py`` -----------------------

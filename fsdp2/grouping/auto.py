@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from .module_tree import ModuleTree
+from .module_tree import ModuleTree, class_of
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -31,7 +31,7 @@ def auto_groups(tree: ModuleTree) -> list[list[nn.Module]]:
     blocks = _outermost(tree, tree.root, _has_parts) or _outermost(tree, tree.root, _is_leaf)
     if not blocks:
         return []
-    classes = {type(block) for block in blocks.values()} - set(_LISTS)
+    classes = {class_of(block) for block in blocks.values()} - set(_LISTS)
     if any(map(_has_parts, blocks.values())):
         _add_of_classes(tree, tree.root, tuple(classes), blocks)
     groups = [[block] for block in blocks.values()]
@@ -64,7 +64,7 @@ def _some_alike(tree: ModuleTree, modules: list[nn.Module]) -> bool:
     """Whether there is a class of which several are the same, or all about as large. (A mix of two kinds of layers is fine.)"""
     by_class: dict[type[nn.Module], list[nn.Module]] = {}
     for module in modules:
-        by_class.setdefault(type(module), []).append(module)
+        by_class.setdefault(class_of(module), []).append(module)
     for several in by_class.values():
         sizes = [tree.numel(module) for module in several]
         shapes = set(map(_shapes, several))
@@ -76,7 +76,7 @@ def _some_alike(tree: ModuleTree, modules: list[nn.Module]) -> bool:
 def _is_stage(tree: ModuleTree, module: nn.Module) -> bool:
     """Whether it is a list of several modules with parts, all the same."""
     children = tree.children(module) if isinstance(module, _LISTS) else []
-    return len(children) > 1 and all(map(_has_parts, children)) and len({(type(each), _shapes(each)) for each in children}) == 1
+    return len(children) > 1 and all(map(_has_parts, children)) and len({(class_of(each), _shapes(each)) for each in children}) == 1
 
 
 def _shapes(module: nn.Module) -> tuple[tuple[str, torch.Size], ...]:
@@ -88,7 +88,7 @@ def _add_of_classes(tree: ModuleTree, module: nn.Module, classes: tuple[type[nn.
     for child in tree.children(module):
         if id(child) in blocks:
             continue
-        if type(child) in classes and not any(id(below) in blocks for below in child.modules()):
+        if class_of(child) in classes and not any(id(below) in blocks for below in child.modules()):
             blocks[id(child)] = child
         else:
             _add_of_classes(tree, child, classes, blocks)

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from ..core import torch_compat as compat
+from ..core.iteration.module_state import unit_of
+from ..core.modules.sharded_class import original_class
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 OPAQUE = (nn.MultiheadAttention,)
@@ -20,11 +22,13 @@ OPAQUE = (nn.MultiheadAttention,)
 class ModuleTree:
     """``root`` and what is below it, without what an earlier ``fully_shard`` call took and without ``ignored`` parameters.
 
-    candidates: every module that may become a group, by its first name, children before their parents; the root is none
+    through_sharded: with what an earlier call took
+    candidates:      every module that may become a group, by its first name, children before their parents; the root is none
     """
 
-    def __init__(self, root: nn.Module, ignored: Iterable[nn.Parameter] = ()) -> None:
+    def __init__(self, root: nn.Module, ignored: Iterable[nn.Parameter] = (), through_sharded: bool = False) -> None:
         self.root = root
+        self._through_sharded = through_sharded
         self._ignored = {id(param) for param in ignored}
         self._names: dict[int, str] = {}
         self.candidates: dict[str, nn.Module] = {}
@@ -32,7 +36,7 @@ class ModuleTree:
         self._visit(root, "")
 
     def _visit(self, module: nn.Module, name: str) -> None:
-        if id(module) in self._names or is_sharded(module):
+        if id(module) in self._names or self._is_taken(module):
             return
         self._names[id(module)] = name
         if not isinstance(module, OPAQUE):
@@ -40,6 +44,9 @@ class ModuleTree:
                 self._visit(child, f"{name}.{child_name}" if name else child_name)
         if module is not self.root and self.params(module) and not isinstance(module, torch.jit.ScriptModule):
             self.candidates[name] = module
+
+    def _is_taken(self, module: nn.Module) -> bool:
+        return not self._through_sharded and is_sharded(module)
 
     def name_of(self, module: nn.Module) -> str:
         """The module's first name from the root, whose own is ""."""
@@ -53,7 +60,7 @@ class ModuleTree:
         return found
 
     def _walk(self, module: nn.Module, seen: set[int]) -> Iterator[nn.Parameter]:
-        if id(module) in seen or is_sharded(module):
+        if id(module) in seen or self._is_taken(module):
             return
         seen.add(id(module))
         for param in module.parameters(recurse=False):
@@ -78,6 +85,11 @@ class ModuleTree:
                 if param is not None:
                     count[id(param)] = count.get(id(param), 0) + 1
         return count
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class that it had before ``fully_shard``."""
+    return original_class(type(module)) if unit_of(module) is not None else type(module)
 
 
 def is_sharded(module: nn.Module) -> bool:

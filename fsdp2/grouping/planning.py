@@ -118,7 +118,7 @@ def plan(model: nn.Module, policy: Any = "auto", *, ignored_params: Iterable[nn.
     order = {id(module): index for index, module in enumerate(tree.candidates.values())}
     chosen: list[list[nn.Module]] = []
     for modules in as_policy(policy).choose(tree):
-        expanded = [each for module in modules for each in _with_forward(tree, module)]
+        expanded = [each for module in modules for each in with_forward(tree, module)]
         if expanded:
             chosen.append(expanded)
     chosen.sort(key=lambda modules: max(order[id(module)] for module in modules))
@@ -139,10 +139,10 @@ def plan(model: nn.Module, policy: Any = "auto", *, ignored_params: Iterable[nn.
     return Plan(tuple(planned))
 
 
-def _with_forward(tree: ModuleTree, module: nn.Module) -> list[nn.Module]:
+def with_forward(tree: ModuleTree, module: nn.Module) -> list[nn.Module]:
     """``module``, or instead of a container that nobody calls, its items."""
     if isinstance(module, CONTAINERS) and type(module).forward is nn.Module.forward:
-        return [each for child in tree.children(module) for each in _with_forward(tree, child)]
+        return [each for child in tree.children(module) for each in with_forward(tree, child)]
     return [module]
 
 

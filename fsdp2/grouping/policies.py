@@ -19,7 +19,7 @@ from torch import nn
 
 from ..errors import ArgumentError
 from .auto import auto_groups
-from .module_tree import CONTAINERS, ModuleTree
+from .module_tree import CONTAINERS, ModuleTree, class_of
 
 Group = list[nn.Module]
 
@@ -51,9 +51,9 @@ class _ByClass(WrapPolicy):
     def choose(self, tree: ModuleTree) -> list[Group]:
         types = tuple(each for each in self.classes if isinstance(each, type))
         names = {each for each in self.classes if isinstance(each, str)}
-        found = [[module] for module in tree.candidates.values() if isinstance(module, types) or type(module).__name__ in names]
+        found = [[module] for module in tree.candidates.values() if isinstance(module, types) or class_of(module).__name__ in names]
         if not found:
-            present = sorted({type(module).__name__ for module in tree.candidates.values()})
+            present = sorted({class_of(module).__name__ for module in tree.candidates.values()})
             raise ArgumentError(
                 f"by_class({', '.join(map(_class_name, self.classes))}) matches no module of {type(tree.root).__name__}",
                 expected=f"classes of its modules that have parameters: {present}",

@@ -1,0 +1,82 @@
+"""Which modules save their inputs alone in forward, and run again in backward. Mistakes are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ..core.modules.around_forward import around_forward, put_around_forward
+from ..errors import ArgumentError, ModuleError, got_object
+from .budget import Budget
+from .checkpoint import Checkpoint
+from .policy import checked_policy, chosen_modules, overloads
+
+
+def apply_activation_checkpointing(model: nn.Module, policy: Any = "full") -> list[str]:
+    """Let modules of ``model`` save their inputs alone, and compute what else their backward needs again, just before it.
+
+    Before or after ``fully_shard`` and ``compile``, with the same result: a sharded module is gathered once for both its recomputation
+    and its backward. Random numbers (dropout) are drawn again alike. Names in state dicts stay. Without autograd nothing changes.
+
+    policy:     "full" (each of the repeated blocks), what ``wrap`` of ``parallelize`` takes, or an ``ActivationCheckpointPolicy``
+    Returns:    the names of the modules that are checkpointed; with a budget, of the candidates
+    Collective: no. All ranks must choose alike.
+    Raises:     ModuleError for modules that are checkpointed already, by whomever, or one inside of the other; ArgumentError for a
+                policy that is none, or that matches nothing
+    """
+    if not isinstance(model, nn.Module):
+        raise ModuleError(got_object("apply_activation_checkpointing", model), expected="an nn.Module", fix="pass the model itself")
+    checked = checked_policy(policy)
+    modules = chosen_modules(model, checked.modules)
+    if not modules:
+        raise ArgumentError(
+            f"apply_activation_checkpointing found no repeated blocks in {type(model).__name__}",
+            expected="a list of modules that are built alike, or modules that the policy names",
+            fix="for instance apply_activation_checkpointing(model, fsdp2.wrap.by_class(Block))",
+        )
+    _refuse_twice(model, modules)
+    budget = None if checked.max_nbytes is None else Budget(checked.max_nbytes)
+    chosen = dict(list(modules.items())[:: checked.every])
+    save_ops = tuple(overloads(checked.save_ops))
+    for module in chosen.values():
+        put_around_forward(module, inner=Checkpoint(save_ops))
+        if budget is not None:
+            put_around_forward(module, middle=budget)
+    return list(chosen)
+
+
+def _refuse_twice(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
+    """Raise ModuleError if a module would be computed more than twice."""
+    twice = []
+    by_others = {name for name, module in model.named_modules() if "_checkpoint_wrapped_module" in module._modules}
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            by_others.add(name)
+    by_us = {name for name, module in model.named_modules() if _is_checkpointed(module)}
+    for name in chosen:
+        near = [other or "the model" for other in sorted(by_others) if _is_inside(name, other) or _is_inside(other, name)]
+        twice += [f"{name}: {other} is checkpointed by other means" for other in near]
+        near = [other or "the model" for other in sorted(by_us) if _is_inside(name, other) or _is_inside(other, name)]
+        twice += [f"{name}: apply_activation_checkpointing has taken {other} before" for other in near]
+        twice += [f"{name}: it is inside of {other}, which is to be checkpointed as well" for other in chosen if _is_below(name, other)]
+    if twice:
+        raise ModuleError(
+            f"apply_activation_checkpointing would have {len(twice)} modules checkpointed twice",
+            items=twice,
+            expected="each module below one checkpoint at most: two compute it three times",
+            fix="choose other modules, or leave out the other checkpoint (checkpoint_wrapper, gradient_checkpointing_enable)",
+        )
+
+
+def _is_checkpointed(module: nn.Module) -> bool:
+    return around_forward(module).inner is not None
+
+
+def _is_below(name: str, other: str) -> bool:
+    return name != other and (other == "" or name.startswith(f"{other}."))
+
+
+def _is_inside(name: str, other: str) -> bool:
+    return name == other or _is_below(name, other)

@@ -12,7 +12,7 @@ CONSTRAINTS := constraints/torch-$(TORCH).txt
 # What depends on torch, for a second version in CI.
 PARTS := numerics composition core behaviour extensions meshes compat compile test_errors.py checkpoint/test_checkpointer.py checkpoint/test_dcp.py
 
-.PHONY: help demo test test-slow test-parts test-versions fuzz gpu check release-check bench clean
+.PHONY: help demo docs test test-slow test-parts test-versions fuzz gpu check release-check bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make gpu         what only GPUs can show, on this computer's: one or several; ONLY=names, GPU_PYTHON=python of an environment with torch"
 	@echo "make check       lint, format, types, and which part may import which"
 	@echo "make release-check  the wheel works in a bare environment"
+	@echo "make docs        the documentation site: docs/_build/html/index.html"
 	@echo "make bench       the benchmarks"
 	@echo "make clean       remove caches and .venv*"
 	@echo "TORCH=2.15.0 after any of them takes that version of torch instead of 2.13.0"
@@ -72,6 +73,15 @@ check: $(INSTALLED)
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 	$(BIN)/python -c "from importlinter.cli import lint_imports_command as lint; lint()" --no-cache
+
+# Warnings are errors: a link or a name that does not exist ends the build.
+docs: $(VENV)/.docs-installed
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+$(VENV)/.docs-installed: $(INSTALLED)
+	$(BIN)/python -m pip install -c $(CONSTRAINTS) -e '.[docs]'
+	touch $@
 
 # The wheel in a bare environment, and the README's program: TORCH=2.15.0 for the torch that people install.
 release-check: $(INSTALLED)

@@ -1,0 +1,79 @@
+"""Turns docstrings as fsdp2 writes them into reStructuredText for the reference.
+
+    param_dtype:   dtype of the unsharded parameters;      ->   :param_dtype: dtype of the unsharded parameters; continued here
+                   continued here
+    ``name``                                               stays: double backquotes are code in both
+    an indented block behind a blank line                  ->   a literal block
+
+A line of ``words: text`` begins a field where its neighbours do as well, or where the word is Returns, Raises, Collective or Source.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_FIELD = re.compile(r"^(\*{0,2}[A-Za-z_][\w.\[\]]*(?:, \*{0,2}[\w.]+)*):\s+(\S.*)$")
+_ALWAYS = {"Returns", "Raises", "Collective", "Source", "Memory", "Yields"}
+
+
+def to_rst(lines: list[str], names: set[str]) -> list[str]:
+    """``lines`` of a docstring; ``names`` of parameters and fields, which begin a field wherever they stand before a colon."""
+    result: list[str] = []
+    in_field = in_literal = False
+    previous_blank = True
+    for line in lines:
+        text = line.strip()
+        indent = len(line) - len(line.lstrip())
+        field = _FIELD.match(line)
+        is_field = field is not None and all(word.strip(" *") in names | _ALWAYS for word in field[1].split(","))
+        if not text:
+            result.append("")
+            previous_blank = True
+            continue
+        if is_field and field is not None:
+            if not in_field:
+                result.append("")
+            result.append(f":{field[1].replace('*', chr(92) + '*')}: {_escaped(field[2])}")
+            in_field, in_literal = True, False
+        elif in_field and indent > 0 and not previous_blank:
+            result.append(f"    {_escaped(text)}")
+        elif indent >= 4 and (previous_blank or in_literal):
+            if not in_literal:
+                result += ["::", ""]
+            result.append(f"    {line[4:]}" if indent > 4 else f"    {text}")
+            in_literal, in_field = True, False
+        else:
+            if in_field or in_literal:
+                result.append("")
+            result.append(_escaped(text))
+            in_field = in_literal = False
+        previous_blank = False
+    return result
+
+
+def _escaped(text: str) -> str:
+    """``text`` with the characters escaped that mean something to reStructuredText outside of code and emphasis."""
+    parts = re.split(r"(``.*?``|(?<!\w)\*[^*\s][^*]*\*(?!\w))", text)
+    return "".join(part if index % 2 else re.sub(r"([*|`]|(?<=\w)_(?=\W|$))", r"\\\1", part) for index, part in enumerate(parts))
+
+
+def _process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = to_rst(lines, _names_of(obj))
+
+
+def _names_of(obj: Any) -> set[str]:
+    names = set(getattr(obj, "__annotations__", {}))
+    for function in (obj, getattr(obj, "__init__", None)):
+        code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
+        if code is not None:
+            names |= set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + 2])
+    if isinstance(obj, type):
+        for base in obj.__mro__:
+            names |= set(vars(base)) | set(getattr(base, "__annotations__", {}))
+    return names
+
+
+def setup(app: Any) -> dict[str, Any]:
+    app.connect("autodoc-process-docstring", _process)
+    return {"version": "1", "parallel_read_safe": True}

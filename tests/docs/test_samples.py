@@ -1,0 +1,44 @@
+"""The samples on the pages of docs/howto/ and docs/start.md run, in the order of each page, on two ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fsdp2 import errors
+from harness import on_ranks
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = ["start.md", *sorted(str(page.relative_to(DOCS)) for page in (DOCS / "howto").glob("*.md") if page.name != "index.md")]
+BLOCK = re.compile(r"(?P<unless><!-- not run: [^>]+ -->\n)?```python\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def samples(page: str) -> list[tuple[int, str]]:
+    """Line number and text of each sample of ``page`` that runs."""
+    text = (DOCS / page).read_text()
+    return [(text[: found.start("code")].count("\n"), found["code"]) for found in BLOCK.finditer(text) if not found["unless"]]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("page", PAGES)
+def test_samples_of_a_page_run(page):
+    found = samples(page)
+    assert found, "a page without a sample that runs"
+    names: dict[str, object] = {"__name__": "sample"}
+    for line, code in found:
+        exec(compile("\n" * line + code, str(DOCS / page), "exec"), names)
+
+
+def test_each_page_of_the_folder_is_in_its_index():
+    listed = re.search(r"```\{toctree\}\n(?::[^\n]*\n)*(.*?)```", (DOCS / "howto" / "index.md").read_text(), re.DOTALL)
+    assert listed is not None
+    assert sorted(f"howto/{name}.md" for name in listed[1].split()) == PAGES[1:]
+
+
+def test_each_error_class_has_its_place_in_troubleshooting():
+    text = (DOCS / "troubleshooting.md").read_text()
+    classes = [each for each in vars(errors).values() if isinstance(each, type) and each.__module__ == errors.__name__]
+    named = {each.__name__ for each in classes if each is not errors.FSDPError}
+    assert named == set(re.findall(r"^### (\w+)$", text, re.MULTILINE))

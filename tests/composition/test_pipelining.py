@@ -10,11 +10,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 import torch.distributed.pipelining as pp
 from torch import nn
 
+import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard, set_semantics
-from harness import cpu_mesh, device_type, on_ranks
+from harness import cpu_mesh, device_type, needs_torch, on_ranks
 from harness.models import Block
 from harness.training import assert_equal_grads, sgd
 
@@ -31,7 +33,7 @@ def loss_of(output, target):
     return (output - target).square().mean()
 
 
-def stages_of(model, mesh, per_rank, v_shaped, **options):
+def stages_of(model, mesh, per_rank, v_shaped, shard=fully_shard, **options):
     """This rank's stages; each is a slice of ``model``, all of its blocks units of their own."""
     pp_mesh, dp_mesh = mesh["pp"], mesh["dp"]
     rank, num_stages = pp_mesh.get_local_rank(), pp_mesh.size() * per_rank
@@ -41,8 +43,8 @@ def stages_of(model, mesh, per_rank, v_shaped, **options):
     for index in indices:
         submodule = copy.deepcopy(model[index * length : (index + 1) * length])
         for block in submodule:
-            fully_shard(block, mesh=dp_mesh, **options)
-        fully_shard(submodule, mesh=dp_mesh, **options)
+            shard(block, mesh=dp_mesh, **options)
+        shard(submodule, mesh=dp_mesh, **options)
         stages.append(pp.PipelineStage(submodule, index, num_stages, torch.device("cpu"), group=pp_mesh.get_group()))
     return stages, length
 
@@ -134,6 +136,32 @@ def test_gradients_computed_in_bf16_add_up_in_fp32_over_the_micro_batches_of_eve
         first = stage.stage_index * length
         for (key, param), wanted in zip(stage.submod.named_parameters(), reference[first : first + length].parameters(), strict=True):
             torch.testing.assert_close(param.grad.full_tensor(), wanted.grad / NUM_MICROBATCHES, msg=key)
+
+
+@needs_torch("2.15", "finalize_gradients")
+@on_ranks(2)
+@pytest.mark.parametrize(
+    "name",
+    ["zero-bubble", *(pytest.param(name, marks=pytest.mark.slow) for name in ("interleaved-1f1b", "looped-bfs", "zbv", "dual-pipe-v"))],
+)
+def test_what_schedules_of_torch_2_15_ask_for_is_done_as_by_torch_bit_by_bit(name):
+    """Gradients of several steps add up until one finalizes them; gathers run ahead, and reductions beside the next stage."""
+    make_schedule, per_rank = SCHEDULES[name]
+    mesh = cpu_mesh(2, 1, names=("pp", "dp"))
+    gradients = []
+    for package in (fsdp2, torch_fsdp):
+        stages, _ = stages_of(
+            whole_model(), mesh, per_rank, name in ("zbv", "dual-pipe-v"), package.fully_shard, reshard_after_forward=False
+        )
+        schedule = make_schedule(stages, NUM_MICROBATCHES, loss_fn=loss_of, defer_reduce_grad_wait=True, unshard_lookahead="auto")
+        is_first, is_last = any(s.is_first for s in stages), any(s.is_last for s in stages)
+        for step in range(3):
+            torch.manual_seed(step)
+            x, target = torch.randn(2, 8, DIM).unbind()
+            given = {"target": target, "losses": []} if is_last else {}
+            schedule.step(*([x] if is_first else []), finalize_gradients=step != 1, **given)
+        gradients.append([param.grad.full_tensor() for stage in stages for param in stage.submod.parameters()])
+    assert all(map(torch.equal, *gradients))
 
 
 @on_ranks(2)

@@ -72,6 +72,7 @@ class RecordingStreams:
     """
 
     host_waits = False
+    copy_in: Stream = "copy_in"
     gather: Stream = "gather"
     reduce: Stream = "reduce"
     all_reduce: Stream = "all_reduce"

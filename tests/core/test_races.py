@@ -365,6 +365,7 @@ SCENARIOS = {
     "bf16": Scenario(options={"mp_policy": BF16}, exact=False),
     "bf16_reduce_fp32": Scenario(options={"mp_policy": BF16_REDUCE_FP32}, exact=False),
     "bf16_direct": Scenario(options={"mp_policy": BF16}, private={"gather": "direct"}, exact=False),
+    "bf16_mixed": Scenario(options={"mp_policy": BF16}, private={"gather": "mixed"}, exact=False),
     "shard_dim_1": Scenario(options={"shard_placement_fn": lambda param: shard_last(param)}),
     "several_dtypes": Scenario(model=several_dtypes, exact=False),
     "frozen": Scenario(model=frozen),
@@ -649,7 +650,8 @@ NEEDED_BY = {
     "extensions.start": "extensions",
     "extensions.finish": "extensions",
     "extensions.free": "extensions_unshard_on_a_side_stream",
-    "all_gather.start": "plain",
+    "all_gather.start": "bf16_mixed",
+    "all_gather.start 2": "plain",
     "all_gather.send_together": "several_dtypes",
     "all_gather.finish": "plain",
     "all_gather.finish 2": "unshard_on_a_side_stream",
@@ -693,7 +695,7 @@ def test_without_this_order_of_a_gather_over_one_rank_there_is_a_race(place):
     "name",
     [
         *SCENARIOS_OF_FOUR,
-        *("plain", "direct", "mixed", "bf16_direct", "optimizer_on_its_own_stream", "two_roots"),
+        *("plain", "direct", "mixed", "bf16_direct", "bf16_mixed", "optimizer_on_its_own_stream", "two_roots"),
         *("unshard_on_a_side_stream", "extensions_unshard_on_a_side_stream"),
     ],
 )
@@ -749,3 +751,30 @@ def test_a_prefetch_that_nobody_cancels_is_a_race():
     with mock.patch("fsdp2.core.iteration.forward.release"), mock.patch("fsdp2.core.iteration.backward.release"):
         races = replay_on_fake_ranks(replace(SCENARIOS["shorter_evaluation"], num_steps=3), RecordingStreams())
     assert any("on compute writes" in race.how and "on gather" in str(race.earlier) for race in races)
+
+
+def test_the_next_cast_runs_beside_the_gather_under_way():
+    """It would delay the next gather if it ran behind this one."""
+
+    class Watching(RecordingStreams):
+        last_gather = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.beside: list[bool] = []
+
+        def mark(self, stream: Any) -> Any:
+            event = super().mark(stream)
+            if stream == self.gather:
+                self.last_gather = event[stream]
+            return event
+
+        def on(self, stream: Any) -> Any:
+            if stream == self.copy_in:
+                self.beside.append(super().mark(stream).get(self.gather, 0) < self.last_gather)
+            return super().on(stream)
+
+    streams = Watching()
+    replay_on_fake_ranks(replace(FAKE_SCENARIOS["bf16_direct"], num_steps=3), streams)
+    # The root and three blocks: all but the root's are prefetched in forward, all but the last block's in backward.
+    assert streams.beside[-7:] == [False, True, True, True, False, True, True]

@@ -60,7 +60,7 @@ def streams_current(device: Device) -> None:
     with streams.on(streams.reduce):
         assert streams.compute == streams.reduce
     assert streams.compute == outside
-    assert len({streams.gather, streams.reduce, streams.all_reduce, outside}) == 4
+    assert len({streams.copy_in, streams.gather, streams.reduce, streams.all_reduce, outside}) == 5
     streams.order(streams.reduce, None)
     streams.synchronize(None)
 

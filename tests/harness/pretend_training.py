@@ -209,6 +209,7 @@ def gather_three_ahead(model: Any) -> None:
 SCENARIOS = {
     "plain": Scenario(),
     "bf16": Scenario(options=BF16),
+    "bf16_mixed": Scenario(options=BF16, private={"gather": "mixed"}),
     "evaluation": Scenario(iteration=with_an_evaluation),
     "keep_after_forward": Scenario(options={"reshard_after_forward": False}),
     "micro_batches": Scenario(iteration=in_two_micro_batches),
@@ -227,7 +228,9 @@ SCENARIOS_2D = {
 }
 SCENARIOS_OF_DEPTH = {  # which torch's FSDP2 has not
     "depth": Scenario(prepare=gather_three_ahead),
-    "depth_offload_bf16": Scenario(prepare=gather_three_ahead, options={**BF16, "offload_policy": fsdp2.CPUOffloadPolicy()}),
+    "depth_offload_bf16": Scenario(
+        prepare=gather_three_ahead, options={**BF16, "offload_policy": fsdp2.CPUOffloadPolicy()}, private={"gather": "mixed"}
+    ),
 }
 MORE_SCENARIOS = {  # which torch's FSDP2 does not train, or which add nothing on real ranks
     "offload_micro_batches": Scenario(options={"offload_policy": fsdp2.CPUOffloadPolicy()}, iteration=in_two_micro_batches),

@@ -29,7 +29,7 @@ def test_on_one_rank_every_order_trains_bitwise_as_the_cpu_does(name):
 
 @on_ranks(2, device="pretend")
 @pytest.mark.parametrize(
-    "name", slow_but([*SCENARIOS, *SCENARIOS_2D, *SCENARIOS_OF_DEPTH], "bf16", "hsdp", "replicated_partial", "depth_offload_bf16")
+    "name", slow_but([*SCENARIOS, *SCENARIOS_2D, *SCENARIOS_OF_DEPTH], "bf16_mixed", "hsdp", "replicated_partial", "depth_offload_bf16")
 )
 def test_on_two_ranks_every_order_trains_bitwise_as_the_cpu_does(name):
     scenario = {**SCENARIOS, **SCENARIOS_2D, **SCENARIOS_OF_DEPTH}[name]

@@ -5,7 +5,8 @@ device, nothing at all: there, collectives run on the backend's own threads and 
 result (``host_waits``). It refuses to know parameters and collectives.
 
     compute      the stream that the user's kernels run on: whatever is current
-    gather       casts, all-gathers and their copy-outs
+    copy_in      what comes before an all-gather: casts of shards, and their copies from the host
+    gather       all-gathers and their copy-outs
     reduce       reduce-scatters and what follows them
     all_reduce   HSDP's second leg, which may overlap the next reduce-scatter
 
@@ -43,6 +44,7 @@ class Streams(Protocol):
     host_waits: bool
     """True where no stream orders collectives: their results are waited for, and finished, on the host."""
 
+    copy_in: Stream
     gather: Stream
     reduce: Stream
     all_reduce: Stream
@@ -77,7 +79,7 @@ class HostStreams:
     """The CPU: work runs when it is started."""
 
     host_waits = True
-    compute = gather = reduce = all_reduce = None
+    compute = copy_in = gather = reduce = all_reduce = None
     _nowhere: AbstractContextManager[Any] = contextlib.nullcontext()
     resize = staticmethod(torch.UntypedStorage.resize_)
 
@@ -110,6 +112,7 @@ class DeviceStreams:
         self._module = compat.device_module(device.type)
         self._asks_capturing = getattr(self._module, "is_current_stream_capturing", None)
         # High priority: a collective's small copies should not queue behind a large matrix product.
+        self.copy_in = self._module.Stream(device=device, priority=-1)
         self.gather = self._module.Stream(device=device, priority=-1)
         self.reduce = self._module.Stream(device=device, priority=-1)
         self.all_reduce = self._module.Stream(device=device)

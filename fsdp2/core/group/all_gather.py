@@ -51,7 +51,7 @@ class Gather:
 
     coalesces_over: the process group over which it may be one launch with others; None if it is always issued by itself
 
-    It has twenty-one attributes, for what can be computed once is: the first fourteen; the others belong to the gather under way.
+    It has twenty-three attributes, for what can be computed once is: the first sixteen; the others belong to the gather under way.
     """
 
     __slots__ = (
@@ -66,10 +66,12 @@ class Gather:
         "_flat_inputs",
         "_held",
         "_num_shards",
+        "_own_rows",
         "_packed",
         "_packed_start",
         "_pending",
         "_process_group",
+        "_rank",
         "_rearranged",
         "_split_sizes",
         "_started_on",
@@ -104,6 +106,8 @@ class Gather:
             storage_view(target.storage, like, offset, (slot.unsharded_numel,))
             for slot, offset in zip(direct, target.offsets, strict=False)
         ]
+        self._rank = 0 if process_group is None else process_group.rank()
+        self._own_rows = [output.view(self._num_shards, -1)[self._rank] for output in self._direct_outputs]
         self._packed_start = packed[0].offset if packed else layout.shard_numel
         self._split_sizes: list[int] = []
         self._copy_outs: list[Tensor] = []
@@ -149,19 +153,43 @@ class Gather:
         if streams.host_waits:
             self._send(flat, copy)
             return
-        self._started_on = streams.compute
-        if together is not None and self.coalesces_over is not None:
+        self._started_on = behind = streams.compute
+        if self._own_rows and self._is_converted(flat):
+            streams.order(streams.copy_in, streams.mark(streams.compute))
+            behind = streams.copy_in  # not the gather stream, where the collective before this one may still run
+            with streams.on(behind):
+                self._fill_own_rows(flat)
+        if self.coalesces_over is None:
+            together = None
+        if together is None or behind is streams.copy_in:
+            streams.order(streams.gather, streams.mark(behind))
+        if together is not None:
             together.append((self, flat))
             return
-        streams.order(streams.gather, streams.mark(streams.compute))
         with streams.on(streams.gather):
             self._send(flat, copy)
             self.land()
+
+    def _is_converted(self, flat: Tensor) -> bool:
+        """Whether what is sent is not the shard itself, and not a copy that was made on compute."""
+        return self._held is None and (flat.dtype is not self._target.dtype or flat.device != self._target.device)
+
+    def _fill_own_rows(self, flat: Tensor) -> None:
+        """Cast, or copy to the device, what this rank adds to the direct outputs, in place: no other buffer is needed."""
+        shards = flat[: self._direct_bounds[-1][1]].to(self._target.device, non_blocking=True)
+        torch._foreach_copy_(self._own_rows, [shards[start:stop] for start, stop in self._direct_bounds])
 
     def to_send(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """What a collective gathers, on the gather stream: (outputs, inputs), the packed ones first."""
         target = self._target
         source = self._held
+        if not self._streams.host_waits and self._is_converted(flat):  # in place: each input is a row of its output
+            if not self._split_sizes:
+                return self._direct_outputs, self._own_rows
+            rest = flat[self._packed_start :].to(target.device, non_blocking=True)
+            self._packed = torch.empty(rest.numel() * self._num_shards, dtype=target.dtype, device=target.device)
+            row = self._packed.narrow(0, rest.numel() * self._rank, rest.numel()).copy_(rest)
+            return [self._packed, *self._direct_outputs], [row, *self._own_rows]
         if source is None:
             source = flat.to(target.device, non_blocking=True).to(target.dtype)
         if source is self._flat:

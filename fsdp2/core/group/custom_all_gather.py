@@ -20,7 +20,7 @@ from .all_gather import Gather, GatherTarget
 class CommGather(Gather):
     """An all-gather through a custom communicator."""
 
-    __slots__ = ("_bounds", "_comm", "_rank", "_sizes")
+    __slots__ = ("_bounds", "_comm", "_sizes")
 
     def __init__(
         self, layout: GroupLayout, target: GatherTarget, process_group: dist.ProcessGroup, streams: Streams, comm: AllGather
@@ -30,7 +30,6 @@ class CommGather(Gather):
         super().__init__(compact, 0, target, process_group, streams, "stock")
         self.coalesces_over = None
         self._comm = comm
-        self._rank = process_group.rank()
         self._bounds = [(slot.offset, slot.offset + slot.numel) for slot in layout.slots]
         self._sizes = [slot.numel for slot in layout.slots]
 

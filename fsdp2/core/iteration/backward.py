@@ -34,6 +34,7 @@ class Backward:
         """at_end: what that graph task calls at its end; nobody else holds it, and the engine drops it if backward fails."""
         self.task = task
         self._tree = tree
+        self._host_waits = tree.streams.host_waits  # see ``Forward``
         self._at_end = None if at_end is None else weakref.ref(at_end)
         self._waited_before = tree.has_unreduced()  # gradients of earlier backwards had not reached the sharded parameters
         self._prefetched: list[Unit] = []
@@ -61,14 +62,13 @@ class Backward:
         options = unit.options
         if options.unshard_in_backward:
             unit.issue()
-            unit.wait()
+            if self._host_waits:
+                unit.wait()
+        step = tree.step
         if options.prefetch_backward:
             for other in options.prefetch_backward:
                 self._prefetch(other)
-            return
-        step = tree.step
-        positions = step.positions.get(unit)
-        if positions:
+        elif positions := step.positions.get(unit):
             index = positions.pop()
             depth = options.backward_depth
             if index > 0 and depth.units > 0 and options.backward_prefetch is not None:
@@ -81,6 +81,8 @@ class Backward:
                     for other in ahead(step.order[max(index - depth.units, 0) : index][::-1], depth):
                         if step.positions.get(other):  # its backward is still to come
                             self._prefetch(other)
+        if not self._host_waits and options.unshard_in_backward:
+            unit.wait()
 
     def _prefetch(self, unit: Unit) -> None:
         if unit.options.unshard_in_backward:

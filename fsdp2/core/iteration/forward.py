@@ -30,6 +30,8 @@ class Forward:
         self.root = root
         self.log = log
         self._tree = tree
+        # Compute is ordered behind this gather last: the next one's casts are behind compute, and run beside this one.
+        self._host_waits = tree.streams.host_waits
         self._caller = _Caller()
         self._recorded = tree.records.get(root, [])
         self._recording: list[Unit] = []
@@ -41,7 +43,8 @@ class Forward:
     def begin(self, unit: Unit) -> None:
         """``unit`` is about to run: unshard it, then prefetch the next. Collective: yes."""
         unit.issue()
-        unit.wait()
+        if self._host_waits:
+            unit.wait()
         recording = self._recording
         recording.append(unit)
         options = unit.options
@@ -58,10 +61,12 @@ class Forward:
                     other = recorded[position]
                     other.issue()
                     self._prefetched.append(other)
-                    return
-                for other in ahead(recorded[position : position + depth.units], depth):
-                    other.issue()
-                    self._prefetched.append(other)
+                else:
+                    for other in ahead(recorded[position : position + depth.units], depth):
+                        other.issue()
+                        self._prefetched.append(other)
+        if not self._host_waits:
+            unit.wait()
 
     def end(self, unit: Unit, stays: bool = False) -> None:
         """``unit`` has run; free what backward does not need (``stays``: nothing)."""

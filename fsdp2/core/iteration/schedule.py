@@ -130,7 +130,8 @@ class Schedule:
             log = self.logs.begin()
         self.forward = Forward(tree, unit, log)
         if self.post_optim_event is not None:
-            tree.streams.order(tree.streams.gather, self.post_optim_event)
+            for stream in (tree.streams.copy_in, tree.streams.gather):
+                tree.streams.order(stream, self.post_optim_event)
             self.post_optim_event = None
         return self.forward
 

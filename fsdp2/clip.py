@@ -57,7 +57,7 @@ def clip_grad_norm_(
     total, parts = total_norm([param.grad for param in params], params, float(norm_type), foreach)
     if error_if_nonfinite:
         _refuse_nonfinite(total, norm_type)
-    _scale(parts, clip_coefficient(total, max_norm), foreach)
+    scale(parts, clip_coefficient(total, max_norm), foreach)
     return total
 
 
@@ -290,8 +290,8 @@ def clip_coefficient(total: Tensor, max_norm: float) -> Tensor:
     return (float(max_norm) / (total + 1e-6)).clamp(max=1.0)
 
 
-def _scale(tensors: Sequence[Tensor], coefficient: Tensor, foreach: bool | None) -> None:
-    """Multiply in place."""
+def scale(tensors: Sequence[Tensor], coefficient: Tensor, foreach: bool | None = None) -> None:
+    """Multiply gradients in place by a () tensor."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)

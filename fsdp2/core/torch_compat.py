@@ -379,6 +379,21 @@ def unscale_and_check(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor)
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
 
 
+def can_divide_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step of all its groups is a fused kernel, which can divide gradients by a number as it reads them."""
+    are_fused = all(group.get("fused") for group in optimizer.param_groups)
+    return are_fused and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def step_dividing_gradients(optimizer: torch.optim.Optimizer, divisor: Tensor) -> None:
+    """A step by gradients / divisor, a () tensor in fp32. It is a field that ``GradScaler`` sets in the same way."""
+    optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale  # type: ignore[attr-defined]
+
+
 def has_own_dispatch(kind: type) -> bool:
     """Whether a tensor class runs operators in its own way."""
     return getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..clip import clip_coefficient, scale, total_norm
 from ..core import torch_compat as compat
+from ..core.group.flat_gradients import forget_padding
 from ..core.group.param_group import ParamGroup
 from ..core.iteration.module_state import sharded_parameters
 from ..errors import ArgumentError, meta_error
@@ -52,6 +54,7 @@ class FlatOptimizer(Optimizer):
         self._flats: list[tuple[ParamGroup, Tensor | None]] = []
         self._shown: defaultdict[Tensor, State] | None = None
         self._loaded: Mapping[Tensor, State] | None = None  # what runs take over when they are next asked for
+        self.grad_norm: Tensor | None = None  # of the last step's gradients, if it clipped them
         super().__init__(params, check_elementwise(optimizer_class, options, _device_of(params)))
 
     def __repr__(self) -> str:
@@ -59,8 +62,13 @@ class FlatOptimizer(Optimizer):
 
     # --- a step ---
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the optimizer, after ``closure`` if there is one, whose result is returned. Collective: no."""
+    def step(self, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None, norm_type: float = 2.0) -> Any:
+        """One step of the optimizer, after ``closure`` if there is one, whose result is returned.
+
+        max_norm:   to which the gradients of all parameters of this optimizer are clipped before, as by ``clip_grad_norm_``, and
+                    ``grad_norm`` is what their norm was. Fused kernels clip while they step; for others it is a product for each run.
+        Collective: with ``max_norm``, as ``clip_grad_norm_``; no without
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -73,13 +81,31 @@ class FlatOptimizer(Optimizer):
                 self._runs[index] = [part for run in runs for part in parts.get(run, [run])]
                 inner.param_groups[index]["params"] = [run.data for run in self._runs[index]]
         _pass_options(self.param_groups, inner.param_groups)
-        inner.step()
+        self.grad_norm = None
+        if max_norm is None:
+            inner.step()
+        else:
+            self._step_clipped(inner, max_norm, norm_type)
         _pass_options(inner.param_groups, self.param_groups)
         for runs in self._runs:
             for run in runs:
                 run.data.grad = None
         self._shown = None
         return loss
+
+    @torch.no_grad()
+    def _step_clipped(self, inner: Optimizer, max_norm: float, norm_type: float) -> None:
+        """Collective: yes."""
+        params = self._params()
+        self.grad_norm, _ = total_norm([param.grad for param in params], params, float(norm_type))
+        coefficient = clip_coefficient(self.grad_norm, max_norm)
+        grads = [run.data.grad for runs in self._runs for run in runs if run.data.grad is not None]
+        if compat.can_divide_gradients(inner):
+            compat.step_dividing_gradients(inner, coefficient.reciprocal())
+            forget_padding(grads)  # the kernels wrote what they divided back
+        else:
+            scale(grads, coefficient)
+            inner.step()
 
     def _cut_by_gradients(self, inner: Optimizer, run: Run) -> list[Run]:
         """Runs whose parameters have gradients or have none, for good: from now on some have made more steps than others."""

@@ -61,6 +61,21 @@ def trained(model: nn.Module, device: str) -> tuple[list[float], list[Tensor]]:
 
 
 @on_ranks(1, device="pretend")
+def test_copies_resolve_conjugates_and_negatives():
+    """Torch's own way resolved them by a copy, and that one by another, without an end."""
+    values = torch.randn(3, 2, dtype=torch.complex64)
+    on_device = values.to("pretend")
+    for view in (torch.conj, lambda each: each.conj().imag, lambda each: each.conj().t()):
+        expected = view(values)
+        assert torch.equal(view(on_device).cpu(), expected)
+        assert torch.equal(view(values).to("pretend").cpu(), expected)
+        assert torch.equal(view(on_device).clone().cpu(), expected)
+        target = torch.zeros_like(on_device)
+        view(target).copy_(view(on_device))
+        assert torch.equal(view(target).cpu(), expected)
+
+
+@on_ranks(1, device="pretend")
 def test_a_model_trains_bitwise_as_on_the_cpu_in_any_order():
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         model = transformer()

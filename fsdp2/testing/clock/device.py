@@ -29,9 +29,9 @@ _groups: list[Ranks] = []
 
 @cache
 def _extension() -> Any:
-    borrowed = build.SOURCES / "hooks.cpp"
-    folder = build.build_folder("clock", [*_SOURCES.iterdir(), borrowed, *build.SOURCES.glob("*.h")])
-    return build.load(_NAME, build.compiled(_NAME, folder, [*_SOURCES.glob("*.cpp"), borrowed]))
+    borrowed = [build.SOURCES / "hooks.cpp", build.SOURCES / "views.cpp"]
+    folder = build.build_folder("clock", [*_SOURCES.iterdir(), *borrowed, *build.SOURCES.glob("*.h")])
+    return build.load(_NAME, build.compiled(_NAME, folder, [*_SOURCES.glob("*.cpp"), *borrowed]))
 
 
 def activate() -> None:

@@ -241,12 +241,7 @@ c10::Allocator* pinned_allocator() {
 
 bool is_pinned(const void* data) {
   auto guard = lock();
-  auto& ranges = state().pinned;
-  auto* address = static_cast<const char*>(data);
-  auto it = ranges.upper_bound(address);
-  if (it == ranges.begin()) return false;
-  --it;
-  return address < it->first + it->second;
+  return lies_in(state().pinned, data);
 }
 
 void use_on_stream(const c10::DataPtr& data, c10::StreamId stream) {

@@ -4,20 +4,12 @@
 // data, and reduce multiples of it), followed by a local part that adds in ascending order of ranks. Ranks compare first what each of them issues.
 
 #include "collectives.h"
-#include "device.h"
-
-#include <ATen/ATen.h>
-#include <torch/csrc/distributed/c10d/Work.hpp>
+#include "stream_group.h"
 
 #include <cstring>
 
 namespace pretend {
 namespace {
-
-using c10d::ReduceOp;
-using c10d::Work;
-using Tensors = std::vector<at::Tensor>;
-using WorkPtr = c10::intrusive_ptr<Work>;
 
 constexpr auto kPatience = std::chrono::milliseconds(200);
 
@@ -33,24 +25,18 @@ at::Tensor bytes_of(const at::Tensor& tensor) {
   return tensor.reshape({-1}).view(at::kByte);
 }
 
-struct Call {
-  std::string kind;
-  Tensors inputs, outputs;  // on the host, over device memory
-  ReduceOp op = ReduceOp::SUM;
-  int root = -1;
+int64_t nbytes_of(const Call& call) {
+  int64_t total = 0;
+  for (auto& input : call.inputs) total += int64_t(input.nbytes());
+  return total;
+}
 
-  int64_t nbytes() const {
-    int64_t total = 0;
-    for (auto& input : inputs) total += int64_t(input.nbytes());
-    return total;
-  }
-  std::string said() const {
-    std::string text = kind + " of " + std::to_string(nbytes()) + " bytes";
-    if (!inputs.empty()) text += std::string(" of ") + c10::toString(inputs[0].scalar_type());
-    if (root >= 0) text += " from rank " + std::to_string(root);
-    return text + ", reduction " + std::to_string(int(op.op_));
-  }
-};
+std::string said_of(const Call& call) {
+  std::string text = call.kind + " of " + std::to_string(nbytes_of(call)) + " bytes";
+  if (!call.inputs.empty()) text += std::string(" of ") + c10::toString(call.inputs[0].scalar_type());
+  if (call.root >= 0) text += " from rank " + std::to_string(call.root);
+  return text + ", reduction " + std::to_string(int(call.op.op_));
+}
 
 void reduce_into(const at::Tensor& output, const Tensors& rows, const ReduceOp& op) {
   at::Tensor total;
@@ -95,7 +81,7 @@ void reduce_into(const at::Tensor& output, const Tensors& rows, const ReduceOp& 
 struct Launch {
   c10::intrusive_ptr<c10d::Backend> wire;  // none: modelled
   int rank = 0, size = 1;
-  std::vector<Call> calls;
+  std::vector<Call> calls;  // on the host, over device memory
   int64_t number = 0;  // in the order of its group
   // on its way
   WorkPtr pending;
@@ -106,7 +92,7 @@ struct Launch {
 
   std::string description() const {
     std::string text = "collective " + std::to_string(number) + ": ";
-    for (auto& call : calls) text += call.said() + "; ";
+    for (auto& call : calls) text += said_of(call) + "; ";
     return text.substr(0, kSaid - 1);
   }
 
@@ -179,21 +165,21 @@ struct Launch {
   }
 
   void deliver(Call& call, size_t index, const Tensors& rows) const {
-    if (call.kind == "all_gather") {
+    if (call.kind == "all_gather" && call.outputs.size() == call.inputs.size()) {
       call.outputs[index].view({-1}).copy_(at::cat(rows));
-    } else if (call.kind == "all_gather of a list") {
+    } else if (call.kind == "all_gather") {  // into a list
       for (int other = 0; other < size; ++other) call.outputs[index * size + other].view({-1}).copy_(rows[other]);
     } else if (call.kind == "reduce_scatter") {
       Tensors mine;
       for (auto& row : rows) mine.push_back(row.view({size, -1})[rank]);
       reduce_into(call.outputs[index], reduced_rows(mine), call.op);
-    } else if (call.kind == "all_reduce" || (call.kind == "reduce" && rank == call.root)) {
+    } else if (call.kind == "all_reduce" || (call.kind == "reduce" && rank == int(call.root))) {
       reduce_into(call.outputs[index], reduced_rows(rows), call.op);
     } else if (call.kind == "broadcast") {
-      call.outputs[index].view({-1}).copy_(rows[call.root]);
+      call.outputs[index].view({-1}).copy_(rows[size_t(call.root)]);
     } else if (call.kind == "scatter" && int(index) == rank) {
-      call.outputs[0].view({-1}).copy_(rows[call.root]);
-    } else if (call.kind == "gather" && rank == call.root) {
+      call.outputs[0].view({-1}).copy_(rows[size_t(call.root)]);
+    } else if (call.kind == "gather" && rank == int(call.root)) {
       for (int other = 0; other < size; ++other) call.outputs[other].view({-1}).copy_(rows[other]);
     } else if (call.kind == "all_to_all") {
       Tensors mine;
@@ -203,84 +189,28 @@ struct Launch {
   }
 };
 
-// Its buffers live until somebody has waited; its wait orders the current stream.
-struct StreamWork final : Work {
-  StreamWork(TicketPtr ticket, Tensors buffers) : ticket(std::move(ticket)), buffers(std::move(buffers)) {}
-  bool isCompleted() override {
-    return ticket->done;
-  }
-  bool isSuccess() const override {
-    return true;
-  }
-  void synchronize() override {
-    pretend::wait(current_stream(), ticket);
-    buffers.clear();
-  }
-  bool wait(std::chrono::milliseconds) override {
-    synchronize();
-    return true;
-  }
-  void blockCurrentStream() override {
-    synchronize();
-  }
-  TicketPtr ticket;
-  Tensors buffers;
-};
-
-struct Group final : c10d::Backend {
-  Group(c10::intrusive_ptr<c10d::Backend> wire, int rank, int size)
-      : c10d::Backend(rank, size), wire(std::move(wire)), internal_stream(new_stream(0)) {
+struct Group final : StreamGroup {
+  Group(c10::intrusive_ptr<c10d::Backend> wire, int rank, int size) : StreamGroup(rank, size), wire(std::move(wire)) {
     if (this->wire && size > 1) keep_alive(true);
   }
 
   const std::string getBackendName() const override {
     return "pretend";
   }
-  bool supportsCoalescing() const override {
-    return true;
-  }
-  void setSequenceNumberForGroup() override {}
-  uint64_t getSequenceNumberForGroup() override {
-    return uint64_t(issued);
-  }
-  void startCoalescing() override {
-    TORCH_CHECK(!coalescing, "pretend process group: coalescing inside coalescing");
-    coalescing = true;
-    batch.clear();
-    batch_buffers.clear();
-  }
-  WorkPtr endCoalescing() override {
-    coalescing = false;
-    if (batch.empty()) return nullptr;
-    return launch(std::move(batch), std::move(batch_buffers), batch_is_async);
-  }
 
   // All collectives of a group run in the order in which they are issued, on whichever streams.
-  WorkPtr launch(std::vector<Call> calls, Tensors buffers, bool async_op) {
-    if (coalescing) {
-      batch_is_async = async_op;
-      for (auto& call : calls) batch.push_back(std::move(call));
-      for (auto& buffer : buffers) batch_buffers.push_back(std::move(buffer));
-      auto ticket = std::make_shared<Ticket>();
-      ticket->done = true;  // as with NCCL, only the end of coalescing gives something to wait for
-      return c10::make_intrusive<StreamWork>(ticket, Tensors{});
-    }
+  TicketPtr launch(std::vector<Call> calls, c10::StreamId stream) override {
     auto it = std::make_shared<Launch>();
     it->wire = getSize() > 1 ? wire : nullptr;
     it->rank = getRank();
     it->size = getSize();
-    it->number = issued++;
+    it->number = issued - 1;
     count_launch(calls[0].kind);
-    it->calls = std::move(calls);
-    auto stream = current_stream();
-    if (async_op) {
-      pretend::wait(internal_stream, record(stream));
-      stream = internal_stream;
-    }
+    for (auto& call : calls) it->calls.push_back({call.kind, hosts(call.outputs), hosts(call.inputs), call.op, call.root});
     auto ticket = std::make_shared<Ticket>();
     enqueue(stream, {"collective", it->description(), [it] { return it->run(); }, last, ticket});
     last = ticket;
-    return c10::make_intrusive<StreamWork>(ticket, async_op ? std::move(buffers) : Tensors{});
+    return ticket;
   }
 
   static Tensors hosts(const Tensors& tensors) {
@@ -288,43 +218,7 @@ struct Group final : c10d::Backend {
     for (auto& each : tensors) result.push_back(host(each));
     return result;
   }
-  static Tensors both(const Tensors& left, const Tensors& right) {
-    Tensors result = left;
-    result.insert(result.end(), right.begin(), right.end());
-    return result;
-  }
-  WorkPtr start(const char* kind, const Tensors& outputs, const Tensors& inputs, bool async_op, ReduceOp op = ReduceOp::SUM,
-                int64_t root = -1) {
-    Call call{kind, hosts(inputs), hosts(outputs), op, int(root)};
-    return launch({call}, both(outputs, inputs), async_op);
-  }
 
-  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& o) override {
-    return start("all_gather", {output}, {input}, o.asyncOp);
-  }
-  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& o) override {
-    return start("all_gather", outputs, inputs, o.asyncOp);
-  }
-  WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& o) override {
-    Tensors all;
-    for (auto& list : outputs) all = both(all, list);
-    return start("all_gather of a list", all, inputs, o.asyncOp);
-  }
-  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& o) override {
-    return start("reduce_scatter", {output}, {input}, o.asyncOp, o.reduceOp);
-  }
-  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& o) override {
-    return start("reduce_scatter", outputs, inputs, o.asyncOp, o.reduceOp);
-  }
-  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) override {
-    return start("all_reduce", tensors, tensors, o.asyncOp, o.reduceOp);
-  }
-  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& o) override {
-    return start("all_reduce", tensors, tensors, o.asyncOp, o.reduceOp);
-  }
-  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) override {
-    return start("broadcast", tensors, tensors, o.asyncOp, ReduceOp::SUM, o.rootRank);
-  }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& o) override {
     return start("reduce", tensors, tensors, o.asyncOp, o.reduceOp, o.rootRank);
   }
@@ -338,7 +232,7 @@ struct Group final : c10d::Backend {
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
                         const c10d::AllToAllOptions& o) override {
     TORCH_CHECK(output_splits.empty() && input_splits.empty(), "pretend process group: all-to-all of equal parts only");
-    return start("all_to_all", {output}, {input}, o.asyncOp);
+    return StreamGroup::alltoall_base(output, input, output_splits, input_splits, o);
   }
   WorkPtr barrier(const c10d::BarrierOptions&) override {
     auto token = at::zeros({1}, at::TensorOptions().device(the_device()));
@@ -348,12 +242,7 @@ struct Group final : c10d::Backend {
   }
 
   c10::intrusive_ptr<c10d::Backend> wire;
-  c10::StreamId internal_stream;
   TicketPtr last;
-  int64_t issued = 0;
-  bool coalescing = false, batch_is_async = true;
-  std::vector<Call> batch;
-  Tensors batch_buffers;
 };
 
 }  // namespace

@@ -78,6 +78,15 @@ std::unique_lock<std::recursive_mutex> lock();
 
 c10::Allocator* device_allocator();
 c10::Allocator* pinned_allocator();
+// ranges: their sizes, by where they begin
+inline bool lies_in(const std::map<const char*, size_t>& ranges, const void* data) {
+  auto* address = static_cast<const char*>(data);
+  auto it = ranges.upper_bound(address);
+  if (it == ranges.begin()) return false;
+  --it;
+  return address < it->first + it->second;
+}
+
 bool is_pinned(const void* data);
 bool is_device(const void* data);
 void use_on_stream(const c10::DataPtr& data, c10::StreamId stream);

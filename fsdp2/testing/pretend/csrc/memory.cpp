@@ -224,15 +224,6 @@ struct PinnedMemory final : c10::Allocator {
   }
 };
 
-bool lies_in(const std::map<const char*, size_t>& ranges, const void* data) {
-  auto guard = lock();
-  auto* address = static_cast<const char*>(data);
-  auto it = ranges.upper_bound(address);
-  if (it == ranges.begin()) return false;
-  --it;
-  return address < it->first + it->second;
-}
-
 DeviceMemory device_memory;
 PinnedMemory pinned_memory;
 
@@ -247,10 +238,12 @@ c10::Allocator* pinned_allocator() {
 }
 
 bool is_pinned(const void* data) {
+  auto guard = lock();
   return lies_in(memory().pinned, data);
 }
 
 bool is_device(const void* data) {
+  auto guard = lock();
   return lies_in(memory().segments, data);
 }
 

@@ -38,14 +38,14 @@ from .policy import (
 from .strategy import accumulate, parallelize
 
 if TYPE_CHECKING:
-    from . import activations, checkpoint, compat, optim, state_bytes, wrap
+    from . import activations, checkpoint, compat, doctor, optim, state_bytes, wrap
     from .activations import ActivationCheckpointPolicy, apply_activation_checkpointing
     from .compiled import compile, uncompile  # noqa: A004 (named after torch.compile)
     from .installation import install, uninstall
     from .model_summary import summary
     from .planner.api import plan
 
-_MODULES = ("activations", "checkpoint", "compat", "optim", "state_bytes", "wrap")
+_MODULES = ("activations", "checkpoint", "compat", "doctor", "optim", "state_bytes", "wrap")
 _ELSEWHERE = {
     "ActivationCheckpointPolicy": "activations",
     "apply_activation_checkpointing": "activations",
@@ -88,6 +88,7 @@ __all__ = [
     "clip_grad_norm_",
     "compat",
     "compile",
+    "doctor",
     "fully_shard",
     "get_total_norm",
     "install",

@@ -91,6 +91,10 @@ class CompileError(FSDPError, RuntimeError):
     """A model cannot be compiled as it was asked for; the message names the place. The model goes on working eagerly."""
 
 
+class DoctorError(FSDPError, RuntimeError):
+    """The doctor found something, and was asked to raise."""
+
+
 def got(caller: str, argument: str, value: Any) -> str:
     """A headline: ``caller`` got ``argument`` with ``value``, and of which type that is."""
     return f"{caller} got {argument}={short(value)} of type {type(value).__name__}"

@@ -1,0 +1,13 @@
+"""``fsdp2.doctor``: finds what makes sharded training wrong in silence; says for which parameters and ranks, why, and how to mend it.
+
+    report = doctor.check(model, optimizer)         # before training; collective
+    print(report)
+
+docs/doctor.md has every check, its cause and its fix. Nothing of it runs, or is imported, until it is asked for.
+"""
+
+from .checking import check
+from .finding import Finding, Report
+from .initialisation import canaries
+
+__all__ = ["Finding", "Report", "canaries", "check"]

@@ -1,0 +1,70 @@
+"""``check``: everything that can be seen before training, on all ranks at once.
+
+Each rank looks at what it has; one exchange tells all ranks what all have found, so that every rank has the same report.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..core.comm.agreement import agree, default_group
+from ..errors import FSDPError
+from .dtypes import dtype_findings
+from .environment import environment_findings
+from .finding import Finding, Report, report_of
+from .initialisation import initialisation_findings
+from .inspected import Inspected, inspect
+from .optimizers import optimizer_findings
+from .replicas import Facts, facts_of, replica_findings
+from .ties import Ties, tie_findings
+from .wrapping import wrapping_findings
+
+
+def check(
+    model: nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    *,
+    ties: Ties = (),
+    ignore: Iterable[str] = (),
+    strict: bool = False,
+) -> Report:
+    """Look for what makes training wrong in silence, or slow without need: before the first step, or between two.
+
+    model:      the root, sharded
+    optimizer:  one, or all that train it
+    ties:       names of parameters that are to be one, such as ``[("embedding.weight", "head.weight")]``; those that fully_shard saw,
+                and those that a model of transformers declares, are known
+    ignore:     names of checks whose findings are left out, as docs/doctor.md has them
+    strict:     raise where there are findings
+    Returns:    the findings of all ranks, the same on every rank
+    Collective: yes, over all ranks of the job, one exchange of objects; each rank reads its shards and buffers once
+    Raises:     ModuleError if ``model`` is not sharded; ArgumentError for a wrong argument; DoctorError if ``strict``
+    """
+    problem: FSDPError | None = None
+    found: list[Finding] = []
+    facts = Facts((), {}, {}, {}, None)
+    try:
+        inspected = inspect(model, optimizer, "check")
+        found = [*_local_findings(inspected, ties)]
+        facts = facts_of(inspected)
+    except FSDPError as error:
+        problem = error
+    said = agree(default_group(), problem, (found, facts))
+    together = list(replica_findings([each for _, each in said])) if len(said) > 1 else []
+    report = report_of([[*local, *together] for local, _ in said], ignore)
+    if strict:
+        report.raise_if_any()
+    return report
+
+
+def _local_findings(inspected: Inspected, ties: Ties) -> Iterable[Finding]:
+    yield from initialisation_findings(inspected)
+    yield from tie_findings(inspected, ties)
+    yield from optimizer_findings(inspected)
+    yield from dtype_findings(inspected)
+    yield from wrapping_findings(inspected)
+    yield from environment_findings(os.environ, inspected.groups[0][1].mesh.device_type if inspected.groups else "cpu")

@@ -1,0 +1,88 @@
+"""Has every parameter and buffer been given a value?
+
+``to_empty`` gives memory that nobody has written: on one day zeros, on another the last model's numbers. ``canaries`` fills it with
+NaN, so that what nobody writes afterwards is found, by ``check`` or by the first loss. Non-persistent buffers are the usual victims: no
+checkpoint has them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..core import torch_compat as compat
+from .finding import Finding
+from .inspected import Inspected
+
+
+@contextlib.contextmanager
+def canaries() -> Iterator[None]:
+    """Inside, ``nn.Module.to_empty`` fills what it allocates: floating point with NaN, other numbers with the largest of their dtype.
+
+    Collective: no. Thread-safe: no, ``to_empty`` is exchanged for all of the process.
+    """
+    usual = nn.Module.to_empty
+
+    def to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Module:
+        usual(self, device=device, recurse=recurse)
+        with torch.no_grad():
+            for tensor in (*self.parameters(recurse), *self.buffers(recurse)):
+                local = _local(tensor)
+                if not local.is_meta and type(local) is Tensor and local.dtype is not torch.bool:
+                    local.fill_(_canary(local.dtype))
+        return self
+
+    nn.Module.to_empty = to_empty  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.to_empty = usual  # type: ignore[method-assign]
+
+
+def initialisation_findings(inspected: Inspected) -> Iterator[Finding]:
+    shown = {id(param.unsharded): param.sharded for param, _ in inspected.params if param.unsharded is not None}
+    tensors: dict[str, Tensor] = {name: shown.get(id(param), param) for name, param in inspected.model.named_parameters()}
+    tensors |= inspected.buffers
+    meta = tuple(name for name, tensor in tensors.items() if _local(tensor).is_meta)
+    if meta:
+        yield Finding(
+            "on-meta-device",
+            "error",
+            f"{len(meta)} parameters or buffers are still on the meta device",
+            "they have no values: forward raises",
+            "call fsdp2.materialize(model), or model.to_empty(device=...) and initialise, or load a checkpoint",
+            meta,
+        )
+    unwritten = tuple(name for name, tensor in tensors.items() if _is_unwritten(_local(tensor)))
+    if unwritten:
+        yield Finding(
+            "uninitialised",
+            "error",
+            f"{len(unwritten)} parameters or buffers hold NaN, as nobody has written them since to_empty, or as they were loaded so",
+            "every loss that they take part in is NaN; without fsdp2.doctor.canaries() they would hold what was in memory before",
+            "initialise them after to_empty: parameters by reset_parameters() or a checkpoint, non-persistent buffers (rotary tables, "
+            "masks) by their own function, for no checkpoint has them; or call fsdp2.materialize(model) in the place of to_empty",
+            unwritten,
+        )
+
+
+def _is_unwritten(local: Tensor) -> bool:
+    if local.is_meta or type(local) is not Tensor or local.numel() == 0 or local.dtype is torch.bool:
+        return False
+    if local.is_floating_point() or local.is_complex():
+        return bool(local.isnan().any())
+    # Small types reach their largest number in earnest: as masks, and as quantised values.
+    return local.dtype.itemsize > 1 and bool((local == _canary(local.dtype)).all())
+
+
+def _canary(dtype: torch.dtype) -> float | int:
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()

@@ -1,0 +1,57 @@
+"""Does the optimizer have the parameters that train? It refuses to know what optimizers compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..core.group.param import sharded_from
+from .finding import Finding
+from .inspected import Inspected
+
+
+def optimizer_findings(inspected: Inspected) -> Iterator[Finding]:
+    """Of optimizers that were built before ``fully_shard``, that hold what is not in the model, or that miss some of it."""
+    if not inspected.optimizers:
+        return
+    held = {id(param): param for optimizer in inspected.optimizers for group in optimizer.param_groups for param in group["params"]}
+    names = {id(param): name for name, param in inspected.model.named_parameters()}
+    names |= {id(param.sharded): param.fqn for param, _ in inspected.params}
+    replaced = [sharded for param in held.values() if (sharded := sharded_from(param)) is not None]
+    if replaced:
+        yield Finding(
+            "optimizer-before-sharding",
+            "warning",
+            f"the optimizer holds {len(replaced)} whole parameters, which fully_shard has cut since",
+            "gradients and values are in the sharded parameters; fsdp2 exchanges them at the optimizer's first step, and raises if "
+            "there is state already, but a scheduler, a moving average or an optimizer without step hooks keeps the dead ones",
+            "build the optimizer after fully_shard",
+            tuple(sharded.fqn for sharded in replaced),
+        )
+    dead = [param for key, param in held.items() if key not in names and sharded_from(param) is None]
+    if dead:
+        yield Finding(
+            "optimizer-has-dead-parameters",
+            "warning",
+            f"the optimizer holds {len(dead)} parameters that are not in the model",
+            "they get no gradient from this model's backward: something has put other parameters in their places, or the optimizer is "
+            "another model's",
+            "build the optimizer from model.parameters() behind the last change of the model (loading with assign=True, adapters, ...)",
+            tuple(f"a parameter of shape {tuple(param.shape)}" for param in dead),
+        )
+    known = held.keys() | {id(sharded.sharded) for sharded in replaced}
+    missing = [name for name, param in inspected.model.named_parameters() if param.requires_grad and not _is_known(param, known)]
+    if missing:
+        yield Finding(
+            "optimizer-misses-parameters",
+            "warning",
+            f"the optimizer does not have {len(missing)} parameters that require a gradient",
+            "no step ever changes them, and yet their gradients are computed, reduced and kept",
+            "pass all of model.parameters() to the optimizer (several optimizers: give check a list), or freeze them with "
+            "requires_grad_(False)",
+            tuple(missing),
+        )
+
+
+def _is_known(param: object, known: set[int]) -> bool:
+    sharded = sharded_from(param)  # type: ignore[arg-type]  # an unsharded one, which is shown now
+    return id(param) in known or (sharded is not None and id(sharded.sharded) in known)

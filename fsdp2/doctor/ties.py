@@ -1,0 +1,72 @@
+"""Are parameters that should be one still one? Loading with ``assign=True`` and re-assignment cut ties without a word.
+
+Who says that two are tied: ``fully_shard``, which saw them; the model, by what transformers' models declare; the user, by ``ties``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..core.group.param import sharded_from
+from ..errors import ArgumentError
+from .finding import Finding
+from .inspected import Inspected
+
+Ties = Iterable[Sequence[str]]
+
+
+def tie_findings(inspected: Inspected, ties: Ties) -> Iterator[Finding]:
+    """ties: names of parameters that are to be one, in sets of two or more. Raises: ArgumentError for a name that there is not"""
+    model = inspected.model
+    shown = dict(model.named_parameters(remove_duplicate=False))
+    cut: list[tuple[str, ...]] = []
+    for names in ties:
+        unknown = [name for name in names if name not in shown]
+        if unknown:
+            raise ArgumentError(
+                f"check got ties with {unknown}, which the model does not have",
+                expected="names of parameters, as model.named_parameters(remove_duplicate=False) has them",
+                fix="for instance ties=[('embedding.weight', 'head.weight')]",
+            )
+        if len({_identity(shown[name]) for name in names}) > 1:
+            cut.append(tuple(names))
+    cut += _declared(model, shown)
+    places = {(id(module), name): f"{prefix}.{name}" if prefix else name
+              for prefix, module in model.named_modules() for name in module._parameters}  # fmt: skip
+    for param, _ in inspected.params:
+        now = [owner.module._parameters.get(owner.name) for owner in param.owners]
+        if len({_identity(each) for each in now if each is not None}) > 1:
+            cut.append(tuple(places.get((id(owner.module), owner.name), owner.name) for owner in param.owners))
+    for names in dict.fromkeys(tuple(sorted(names)) for names in cut):
+        yield Finding(
+            "cut-tie",
+            "error",
+            f"{' and '.join(names)} are to be one parameter, and are not",
+            "each trains by itself from now on, and a checkpoint that has one of them loads a model that has never been",
+            "tie them again (model.tie_weights(), or head.weight = embedding.weight) before fully_shard; load into the model with "
+            "assign=False, or with fsdp2.checkpoint",
+            names,
+        )
+
+
+def _declared(model: nn.Module, shown: dict[str, nn.Parameter]) -> Iterator[tuple[str, ...]]:
+    """What transformers' models say: ``config.tie_word_embeddings``, and the two modules that have these weights."""
+    config: Any = getattr(model, "config", None)
+    if not getattr(config, "tie_word_embeddings", False) or not hasattr(model, "get_output_embeddings"):
+        return
+    given: Any = model
+    pair = [getattr(module, "weight", None) for module in (given.get_input_embeddings(), given.get_output_embeddings())]
+    if any(each is None for each in pair) or _identity(pair[0]) == _identity(pair[1]):
+        return
+    names = [next((name for name, param in shown.items() if param is each), "") for each in pair]
+    if all(names):
+        yield tuple(names)
+
+
+def _identity(param: Any) -> int:
+    """Equal for what is shown of one parameter, sharded or not."""
+    sharded = sharded_from(param)
+    return id(param if sharded is None else sharded.sharded)

@@ -1,0 +1,123 @@
+"""Is the model cut into groups that are worth a collective each, and that need not be in memory all at once?
+
+Worked example, 4 blocks of 1 GiB and a root that holds two of them besides its own 0.2 GiB:
+
+    unsharded at once      root 2.2 GiB, and two blocks (the one that runs, and the next): 4.2 GiB
+    with each block apart  root 0.2 GiB, and two blocks: 2.2 GiB
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from ..core.group.param_group import ParamGroup
+from ..grouping.auto import auto_groups
+from ..grouping.module_tree import ModuleTree
+from .finding import Finding
+from .inspected import Inspected
+
+ROOT_SHARE = 0.5
+ROOT_SAVES_NBYTES = 32 << 20
+"""A root that holds more than this share of the bytes is worth a word if another wrapping saves this much memory."""
+
+SMALL_NBYTES = 1 << 20
+SMALL_MODEL_NBYTES = 64 << 20
+"""A group below the first size takes longer to start than to move, on any fabric; in a model below the second all groups are small."""
+
+PADDED_SHARE = 0.1
+PADDED_NBYTES = 1 << 20
+"""Padding is worth a word from this share of a group's bytes, and from this many bytes."""
+
+
+def wrapping_findings(inspected: Inspected) -> Iterator[Finding]:
+    yield from _large_root(inspected)
+    yield from _small_groups(inspected)
+    yield from _padding(inspected)
+
+
+def _large_root(inspected: Inspected) -> Iterator[Finding]:
+    (_, root), *below = inspected.units
+    own = sum(group.plan.unsharded_nbytes for group in root.groups)
+    others = [unit.unsharded_nbytes for _, unit in below]
+    if own <= ROOT_SHARE * (own + sum(others)) or own < ROOT_SAVES_NBYTES:
+        return
+    now = _peak(own, others)
+    apart = _apart(inspected.model, root.groups)
+    best = _peak(own - sum(apart.values()), [*others, *apart.values()])
+    if now - best >= ROOT_SAVES_NBYTES:
+        yield Finding(
+            "large-root",
+            "warning",
+            f"the root holds {_mib(own)} of {_mib(own + sum(others))}; {_mib(now)} of parameters are unsharded at once, "
+            f"{_mib(best)} with a group for each of {len(apart)} modules",
+            "the root's parameters are gathered before anything runs and stay until the last gradient: nothing overlaps with their "
+            "gather, and they cost a device their whole size",
+            "call fully_shard on these modules before the root, or fsdp2.parallelize(model), which finds them",
+            tuple(apart),
+        )
+
+
+def _peak(root: int, others: list[int]) -> int:
+    """Of unsharded parameters: the root's, those of the module that runs, and those of the next one."""
+    return root + sum(sorted(others)[-2:])
+
+
+def _apart(model: nn.Module, groups: list[ParamGroup]) -> dict[str, int]:
+    """The modules that automatic wrapping would take out of the root, with the bytes that each then has unsharded."""
+    nbytes = {id(param.sharded): param.spec.cut.numel * group.plan.param_dtype.itemsize for group in groups for param in group.params}
+    shown = {id(param.unsharded): id(param.sharded) for group in groups for param in group.params if param.unsharded is not None}
+    # A tree that was not sharded: modules below the root that are have bytes of their own.
+    unsharded = nn.Sequential() if isinstance(model, (nn.Sequential, nn.ModuleList)) else nn.Module()
+    for name, child in model.named_children():
+        unsharded.add_module(name, child)
+    tree = ModuleTree(unsharded)
+    found = {}
+    for modules in auto_groups(tree):
+        own = {shown.get(id(param), id(param)) for module in modules for param in tree.params(module)}
+        if size := sum(nbytes.get(key, 0) for key in own):
+            found[tree.name_of(modules[0])] = size
+    return found
+
+
+def _small_groups(inspected: Inspected) -> Iterator[Finding]:
+    sizes = {name: group.plan.unsharded_nbytes for name, group in inspected.groups if name}
+    small = [name for name, nbytes in sizes.items() if nbytes < SMALL_NBYTES]
+    total = sum(group.plan.unsharded_nbytes for _, group in inspected.groups)
+    if total >= SMALL_MODEL_NBYTES and len(small) >= 2 and len(small) > len(sizes) / 4:
+        yield Finding(
+            "small-groups",
+            "note",
+            f"{len(small)} of {len(sizes)} groups below the root have less than {_mib(SMALL_NBYTES)}",
+            "each costs a collective in forward and two in backward, whose start takes longer than its bytes, and hooks",
+            "call fully_shard on the modules around them only",
+            tuple(small),
+        )
+
+
+def _padding(inspected: Inspected) -> Iterator[Finding]:
+    padded, uneven, padding = [], [], 0
+    for name, group in inspected.groups:
+        layout, itemsize = group.plan.layout, group.plan.param_dtype.itemsize
+        cuts = [param.spec.cut for param in group.params]
+        numel = sum(cut.numel * (layout.num_shards if cut.dim is None else 1) for cut in cuts)
+        nbytes = (layout.unsharded_numel - numel) * itemsize
+        if nbytes >= PADDED_NBYTES and nbytes > PADDED_SHARE * numel * itemsize:
+            padded.append(name or "the root")
+            uneven += [param.fqn for param in group.params if param.spec.cut.slot_numel * layout.num_shards > param.spec.cut.numel]
+            padding += nbytes
+    if padded:
+        num_shards = inspected.groups[0][1].mesh.shard_size
+        yield Finding(
+            "padding",
+            "note",
+            f"{len(padded)} groups ({padded[0]}, ...) travel with more than a tenth of padding, {_mib(padding)} in all",
+            f"rows that do not divide over {num_shards} ranks are padded in memory and in each collective",
+            "shard another dim by shard_placement_fn, shard over fewer ranks (a 2-D mesh), or choose sizes that divide",
+            tuple(uneven),
+        )
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):,.1f} MiB"

@@ -31,5 +31,7 @@ autodoc_preserve_defaults = True
 
 html_theme = "furo"
 html_title = "fsdp2"
+html_static_path = ["_static"]
+html_css_files = ["fsdp2.css"]
 html_copy_source = False
 html_show_sphinx = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from harness import on_ranks
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ["start.md", *sorted(str(page.relative_to(DOCS)) for page in (DOCS / "howto").glob("*.md") if page.name != "index.md")]
+TOCTREE = re.compile(r"```\{toctree\}\n(?::[^\n]*\n)*(.*?)```", re.DOTALL)
 BLOCK = re.compile(r"(?P<unless><!-- not run: [^>]+ -->\n)?```python\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -32,9 +34,8 @@ def test_samples_of_a_page_run(page):
 
 
 def test_each_page_of_the_folder_is_in_its_index():
-    listed = re.search(r"```\{toctree\}\n(?::[^\n]*\n)*(.*?)```", (DOCS / "howto" / "index.md").read_text(), re.DOTALL)
-    assert listed is not None
-    assert sorted(f"howto/{name}.md" for name in listed[1].split()) == PAGES[1:]
+    (listed,) = TOCTREE.findall((DOCS / "howto" / "index.md").read_text())
+    assert sorted(f"howto/{name}.md" for name in listed.split()) == PAGES[1:]
 
 
 def test_each_error_class_has_its_place_in_troubleshooting():
@@ -42,3 +43,19 @@ def test_each_error_class_has_its_place_in_troubleshooting():
     classes = [each for each in vars(errors).values() if isinstance(each, type) and each.__module__ == errors.__name__]
     named = {each.__name__ for each in classes if each is not errors.FSDPError}
     assert named == set(re.findall(r"^### (\w+)$", text, re.MULTILINE))
+
+
+def test_each_page_of_the_site_is_in_a_table_of_contents():
+    listed = {name for block in TOCTREE.findall((DOCS / "index.md").read_text()) for name in block.split()}
+    assert {page.stem for page in DOCS.glob("*.md")} - {"index"} <= listed
+
+
+@pytest.mark.slow
+def test_pictures_are_what_their_data_gives(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("draw", DOCS / "figures" / "draw.py")
+    draw = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw)
+    monkeypatch.setattr(draw, "HERE", tmp_path)
+    draw.main()
+    for path in (DOCS / "figures").glob("*.svg"):
+        assert path.read_text() == (tmp_path / path.name).read_text(), f"{path.name}: run docs/figures/draw.py"

@@ -100,7 +100,7 @@ def _streams(device: torch.device) -> tuple[Stream, Stream, Stream, Stream]:
     streams = streams_of(device)
     if streams.host_waits:
         return (torch.cpu.current_stream(),) * 4
-    return streams.gather, streams.gather, streams.reduce, streams.all_reduce
+    return streams.copy_in, streams.gather, streams.reduce, streams.all_reduce
 
 
 class ParamGroupNames:

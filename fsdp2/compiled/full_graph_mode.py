@@ -7,6 +7,7 @@ traces in place of ours; what runs is the compiled graph over the flat shards. I
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -53,9 +54,10 @@ class FullGraph:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward. Collective: yes; the first one also compares what the ranks have captured."""
         run = self._prepare()
+        schedule = self._schedule
+        assert schedule is not None
         if self._root.device.type != "cpu":
-            move = torch.device(self._root.device)
-            args, kwargs = map_tensors(lambda tensor: tensor.to(move, non_blocking=True), (args, kwargs))
+            args, kwargs = map_tensors(functools.partial(self._root.hooks.to_device, schedule), (args, kwargs))
         problem: CompileError | None = None
         try:
             with self._shown_to_compiler():
@@ -68,6 +70,8 @@ class FullGraph:
             problem.__cause__ = error
         except CompileError as error:
             problem = error
+        finally:
+            schedule.await_host_input()
         self.leave()
         self._agree(problem)
         raise problem

@@ -670,7 +670,7 @@ NEEDED_BY = {
 
 
 # Inputs are moved to another device than the CPU alone: tests/pretend takes these out.
-OF_OTHER_DEVICES = {"schedule._finish_forward"}
+OF_OTHER_DEVICES = {"schedule.await_host_input"}
 
 
 def test_no_order_is_without_a_scenario_that_needs_it():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
+from fsdp2.compiled.full_graph_mode import FullGraph
 from fsdp2.testing import pretend
 from harness import on_ranks
 from harness.models import Block, batches, mlp
@@ -65,6 +68,32 @@ def test_a_steady_step_never_waits_for_the_device(name):
             optimizer.step()
             optimizer.zero_grad()
     pretend.synchronize()
+
+
+@on_ranks(2, device="pretend")
+def test_an_embedding_that_shrinks_its_rows_makes_nobody_wait_and_keeps_what_it_shrank():
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Embedding(11, 6, max_norm=1.0), nn.Linear(6, 5))
+    model = copy.deepcopy(reference).to("pretend")
+    fsdp2.fully_shard(model, mesh=init_device_mesh("pretend", (2,)))
+    for index, ids in enumerate(torch.randint(0, 11, (3, 2, 4))):
+        reference(ids)
+        own = ids[dist.get_rank()].to("pretend")
+        pretend.synchronize()
+        with pretend.no_host_waits() if index > 0 else contextlib.nullcontext():
+            model(own).sum().backward()
+    torch.testing.assert_close(model[0].weight.full_tensor().cpu(), reference[0].weight.detach())
+
+
+@on_ranks(1, device="pretend")
+def test_in_full_graph_mode_too_a_pinned_input_may_be_refilled_when_forward_has_returned():
+    model = fsdp2.fully_shard(nn.Linear(5, 3, device="pretend"), mesh=init_device_mesh("pretend", (1,)))
+    fsdp2.compile(model)
+    x = torch.ones(2, 5).pin_memory()
+    with mock.patch.object(FullGraph, "_new_run", lambda self: torch.clone):  # no compiler knows this device
+        output = model(x)
+    x.fill_(7)
+    assert output.cpu().eq(1).all()
 
 
 class Choosing(nn.Module):

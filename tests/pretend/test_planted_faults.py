@@ -208,7 +208,7 @@ NEEDED_BY = {
     "reduction.abandon order 1": "replicated_failed_backward",
     "reduction.advance order 1": "plain",
     "reductions._order order 1": "hsdp",
-    "schedule._finish_forward synchronize 1": "pinned_input",
+    "schedule.await_host_input synchronize 1": "pinned_input",
     "schedule.note_host_input mark 1": "pinned_input",
     "reduction.finish synchronize 1": "offload",
     "schedule._begin_iteration order 1": "written_on_a_side_stream",

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..plan.layout import rows_of
 from .memory import GroupMemory
@@ -42,9 +42,20 @@ class ShrunkRows:
             if process_group is not None and process_group.size() > 1:
                 dist.all_reduce(shrunk, op=dist.ReduceOp.MAX, group=process_group)
         rows = rows_of(len(shrunk), param.rank, mesh.shard_size)
-        own = shrunk[rows.start : rows.stop].nonzero().flatten().to(param.local.device)
-        if own.numel() > 0:
-            torch.embedding_renorm_(param.local, own, max_norm, self._module.norm_type)
+        own = shrunk[rows.start : rows.stop]
+        if param.local.device.type == "cpu":
+            indices = own.nonzero().flatten().to(param.local.device)
+            if indices.numel() > 0:
+                torch.embedding_renorm_(param.local, indices, max_norm, self._module.norm_type)
+        else:
+            _shrink(param.local, own.bool(), max_norm, self._module.norm_type)
+
+
+def _shrink(weight: Tensor, chosen: Tensor, max_norm: float, norm_type: float) -> None:
+    """As ``torch.embedding_renorm_`` of the ``chosen`` rows, a mask: for their indices the host would wait for the device."""
+    norms = torch.linalg.vector_norm(weight, ord=norm_type, dim=1)
+    scales = torch.where(chosen & (norms > max_norm), max_norm / (norms + 1e-7), 1)
+    weight.mul_(scales.unsqueeze(1))
 
 
 def shrinking_weights(groups: Iterable[GroupMemory]) -> list[ShrunkRows]:

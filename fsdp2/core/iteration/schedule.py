@@ -157,8 +157,7 @@ class Schedule:
         self.forward = None
         forward.finish(failed)
         if self._input_read is not None:
-            self.tree.streams.synchronize(self._input_read)
-            self._input_read = None
+            self.await_host_input()
 
     def note_host_input(self) -> None:
         """An input is being copied from page-locked memory: the user may refill that when forward has returned.
@@ -168,6 +167,11 @@ class Schedule:
         streams = self.tree.streams
         if not streams.is_capturing():  # a graph reads it in each replay
             self._input_read = streams.mark(streams.compute)
+
+    def await_host_input(self) -> None:
+        """Block until inputs in page-locked memory may be refilled."""
+        self.tree.streams.synchronize(self._input_read)
+        self._input_read = None
 
     def end_failed_forward(self, unit: Unit) -> None:
         """The forward of ``unit`` raised: keep or free its parameters as if it had ended, for on other ranks it may have.

@@ -176,7 +176,7 @@ class UnitHooks:
         if calls.running:
             schedule.end_interrupted_forward()
         if schedule.forward is None and unit.device.type != "cpu":
-            args, kwargs = map_tensors(functools.partial(self._to_device, schedule), (args, kwargs))
+            args, kwargs = map_tensors(functools.partial(self.to_device, schedule), (args, kwargs))
         if self._input_dtype is not None:
             if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # by far the most common
                 args = (self._cast_input(args[0]),)
@@ -276,7 +276,8 @@ class UnitHooks:
         unit.schedule.end_part(unit)
         return output if self._output_dtype is None else map_tensors(self._cast_output, output)
 
-    def _to_device(self, schedule: Schedule, tensor: Tensor) -> Tensor:
+    def to_device(self, schedule: Schedule, tensor: Tensor) -> Tensor:
+        """An input of the root where its parameters are; ``schedule`` waits until the user may refill it."""
         moved = tensor.to(self._unit.device, non_blocking=True)
         if moved is not tensor and tensor.is_pinned():
             schedule.note_host_input()

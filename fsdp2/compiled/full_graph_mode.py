@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 from ..core import torch_compat as compat

@@ -10,7 +10,7 @@ import torch
 
 from ..core.comm.streams import HostStreams
 
-COMPUTE, GATHER, REDUCE, ALL_REDUCE = range(4)
+COMPUTE, COPY_IN, GATHER, REDUCE, ALL_REDUCE = range(5)
 
 
 class Log(Protocol):
@@ -27,7 +27,7 @@ class WrittenStreams:
     """Streams of a CUDA-like device."""
 
     host_waits = False
-    gather, reduce, all_reduce = GATHER, REDUCE, ALL_REDUCE
+    copy_in, gather, reduce, all_reduce = COPY_IN, GATHER, REDUCE, ALL_REDUCE
 
     def __init__(self, log: Log) -> None:
         self._log = log

@@ -90,7 +90,7 @@ def test_in_full_graph_mode_too_a_pinned_input_may_be_refilled_when_forward_has_
     model = fsdp2.fully_shard(nn.Linear(5, 3, device="pretend"), mesh=init_device_mesh("pretend", (1,)))
     fsdp2.compile(model)
     x = torch.ones(2, 5).pin_memory()
-    with mock.patch.object(FullGraph, "_new_run", lambda self: torch.clone):  # no compiler knows this device
+    with mock.patch.object(FullGraph, "_new_run", return_value=torch.clone):  # no compiler knows this device
         output = model(x)
     x.fill_(7)
     assert output.cpu().eq(1).all()

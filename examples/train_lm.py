@@ -7,10 +7,13 @@ out for validation. Who knows only how frequent each byte is spends about 4.5 bi
 validation loss falls below that has been learned. Two CPU cores reach about 2.2 bits in a minute. On CUDA the same
 program runs with NCCL and bf16.
 
-A checkpoint is written every `--checkpoint-every` steps, at the end, and on Ctrl-C (torchrun then adds a traceback of
-its own). The same command with `--resume` goes on from the last one, and its losses are those of a run that never
-stopped: batches and learning rate are functions of the step, and nothing else that is random happens while training.
+A checkpoint is written every `--checkpoint-every` steps, at the end, and on Ctrl-C, SIGTERM or SIGUSR2 (torchrun then adds
+a traceback of its own). The same command with `--resume` goes on from the last one, and its losses are those of a run that
+never stopped: batches and learning rate are functions of the step, and nothing else that is random happens while training.
 `--batch` counts the sequences of all ranks together, so that losses compare across world sizes.
+
+On several hosts, with `--hsdp`, each host shards the parameters over its own ranks and the hosts add up gradients
+(docs/clusters.md).
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.checkpoint import Checkpointer, CheckpointError
 from fsdp2.optim import AnyPrecisionAdamW, Muon, flat
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)  # Ctrl-C; Kubernetes and hosts about to be taken away; Slurm
 MODEL_FLAGS = ("layers", "width", "heads", "context")  # a checkpoint fits only a model with the same
 
 
@@ -208,6 +212,10 @@ def sharded_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     torch.manual_seed(args.seed)  # the ranks must start from the same values; built on the CPU, any device gets them
     model = GPT(args.layers, args.width, args.heads)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    if args.hsdp:
+        per_host = int(os.environ["LOCAL_WORLD_SIZE"])
+        shape = (dist.get_world_size() // per_host, per_host)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     policy = MixedPrecisionPolicy()
     if device.type == "cuda":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -245,7 +253,7 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
     flags = {flag: getattr(args, flag) for flag in MODEL_FLAGS}
     saved = flags.copy()
     checkpointer = Checkpointer(args.out, model, optimizer, data=saved)  # batches are functions of the step: no position to save
-    resumed = checkpointer.load() if args.resume else None
+    resumed = checkpointer.load() if args.resume == "must" or (args.resume and checkpointer.latest()) else None
     if saved != flags:  # what no shape tells
         raise UserError("--resume: the checkpoint is of a model with " + " ".join(f"--{flag} {saved[flag]}" for flag in flags))
     done = resumed.step if resumed else 0
@@ -255,8 +263,9 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
     bar = Progress(*columns, console=console, disable=rank != 0 or not console.is_terminal)
     task = bar.add_task("", total=args.steps, completed=done)
     log = args.json.open("a" if done else "w", buffering=1) if rank == 0 and args.json else None
-    ctrl_c: list[int] = []  # not empty once this rank was told to stop; the step under way is finished all the same
-    signal.signal(signal.SIGINT, lambda number, _: ctrl_c.append(number))
+    told: list[int] = []  # not empty once this rank was told to stop; the step under way is finished all the same
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda number, _: told.append(number))
 
     numel, histogram = sum(parameter.numel() for parameter in model.parameters()), histogram_bits(validation)
     console.print(f"{numel:,} parameters on {world_size} x {device.type}; {len(training):,} bytes to learn from")
@@ -274,7 +283,7 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
         optimizer.step()
         optimizer.zero_grad()
         # The wish to stop travels with the loss: all ranks leave after the same step, whoever heard of it first.
-        mean_loss, wish = mean_over_ranks(loss.detach(), bool(ctrl_c), device=device)
+        mean_loss, wish = mean_over_ranks(loss.detach(), bool(told), device=device)
         stop = wish > 0
         seconds = [*seconds[-19:], time.perf_counter() - began]
         tokens_per_s, peak = len(seconds) * args.batch * args.context / sum(seconds), peak_gib()
@@ -297,7 +306,8 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
     bar.stop()
     latest = checkpointer.latest()
     checkpointer.close()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # everything is on disk
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)  # everything is on disk
 
     if stop:
         console.print(f"interrupted after step {step}; --resume goes on from the checkpoint {latest}")
@@ -318,7 +328,9 @@ def parse_args() -> argparse.Namespace:
     flag("--text", type=Path, help="a file, or a folder of files (default: the Python standard library)")
     flag("--text-bytes", type=count, default=8_000_000, help="read at most this much of it")
     flag("--out", type=Path, default=Path("runs/train_lm"), help="folder of the checkpoints, seen by all ranks")
-    flag("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    resume = "go on from the last checkpoint in --out; auto: if there is one"
+    flag("--resume", nargs="?", const="must", choices=["must", "auto"], help=resume)
+    flag("--hsdp", action="store_true", help="shard within a host, replicate between hosts")
     flag("--json", type=Path, help="file for the same numbers, a JSON line a step, in full precision")
     flag("--steps", type=count, default=400)
     flag("--batch", type=count, default=16, help="sequences a step, over all ranks")

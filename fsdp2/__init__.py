@@ -39,7 +39,7 @@ from .strategy import accumulate, parallelize
 
 if TYPE_CHECKING:
     from . import activations, checkpoint, compat, doctor, optim, state_bytes, wrap
-    from .activations import ActivationCheckpointPolicy, apply_activation_checkpointing
+    from .activations import ActivationCheckpointPolicy, apply_activation_checkpointing, apply_activation_offload
     from .compiled import compile, uncompile  # noqa: A004 (named after torch.compile)
     from .installation import install, uninstall
     from .model_summary import summary
@@ -49,6 +49,7 @@ _MODULES = ("activations", "checkpoint", "compat", "doctor", "optim", "state_byt
 _ELSEWHERE = {
     "ActivationCheckpointPolicy": "activations",
     "apply_activation_checkpointing": "activations",
+    "apply_activation_offload": "activations",
     "compile": "compiled",
     "install": "installation",
     "plan": "planner.api",
@@ -84,6 +85,7 @@ __all__ = [
     "accumulate",
     "activations",
     "apply_activation_checkpointing",
+    "apply_activation_offload",
     "checkpoint",
     "clip_grad_norm_",
     "compat",

@@ -8,6 +8,7 @@ its hooks, so that one gather serves its recomputation and its backward, and nam
 """
 
 from .checkpointing import apply_activation_checkpointing
+from .offload import apply_activation_offload
 from .policy import HEAVY_OPS, ActivationCheckpointPolicy
 
-__all__ = ["HEAVY_OPS", "ActivationCheckpointPolicy", "apply_activation_checkpointing"]
+__all__ = ["HEAVY_OPS", "ActivationCheckpointPolicy", "apply_activation_checkpointing", "apply_activation_offload"]

@@ -68,6 +68,8 @@ class _Holder:
 class RecordingStreams:
     """A device's streams (see ``streams.Streams``) on which nothing runs later. A user's stream may be any hashable value.
 
+    A third of its attributes are names of streams.
+
     races: what was found
     """
 
@@ -76,6 +78,7 @@ class RecordingStreams:
     gather: Stream = "gather"
     reduce: Stream = "reduce"
     all_reduce: Stream = "all_reduce"
+    offload: Stream = "offload"
 
     def __init__(self) -> None:
         self.races: list[Race] = []

@@ -9,6 +9,7 @@ result (``host_waits``). It refuses to know parameters and collectives.
     gather       all-gathers and their copy-outs
     reduce       reduce-scatters and what follows them
     all_reduce   HSDP's second leg, which may overlap the next reduce-scatter
+    offload      copies of activations to the host and back
 
 Note: buffer lifetime. A block of device memory belongs to the stream that was current when it was allocated, and is handed out
 again, without waiting, to whatever that stream runs after the last reference is dropped. So a reference is kept until the
@@ -27,6 +28,7 @@ Worked example, an all-gather that compute uses:
 from __future__ import annotations
 
 import contextlib
+import functools
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -48,6 +50,9 @@ class Streams(Protocol):
     gather: Stream
     reduce: Stream
     all_reduce: Stream
+
+    @property
+    def offload(self) -> Stream: ...
 
     @property
     def compute(self) -> Stream:
@@ -79,7 +84,7 @@ class HostStreams:
     """The CPU: work runs when it is started."""
 
     host_waits = True
-    compute = copy_in = gather = reduce = all_reduce = None
+    compute = copy_in = gather = reduce = all_reduce = offload = None
     _nowhere: AbstractContextManager[Any] = contextlib.nullcontext()
     resize = staticmethod(torch.UntypedStorage.resize_)
 
@@ -116,6 +121,10 @@ class DeviceStreams:
         self.gather = self._module.Stream(device=device, priority=-1)
         self.reduce = self._module.Stream(device=device, priority=-1)
         self.all_reduce = self._module.Stream(device=device)
+
+    @functools.cached_property
+    def offload(self) -> Stream:
+        return self._module.Stream(device=self._device)
 
     @property
     def compute(self) -> Stream:

@@ -15,7 +15,6 @@ Worked example, (dp 2, tp 2), 2-norm: weights cut over dp and tp, norms' scales 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from .core import torch_compat as compat
 from .core.group.flat_gradients import forget_padding, joined
-from .core.group.param import sharded_from
+from .core.group.param import as_sharded
 from .errors import ArgumentError
 
 
@@ -53,7 +52,7 @@ def clip_grad_norm_(
     Raises:     RuntimeError on all ranks if ``error_if_nonfinite`` and the norm is; ArgumentError for a mesh without this rank.
     """
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    params = [_sharded(param) for param in listed]
+    params = as_sharded(listed)  # a root's may be unsharded at the moment; gradients belong to the sharded ones
     total, parts = total_norm([param.grad for param in params], params, float(norm_type), foreach)
     if error_if_nonfinite:
         _refuse_nonfinite(total, norm_type)
@@ -74,12 +73,6 @@ def get_total_norm(
     if error_if_nonfinite:
         _refuse_nonfinite(total, norm_type)
     return total
-
-
-def _sharded(param: Tensor) -> Tensor:
-    """A root's parameters may be unsharded at the moment; their gradients belong to the sharded ones."""
-    sharded = sharded_from(param)
-    return param if sharded is None else sharded.sharded
 
 
 def _refuse_nonfinite(total: Tensor, norm_type: float) -> None:
@@ -104,26 +97,29 @@ def total_norm(
     likes = [param if tensor is None else tensor for tensor, param in zip(tensors, params, strict=True)]
     there = [tensor for tensor in tensors if tensor is not None]
     device = (there[0] if there else likes[0]).device if likes else None
-    dtype = torch.float64 if any(tensor.dtype in _WIDE for tensor in there) else torch.float32
     spreads = _spreads(likes)
     column_of, columns = _columns(spreads, each_alone=norm_type == 0)
-    locals_, kinds, partial = [], [], []
+    dense: list[Tensor] = []
+    kinds: list[int] = []
+    partial: list[Tensor] = []
+    kinds_of_partial: list[int] = []
+    dtype = torch.float32
     for tensor, spread, column in zip(tensors, spreads, column_of, strict=True):
         if tensor is None:
             continue
-        if spread.is_partial:
-            partial.append((tensor, column))
-            continue
-        locals_.append(_local(tensor))
-        kinds.append(column)
+        if tensor.dtype in _WIDE:
+            dtype = torch.float64
+        (partial if spread.is_partial else dense).append(tensor)
+        (kinds_of_partial if spread.is_partial else kinds).append(column)
+    locals_ = compat.complete_locals(dense)
     if norm_type > 0:  # zeros between them do not count
         locals_, kinds = joined(locals_, kinds)
-    wholes = [_local(_reduced(tensor)) for tensor, _ in partial]
-    terms = _terms([*locals_, *wholes], [*kinds, *(column for _, column in partial)], len(columns), norm_type, dtype, device, foreach)
+    wholes = compat.complete_locals([_reduced(tensor) for tensor in partial])
+    terms = _terms([*locals_, *wholes], [*kinds, *kinds_of_partial], len(columns), norm_type, dtype, device, foreach)
     for process_group, device_type, indices in _groups(columns):
         terms = _all_reduce(terms, indices, process_group, device_type, norm_type)
     total = _join(terms, norm_type) if there else torch.zeros((), dtype=dtype, device=device)
-    return total, [*locals_, *(_local(tensor) for tensor, _ in partial)]
+    return total, [*locals_, *compat.complete_locals(partial)]
 
 
 _WIDE = (torch.float64, torch.complex128)
@@ -131,32 +127,35 @@ _WIDE = (torch.float64, torch.complex128)
 
 @dataclass(frozen=True)
 class _Spread:
-    """How tensors of one mesh and placements lie on ranks: which axes cut them, and whether they wait for a reduction."""
+    """How tensors of one mesh and placements lie on ranks.
+
+    cut_over:   the process groups of the axes that cut them, with the device type of each; ``names`` are theirs
+    is_partial: they wait for a reduction
+    """
 
     cut_over: tuple[tuple[dist.ProcessGroup, str], ...]
+    names: tuple[str, ...]
     is_partial: bool
 
-    @functools.cached_property
-    def names(self) -> tuple[str, ...]:
-        return tuple(process_group.group_name for process_group, _ in self.cut_over)
 
-
-_PLAIN = _Spread((), False)
+_PLAIN = _Spread((), (), is_partial=False)
 
 
 def _spreads(likes: Sequence[Tensor]) -> list[_Spread]:
     """Of each tensor. Found out once for each mesh and placements: a model has many parameters and few of these."""
     known: dict[tuple[int, Any], _Spread] = {}
     found: list[_Spread] = []
+    last: compat.DTensorSpec | None = None
+    each = _PLAIN
     for like in likes:
         if not isinstance(like, DTensor):
             found.append(_PLAIN)
             continue
         spec = compat.spec_of(like)
-        key = id(spec.mesh), spec.placements
-        each = known.get(key)
-        if each is None:
-            each = known[key] = _spread_over(like)
+        if last is None or spec.mesh is not last.mesh or spec.placements != last.placements:
+            last = spec
+            key = id(spec.mesh), spec.placements
+            each = known.get(key) or known.setdefault(key, _spread_over(like))
         found.append(each)
     return found
 
@@ -170,8 +169,11 @@ def _spread_over(like: DTensor) -> _Spread:
             fix="pass each rank the parameters of the meshes that it is in",
         )
     axes = [axis for axis, placement in enumerate(like.placements) if compat.shard_dim(placement) is not None and mesh.size(axis) > 1]
+    groups = [mesh.get_group(axis) for axis in axes]
     return _Spread(
-        tuple((mesh.get_group(axis), mesh.device_type) for axis in axes), any(placement.is_partial() for placement in like.placements)
+        cut_over=tuple((group, mesh.device_type) for group in groups),
+        names=tuple(group.group_name for group in groups),
+        is_partial=any(placement.is_partial() for placement in like.placements),
     )
 
 
@@ -183,9 +185,14 @@ def _columns(spreads: Sequence[_Spread], each_alone: bool) -> tuple[list[int], l
     if each_alone:
         return list(range(len(spreads))), list(spreads)
     columns: dict[tuple[str, ...], int] = {}
-    column_of = [columns.setdefault(spread.names, len(columns)) for spread in spreads]
-    first = {column: spread for spread, column in zip(reversed(spreads), reversed(column_of), strict=True)}
-    return column_of, [first[column] for column in range(len(columns))]
+    firsts: list[_Spread] = []
+    column_of = []
+    for spread in spreads:
+        column = columns.setdefault(spread.names, len(firsts))
+        if column == len(firsts):
+            firsts.append(spread)
+        column_of.append(column)
+    return column_of, firsts
 
 
 def _groups(columns: Sequence[_Spread]) -> list[tuple[dist.ProcessGroup, str, list[int]]]:
@@ -199,10 +206,6 @@ def _groups(columns: Sequence[_Spread]) -> list[tuple[dist.ProcessGroup, str, li
         for process_group, device_type in each.cut_over:
             found.setdefault(process_group.group_name, (process_group, device_type, []))[2].append(index)
     return list(found.values())
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return compat.waited_for(compat.local_tensor(tensor)) if isinstance(tensor, DTensor) else tensor
 
 
 def _reduced(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -271,6 +271,12 @@ def waited_for(tensor: Tensor) -> Tensor:
 
 def local_tensor(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
+
+
+def complete_locals(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Of DTensors the local tensors, waited for; others as they are. In one call, as these are all gradients of a model."""
+    locals_ = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return [local.wait() if isinstance(local, AsyncCollectiveTensor) else local for local in locals_]
 
 
 def spec_of(tensor: Tensor) -> DTensorSpec:

@@ -75,9 +75,7 @@ class Run:
         Returns: False if some of them have a gradient and others not
         """
         grads = [piece.param.grad for piece in self.pieces]
-        there = [
-            compat.waited_for(compat.local_tensor(grad)) if isinstance(grad, DTensor) else grad for grad in grads if grad is not None
-        ]
+        there = compat.complete_locals([grad for grad in grads if grad is not None])
         self.data.grad = None
         if len(there) < len(grads):
             return not there

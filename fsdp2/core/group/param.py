@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -145,6 +146,15 @@ def sharded_from(whole: Tensor) -> ShardedParam | None:
     mark = getattr(whole, _MARK, None)
     sharded = None if mark is None else mark()
     return sharded if isinstance(sharded, ShardedParam) else None
+
+
+def as_sharded(params: Sequence[Tensor]) -> list[Tensor]:
+    """``params``, with the sharded parameters in the place of originals and of unsharded ones."""
+    found = []
+    for param in params:
+        sharded = sharded_from(param) if _MARK in vars(param) else None
+        found.append(param if sharded is None else sharded.sharded)
+    return found
 
 
 def new_unsharded_param(param: ShardedParam, whole: Tensor) -> nn.Parameter:

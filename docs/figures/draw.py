@@ -18,10 +18,11 @@ from torch import nn
 
 from fsdp2.planner.memory import _kinds
 from fsdp2.planner.rehearsal import Rehearsed, Setting, rehearse
+from fsdp2.planner.streams import COMPUTE, COPY_IN, GATHER, REDUCE
 from fsdp2.planner.workload import Workload, tokens
 from fsdp2.state_bytes import expected_state_bytes
 from fsdp2.testing.clock.cards import H100
-from fsdp2.testing.clock.timeline import COMPUTE, Clock, Span
+from fsdp2.testing.clock.timeline import Clock, Span
 
 HERE = Path(__file__).parent
 GREY = "#808890"
@@ -30,6 +31,7 @@ COLOURS = {
     "forward": "#4c8dd6",
     "backward": "#d98a3d",
     "optimizer": "#5aa469",
+    "copy-in": "#9aa3ad",
     "all-gather": "#3fa7a1",
     "reduce-scatter": "#b565a7",
 }
@@ -118,22 +120,22 @@ def step(data: Rehearsed) -> Svg:
     clock = Clock(H100, data.process_groups)
     clock.run(entry for entry in data.entries if not entry.name.startswith("prim::"))  # asks a tensor something: no kernel
     end = max(span.stop for span in clock.spans)
-    svg = Svg(860, 190, "A step on three streams: gathers run beside forward and backward, reductions beside backward")
+    svg = Svg(860, 215, "A step on four streams: gathers run beside forward and backward, reductions beside backward")
     left, width = 110.0, 740.0
-    rows = {"compute": 30.0, "all-gather": 70.0, "reduce-scatter": 110.0}
+    rows = {"compute": 20.0, "copy-in": 56.0, "all-gather": 92.0, "reduce-scatter": 128.0}
     for name, y in rows.items():
         svg.text(left - 8, y + 18, name, "end")
     for (name, colour), start, stop in _bars(clock.spans):
         svg.rect(left + width * start / end, rows[name], width * (stop - start) / end, 26, colour)
-    svg.text(left, 158, "0 ms")
-    svg.text(left + width, 158, f"{end * 1e3:.1f} ms", "end")
-    svg.legend(left, 182, COLOURS)
+    svg.text(left, 176, "0 ms")
+    svg.text(left + width, 176, f"{end * 1e3:.1f} ms", "end")
+    svg.legend(left, 204, COLOURS)
     return svg
 
 
 def _bars(spans: Sequence[Span]) -> list[tuple[tuple[str, str], float, float]]:
     """Row and colour, begin and end of what runs; spans of one colour that touch are one bar."""
-    names = {COMPUTE: "compute", 1: "all-gather", 2: "reduce-scatter"}
+    names = {COMPUTE: "compute", COPY_IN: "copy-in", GATHER: "all-gather", REDUCE: "reduce-scatter"}
     open_bars: dict[str, tuple[tuple[str, str], float, float]] = {}
     done = []
     for span in sorted(spans, key=lambda span: span.start):

@@ -12,13 +12,14 @@ CONSTRAINTS := constraints/torch-$(TORCH).txt
 # What depends on torch, for a second version in CI.
 PARTS := numerics composition core behaviour extensions meshes compat compile test_errors.py checkpoint/test_checkpointer.py checkpoint/test_dcp.py
 
-.PHONY: help demo docs test test-slow test-parts test-versions fuzz gpu check release-check bench clean
+.PHONY: help demo docs test test-slow test-full test-parts test-versions fuzz gpu check release-check bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        train a small language model, sharded over two processes"
 	@echo "make test        all tests but the slow ones"
 	@echo "make test-slow   the slow ones"
+	@echo "make test-full   those that CI has no time for"
 	@echo "make test-parts  those of the parts that depend on torch: for TORCH=2.15.0"
 	@echo "make test-versions  all tests and the slow ones of the compiler on $(VERSIONS)"
 	@echo "make fuzz        random programs, sharded and unsharded: SEEDS=first:last"
@@ -44,14 +45,18 @@ demo: $(INSTALLED)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 examples/train_lm.py
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not full"
 
 # Exit status 5 is pytest's "no test was selected": fine while nothing is marked slow.
 test-slow: $(INSTALLED)
-	$(BIN)/python -m pytest -m slow $(SLOW) || test $$? -eq 5
+	$(BIN)/python -m pytest -m "slow and not full" $(SLOW) || test $$? -eq 5
+
+# What does not fit into CI's time.
+test-full: $(INSTALLED)
+	$(BIN)/python -m pytest -m full
 
 test-parts: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not slow" $(addprefix tests/,$(PARTS))
+	$(BIN)/python -m pytest -m "not slow and not full" $(addprefix tests/,$(PARTS))
 
 test-versions:
 	for version in $(VERSIONS); do \

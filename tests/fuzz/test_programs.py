@@ -1,4 +1,5 @@
-"""Random programs are right, sharded, or refused by name: 10 of them in ``make test``, 300 in ``make test-slow``, any by ``make fuzz``.
+"""Random programs are right, sharded, or refused by name: 10 of them in ``make test``, 100 in ``make test-slow``, 300 with
+``make test-full``, any by ``make fuzz``.
 
 A failure prints the program; ``python tests/fuzz SEED`` makes it small, and what it finds goes to ``test_kept_programs.py``.
 """
@@ -11,23 +12,23 @@ from fuzz.body import run
 from fuzz.drawing import draw
 from fuzz.refusals import is_documented
 
-NUM_QUICK, NUM_SLOW = 10, 300
+NUM_QUICK, NUM_SLOW, NUM_ALL = 10, 100, 300
 FAULTS: dict[int, str] = {}
 """Seeds whose programs are known to fail, until that is mended (strict: then the test says so)."""
 
 
 def _seeds() -> list[object]:
     """All of them; the first ones on two ranks are quick, for the pool of two is there in any case."""
-    quick = [seed for seed in range(NUM_SLOW) if draw(seed).world == 2 and seed not in FAULTS][:NUM_QUICK]
+    quick = [seed for seed in range(NUM_ALL) if draw(seed).world == 2 and seed not in FAULTS][:NUM_QUICK]
     return [
         pytest.param(
             seed,
             marks=[
-                *([] if seed in quick else [pytest.mark.slow]),
+                *([] if seed in quick else [pytest.mark.slow if seed < NUM_SLOW else pytest.mark.full]),
                 *([pytest.mark.xfail(reason=FAULTS[seed], strict=True)] if seed in FAULTS else []),
             ],
         )
-        for seed in range(NUM_SLOW)
+        for seed in range(NUM_ALL)
     ]
 
 

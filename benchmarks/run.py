@@ -30,6 +30,7 @@ SCRIPTS = (
     "import_time",
     "load_safetensors",
     "checkpoints",
+    "doctor",
 )
 
 

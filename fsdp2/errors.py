@@ -75,6 +75,10 @@ class LosingOrderWarning(UserWarning):
     """Compiler, checkpointing and sharding were put around one another in an order that works, and costs what another would not."""
 
 
+class DoctorWarning(UserWarning):
+    """The doctor found something while a model trains."""
+
+
 class CheckpointError(FSDPError, RuntimeError):
     """A checkpoint cannot be read or written, or is not one of this model.
 

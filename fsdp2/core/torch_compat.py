@@ -474,6 +474,11 @@ def queue_end_of_backward(callback: Callable[[], None]) -> bool:
     return True
 
 
+def clipping_step() -> tuple[Any, str]:
+    """The module and the name by which torch's ``clip_grad_norm_`` finds what scales ``(parameters, max_norm, ...)``."""
+    return torch.nn.utils.clip_grad, "_clip_grads_with_norm_"
+
+
 def a_module_has_failed() -> bool:
     """In a forward hook with ``always_call``: whether it was called because forward, or another hook, has raised."""
     error = sys.exc_info()[1]

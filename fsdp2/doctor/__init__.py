@@ -2,6 +2,8 @@
 
     report = doctor.check(model, optimizer)         # before training; collective
     print(report)
+    with doctor.watch(model, optimizer):            # light checks in every step
+        train()
 
 docs/doctor.md has every check, its cause and its fix. Nothing of it runs, or is imported, until it is asked for.
 """
@@ -9,5 +11,6 @@ docs/doctor.md has every check, its cause and its fix. Nothing of it runs, or is
 from .checking import check
 from .finding import Finding, Report
 from .initialisation import canaries
+from .watching import Watch, watch
 
-__all__ = ["Finding", "Report", "canaries", "check"]
+__all__ = ["Finding", "Report", "Watch", "canaries", "check", "watch"]

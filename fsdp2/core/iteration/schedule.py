@@ -283,7 +283,9 @@ class Schedule:
         else:
             tree.reductions.finish_later()
         tree.await_host_reads()
-        self.backward = None  # last: what raises here has made the backward fail
+        self.backward = None  # last of ours: what raises here has made the backward fail
+        for watcher in tree.root.watchers:
+            watcher()
 
     def _end_failed_backward(self) -> None:
         """Drop what a failed backward has not handed out: ``zero_grad`` did not reach it, and it must not be added to a retry.

@@ -12,7 +12,7 @@ Worked example: an embedding with a unit of its own, and a head in the root that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -66,7 +66,10 @@ class Unit:
     ignored:          where parameters are that the user takes care of
     fqn:              of its first module, from the root
     summoned:         its modules show whole parameters that are not its own; forward takes them as they are
+    watchers:         of a root: called at each end of backward
     """
+
+    watchers: tuple[Callable[[], None], ...] = ()
 
     def __init__(
         self,

@@ -1,0 +1,198 @@
+"""What can be seen of one step: gradients, micro-batches, clipping, data. Findings are made here; ``watching.py`` knows when.
+
+It refuses to know hooks and steps.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core import torch_compat as compat
+from ..core.group.param import ShardedParam
+from ..core.iteration.module_state import ModuleState
+from ..core.modules.nested_tensors import find_tensors
+from .finding import Finding
+from .replicas import digest
+
+
+def missing_gradients(params: Iterable[ShardedParam], num_steps: int) -> Iterator[Finding]:
+    """params: without a gradient in all ``num_steps``"""
+    names = tuple(param.fqn for param in params if param.sharded.requires_grad)
+    if names:
+        yield Finding(
+            "gradient-never-came",
+            "warning",
+            f"{len(names)} parameters require a gradient, and got none in {num_steps} steps",
+            "they do not train, and yet they are gathered, reduced and kept by the optimizer; forward may have left them out by "
+            "mistake (detach, no_grad, a branch that never runs)",
+            "use them in forward, or freeze them with requires_grad_(False); experts that seldom run need more patience=",
+            names,
+        )
+
+
+def accumulation_switches(units: Sequence[tuple[str, ModuleState]]) -> Iterator[Finding]:
+    """At the end of a backward: switches that some modules have and others do not, or that change nothing."""
+    micro_batches = [(name, unit) for name, unit in units if unit.groups]
+    off = [name or "the root" for name, unit in micro_batches if not unit.micro_batch.reduces]
+    if off and len(off) < len(micro_batches):
+        yield Finding(
+            "accumulation-switch-on-a-part",
+            "warning",
+            f"gradient sync is off for {len(off)} of {len(micro_batches)} modules in one backward",
+            "the others communicate in every micro-batch, which is what the switch was to save",
+            "call set_requires_gradient_sync on the root, with recurse=True, or use fsdp2.accumulate(model, last=...)",
+            tuple(off),
+        )
+    idle = [
+        name or "the root"
+        for name, unit in micro_batches
+        if unit.micro_batch.reduces
+        and not unit.micro_batch.all_reduces
+        and not unit.micro_batch.accumulates_shards
+        and all(group.mesh.replicate_group is None for group in unit.groups)
+    ]
+    if idle:
+        yield Finding(
+            "accumulation-switch-without-effect",
+            "warning",
+            f"set_requires_all_reduce(False) is set on {len(idle)} modules, which have no replicas",
+            "each micro-batch communicates as it did before: without a replicate axis there is no all-reduce to leave out",
+            "call set_requires_gradient_sync(False) for micro-batches that are not the last, or use fsdp2.accumulate(model, last=...)",
+            tuple(idle),
+        )
+
+
+def gradients_left(units: Sequence[tuple[str, ModuleState]]) -> Iterator[Finding]:
+    """Before an optimizer's step: what it will not see."""
+    waiting = tuple(param.fqn for _, unit in units for group in unit.groups if group.gradients.has_unreduced for param in group.params)
+    if waiting:
+        yield Finding(
+            "step-before-reduction",
+            "error",
+            f"the optimizer steps while gradients of {len(waiting)} parameters wait to be reduced",
+            "it steps with those of earlier micro-batches, or with none; the rest is added to the next step's",
+            "switch gradient sync on before the last backward: set_requires_gradient_sync(True), or fsdp2.accumulate(model, last=True)",
+            waiting,
+        )
+    outside = tuple(
+        param.fqn
+        for _, unit in units
+        for group in unit.groups
+        if not group.gradients.has_unreduced
+        for param in group.params
+        if param.unsharded is not None and param.unsharded.grad is not None
+    )
+    if outside:
+        yield used_outside(outside)
+
+
+def used_outside(names: tuple[str, ...]) -> Finding:
+    return Finding(
+        "used-outside-forward",
+        "warning",
+        f"{len(names)} parameters are used outside of the forward of the module that they were sharded with",
+        "there they are shards, or memory that is freed: each rank computes with its own piece, and that gradient is not averaged",
+        "use them inside of the module's forward (register_fsdp_forward_method for other methods), shard the module that uses them "
+        "together with theirs (fully_shard([a, b])), or take full_tensor() for what all ranks compute alike",
+        names,
+    )
+
+
+def clip_of_nothing(after_step: bool) -> Finding:
+    if after_step:
+        return Finding(
+            "clip-without-effect",
+            "warning",
+            "gradients are clipped after the optimizer's step, and before the next backward",
+            "the step used them as they were",
+            "clip between backward and optimizer.step()",
+        )
+    return Finding(
+        "clip-without-effect",
+        "warning",
+        "clip_grad_norm_ got parameters of which none has a gradient",
+        "it changes nothing: they are whole parameters from before fully_shard, a generator that was read before, or were cleared",
+        "pass model.parameters(), listed after fully_shard, between backward and optimizer.step()",
+    )
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What one rank says of one step, for all to compare.
+
+    ranks: those that train on different data, this one among them
+    data:  a digest of the root's inputs; None: there were none
+    scale: by how much gradients changed between backward and the optimizer's step; None: this rank has no gradient that is not 0
+    """
+
+    ranks: tuple[int, ...]
+    data: int | None
+    scale: float | None
+
+
+def same_data(by_rank: Sequence[Observed]) -> set[tuple[int, ...]]:
+    """Sets of ranks that should train on different data, and had the same in this step."""
+    return {
+        seen.ranks
+        for seen in by_rank
+        if len(seen.ranks) > 1 and seen.data is not None and len({by_rank[rank].data for rank in seen.ranks}) == 1
+    }
+
+
+def data_finding(ranks: tuple[int, ...]) -> Finding:
+    return Finding(
+        "same-data-on-every-rank",
+        "warning",
+        f"{len(ranks)} data-parallel ranks had the same inputs in two steps",
+        "the step costs as much as with different data, and learns from a fraction of it",
+        "give each rank its part: DistributedSampler(rank=..., num_replicas=...), or a seed for shuffling that has the rank in it",
+        ranks=ranks,
+    )
+
+
+def scale_findings(by_rank: Sequence[Observed]) -> Iterator[Finding]:
+    """Gradients that ranks have scaled differently: somebody has clipped by norms of local shards."""
+    for ranks in {seen.ranks for seen in by_rank}:
+        scales = {rank: scale for rank in ranks if (scale := by_rank[rank].scale) is not None}
+        if scales and max(scales.values()) - min(scales.values()) > 1e-3 * max(scales.values()):
+            shown = ", ".join(f"{scale:.3g} on rank {rank}" for rank, scale in list(scales.items())[:4])
+            yield Finding(
+                "clip-on-local-shards",
+                "error",
+                f"gradients were scaled by {shown} between backward and the optimizer's step",
+                "each rank clips by the norm of its own shards: the pieces of one parameter are scaled differently, and the model that "
+                "trains depends on the number of ranks",
+                "use torch.nn.utils.clip_grad_norm_ or fsdp2.clip_grad_norm_ on the parameters, not on local tensors",
+                ranks=tuple(scales),
+            )
+
+
+def digest_of(arguments: Any) -> int | None:
+    """Of all tensors in it; None if there is none."""
+    found: list[Tensor] = []
+    find_tensors(arguments, found)
+    return zlib.crc32(repr([digest(tensor) for tensor in found]).encode()) if found else None
+
+
+def size_of_gradient(params: Iterable[ShardedParam]) -> tuple[ShardedParam, float] | None:
+    """A parameter of which this rank has a gradient that is not 0, and the sum of its magnitudes; None if there is none."""
+    for param in params:
+        size = magnitude(param)
+        if size:
+            return param, size
+    return None
+
+
+def magnitude(param: ShardedParam) -> float | None:
+    """The sum of the magnitudes of this rank's piece of its gradient; None if there is none, or if it is not finite."""
+    grad: Any = param.sharded.grad
+    if grad is None:
+        return None
+    found = compat.waited_for(compat.local_tensor(grad)).abs().sum(dtype=torch.float64).item()
+    return found if found < float("inf") else None

@@ -1,0 +1,194 @@
+"""Faults that only steps show, each the only finding of a watch; healthy training has none, and its numbers are the same."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+import fsdp2
+from fsdp2 import doctor, fully_shard
+from fsdp2.errors import DoctorError, DoctorWarning
+from harness import cpu_mesh, on_ranks
+from harness.models import MLP, mlp
+
+Step = Callable[[nn.Module, Optimizer, Tensor], None]
+
+
+def sharded(model: nn.Module) -> Any:
+    for block in model.blocks:
+        fully_shard(block, mesh=cpu_mesh())
+    return fully_shard(model, mesh=cpu_mesh())
+
+
+def backward(model: nn.Module, x: Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+def clipped(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+    backward(model, x)
+    clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def clipped_by_ours(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+    backward(model, x)
+    fsdp2.clip_grad_norm_(model.parameters(), 0.1)
+    fsdp2.get_total_norm([param.grad for param in model.parameters()])
+    optimizer.step()
+
+
+def accumulated(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+    for index in range(2):
+        with fsdp2.accumulate(model, last=index == 1):
+            backward(model, x + index)
+    optimizer.step()
+
+
+def accumulated_by_switch(model: Any, optimizer: Optimizer, x: Tensor) -> None:
+    for index in range(2):
+        model.set_requires_gradient_sync(index == 1)
+        backward(model, x + index)
+    optimizer.step()
+
+
+def local_clip(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+    backward(model, x)
+    grads = [param.grad.to_local() for param in model.parameters()]
+    norm = torch.stack([grad.norm() for grad in grads]).norm()
+    for grad in grads:
+        grad.mul_(0.01 / norm)
+    optimizer.step()
+
+
+def clip_after_step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+    backward(model, x)
+    optimizer.step()
+    clip_grad_norm_(model.parameters(), 0.1)
+
+
+def clip_cleared(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+    clip_grad_norm_(model.parameters(), 0.1)
+    backward(model, x)
+    optimizer.step()
+
+
+def switch_on_a_block(model: Any, optimizer: Optimizer, x: Tensor) -> None:
+    for index in range(2):
+        model.blocks[1].set_requires_gradient_sync(index == 1)
+        backward(model, x + index)
+    optimizer.step()
+
+
+def switch_of_replicas(model: Any, optimizer: Optimizer, x: Tensor) -> None:
+    for index in range(2):
+        model.set_requires_all_reduce(index == 1)
+        backward(model, x + index)
+    optimizer.step()
+
+
+def switch_never_on(model: Any, optimizer: Optimizer, x: Tensor) -> None:
+    model.set_requires_gradient_sync(False)
+    backward(model, x)
+    optimizer.step()
+
+
+def used_outside(model: Any, optimizer: Optimizer, x: Tensor) -> None:
+    penalty = model.blocks[1].up.weight.to_local().square().sum()
+    (model(x).square().mean() + penalty).backward()
+    optimizer.step()
+
+
+def same_data(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+    clipped(model, optimizer, torch.ones(3, 7))
+
+
+class Unused(MLP):
+    """Its last block never runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks[:-1]:
+            x = block(x)
+        return self.last(x)
+
+
+def usual(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+    backward(model, x)
+    optimizer.step()
+
+
+HEALTHY: list[Step] = [usual, clipped, clipped_by_ours, accumulated, accumulated_by_switch]
+FAULTS: list[tuple[Step, str, str]] = [
+    (local_clip, "clip-on-local-shards", ""),
+    (clip_after_step, "clip-without-effect", ""),
+    (clip_cleared, "clip-without-effect", ""),
+    (switch_on_a_block, "accumulation-switch-on-a-part", "blocks.1"),
+    (switch_of_replicas, "accumulation-switch-without-effect", "the root"),
+    (switch_never_on, "step-before-reduction", "first.weight"),
+    (used_outside, "used-outside-forward", "blocks.1.up.weight"),
+    (same_data, "same-data-on-every-rank", ""),
+]
+
+
+def watched(model: nn.Module, step: Step, **options: Any) -> doctor.Watch:
+    """After three steps, each rank on data of its own."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.manual_seed(10 + dist.get_rank())
+    with doctor.watch(model, optimizer, **options) as watching:
+        for _ in range(3):
+            step(model, optimizer, torch.randn(3, 7))
+            optimizer.zero_grad()
+    return watching
+
+
+@on_ranks(2)
+def test_healthy_steps_have_no_finding_and_compute_what_they_do_without_a_watch():
+    for step in HEALTHY:
+        model, alone = sharded(mlp()), sharded(mlp())
+        assert not watched(model, step, strict=True).report, step.__name__
+        optimizer = torch.optim.AdamW(alone.parameters())
+        torch.manual_seed(10 + dist.get_rank())
+        for _ in range(3):
+            step(alone, optimizer, torch.randn(3, 7))
+            optimizer.zero_grad()
+        for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(ours.to_local(), expected.to_local())
+
+
+@on_ranks(2)
+def test_each_fault_is_warned_of_once_on_all_ranks_and_strict_raises_it():
+    for step, check, names in FAULTS:
+        with pytest.warns(DoctorWarning, match=check) as caught:
+            report = watched(sharded(mlp()), step).report
+        assert [finding.check for finding in report] == [check], f"{step.__name__}:\n{report}"
+        assert len([each for each in caught if issubclass(each.category, DoctorWarning)]) == 1
+        assert any(name.startswith(names) for name in report[0].params or [""]), report
+    with pytest.raises(DoctorError, match="clip-on-local-shards"):
+        watched(sharded(mlp()), local_clip, strict=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not watched(sharded(mlp()), same_data, ignore=["same-data-on-every-rank"]).report
+    torch.manual_seed(0)
+    with pytest.warns(DoctorWarning, match="blocks.2.up.weight"):
+        report = watched(sharded(Unused()), usual).report
+    assert [finding.check for finding in report] == ["gradient-never-came"]
+
+
+@on_ranks(2)
+def test_nothing_is_left_behind_by_a_watch():
+    clip, total_norm = torch.nn.utils.clip_grad._clip_grads_with_norm_, fsdp2.clip.total_norm
+    model = sharded(mlp())
+    watched(model, clipped)
+    assert torch.nn.utils.clip_grad._clip_grads_with_norm_ is clip
+    assert fsdp2.clip.total_norm is total_norm
+    assert all(not unit._get_fsdp_state().watchers for unit in [model, *model.blocks])
+    assert not any(param._backward_hooks for param in model.parameters())
+    assert len(model._forward_pre_hooks) == len(sharded(mlp())._forward_pre_hooks)

@@ -327,7 +327,9 @@ def test_a_sequential_that_is_a_unit_is_compiled() -> None:
     with counted_compilations() as counts:
         prepare(model, sharded(), in_place(counts))
         steps = train(model, batches(4))
-        assert (counts.graphs, counts.breaks) == (2, 0)  # the first block's input needs no gradient
+        # Two: the first block's input needs no gradient. From 2.14 on torch also compiles what calls a container's hooks, and breaks
+        # there, as it does with the hooks of its own FSDP2.
+        assert (counts.graphs, counts.breaks) == (2, 0 if torch.__version__ < "2.14" else 2)
     assert_equal_training(steps, fed_in_chunks(reference, batches(4)))
 
 

@@ -1,7 +1,8 @@
 """What a training run will need, before there is a machine for it: ``fsdp2.plan`` and ``fsdp2 plan``.
 
     workload     what is trained: a model on the meta device, its inputs, its loss
-    shapes       built-in workloads by name; models: what they are made of
+    models       what built-in workloads are made of
+    shapes       built-in workloads by name, and those of transformers
     world        W ranks in one process, one of which this process is
     streams      a device's streams, which only write down what they are told
     recorder     what a step allocates, computes and communicates: tensors without memory, written down one by one
@@ -9,7 +10,7 @@
     memory       from what was written down: bytes at a time, the peak and what it is made of
     traffic      from what was written down: bytes communicated, by phase and link
     result       the plan, as plain values
-    api          ``plan``
+    api          ``plan``; command: ``fsdp2 plan``
 
 Nothing is derived by formula: ``parallelize``, the hooks, the schedule, autograd and the optimizer run as they do in training, on
 tensors that have sizes and no memory.

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_iter
 
 from ..testing.clock.trace import Entry, Ranks, Seen
 from . import torch_compat as compat
@@ -95,7 +94,7 @@ class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.stream = 0
         self.phase = ""
         self.where = ""
-        self._fake = compat.FakeTensorMode(allow_non_fake_inputs=True)
+        self._fake = compat.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
         self._group_numbers: dict[dist.ProcessGroup | None, int] = {}
         self._together: list[tuple[str, int, int]] | None = None
@@ -166,31 +165,37 @@ class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- operators ---
 
     def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
+        if func is compat.ASKS_DEVICE and isinstance(args[0], compat.FakeTensor):  # more than half of all calls
+            return args[0].fake_device
         kwargs = kwargs or {}
         if DTensor in types:
             return NotImplemented  # let it unfold into operators on local tensors, which come back here
         if compat.is_inside_fake_mode():
             return func(*args, **kwargs)
-        if self._makes_memory(args, kwargs):
+        if self._is_of_the_plan(args, kwargs):
             with self._fake:
                 result = func(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        results = [each for each in tree_iter(result) if isinstance(each, compat.FakeTensor)]
+        results = [each for each in _tensors(result) if isinstance(each, compat.FakeTensor)]
         for each in results:
             self._see(each)
-        if results or any(isinstance(each, compat.FakeTensor) for each in tree_iter(args)):
+        if results or any(isinstance(each, compat.FakeTensor) for each in _tensors(args)):
             self._put_operator(func, args, kwargs, results)
         return result
 
     @staticmethod
-    def _makes_memory(args: Any, kwargs: Any) -> bool:
-        """Whether a tensor is made that would have memory: from nothing, or on a device from one on the meta device."""
+    def _is_of_the_plan(args: Any, kwargs: Any) -> bool:
+        """Whether it is about a fake tensor, or makes one: from nothing, or on a device from one on the meta device."""
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "meta":
             return False
-        given = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
-        return not given or (device is not None and any(each.is_meta for each in given))
+        given = False
+        for each in (*_tensors(args), *_tensors(tuple(kwargs.values()))):
+            given = True
+            if isinstance(each, compat.FakeTensor) or (device is not None and each.is_meta):
+                return True
+        return not given
 
     def _put_operator(self, func: Any, args: Any, kwargs: Any, results: list[Any]) -> None:
         name = compat.name_of_operator(func)
@@ -199,11 +204,11 @@ class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if base in _MAKE_NOTHING or (views and all(views)):
             return
         if base == "_chunk_cat":  # a reduction copies in what it reduces
-            self.relabel(tree_iter(args[0]), UNSHARDED_GRADIENTS, instead_of=(ACTIVATIONS, TEMPORARY))
+            self.relabel(_tensors(args[0]), UNSHARDED_GRADIENTS, instead_of=(ACTIVATIONS, TEMPORARY))
         seen: list[Seen] = []
         for index, (argument, is_written) in enumerate(arguments):
             given = args[index] if index < len(args) else kwargs.get(argument)
-            seen += [_seen(each, True, is_written) for each in tree_iter(given) if isinstance(each, compat.FakeTensor)]
+            seen += [_seen(each, True, is_written) for each in _tensors(given) if isinstance(each, compat.FakeTensor)]
         for each, is_view in zip(results, [*views, *[False] * len(results)], strict=False):
             if not is_view and not any(is_written for _, is_written in arguments):
                 seen.append(_seen(each, False, True))
@@ -238,6 +243,20 @@ class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             for kind, number in dict.fromkeys((kind, number) for kind, number, _ in launched):
                 several = [nbytes for *which, nbytes in launched if which == [kind, number]]
                 self.entries.append(Entry("collective", kind, self.stream, number, len(several), sum(several)))
+
+
+def _tensors(given: Any) -> Iterator[Tensor]:
+    """Those in an operator's arguments or results, which are at most lists of tensors."""
+    if isinstance(given, Tensor):
+        yield given
+    elif isinstance(given, (tuple, list)):
+        for each in given:
+            if isinstance(each, Tensor):
+                yield each
+            elif isinstance(each, (tuple, list)):
+                for inner in each:
+                    if isinstance(inner, Tensor):
+                        yield inner
 
 
 def _seen(tensor: Tensor, is_read: bool, is_written: bool) -> Seen:

@@ -40,7 +40,7 @@ Optimizer = Callable[[Any], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": lambda params: torch.optim.AdamW(params, fused=True),
     "adam": lambda params: torch.optim.Adam(params, fused=True),
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, foreach=True),  # fused, it has no kernel for shapes alone
 }
 
 

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
 
 GLOO_STAND_IN = "fake_gloo"
+ASKS_DEVICE = torch.ops.prim.device.default
+"""What asking a fake tensor for its device becomes."""
 _c10d: Any = dist.distributed_c10d
 _numbers = itertools.count(1)
 _MAPS = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")

@@ -1,0 +1,104 @@
+"""``fsdp2 plan``: what a training run will need. Options are those of ``fsdp2.plan``; rich prints the tables where it is installed.
+
+$ fsdp2 plan llama3-70b --ranks 64 --batch 1 --sequence 8192 --checkpointing full
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentError
+from ..strategy import STRATEGIES
+from ..wrap import by_class
+from .api import plan_of
+from .rehearsal import OPTIMIZERS, Setting
+from .result import headline, tables
+from .shapes import SHAPES, named
+from .text import Table, as_text
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of ``fsdp2 plan``."""
+    parser.add_argument(
+        "model", metavar="MODEL", help=f"{', '.join(SHAPES)}; hf:CONFIG.json; or package.module:function, which returns a module"
+    )
+    parser.add_argument("--ranks", type=int, required=True, help="how many")
+    parser.add_argument("--ranks-per-host", type=int, default=8, help="default: 8")
+    parser.add_argument("--strategy", choices=list(STRATEGIES), default="zero3", help="as in fsdp2.parallelize (default: zero3)")
+    parser.add_argument("--shard-size", type=int, help="ranks of a node, for hybrid strategies (default: ranks per host)")
+    parser.add_argument("--wrap", nargs="+", metavar="CLASS", help="names of classes that become groups (default: found by themselves)")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="in which parameters are stored (default: fp32)")
+    parser.add_argument("--param-dtype", choices=list(DTYPES), default="bf16", help="in which they are computed with (default: bf16)")
+    parser.add_argument("--reduce-dtype", choices=list(DTYPES), default="fp32", help="in which gradients are reduced (default: fp32)")
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="default: adamw")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch of one rank (default: 1)")
+    parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence (default: 2048)")
+    parser.add_argument("--micro-batches", type=int, default=1, help="between two optimizer steps (default: 1)")
+    parser.add_argument("--checkpointing", choices=["none", "full"], default="none", help="full: blocks are computed again in backward")
+    parser.add_argument("--offload", action="store_true", help="keep sharded state in host memory")
+    parser.add_argument("--prefetch", type=int, default=1, help="units that are gathered ahead (default: 1)")
+    parser.add_argument("--backend", choices=["nccl", "gloo"], default="nccl", help="whose algorithms (default: nccl)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the plan. Returns 0."""
+    planned = plan_of(named(options.model), setting_of(options), options.ranks_per_host)
+    show(headline(planned), tables(planned))
+    return 0
+
+
+def setting_of(options: argparse.Namespace) -> Setting:
+    """Raises: ArgumentError for a number below 1"""
+    for name in ("ranks", "ranks_per_host", "batch", "sequence", "micro_batches"):
+        if getattr(options, name) < 1:
+            raise ArgumentError(
+                f"--{name.replace('_', '-')} is {getattr(options, name)}", expected="a number from 1 on", fix="pass another one"
+            )
+    is_hybrid = STRATEGIES[options.strategy].is_hybrid
+    return Setting(
+        world_size=options.ranks,
+        strategy=options.strategy,
+        shard_size=(options.shard_size or options.ranks_per_host) if is_hybrid else options.shard_size,
+        wrap=by_class(*options.wrap) if options.wrap else "auto",
+        dtype=DTYPES[options.dtype],
+        param_dtype=DTYPES[options.param_dtype],
+        reduce_dtype=DTYPES[options.reduce_dtype],
+        optimizer=options.optimizer,
+        batch=options.batch,
+        sequence=options.sequence,
+        micro_batches=options.micro_batches,
+        checkpointing=options.checkpointing,
+        offload=options.offload,
+        prefetch=options.prefetch,
+        backend=options.backend,
+    )
+
+
+def show(title: str, found: Sequence[Table]) -> None:
+    """On standard output."""
+    try:
+        import rich.box
+        import rich.console
+        import rich.table
+    except ImportError:
+        sys.stdout.write(as_text(title, found) + "\n")
+        return
+    if not sys.stdout.isatty():  # for programs, and for files, which have no width
+        sys.stdout.write(as_text(title, found) + "\n")
+        return
+    console = rich.console.Console()
+    console.print(title)
+    for table in found:
+        shown: Any = rich.table.Table(title=table.title, box=rich.box.SIMPLE_HEAD, title_justify="left", caption=table.note or None)
+        for index, head in enumerate(table.head):
+            shown.add_column(head, justify="left" if index == 0 else "right")
+        for row in table.rows:
+            shown.add_row(*row)
+        console.print(shown)

@@ -1,0 +1,53 @@
+"""``fsdp2 plan``: which models it knows, and what it prints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from fsdp2.cli import main
+from fsdp2.planner.shapes import SHAPES, named
+
+NUMEL = {  # in billions, as their papers have it
+    "llama3-8b": 8.03,
+    "llama3-70b": 70.55,
+    "llama3-405b": 405.9,
+    "deepseek-v3": 671.0,
+    "gpt-175b": 175.2,
+    "gpt-1t": 1009.3,
+    "t5-3b": 2.85,
+    "t5-11b": 11.3,
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_has_as_many_parameters_as_its_paper_says(name):
+    with torch.device("meta"):
+        model = named(name).build()
+    assert sum(param.numel() for param in model.parameters()) / 1e9 == pytest.approx(NUMEL[name], rel=0.005)
+
+
+def test_a_configuration_of_transformers_is_planned(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    config = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", f"hf:{tmp_path / 'config.json'}", "--ranks", "16", "--sequence", "32", "--checkpointing", "full"]) == 0
+    printed = capsys.readouterr().out
+    assert "over 16 ranks" in printed
+    assert "Peak of a step" in printed
+    assert "reduce_scatter" in printed
+
+
+def test_a_model_that_nobody_knows_is_refused_with_the_closest_name(capsys):
+    assert main(["plan", "lama3-8b", "--ranks", "8"]) == 1
+    assert "llama3-8b" in capsys.readouterr().err

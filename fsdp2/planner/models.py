@@ -245,6 +245,8 @@ class T5(nn.Module):
         super().__init__()
         self.shape = shape
         self.shared = nn.Embedding(shape.vocabulary, shape.dim)
+        self.head = nn.Linear(shape.dim, shape.vocabulary, bias=False)
+        self.head.weight = self.shared.weight
         self.encoder_bias, self.decoder_bias = nn.Embedding(32, shape.heads), nn.Embedding(32, shape.heads)
         self.encoder = nn.ModuleList(T5Block(shape, looks_back=False) for _ in range(shape.layers))
         self.decoder = nn.ModuleList(T5Block(shape, looks_back=True) for _ in range(shape.layers))
@@ -253,7 +255,8 @@ class T5(nn.Module):
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
         encoded = self._run(source, self.encoder, self.encoder_bias, None)
         decoded = self._run(target, self.decoder, self.decoder_bias, self.encoder_norm(encoded))
-        return F.linear(self.decoder_norm(decoded), self.shared.weight)
+        out: Tensor = self.head(self.decoder_norm(decoded))
+        return out
 
     def _run(self, tokens: Tensor, blocks: nn.ModuleList, table: nn.Embedding, encoded: Tensor | None) -> Tensor:
         length = tokens.shape[1]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from fsdp2.cli import main
-from fsdp2.planner.shapes import SHAPES, named
+from fsdp2.planner.api import plan_of
+from fsdp2.planner.models import DecoderShape
+from fsdp2.planner.rehearsal import Setting
+from fsdp2.planner.shapes import SHAPES, named, of_shape
 
 NUMEL = {  # in billions, as their papers have it
     "llama3-8b": 8.03,
@@ -29,6 +33,19 @@ def test_a_shape_has_as_many_parameters_as_its_paper_says(name):
     assert sum(param.numel() for param in model.parameters()) / 1e9 == pytest.approx(NUMEL[name], rel=0.005)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+def test_each_shape_can_be_rehearsed(name):
+    """With two layers, of which a mixture's second has experts."""
+    shape = SHAPES[name]
+    if isinstance(shape, DecoderShape) and shape.experts is not None:
+        shape = replace(shape, experts=replace(shape.experts, dense_layers=1))
+    planned = plan_of(of_shape(name, replace(shape, layers=2)), Setting(world_size=64, sequence=64, checkpointing="full"))
+    assert {each.kind for each in planned.traffic} == {"all_gather", "reduce_scatter"}
+    assert planned.memory.peak.nbytes > planned.state.total
+
+
+@pytest.mark.slow
 def test_a_configuration_of_transformers_is_planned(tmp_path, capsys):
     pytest.importorskip("transformers")
     config = {

@@ -152,6 +152,15 @@ def written_on_a_side_stream(model: Any, x: Tensor) -> Tensor:
     return forward_backward(model, x)
 
 
+def with_a_penalty_on_the_slope(model: Any, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    output = model(x)
+    (slope,) = torch.autograd.grad(output.sum(), [x], create_graph=True)
+    loss = output.square().mean() + slope.square().mean()
+    loss.backward()
+    return loss
+
+
 def with_extensions() -> nn.Module:
     return wrap_weights(mlp(), RowInt8)
 
@@ -243,6 +252,7 @@ MORE_SCENARIOS = {  # which torch's FSDP2 does not train, or which add nothing o
     "extensions": Scenario(model=with_extensions),
     "extensions_on_a_side_stream": Scenario(model=with_a_root_of_extensions_alone, iteration=unsharded_at_once_on_a_side_stream),
     "pinned_input": Scenario(iteration=fed_from_pinned_memory),
+    "penalty": Scenario(iteration=with_a_penalty_on_the_slope),
     "failed_backward": Scenario(iteration=after_a_failed_backward),
     "replicated_failed_backward": Scenario(mesh=(2, 1), iteration=after_a_failed_backward),
     "replicated_micro_batches_bf16_all": Scenario(mesh=(2, 1), options=BF16_ALL, iteration=in_two_micro_batches),

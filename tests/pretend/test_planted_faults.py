@@ -23,6 +23,7 @@ import fsdp2.core
 from fsdp2.core.comm.streams import DeviceStreams, use_streams
 from fsdp2.core.group.all_gather import Gather
 from fsdp2.core.group.reduction import Reduction
+from fsdp2.core.iteration.backward import Backward
 from fsdp2.testing import pretend
 from harness import on_ranks
 from harness.pretend_training import (
@@ -130,6 +131,7 @@ OTHER_FAULTS = {
     "compute is not ordered behind reductions in place that another micro-batch follows": lambda: mock.patch.object(
         Reduction, "is_in_place", False
     ),
+    "what the graph of a backward needs is resharded with the unit": lambda: mock.patch.object(Backward, "keep_to_end"),
     "the reduce input is not held": lambda: forgets(Reduction, "_input"),
     "the output that an all-reduce reads is not held": lambda: forgets(Reduction, "_held"),
     "the output that a hook's stream reads is not held": lambda: forgets(Reduction, "_held"),
@@ -215,6 +217,7 @@ NEEDED_BY = {
     "unsharded._free_behind_uses mark 1": "unshard_on_a_side_stream",
     "unsharded._free_behind_uses order 1": "unshard_on_a_side_stream",
     "compute is not ordered behind reductions in place that another micro-batch follows": "replicated_micro_batches_bf16_all",
+    "what the graph of a backward needs is resharded with the unit": "penalty",
     "the reduce input is not held": "plain",
     "the output that an all-reduce reads is not held": "hsdp_bf16",
     "the output that a hook's stream reads is not held": "all_reduce_hook_bf16",

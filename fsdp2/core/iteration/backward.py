@@ -39,7 +39,8 @@ class Backward:
         self._waited_before = tree.has_unreduced()  # gradients of earlier backwards had not reached the sharded parameters
         self._prefetched: list[Unit] = []
         self._prefetch_behind: dict[Unit, Unit] = {}  # what backward_prefetch="post" is to gather behind a unit's gradients
-        # Lists of which a re-entrant checkpoint runs modules again, beside others that have a graph: where among these is not known.
+        # Units that are reduced at the end. To begin with, lists of which a re-entrant checkpoint runs modules again, beside others
+        # that have a graph: where among these is not known.
         self._to_end = {unit for unit in tree.lists if unit.calls.to_rerun and unit.calls.may_follow()}
         self._recomputed: list[tuple[Unit, int]] = []  # and how many forwards of the unit were under way
 
@@ -114,9 +115,18 @@ class Backward:
         """
         return len(unit.modules) > 1 and unit.calls.may_follow()
 
+    def keep_to_end(self, unit: Unit) -> None:
+        """A graph that a backward has made needs ``unit``: on a device, its nodes may run behind those that end the unit's calls.
+
+        There backward has a thread, which counts its nodes anew, and the engine prefers nodes of higher numbers. On the CPU one thread
+        counts all, and nodes that were made later run first.
+        """
+        if not self._tree.streams.host_waits:
+            self._to_end.add(unit)
+
     def _pause(self, unit: Unit) -> None:
         """Other calls of ``unit`` are still to come, and none of them has begun."""
-        if unit.options.reshard_after_forward is not False:
+        if unit.options.reshard_after_forward is not False and unit not in self._to_end:
             unit.reshard()
 
     def reduce(self, unit: Unit, at_end: bool = False) -> None:

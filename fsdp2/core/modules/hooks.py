@@ -445,7 +445,15 @@ def _watch_gradients(unit: ModuleState, call: Call, grads: tuple[Tensor | None, 
     for grad in grads:
         for each in () if grad is None else compat.levels_of(grad):
             if each.grad_fn is not None:
-                each.grad_fn.register_prehook(functools.partial(_begin_backward, unit, part))
+                each.grad_fn.register_prehook(functools.partial(_begin_backward_through_backward, unit, part))
+
+
+@compat.dynamo_disabled
+def _begin_backward_through_backward(unit: ModuleState, part: GraphPart, grads: Any) -> None:
+    _begin_backward(unit, part, grads)
+    schedule = unit.schedule
+    if schedule is not None and schedule.backward is not None:
+        schedule.backward.keep_to_end(unit)
 
 
 class _Saving:

@@ -21,6 +21,7 @@ SCRIPTS = (
     "host_time",
     "python_calls",
     "optimizer",
+    "muon",
     "memory_passes",
     "transient_memory",
     "gloo_step",

@@ -29,6 +29,9 @@ def check_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, An
     two = [nn.Parameter(each.clone()) for each in apart]
     one = [nn.Parameter(torch.cat([each.flatten() for each in apart]))]
     of_two = optimizer_class(two, **copy.deepcopy(dict(options)))
+    block_size = getattr(of_two, "block_size", None)  # torchao's name; its smallest blocks are larger than what is tried here
+    if block_size is not None:
+        raise _refusal(optimizer_class, f"it quantises its states in blocks of {block_size} elements, which would span parameters")
     try:
         of_one = optimizer_class(one, **copy.deepcopy(dict(options)))
         for step in range(_NUM_STEPS):
@@ -39,6 +42,11 @@ def check_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, An
                 optimizer.step()
     except Exception as error:
         raise _refusal(optimizer_class, f"a step on a vector raises {type(error).__name__}: {error}") from error
+    for key, value in of_one.state[one[0]].items():
+        if isinstance(value, Tensor) and value.dim() > 0 and value.shape != one[0].shape:
+            raise _refusal(
+                optimizer_class, f"its state {key!r} has shape {tuple(value.shape)} for a parameter of {tuple(one[0].shape)}"
+            )
     if not _are_equal(torch.cat([each.detach().flatten() for each in two]), one[0].detach()):
         raise _refusal(optimizer_class, "a step on two matrices and one on a vector of their elements give different values")
     return dict(of_two.defaults)

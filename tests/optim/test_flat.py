@@ -442,8 +442,16 @@ def test_what_is_not_elementwise_is_refused_with_the_reason():
                     for param in group["params"]:
                         param.add_(torch.rand_like(param))
 
+    class Quantised(torch.optim.SGD):
+        """Its momentum has one scale for each block of 4 elements."""
+
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            for param in self.param_groups[0]["params"]:
+                self.state[param]["scales"] = torch.stack([block.abs().amax() for block in param.detach().flatten().split(4)])
+
     model = sharded(mlp())
-    for refused in (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, Normed, Drawn):
+    for refused in (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, Normed, Drawn, Quantised):
         with pytest.raises(ArgumentError, match=f"{refused.__name__} is not element-wise"):
             flat(refused, model, lr=0.1)
     with pytest.raises(ValueError, match="Invalid learning rate"):

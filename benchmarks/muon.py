@@ -1,0 +1,123 @@
+"""What does a step of Muon on sharded matrices cost, where each matrix goes to one owner, or is gathered on every rank?
+
+Transformer blocks over real gloo ranks, one thread each. ``ours`` is ``fsdp2.optim.Muon``; ``upstream`` is the usual way: every rank
+all-gathers every update and makes it orthogonal itself, by the same function, with the same values. The figures are the processor time
+of a rank's step, its threads for communication included, and the bytes that a rank receives from others in a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import common
+import models
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp2.optim import Muon
+from fsdp2.optim.muon import orthogonalized
+
+LR, DECAY, MOMENTUM, COEFFICIENTS, NUM_STEPS, EPS = 0.02, 0.1, 0.95, (3.4445, -4.775, 2.0315), 5, 1e-7
+
+
+class GatheringMuon:
+    """Muon for matrices cut evenly on dim 0, as a loop over them."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        self.params = params
+        self.momenta = [torch.zeros_like(param.to_local()) for param in params]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for param, momentum in zip(self.params, self.momenta, strict=True):
+            grad, local = param.grad.to_local(), param.to_local()
+            momentum.lerp_(grad, 1 - MOMENTUM)
+            update = grad.lerp(momentum, MOMENTUM).bfloat16()
+            whole = torch.empty(param.shape, dtype=update.dtype)
+            dist.all_gather_into_tensor(whole.view(torch.uint8), update.view(torch.uint8))
+            own = orthogonalized(whole, COEFFICIENTS, NUM_STEPS, EPS).chunk(dist.get_world_size())[dist.get_rank()]
+            rows, columns = param.shape
+            local.mul_(1 - LR * DECAY).add_(own, alpha=-LR * max(1, rows / columns) ** 0.5)
+
+
+def received_by(function: Callable[[], object]) -> int:
+    """Bytes that this rank receives from others in collectives of ``function``."""
+    nbytes = 0
+    all_to_all, all_gather = dist.all_to_all_single, dist.all_gather_into_tensor
+
+    def counted_all_to_all(output: torch.Tensor, given: torch.Tensor, sizes: list[int], *args: Any, **options: Any) -> Any:
+        nonlocal nbytes
+        nbytes += sum(size for rank, size in enumerate(sizes) if rank != dist.get_rank())
+        return all_to_all(output, given, sizes, *args, **options)
+
+    def counted_all_gather(output: torch.Tensor, given: torch.Tensor) -> Any:
+        nonlocal nbytes
+        nbytes += output.nbytes - given.nbytes
+        return all_gather(output, given)
+
+    dist.all_to_all_single, dist.all_gather_into_tensor = counted_all_to_all, counted_all_gather
+    try:
+        function()
+    finally:
+        dist.all_to_all_single, dist.all_gather_into_tensor = all_to_all, all_gather
+    return nbytes
+
+
+def timed(function: Callable[[], object]) -> Callable[[], float]:
+    """Processor time of ``function`` in ms, of all threads of the slowest rank. Collective: yes."""
+
+    def sample() -> float:
+        dist.barrier()
+        begin = time.process_time()
+        function()
+        spent = torch.tensor((time.process_time() - begin) * 1e3)
+        dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+        return spent.item()
+
+    return sample
+
+
+def run_rank(rank: int, options: argparse.Namespace, directory: str) -> None:
+    """One rank; rank 0 reports. Collective: yes, over the world."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{directory}/store", options.world), rank=rank, world_size=options.world)
+    mesh = init_device_mesh("cpu", (options.world,))
+    steps: dict[str, Callable[[], object]] = {}
+    trained: dict[str, list[nn.Parameter]] = {}
+    for name in (common.UPSTREAM, common.OURS):
+        torch.manual_seed(0)
+        model = common.shard(models.transformer_stack(2 if options.quick else 6, 256), [], common.OURS, mesh)
+        trained[name] = matrices = [param for param in model.parameters() if param.dim() == 2]
+        for param in matrices:
+            param.grad = torch.randn_like(param)
+        steps[name] = (Muon(matrices, lr=LR, weight_decay=DECAY) if name == common.OURS else GatheringMuon(matrices)).step
+    nbytes = {name: [received_by(step) / 2**20] for name, step in steps.items()}
+    samples = common.interleave({name: timed(step) for name, step in steps.items()}, 5 if options.quick else 20, warmup=1)
+    pairs = zip(trained[common.OURS], trained[common.UPSTREAM], strict=True)
+    difference = max(float((one.to_local() - other.to_local()).abs().max()) for one, other in pairs)
+    if rank == 0:
+        for figure, unit, values in (("step of Muon, processor time", "ms", samples), ("step of Muon, received", "MiB", nbytes)):
+            details = {"num_matrices": len(trained[common.OURS]), "largest_difference": difference}
+            common.report(common.Result.of("muon", figure, f"{options.world} ranks", unit, values, None, **details), options.json)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    arguments = common.parser(__doc__)
+    arguments.add_argument("--world", type=int, default=4, help="number of processes")
+    options = arguments.parse_args()
+    common.start(options, __doc__)
+    with tempfile.TemporaryDirectory() as directory:
+        torch.multiprocessing.spawn(run_rank, (options, str(Path(directory))), nprocs=options.world)
+
+
+if __name__ == "__main__":
+    main()

@@ -77,6 +77,8 @@ def convert(
     optimizer: str | os.PathLike[str] | None = None,
     shapes: nn.Module | Shapes | str | os.PathLike[str] | None = None,
     with_optimizer: bool = True,
+    model_key: str | None = None,
+    optimizer_key: str | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     force: bool = False,
@@ -87,8 +89,9 @@ def convert(
 
     to:             "dcp": a folder for ``dcp.load`` of ``{"model": ..., "optimizer": ...}``, whose parts are named as by
                     ``get_model_state_dict`` and ``get_optimizer_state_dict``; "torch": one file for ``torch.load``, the model's state
-                    dict alone or ``{"model": ..., "optimizer": ...}``, the optimizer by name; "safetensors": a folder with the model
-    format, optimizer, shapes, with_optimizer: of ``src``, see ``open_source``
+                    dict alone or ``{"model": ..., "optimizer": ...}``, the optimizer by name; "safetensors": a folder with the model,
+                    which needs ``with_optimizer=False`` where the source has an optimizer
+    format, optimizer, shapes, with_optimizer, model_key, optimizer_key: of ``src``, see ``open_source``
     dtype:          to convert the model's floating-point tensors to; the optimizer's stay
     max_shard_size: of a safetensors file
     force:          replace ``dst``, at the end; False: an error if it exists
@@ -109,10 +112,25 @@ def convert(
     for path in (src, optimizer) if verify else ():
         if path is not None:
             verify_checkpoint(path, format=format if path is src else None)
-    source = open_source(src, format=format, optimizer=optimizer, shapes=shapes, with_optimizer=with_optimizer)
+    source = open_source(
+        src,
+        format=format,
+        optimizer=optimizer,
+        shapes=shapes,
+        with_optimizer=with_optimizer,
+        model_key=model_key,
+        optimizer_key=optimizer_key,
+    )
+    if to == "safetensors" and source.optimizer is not None:
+        raise failure(
+            f"{source.path} has an optimizer's state, and a safetensors folder holds none",
+            expected="a target for it, or your word that it may be left out",
+            fix="with_optimizer=False (--no-optimizer), or --to dcp or torch",
+            file=source.path,
+        )
     model = source.model
     _refuse_scaled(source, dtype)
-    has_optimizer = source.optimizer is not None and to != "safetensors"
+    has_optimizer = source.optimizer is not None
     if to == "safetensors":
         model, unheld = _tensors_alone(source)
         source.left_out += unheld
@@ -150,7 +168,7 @@ def _refuse_scaled(source: Source, dtype: torch.dtype | None) -> None:
 def _tensors_alone(source: Source) -> tuple[dict[str, LazyTensor], list[str]]:
     model = {name: value for name, value in source.model.items() if isinstance(value, LazyTensor)}
     unheld = [f"model.{name}" for name in source.model if name not in model]
-    return model, [*unheld, *(["the optimizer"] if source.optimizer is not None else [])]
+    return model, unheld
 
 
 def _check_target(src: Path, target: Path, to: str, force: bool) -> None:
@@ -261,6 +279,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", required=True, choices=TARGETS)
     parser.add_argument("--from", dest="format", choices=FORMATS, help="the format of SRC, where it is not what the files look like")
     parser.add_argument("--optimizer", metavar="PATH", help="where the optimizer's state is, if it is not in SRC")
+    parser.add_argument("--model-key", metavar="KEY", help="where SRC has the model, for instance ema or nets.student")
+    parser.add_argument("--optimizer-key", metavar="KEY", help="where SRC has the optimizer's state")
     parser.add_argument("--no-optimizer", action="store_true", help="leave the optimizer's state out")
     parser.add_argument("--shapes", metavar="FILE", help="JSON of the parameters' names and shapes, for FSDP1's local state dicts")
     parser.add_argument("--dtype", choices=_DTYPES, help="convert the model's floating-point tensors")
@@ -280,6 +300,8 @@ def run(options: argparse.Namespace) -> int:
         optimizer=options.optimizer,
         shapes=options.shapes,
         with_optimizer=not options.no_optimizer,
+        model_key=options.model_key,
+        optimizer_key=options.optimizer_key,
         dtype=_DTYPES.get(options.dtype),
         max_shard_size=options.max_shard_size,
         force=options.force,

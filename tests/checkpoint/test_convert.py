@@ -183,8 +183,13 @@ def test_a_checkpoint_of_checkpointer_converts(tmp_path: Path) -> None:
     expected = {name: param.full_tensor() for name, param in model.named_parameters()}
     if dist.get_rank() == 0:
         assert latest is not None
+        for index, source in enumerate((latest, tmp_path / "run")):  # the folder stands for its latest
+            assert convert(source, tmp_path / f"{index}.pt", to="torch").optimizer
         done = convert(latest, tmp_path / "out.pt", to="torch")
         assert done.optimizer
+        with pytest.raises(CheckpointError, match="an optimizer's state"):  # nothing is lost unasked
+            convert(latest, tmp_path / "out", to="safetensors")
+        convert(latest, tmp_path / "out", to="safetensors", with_optimizer=False)
         assert_same(torch.load(tmp_path / "out.pt", weights_only=True)["model"], expected)
     dist.barrier()
 
@@ -207,6 +212,27 @@ def test_the_command_converts_and_says_what_it_did(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().out == ""
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), mlp().state_dict())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "out"]
+
+
+@quiet_dcp
+def test_keys_say_where_model_and_optimizer_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    student, teacher = mlp(), mlp(seed=1)
+    optimizer = adamw(student.parameters())
+    sum(param.square().sum() for param in student.parameters()).backward()
+    optimizer.step()
+    state = {"nets": {"student": student.state_dict(), "teacher": teacher.state_dict()}, "adam": optimizer.state_dict(), "epoch": 3}
+    torch.save(state, tmp_path / "a.pt")
+    source, target = str(tmp_path / "a.pt"), str(tmp_path / "b.pt")
+    assert main(["convert", source, target, "--to", "torch", "--model-key", "nets.student", "--optimizer-key", "adam"]) == 0
+    found = torch.load(target, weights_only=True)
+    assert_same(found["model"], student.state_dict())
+    assert found["optimizer"]["state"].keys() == dict(student.named_parameters()).keys()
+    convert(source, tmp_path / "c.pt", to="torch", model_key="nets.teacher")
+    assert_same(torch.load(tmp_path / "c.pt", weights_only=True), teacher.state_dict())
+    capsys.readouterr()
+    assert main(["convert", source, target, "--to", "torch", "--force", "--model-key", "nets.other"]) == 1
+    assert "student" in (error := capsys.readouterr().err)
+    assert "nothing under nets.other" in error
 
 
 @pytest.mark.parametrize("to", TARGETS)

@@ -7,12 +7,14 @@ targets.
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from ...errors import FSDPError
+from ..checkpoint_folder import CheckpointFolder
 from ..failure import failure
 from ..hf_folder import open_checkpoint
 from ..lazy import LazyTensor, Stored
@@ -32,6 +34,14 @@ _OPTIMIZER_NAMES = ("optimizer", "optim", "optimizer_state_dict", "optim_state_d
 _AROUND = ("app", "state")
 
 
+@dataclass(frozen=True)
+class Keys:
+    """Where a file has its model and its optimizer: keys, of nested dicts joined by dots; None: under a usual name."""
+
+    model: str | None = None
+    optimizer: str | None = None
+
+
 def open_source(
     path: str | os.PathLike[str],
     *,
@@ -39,15 +49,18 @@ def open_source(
     optimizer: str | os.PathLike[str] | None = None,
     shapes: nn.Module | Shapes | str | os.PathLike[str] | None = None,
     with_optimizer: bool = True,
+    model_key: str | None = None,
+    optimizer_key: str | None = None,
 ) -> Source:
     """Open a checkpoint of any of the formats; no tensor is read.
 
-    path:           a folder or file; one file of FSDP1's stands for those of all ranks
+    path:           a folder or file; one file of FSDP1's stands for those of all ranks, a ``Checkpointer``'s folder for its latest
     format:         None: by what the files are
     optimizer:      where the optimizer's state is, if it is not in ``path`` and not beside its files
     shapes:         the parameters' names and shapes, in order, for local state dicts of FSDP1: a model (not wrapped, also on the meta
                     device), a dict, or a JSON file of ``write_shapes``
     with_optimizer: False: leave the optimizer's state alone
+    model_key, optimizer_key: where a file has them, for instance "ema" or "nets.student"; None: under one of the usual names
 
     Collective: no
     Memory:     descriptions of the tensors: some hundred bytes for each shard
@@ -55,7 +68,7 @@ def open_source(
     """
     check_format(format)
     try:
-        return _opened(Path(path), format, optimizer, shapes_of(shapes), with_optimizer)
+        return _opened(_latest(Path(path)), format, optimizer, shapes_of(shapes), with_optimizer, Keys(model_key, optimizer_key))
     except FSDPError:
         raise
     except Exception as error:  # readers look for what programs write; damage may be anywhere in it
@@ -67,12 +80,17 @@ def open_source(
         ) from error
 
 
+def _latest(path: Path) -> Path:
+    """The latest checkpoint of a ``Checkpointer``'s folder; anything else is what was meant itself."""
+    return (CheckpointFolder(path, None).latest() if path.is_dir() else None) or path
+
+
 def _opened(
-    path: Path, format: str | None, optimizer: str | os.PathLike[str] | None, known: Shapes | None, with_optimizer: bool
+    path: Path, format: str | None, optimizer: str | os.PathLike[str] | None, known: Shapes | None, with_optimizer: bool, keys: Keys
 ) -> Source:
-    source = _read(path, format or detect(path), known)
+    source = _read(path, format or detect(path), keys)
     if optimizer is not None and with_optimizer:
-        other = _read(Path(optimizer), detect(Path(optimizer)), known)
+        other = _read(Path(optimizer), detect(Path(optimizer)), replace(keys, model=None))
         source.optimizer = other.optimizer
     if source.optimizer is not None and not with_optimizer:
         source.optimizer = None
@@ -131,16 +149,16 @@ def _resolved(optimizer: State, model: State) -> State:
 # --- formats ----------------------------------------------------------------------------------------------------------------------
 
 
-def _read(path: Path, kind: str, shapes: Shapes | None) -> Source:
+def _read(path: Path, kind: str, keys: Keys) -> Source:
     if kind == "safetensors":
         return Source(path, kind, dict(open_checkpoint(path).tensors))
     if kind == "deepspeed":
         return read_deepspeed(find_deepspeed(path) or path)
     if kind == "dcp":
         folders = [path] if not dcp_folders(path) else dcp_folders(path)
-        return _combined(path, kind, [_picked(folder, kind, read_dcp(folder)) for folder in folders])
+        return _combined(path, kind, [_picked(folder, kind, read_dcp(folder), keys) for folder in folders])
     together = families(path) if path.is_dir() else [family_meant(path)]
-    return _combined(path, kind, [_picked(each.paths[0], kind, _merged(each)) for each in together])
+    return _combined(path, kind, [_picked(each.paths[0], kind, _merged(each), keys) for each in together])
 
 
 def family_meant(path: Path) -> Family:
@@ -228,8 +246,12 @@ def _combined(path: Path, kind: str, found: list[Source]) -> Source:
     return Source(path, model.format, model.model, optimizer, left_out)
 
 
-def _picked(path: Path, kind: str, root: Any) -> Source:
+def _picked(path: Path, kind: str, root: Any, keys: Keys) -> Source:
     """Model and optimizer out of what a file holds."""
+    if keys.model is not None or keys.optimizer is not None:
+        root = {
+            name: _at(path, root, key) for name, key in (("model", keys.model), ("optimizer", keys.optimizer)) if key is not None
+        } | {name: value for name, value in (root.items() if isinstance(root, dict) else ()) if name not in ("model", "optimizer")}
     while isinstance(root, dict) and len(root) == 1 and next(iter(root)) in _AROUND and isinstance(next(iter(root.values())), dict):
         root = next(iter(root.values()))
     if not isinstance(root, dict):
@@ -247,6 +269,24 @@ def _picked(path: Path, kind: str, root: Any) -> Source:
     left_out = [f"{path.name}: {name}" for name in root if name not in (model_name, optimizer_name)]
     model = dict(root[model_name]) if model_name is not None else {}
     return Source(path, kind, model, _as_optimizer(root[optimizer_name]) if optimizer_name is not None else None, left_out)
+
+
+def _at(path: Path, root: Any, key: str) -> Any:
+    """What ``root`` has under ``key``. Raises: CheckpointError that lists the keys there are"""
+    found = root
+    for part in key.split("."):
+        if not isinstance(found, dict) or part not in found:
+            names = list(map(str, found)) if isinstance(found, dict) else []
+            raise failure(
+                f"{path} has nothing under {key}",
+                items=names[:20],
+                expected="one of these keys" if names else "a dict there",
+                fix="pass a key that the file has: --model-key, --optimizer-key",
+                file=path,
+                key=key,
+            )
+        found = found[part]
+    return found
 
 
 def _as_optimizer(value: Any) -> State | None:

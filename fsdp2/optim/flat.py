@@ -46,6 +46,8 @@ def flat(
 class FlatOptimizer(Optimizer):
     """See ``flat``. Schedulers, scalers, ``zero_grad``, closures and state dicts work as with the optimizer that it stands for."""
 
+    _steps_at_once = True  # ``_step`` is a step of the inner optimizer, of all runs
+
     def __init__(self, optimizer_class: type[Optimizer], params: list[Any], options: Mapping[str, Any]) -> None:
         self._class = optimizer_class
         self._options = dict(options)
@@ -83,7 +85,7 @@ class FlatOptimizer(Optimizer):
         _pass_options(self.param_groups, inner.param_groups)
         self.grad_norm = None
         if max_norm is None:
-            inner.step()
+            self._step(inner)
         else:
             self._step_clipped(inner, max_norm, norm_type)
         _pass_options(inner.param_groups, self.param_groups)
@@ -100,12 +102,15 @@ class FlatOptimizer(Optimizer):
         self.grad_norm, _ = total_norm([param.grad for param in params], params, float(norm_type))
         coefficient = clip_coefficient(self.grad_norm, max_norm)
         grads = [run.data.grad for runs in self._runs for run in runs if run.data.grad is not None]
-        if compat.can_divide_gradients(inner):
+        if self._steps_at_once and compat.can_divide_gradients(inner):
             compat.step_dividing_gradients(inner, coefficient.reciprocal())
             forget_padding(grads)  # the kernels wrote what they divided back
         else:
             scale(grads, coefficient)
-            inner.step()
+            self._step(inner)
+
+    def _step(self, inner: Optimizer) -> None:
+        inner.step()
 
     def _cut_by_gradients(self, inner: Optimizer, run: Run) -> list[Run]:
         """Runs whose parameters have gradients or have none, for good: from now on some have made more steps than others."""

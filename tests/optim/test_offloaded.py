@@ -1,0 +1,147 @@
+"""``offloaded``: optimizer states are in files, memory is bounded, and every value is the ordinary optimizer's."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp2
+from fsdp2 import fully_shard
+from fsdp2.optim import AnyPrecisionAdamW, DiskOffloadPolicy, offloaded
+from harness import cpu_mesh, on_ranks
+from harness.models import batches, mlp
+from harness.training import adamw, assert_same_bits, assert_same_tensor, fed_in_chunks, fed_own_chunk, forward_backward
+
+
+def sharded(num_blocks: int = 3) -> nn.Module:
+    model = mlp(num_blocks=num_blocks)
+    for block in model.blocks:
+        fully_shard(block, mesh=cpu_mesh())
+    return fully_shard(model, mesh=cpu_mesh())
+
+
+def states_of(optimizer: Any, model: nn.Module) -> dict[str, Any]:
+    named = {name: optimizer.state[param] for name, param in model.named_parameters()}
+    return {f"{name}.{key}": value for name, state in named.items() for key, value in state.items()}
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.0])
+def test_it_trains_as_the_ordinary_optimizer_does(fraction, tmp_path):
+    model, reference = sharded(), mlp()
+    optimizer = offloaded(torch.optim.AdamW, model, DiskOffloadPolicy(tmp_path, fraction=fraction), lr=0.01)
+    steps = fed_own_chunk(model, batches(), optimizer=optimizer)
+    assert_same_bits(steps, fed_in_chunks(reference, batches(), adamw))
+    assert (optimizer.files.peak > 0) == (fraction > 0)
+    assert os.listdir(tmp_path) == []
+
+
+@on_ranks(2)
+def test_state_dicts_go_from_it_to_the_ordinary_optimizer_and_back(tmp_path):
+    model = sharded()
+    policy = DiskOffloadPolicy(tmp_path)
+    optimizer = offloaded(torch.optim.AdamW, model, policy, lr=0.01)
+    fed_own_chunk(model, batches(2), optimizer=optimizer)
+    twin = copy.deepcopy(model)
+    ordinary = adamw(twin.parameters())
+    ordinary.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    again = copy.deepcopy(model)
+    reloaded = offloaded(torch.optim.AdamW, again, policy, lr=1.0)
+    reloaded.load_state_dict(copy.deepcopy(ordinary.state_dict()))
+    for each, of in ((model, optimizer), (twin, ordinary), (again, reloaded)):
+        fed_own_chunk(each, batches(2, seed=5), optimizer=of)
+    expected = states_of(ordinary, twin)
+    for each, of in ((model, optimizer), (again, reloaded)):
+        found = states_of(of, each)
+        assert found.keys() == expected.keys()
+        for name in expected:
+            assert_same_tensor(found[name], expected[name], name)
+    assert reloaded._file_of
+
+
+@on_ranks(2)
+def test_parameters_without_gradients_hyperparameter_groups_clipping_and_other_classes(tmp_path):
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        matrices = [param for param in model.parameters() if param.dim() > 1]
+        return [{"params": matrices}, {"params": [param for param in model.parameters() if param.dim() < 2], "lr": 0.1}]
+
+    model, twin = sharded(), sharded()
+    optimizer = offloaded(AnyPrecisionAdamW, groups(model), DiskOffloadPolicy(tmp_path), lr=0.01, use_kahan_summation=True)
+    expected = AnyPrecisionAdamW(groups(twin), lr=0.01, use_kahan_summation=True)
+    for step, x in enumerate(batches(4)):
+        for each in (model, twin):
+            each.blocks[1].up.bias.requires_grad_(step != 1)
+            each.zero_grad()
+            forward_backward(each, x)
+        optimizer.step(max_norm=0.01)
+        fsdp2.clip_grad_norm_(twin.parameters(), 0.01)
+        expected.step()
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.to_local(), theirs.to_local(), msg=name)
+
+
+@on_ranks(1)
+@pytest.mark.parametrize("read_ahead", [0, 1, 2])
+def test_no_more_than_the_states_of_a_few_runs_are_in_memory(read_ahead, tmp_path):
+    model = sharded(num_blocks=12)
+    optimizer = offloaded(torch.optim.AdamW, model, DiskOffloadPolicy(tmp_path, read_ahead=read_ahead), lr=0.01)
+    for x in batches(3):
+        forward_backward(model, x)
+        optimizer.step()
+    sizes = [file.nbytes for file in optimizer._file_of.values()]
+    assert len(sizes) == 13
+    assert 0 < optimizer.files.peak <= (1 + 2 * read_ahead) * max(sizes) < sum(sizes)
+    assert optimizer.files.in_memory == 0
+
+
+def test_a_process_that_is_killed_leaves_no_file(tmp_path):
+    program = f"""
+import os, signal, torch
+from fsdp2.optim import DiskOffloadPolicy, offloaded
+model = torch.nn.Linear(64, 64)
+optimizer = offloaded(torch.optim.AdamW, model, DiskOffloadPolicy({str(tmp_path)!r}), lr=0.1)
+for _ in range(2):
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+assert optimizer._file_of
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("policy", "text"),
+    [
+        ("/scratch", "a DiskOffloadPolicy"),
+        (DiskOffloadPolicy("/nowhere/at/all"), "path='/nowhere/at/all'"),
+        (DiskOffloadPolicy(".", fraction=2.0), "fraction=2.0"),
+        (DiskOffloadPolicy(".", read_ahead=-1), "read_ahead=-1"),
+    ],
+)
+def test_a_mistake_is_an_error_by_name(policy, text):
+    with pytest.raises(fsdp2.ArgumentError, match=text):
+        offloaded(torch.optim.AdamW, nn.Linear(2, 2), policy, lr=0.1)
+
+
+def test_a_disk_without_room_is_an_error_that_says_how_much_is_needed(tmp_path):
+    model = nn.Linear(64, 64)
+    optimizer = offloaded(torch.optim.AdamW, model, DiskOffloadPolicy(tmp_path), lr=0.1)
+    model(torch.ones(2, 64)).sum().backward()
+    full = OSError(28, "No space left on device")
+    with (
+        mock.patch("os.posix_fallocate", side_effect=full),
+        pytest.raises(fsdp2.FSDPError, match=r"does not take 32,768 bytes of optimizer state: .*No space left"),
+    ):
+        optimizer.step()
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,211 @@
+"""The gradient-scale certificate: by what is every parameter's gradient divided, and is that what was meant?
+
+A step of the user's runs with two probes. One hears each gradient as autograd computes it, before anything is reduced; it keeps a few
+projections on random signs, whose sum over ranks and micro-batches is compared with what the parameter gets: the quotient is what
+collectives and hooks divide by. The other hears the weight of each token's loss. Together: the divisor of the sum over all tokens.
+
+Worked example, 2 ranks with 3 tokens each, the loss their mean, fully_shard's average over ranks:
+
+    weight of a token 1/3, reduction 2: effective divisor 6, as many as there are tokens
+    experts whose gradients already have the tokens of both ranks, and that only their one holder divides: 3, and named
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..core import torch_compat as compat
+from ..core.comm.agreement import agree, default_group
+from ..core.group.param import ShardedParam, own_shard
+from ..core.group.param_group import ParamGroup
+from .finding import Finding, Report, report_of
+from .inspected import Inspected, inspect
+
+_NUM_PROJECTIONS = 4
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The divisors of one step.
+
+    divisors:   of each parameter's gradient, by name; None: it got no gradient
+    declared:   what each should be
+    num_tokens: losses that counted, over all data-parallel ranks; 0: the step did not show them to the probe
+    report:     what differs
+    """
+
+    divisors: Mapping[str, float | None]
+    declared: Mapping[str, float]
+    num_tokens: int
+    report: Report
+
+
+class Probe:
+    """Hears the weights of per-token losses; returns them as they are."""
+
+    def __init__(self) -> None:
+        self.count, self.total = 0, 0.0
+        self.lowest, self.highest = float("inf"), 0.0
+
+    def __call__(self, losses: Tensor) -> Tensor:
+        if losses.requires_grad:
+            losses.register_hook(self._hear)  # type: ignore[no-untyped-call]
+        return losses
+
+    def _hear(self, weights: Tensor) -> None:
+        heard = weights.detach().double().abs()
+        heard = heard[heard > 0]  # what is masked out is no token
+        if heard.numel() > 0:
+            self.count += heard.numel()
+            self.total += heard.sum().item()
+            self.lowest = min(self.lowest, heard.min().item())
+            self.highest = max(self.highest, heard.max().item())
+
+
+def gradient_scales(
+    model: nn.Module,
+    step: Callable[[Probe], Any],
+    *,
+    declared: float | Callable[[str], float] | None = None,
+    tolerance: float = 0.02,
+) -> Certificate:
+    """Find by what each parameter's gradient is divided in ``step``, and which differ from what was declared.
+
+        def step(probe):
+            for batch in micro_batches:                      # all of one optimizer step, as training runs them
+                losses = cross_entropy(model(batch.x), batch.y, reduction="none")
+                (probe(losses).mean() / len(micro_batches)).backward()
+
+    step:       runs forwards and backwards, without the optimizer, and passes each loss of a token (or sample) through the probe
+                before it averages; one that does not is measured without the loss's own weights
+    declared:   the divisor of the sum over tokens, for all parameters or by name; None: the number of tokens on all data-parallel
+                ranks of the root, so that the gradient is that of their mean; without a probe the number of these ranks
+    tolerance:  relative; bf16 gradients need some
+    Collective: yes; gradients are cleared before and after. Raises: ModuleError if ``model`` is not sharded
+    """
+    inspected = inspect(model, None, "gradient_scales")
+    for _, unit in inspected.units:  # so that the unsharded parameters exist
+        sharded: Any = unit.modules[0]
+        sharded.unshard()
+        sharded.reshard()
+    model.zero_grad()
+    probe = Probe()
+    computed: defaultdict[ShardedParam, Tensor] = defaultdict(lambda: torch.zeros(_NUM_PROJECTIONS, dtype=torch.float64))
+    handles = []
+    for param, _ in inspected.params:
+        if param.unsharded is not None and param.sharded.requires_grad:
+
+            def hear(grad: Tensor, param: ShardedParam = param) -> None:
+                computed[param] += _projections(param, grad, cut=False)
+
+            handles.append(param.unsharded.register_hook(hear))  # type: ignore[no-untyped-call]
+    try:
+        step(probe)
+    finally:
+        for handle in handles:
+            handle.remove()
+    divisors = _reductions(inspected, computed)
+    model.zero_grad()
+    heard = probe.count, probe.total, probe.lowest, probe.highest
+    everyone = agree(default_group(), None, heard)
+    return _certificate(inspected, divisors, everyone, declared, tolerance)
+
+
+def _projections(param: ShardedParam, grad: Tensor, *, cut: bool) -> Tensor:
+    """(4,): of a whole gradient, or of this rank's piece of it, on random signs that are the same on all ranks."""
+    local = compat.waited_for(compat.local_tensor(grad)) if isinstance(grad, DTensor) else grad
+    shape = param.spec.cut.shape
+    found = []
+    for number in range(_NUM_PROJECTIONS):
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{param.fqn} {number}".encode()))
+        signs = param.spec.to_logical(torch.randint(0, 2, shape, generator=generator, dtype=torch.int8))
+        signs = param.spec.to_logical(own_shard(signs, param.spec, param.rank)) if cut else signs
+        found.append(((2 * signs - 1).to(local.device) * local.detach().double()).sum().cpu())
+    return torch.stack(found)
+
+
+def _reductions(inspected: Inspected, computed: Mapping[ShardedParam, Tensor]) -> dict[str, float | None]:
+    """What lies between the sum of all computed gradients and what each parameter got. Collective: yes, over each group's ranks."""
+    found: dict[str, float | None] = {}
+    nothing = torch.zeros(_NUM_PROJECTIONS, dtype=torch.float64)
+    for _, group in inspected.groups:
+        summed = torch.stack([computed.get(param, nothing) for param in group.params])
+        got = []
+        for param in group.params:
+            grad = param.sharded.grad
+            share = param.spec.cut.num_shards if param.spec.cut.dim is None else 1  # what every rank has whole
+            got.append(nothing if grad is None else _projections(param, grad, cut=True) / share)
+        received = _over(group, torch.stack(got), replicas=False)
+        summed = _over(group, summed, replicas=True)
+        for param, ours, expected in zip(group.params, received, summed, strict=True):
+            along = (ours * expected).sum().item()
+            found[param.fqn] = (expected * expected).sum().item() / along if along else None
+    return found
+
+
+def _over(group: ParamGroup, numbers: Tensor, *, replicas: bool) -> Tensor:
+    there = numbers.to(group.device)
+    for process_group in (group.mesh.shard_group, group.mesh.replicate_group if replicas else None):
+        if process_group is not None:
+            dist.all_reduce(there, group=process_group)
+    return there.cpu()
+
+
+def _certificate(
+    inspected: Inspected,
+    divisors: dict[str, float | None],
+    everyone: Sequence[tuple[int, float, float, float]],
+    declared: float | Callable[[str], float] | None,
+    tolerance: float,
+) -> Certificate:
+    here = everyone if len(everyone) == 1 else [everyone[rank] for rank in inspected.ranks]
+    num_tokens = sum(count for count, *_ in here)
+    findings: list[Finding] = []
+    if num_tokens:
+        weight = sum(total for _, total, _, _ in here) / num_tokens
+        divisors = {name: None if each is None else each / weight for name, each in divisors.items()}
+        findings += _uneven(here, tolerance)
+    usual = float(num_tokens or len(inspected.ranks))
+    wanted = {name: declared(name) if callable(declared) else usual if declared is None else declared for name in divisors}
+    wrong: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, divisor in divisors.items():
+        if divisor is not None and abs(divisor / wanted[name] - 1) > tolerance:
+            wrong[f"{divisor:.4g}", f"{wanted[name]:.4g}"].append(name)
+    for (found, expected), names in wrong.items():
+        findings.append(
+            Finding(
+                "gradient-scale",
+                "error",
+                f"the gradients of {len(names)} parameters are divided by {found}, and not by {expected}",
+                f"they are {float(expected) / float(found):.3g} times what was declared: these parameters train with another "
+                "learning rate than the rest, or clipping scales all by their norm",
+                "for experts and context parallelism call set_gradient_divide_factor with the number of ranks whose tokens their "
+                "gradients have; for all parameters divide the loss by the micro-batches, or by the tokens of all ranks",
+                tuple(names),
+                tuple(inspected.ranks),
+            )
+        )
+    return Certificate(divisors, wanted, num_tokens, report_of([findings]))
+
+
+def _uneven(here: Sequence[tuple[int, float, float, float]], tolerance: float) -> Iterator[Finding]:
+    lowest = min(low for count, _, low, _ in here if count)
+    highest = max(high for *_, high in here)
+    if highest > lowest * (1 + tolerance):
+        yield Finding(
+            "token-weights",
+            "warning",
+            f"tokens weigh from {lowest:.4g} to {highest:.4g} in the loss",
+            "ranks or micro-batches with fewer tokens count more for each: the step depends on how tokens are spread",
+            "divide the sum of losses by the tokens of all ranks and micro-batches, times the ranks that fully_shard averages over; "
+            "weights that are meant: ignore this",
+        )

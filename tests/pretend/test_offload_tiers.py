@@ -1,0 +1,45 @@
+"""Some units' parameters and gradients live on the host, those of others on the device: numbers are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp2
+from fsdp2.testing import pretend
+from harness import on_ranks
+from harness.models import batches, mlp
+from harness.pretend_training import on_host
+from harness.training import Step, assert_same_bits, fed_own_chunk, forward_backward, sgd
+
+
+def clipped(model: Any, x: Tensor) -> Tensor:
+    loss = forward_backward(model, x)
+    fsdp2.clip_grad_norm_(model.parameters(), 0.1)
+    return loss
+
+
+def train(device_type: str, on_the_host: set[int]) -> list[Step]:
+    mesh = init_device_mesh(device_type, (torch.distributed.get_world_size(),))
+    model = mlp(num_blocks=4).to(device_type)
+    for index, block in enumerate(model.blocks):
+        policy = fsdp2.CPUOffloadPolicy() if index in on_the_host else None
+        fsdp2.fully_shard(block, mesh=mesh, offload_policy=policy)
+    fsdp2.fully_shard(model, mesh=mesh)
+    if device_type != "cpu":
+        assert {block.scale.device.type for block in model.blocks} == {"cpu", device_type}
+    return on_host(fed_own_chunk(model, [x.to(device_type) for x in batches(3, (8, 7))], sgd, clipped))
+
+
+@on_ranks(2, device="pretend")
+@pytest.mark.parametrize("on_the_host", [{0, 1}, pytest.param({1, 3}, marks=pytest.mark.slow)])
+def test_units_on_the_host_train_beside_units_on_the_device(on_the_host):
+    expected = train("cpu", set())
+    for seed in (None, 0, 1):
+        pretend.set_order(seed)
+        assert_same_bits(train("pretend", on_the_host), expected)
+        pretend.synchronize()

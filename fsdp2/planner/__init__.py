@@ -9,6 +9,7 @@
     rehearsal    a workload, sharded by the library's own code and trained for two steps in such a world
     memory       from what was written down: bytes at a time, the peak and what it is made of
     traffic      from what was written down: bytes communicated, by phase and link
+    duration     from what was written down and a card: how long a step takes, by a model
     result       the plan, as plain values
     api          ``plan``; command: ``fsdp2 plan``
 

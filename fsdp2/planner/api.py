@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError, got
+from ..testing.clock.cards import CARDS, Card
 from . import recorder as labels
+from .duration import duration_of
 from .memory import memory_of
 from .rehearsal import Optimizer, Setting, rehearse
 from .result import Plan
@@ -32,11 +34,12 @@ def plan(
     batch: int = 1,
     sequence: int = 1024,
     micro_batches: int = 1,
-    checkpointing: Literal["none", "full"] = "none",
+    checkpointing: Any = "none",
     offload: bool = False,
     prefetch: int = 1,
     backend: Backend = "nccl",
     ranks_per_host: int = 8,
+    card: str | Card | None = None,
     inputs: Callable[[int, int], tuple[Any, ...]] | None = None,
     loss: Callable[[Any, tuple[Any, ...]], Tensor] | None = None,
 ) -> Plan:
@@ -49,10 +52,11 @@ def plan(
     dtype:          in which parameters are stored; param_dtype, reduce_dtype: as in MixedPrecisionPolicy
     optimizer:      "adamw", "adam", "sgd", or a function from parameters to an optimizer
     batch, sequence: of one micro-batch of one rank
-    checkpointing:  "full": each repeated block is computed again in backward
+    checkpointing:  "none", or a policy of ``apply_activation_checkpointing``: "full" computes each repeated block again in backward
     offload:        as CPUOffloadPolicy: sharded parameters, gradients and optimizer state are kept in host memory
     prefetch:       units that are gathered ahead
     backend:        whose algorithms and schedule: "nccl" for accelerators, "gloo" for the CPU
+    card:           "a100-40gb", "a100-80gb", "h100", "h200", or a ``fsdp2.testing.clock.cards.Card``: how long a step takes, by a model
     inputs:         from batch and sequence, a tuple of what the model is called with; None: numbers of words, (batch, sequence)
     loss:           from what the model returns, and that tuple; None: cross entropy of logits, or the mean of anything else
     Returns:        a ``fsdp2.planner.result.Plan``; print it
@@ -80,11 +84,12 @@ def plan(
         prefetch=prefetch,
         backend=backend,
     )
-    return plan_of(workload, setting, ranks_per_host)
+    return plan_of(workload, setting, ranks_per_host, card)
 
 
-def plan_of(workload: Workload, setting: Setting, ranks_per_host: int = 8) -> Plan:
+def plan_of(workload: Workload, setting: Setting, ranks_per_host: int = 8, card: str | Card | None = None) -> Plan:
     """The same from values."""
+    chosen = _card(card, setting)
     rehearsed = rehearse(workload, setting)
     on_host = (labels.PARAMETERS, labels.GRADIENTS, labels.OPTIMIZER) if setting.offload else ()
     return Plan(
@@ -96,4 +101,17 @@ def plan_of(workload: Workload, setting: Setting, ranks_per_host: int = 8) -> Pl
         memory=memory_of(rehearsed.before, rehearsed.blocks, rehearsed.entries, rehearsed.unit_of_node, on_host),
         traffic=traffic_of(rehearsed.entries, rehearsed.process_groups, ranks_per_host),
         wrapping=rehearsed.wrapping,
+        duration=None if chosen is None else duration_of(rehearsed.entries, rehearsed.process_groups, chosen),
     )
+
+
+def _card(card: Any, setting: Setting) -> Card | None:
+    if isinstance(card, str) and card in CARDS:
+        card = CARDS[card]
+    if not isinstance(card, (Card, type(None))) or (card is not None and setting.backend != "nccl"):
+        raise ArgumentError(
+            f"plan got card={card!r} with backend={setting.backend!r}",
+            expected=f"one of {list(CARDS)}, a Card or None, and the schedule of an accelerator",
+            fix='card="h100", with backend="nccl"',
+        )
+    return card

@@ -14,6 +14,7 @@ import torch
 
 from ..errors import ArgumentError
 from ..strategy import STRATEGIES
+from ..testing.clock.cards import CARDS
 from ..wrap import by_class
 from .api import plan_of
 from .rehearsal import OPTIMIZERS, Setting
@@ -44,12 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpointing", choices=["none", "full"], default="none", help="full: blocks are computed again in backward")
     parser.add_argument("--offload", action="store_true", help="keep sharded state in host memory")
     parser.add_argument("--prefetch", type=int, default=1, help="units that are gathered ahead (default: 1)")
+    parser.add_argument("--card", choices=list(CARDS), help="also say how long a step takes on it, by a model")
     parser.add_argument("--backend", choices=["nccl", "gloo"], default="nccl", help="whose algorithms (default: nccl)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the plan. Returns 0."""
-    planned = plan_of(named(options.model), setting_of(options), options.ranks_per_host)
+    planned = plan_of(named(options.model), setting_of(options), options.ranks_per_host, options.card)
     show(headline(planned), tables(planned))
     return 0
 

@@ -7,18 +7,17 @@ ones, and is the one that is written down. It refuses to know what to make of th
 from __future__ import annotations
 
 import contextlib
-import functools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.modules.module as module_hooks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.checkpoint import checkpoint
 
+from ..activations import apply_activation_checkpointing
 from ..core.comm.streams import use_streams
 from ..core.group.param_group import ParamGroup
 from ..core.iteration.module_state import units_in
@@ -52,7 +51,7 @@ class Setting:
     wrap, strategy, shard_size: as in ``parallelize``
     optimizer:    a name in OPTIMIZERS, or a function from parameters to an optimizer
     batch, sequence: of one micro-batch of one rank; micro_batches: between two optimizer steps
-    checkpointing: "full": each repeated block is computed again in backward
+    checkpointing: "none", or a policy of ``apply_activation_checkpointing``
     prefetch:     units that are gathered ahead
     backend:      whose algorithms are used: "nccl" with a device's streams, "gloo" on the CPU
     """
@@ -68,7 +67,7 @@ class Setting:
     batch: int = 1
     sequence: int = 1024
     micro_batches: int = 1
-    checkpointing: Literal["none", "full"] = "none"
+    checkpointing: Any = "none"
     offload: bool = False
     prefetch: int = 1
     backend: Backend = "nccl"
@@ -149,8 +148,8 @@ def _sharded(workload: Workload, setting: Setting) -> tuple[Any, Wrapping]:
         if param.is_floating_point():
             param.data = param.data.to(setting.dtype)
     wrapping = plan_wrapping(model, setting.wrap)
-    if setting.checkpointing == "full":
-        _checkpoint_blocks(plan_wrapping(model, "auto"))
+    if setting.checkpointing != "none":
+        apply_activation_checkpointing(model, setting.checkpointing)
     offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=False) if setting.offload else OffloadPolicy()
     parallelize(
         model,
@@ -165,14 +164,6 @@ def _sharded(workload: Workload, setting: Setting) -> tuple[Any, Wrapping]:
     if setting.prefetch != 1:
         model.set_prefetch_depth(setting.prefetch)  # type: ignore[operator]
     return model, wrapping
-
-
-def _checkpoint_blocks(wrapping: Wrapping) -> None:
-    """Let what repeats be computed again in backward."""
-    for group in wrapping.groups:
-        for module in group.modules:
-            if not group.is_root and next(module.children(), None) is not None:
-                module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def _optimizer(chosen: str | Optimizer) -> Optimizer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..state_bytes import StateBytes
+from .duration import Duration
 from .memory import Memory
 from .rehearsal import GroupFacts, Setting
 from .text import Table, as_text, gb
@@ -21,6 +22,7 @@ class Plan:
     memory:   the peak of a steady step, and the most bytes of each kind
     traffic:  what is communicated in a step
     wrapping: the groups in words, as ``fsdp2.wrap.plan`` prints them
+    duration: of a step on a card, by a model; None: no card was named
     """
 
     name: str
@@ -31,6 +33,7 @@ class Plan:
     memory: Memory
     traffic: tuple[Traffic, ...]
     wrapping: str
+    duration: Duration | None = None
 
     @property
     def padding(self) -> float:
@@ -83,6 +86,20 @@ def tables(plan: Plan) -> list[Table]:
             ),
         ),
     ]
+    if plan.duration is not None:
+        lasts = plan.duration
+        exposed = [(f"exposed communication, {phase}", seconds) for phase, seconds in lasts.exposed.items()]
+        found.append(
+            Table(
+                f"A step on {lasts.card}: {lasts.step * 1e3:,.0f} ms, {lasts.mfu:.0%} MFU, by a model",
+                ("what", "ms"),
+                tuple(
+                    (what, f"{seconds * 1e3:,.1f}")
+                    for what, seconds in [("computing", lasts.computing), *exposed, ("idle, or waiting for copies", lasts.idle)]
+                ),
+                "docs/step_clock.md says what the model leaves out: it was a third too fast where times have been published",
+            )
+        )
     largest = max(plan.groups, key=lambda group: group.unsharded, default=None)
     if largest is not None:
         found.append(

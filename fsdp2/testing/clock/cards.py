@@ -5,6 +5,7 @@ assumptions, set before anything was compared with published step times and not 
 much the model is wrong.
 
     NVIDIA H100 data sheet (SXM5)   https://www.nvidia.com/en-us/data-center/h100/  dense rates are half of those "with sparsity"
+    NVIDIA A100 data sheet (SXM)    https://www.nvidia.com/en-us/data-center/a100/
     NVIDIA H200 data sheet (SXM)    https://www.nvidia.com/en-us/data-center/h200/
     NCCL's own tuning model         https://github.com/NVIDIA/nccl, src/graph/tuning.cc: baseLat, hwLat of rings
     FlashAttention-3                arXiv 2407.08608: FlashAttention-2 reaches 35 % of an H100's peak
@@ -91,4 +92,8 @@ H100 = Card("H100 SXM 80GB", _HOPPER, memory_bandwidth=3.35e12, memory_nbytes=80
 H200 = replace(H100, name="H200 SXM 141GB", memory_bandwidth=4.8e12, memory_nbytes=141e9)
 H100_96GB = replace(H100, name="H100 96GB HBM2e, 500 W", memory_bandwidth=2.4e12, memory_nbytes=96e9)
 """Of torchtitan's tables, which do not know its peak FLOP/s; ours is that of the 700 W card."""
-CARDS = {"h100": H100, "h200": H200, "h100-96gb": H100_96GB}
+_AMPERE = {"BFloat16": 312e12, "Half": 312e12, "Float": 19.5e12, "Double": 19.5e12}
+A100_40GB = Card("A100 SXM 40GB", _AMPERE, memory_bandwidth=1.555e12, memory_nbytes=40e9, inside=300e9, between=6.25e9, to_host=32e9)
+"""In hosts whose eight GPUs share 400 Gbit/s of network, as the runs of 2022 had."""
+A100_80GB = replace(A100_40GB, name="A100 SXM 80GB", memory_bandwidth=2.039e12, memory_nbytes=80e9, between=25e9)
+CARDS = {"a100-40gb": A100_40GB, "a100-80gb": A100_80GB, "h100": H100, "h200": H200, "h100-96gb": H100_96GB}

@@ -100,7 +100,7 @@ def main() -> None:
     options = common.parser(__doc__).parse_args()
     common.start(options, __doc__)
     mesh = common.fake_mesh(8)
-    dim, rounds = 16, (5 if options.quick else 20)
+    dim, rounds = 16, (3 if options.quick else 20)
     x = torch.randn(1, 2, dim, requires_grad=True)
     for num_blocks in (42, 167):
         trained, num_parameters = {}, num_blocks * 12
@@ -110,7 +110,7 @@ def main() -> None:
         for case, make in CASES.items():
             functions = {name: make(model, name) for name, model in trained.items()}
             samplers = {name: sampler(model, x, functions[name], num_parameters) for name, model in trained.items()}
-            samples = common.interleave(samplers, rounds, warmup=2)
+            samples = common.interleave(samplers, rounds, warmup=1)
             calls = {name: [count_calls(model, x, functions[name], num_parameters)] for name, model in trained.items()}
             for figure, unit, values in (("host time a parameter", "us", samples), ("Python calls a parameter", "calls", calls)):
                 what = f"{case}, {num_parameters} parameters"

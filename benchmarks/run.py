@@ -22,6 +22,7 @@ SCRIPTS = (
     "python_calls",
     "optimizer",
     "muon",
+    "optimizer_memory",
     "memory_passes",
     "transient_memory",
     "gloo_step",

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from . import activations, checkpoint, compat, doctor, optim, state_bytes, wrap
     from .activations import ActivationCheckpointPolicy, apply_activation_checkpointing, apply_activation_offload
     from .compiled import compile, uncompile  # noqa: A004 (named after torch.compile)
+    from .hangs import watchdog
     from .installation import install, uninstall
     from .model_summary import summary
     from .planner.api import plan
@@ -56,6 +57,7 @@ _ELSEWHERE = {
     "summary": "model_summary",
     "uncompile": "compiled",
     "uninstall": "installation",
+    "watchdog": "hangs",
 }
 
 __all__ = [
@@ -105,6 +107,7 @@ __all__ = [
     "summary",
     "uncompile",
     "uninstall",
+    "watchdog",
     "wrap",
 ]
 

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from .core import torch_compat as compat
+from .core.comm import collective_log
 from .core.group.flat_gradients import forget_padding, joined
 from .core.group.param import as_sharded
 from .errors import ArgumentError
@@ -265,7 +266,8 @@ def _all_reduce(terms: Tensor, indices: list[int], process_group: dist.ProcessGr
         is_nan = sent.isnan()
         sent = torch.cat([sent.masked_fill(is_nan, -math.inf), is_nan.to(sent.dtype)])
     there = sent if terms.device.type == device_type else sent.to(device_type)  # gradients may be offloaded
-    dist.all_reduce(there, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=process_group)
+    with collective_log.during("all-reduce of gradient norms", process_group, there):
+        dist.all_reduce(there, op=dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM, group=process_group)
     sent = there.to(terms.device)
     if math.isinf(norm_type):
         largest, is_nan = sent.chunk(2)

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 from ..core.comm.agreement import LostRankError, agree, default_group
+from ..core.comm.collective_log import at_disk
 from ..errors import ArgumentError, FSDPError, OrderError, got
 from .checkpoint_folder import CheckpointFolder
 from .checkpointer_load import Restored, read_state
@@ -137,7 +138,7 @@ class Checkpointer:
         if not self._locked:
             from_rank_0(self._group, f"cannot save step {step} in {self._folder.path}", self._folder.lock)
             self._locked = True
-        self._pending = self._thread.submit(self._write, state, step)
+        self._pending = self._thread.submit(at_disk()(self._write), state, step)
         del state  # the thread drops it when it is written
         if not self._asynchronous:
             self.wait()
@@ -223,7 +224,7 @@ class Checkpointer:
         """
         self.wait()
         path = self._folder.path / from_rank_0(self._group, f"cannot read {self._folder.path}", lambda: self._find(checkpoint))
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), at_disk():
             restored = read_state(path, self._group, self._model, self._optimizer, self._given(), verify)
             # What is not ours may refuse its state, and comes before what is changed for good.
             on_every_rank(self._group, f"cannot go on from {path}", lambda: self._restore_others(restored))

@@ -133,6 +133,12 @@ def device_of_group(group: dist.ProcessGroup) -> torch.device:
     return torch.device(dist.distributed_c10d._get_object_coll_device(group))
 
 
+def own_connection_to_the_store(prefix: str) -> Any:
+    """Keys of the default process group's store, for another thread: over one connection a thread's wait blocks all others."""
+    c10d: Any = dist.distributed_c10d
+    return c10d.PrefixStore(prefix, c10d._get_default_store().clone())
+
+
 def new_named_group(ranks: list[int], backend: str | None, description: str, name: str) -> dist.ProcessGroup:
     """A process group under a name that its ranks have agreed on, whatever each has made before; torch's count of groups stays.
 

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..core import torch_compat as compat
+from ..core.comm.collective_log import during
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -64,7 +65,8 @@ class GradScaler(torch.amp.GradScaler):
             here = torch.zeros_like(found_inf, device=device)
             compat.unscale_and_check(grads, here, inv_scale.to(device))
             found = torch.maximum(found, here.to(found.device))
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.process_group)
+        with during("all-reduce of infs", self.process_group or dist.group.WORLD, found):
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.process_group)
         devices = {device for device, _ in alike} | {found.device}
         return {device: found.to(device) for device in devices}
 

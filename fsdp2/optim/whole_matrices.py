@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..core import torch_compat as compat
+from ..core.comm.collective_log import during
 from ..errors import ParameterError
 
 Function = Callable[[Tensor], Tensor]
@@ -94,7 +95,8 @@ def compute_by_owners(jobs: Sequence[Job], function: Function) -> list[Tensor]:
     for index, job in enumerate(jobs):
         by_group.setdefault(job.cut.process_group.group_name, []).append(index)
     for indices in by_group.values():
-        _compute_in_rounds(indices, jobs, function, results)
+        with during("exchange of matrices", jobs[indices[0]].cut.process_group):
+            _compute_in_rounds(indices, jobs, function, results)
     return [result for result in results if result is not None]
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-LAZY = ("activations", "checkpoint", "compat", "compiled", "doctor", "migrate", "optim", "state_bytes", "testing", "wrap")
+LAZY = ("activations", "checkpoint", "compat", "compiled", "doctor", "hangs", "migrate", "optim", "state_bytes", "testing", "wrap")
 
 
 def printed_by(program: str) -> str:

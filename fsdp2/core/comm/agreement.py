@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ... import errors
 from ...errors import CheckpointError, FSDPError
 from ..plan.mesh import device_of
+from .collective_log import during
 
 T = TypeVar("T")
 Axis = tuple[dist.ProcessGroup, torch.device]
@@ -53,7 +54,7 @@ def agree(process_group: dist.ProcessGroup | None, problem: FSDPError | None, sa
 def _told(process_group: dist.ProcessGroup, problem: FSDPError | None, said: T) -> list[tuple[FSDPError | None, T]]:
     """What every rank has, by rank of the group. Collective: yes. Raises: LostRankError"""
     parcels = [b""] * process_group.size()
-    with reached(process_group, problem):
+    with reached(process_group, problem), during("agreement of ranks", process_group):
         dist.all_gather_object(parcels, _packed(problem, said), group=process_group)
     return [pickle.loads(parcel) for parcel in parcels]
 
@@ -128,7 +129,8 @@ def agree_over(axes: Sequence[Axis], problem: FSDPError | None) -> None:
     for group, device in axes:
         with reached(group, problem):
             flag = torch.tensor(int(failed), device=device)
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+            with during("agreement of ranks", group, flag):
+                dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
             failed = bool(flag.item())
     if not failed:
         return

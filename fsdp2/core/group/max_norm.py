@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..comm.collective_log import during
 from ..plan.layout import rows_of
 from .memory import GroupMemory
 from .param import ShardedParam
@@ -40,7 +41,8 @@ class ShrunkRows:
         shrunk = (norms <= max_norm * (1 + torch.finfo(whole.dtype).eps)).to(torch.uint8)  # or short enough from the start
         for process_group in (mesh.shard_group, mesh.replicate_group):
             if process_group is not None and process_group.size() > 1:
-                dist.all_reduce(shrunk, op=dist.ReduceOp.MAX, group=process_group)
+                with during("all-reduce of shrunk rows", process_group, shrunk):
+                    dist.all_reduce(shrunk, op=dist.ReduceOp.MAX, group=process_group)
         rows = rows_of(len(shrunk), param.rank, mesh.shard_size)
         own = shrunk[rows.start : rows.stop]
         if param.local.device.type == "cpu":

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ...errors import meta_error
 from ...policy import AllGather
+from ..comm import collective_log
 from ..comm.streams import streams_of
 from ..plan.mesh import DataParallelMesh
 from ..plan.placement import in_dtype
@@ -213,6 +214,8 @@ class GroupMemory:
             if self.plan.is_meta:
                 raise meta_error(self.on_meta(), str(self.device))
             unsharded = self.unsharded or self._make_unsharded()
+            if collective_log.current is not None:
+                self._log_gather(collective_log.current, self.mesh)
             unsharded.gather.start(self.flat, copy, together)
             unsharded.num_steps = OPTIMIZER_STEPS.value
             self._reads_host = self.options.offload
@@ -220,6 +223,8 @@ class GroupMemory:
             assert self.unsharded is not None
             assert self.unsharded.smaller is not None
             unsharded = self.unsharded
+            if collective_log.current is not None and self.smaller_mesh is not None:
+                self._log_gather(collective_log.current, self.smaller_mesh)
             self.unsharded.smaller.issue(together)
         else:
             return
@@ -251,11 +256,21 @@ class GroupMemory:
     def _finish_gather(self) -> Unsharded:
         unsharded = self.unsharded
         assert unsharded is not None
+        log = collective_log.current
+        if log is not None:
+            log.waits(self, "all-gather")
         if unsharded.smaller is not None and unsharded.smaller.has_shards:
             unsharded.smaller.finish()
         else:
             unsharded.gather.finish()
+        if log is not None:
+            log.done(self, "all-gather", self.streams, self.streams.compute)
         return unsharded
+
+    def _log_gather(self, log: collective_log.CollectiveLog, mesh: DataParallelMesh) -> None:
+        if mesh.shard_group is not None and mesh.shard_size > 1:
+            numel, dtype = self.plan.layout.unsharded_numel, self.plan.param_dtype
+            log.issued(self, "all-gather", self.fqn or "the root", numel, dtype, mesh.shard_group)
 
     def shards_version(self) -> tuple[int, int]:
         """Changes when a sharded parameter is written: by an optimizer, or in place (but through ``.data`` nobody notices)."""

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import torch_compat as compat
-from ..comm import collectives
+from ..comm import collective_log, collectives
 from ..comm.communicators import comm_reduce_scatter
 from ..comm.streams import Event, Stream, Streams
 from ..plan.placement import in_dtype
@@ -133,6 +133,8 @@ class Reduction:
         if process_group is None:  # parameters are replicated: there is one "shard", which is the input
             self._output = buffer
             return
+        if collective_log.current is not None and plan.num_shards > 1:
+            self._log_issued(collective_log.current, "reduce-scatter", buffer, process_group)
         comm = self._options.comm
         if comm is not None and plan.num_shards > 1:
             self._output = comm.allocate((plan.layout.shard_numel,), dtype=buffer.dtype, device=buffer.device)
@@ -154,8 +156,13 @@ class Reduction:
 
     def settle(self) -> bool:
         """The reduce-scatter has been issued: wait for it, and add up. Returns whether the gradients go the rest of the way."""
+        log = collective_log.current
+        if log is not None:
+            log.waits(self, "reduce-scatter")
         if self._pending is not None:
             self._finish_pending()
+        if log is not None:
+            log.done(self, "reduce-scatter", self._group.streams, self._group.streams.reduce)
         output = self._output
         assert output is not None
         if self._add_to_partial is not None:
@@ -178,6 +185,8 @@ class Reduction:
                 return
             instead(output[: flags.offset])
             output = output[flags.offset :]
+        if collective_log.current is not None and process_group.size() > 1:
+            self._log_issued(collective_log.current, "all-reduce", output, process_group)
         backend = collectives.backend_of(process_group, output.device.type)
         algorithm = group.options.all_reduce or collectives.choose_all_reduce(
             backend, process_group.size(), output.nbytes, output.device.type
@@ -187,6 +196,9 @@ class Reduction:
             together.setdefault(process_group, []).append((output, division))
             return
         self._all_reduce = collectives.all_reduce(output, process_group, division, algorithm, not is_ordered)
+
+    def _log_issued(self, log: collective_log.CollectiveLog, kind: str, buffer: Tensor, process_group: dist.ProcessGroup) -> None:
+        log.issued(self, kind, self._group.fqn or "the root", buffer.numel(), buffer.dtype, process_group)
 
     def poll(self) -> None:
         """On the host, free the reduce input if the reduce-scatter is complete. Local: nothing that other ranks see depends on it.
@@ -296,9 +308,14 @@ class Reduction:
         """Let the sharded parameters have their gradients, on ``stream``, on which the last collective was issued."""
         group, plan, options = self._group, self._plan, self._options
         streams = group.streams
+        log = collective_log.current
+        if log is not None:
+            log.waits(self, "all-reduce")
         if self._all_reduce is not None:
             self._all_reduce.finish()
             self._all_reduce = None
+        if log is not None:
+            log.done(self, "all-reduce", streams, stream)
         output = self._output
         assert output is not None
         hook = options.all_reduce_hook

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from torch.profiler import record_function
 
 from .. import torch_compat as compat
+from ..comm import collective_log
 from .call import Call
 from .forward_log import ForwardLog, Moment, Reading
 from .unit import Unit, ahead
@@ -57,6 +58,8 @@ class Backward:
     def begin(self, unit: Unit, call: Call) -> None:
         """The gradient of an output of ``call`` is there: unshard ``unit``, prefetch the one before. Collective: yes."""
         tree = self._tree
+        if collective_log.current is not None:
+            collective_log.current.enter("backward", unit.fqn or "the root")
         tree.reductions.poll()
         for group in unit.uses:
             group.gradients.reached = True

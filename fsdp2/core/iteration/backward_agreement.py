@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from ...errors import OrderError
 from .. import torch_compat as compat
-from ..comm import collectives
+from ..comm import collective_log, collectives
 from ..group.param_group import ParamGroup
 from .forward_log import ForwardLog
 from .group_numbers import num_units_over
@@ -301,7 +301,8 @@ class Agreement:
         found = mine
         for group in self._process_groups:
             gathered = found.new_empty(group.size() * found.numel())
-            compat.all_gather_single(gathered, found, group, async_op=False)
+            with collective_log.during("comparison of ranks before backward", group, found):
+                compat.all_gather_single(gathered, found, group, async_op=False)
             found = gathered
         return found.view(-1, mine.numel())
 

@@ -11,6 +11,7 @@ from types import FrameType
 
 import torch
 
+from ..comm import collective_log
 from .forward_log import ForwardLog
 from .unit import Unit, ahead
 from .unit_tree import UnitTree, release
@@ -42,6 +43,8 @@ class Forward:
 
     def begin(self, unit: Unit) -> None:
         """``unit`` is about to run: unshard it, then prefetch the next. Collective: yes."""
+        if collective_log.current is not None:
+            collective_log.current.enter("forward", unit.fqn or "the root")
         unit.issue()
         if self._host_waits:
             unit.wait()
@@ -97,6 +100,8 @@ class Forward:
 
     def finish(self, failed: bool = False) -> None:
         """The root has run, or raised."""
+        if collective_log.current is not None:
+            collective_log.current.leave()
         for unit in self._partial:
             if unit.calls.to_run:
                 unit.calls.end_pass()

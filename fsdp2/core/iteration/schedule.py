@@ -19,6 +19,7 @@ import torch
 
 from ...errors import CompileError, OrderError
 from .. import torch_compat as compat
+from ..comm import collective_log
 from ..comm.streams import Event
 from ..group.memory import GroupState
 from . import late_comparison
@@ -283,6 +284,8 @@ class Schedule:
         else:
             tree.reductions.finish_later()
         tree.await_host_reads()
+        if collective_log.current is not None:
+            collective_log.current.leave()
         self.backward = None  # last of ours: what raises here has made the backward fail
         for watcher in tree.root.watchers:
             watcher()

@@ -1,0 +1,182 @@
+"""Which collectives this rank has issued, waits for, and has behind it: a ring of records, kept only while somebody wants it.
+
+``current`` is None unless a log is switched on, and that question is all that a step pays otherwise. With it, each collective costs
+two appends. Records say what other ranks' records can be compared with: the number among the collectives of one process group, and
+what was sent. This file refuses to know who reads them, other ranks, and groups of parameters.
+
+Worked example, one group of a rank that waits in backward:
+
+    log.issued(group, "all-gather", "layers.7", 4096, torch.float32, process_group)   Record(number=213, ..., stage=ISSUED)
+    log.waits(group)                                                                  the same record, stage=WAITING
+    log.done(group)                                                                   the same record, stage=DONE
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+
+from .. import torch_compat as compat
+from .streams import Event, Stream, Streams
+
+LENGTH = 1024
+"""Records that are kept: a few steps of a large model."""
+
+
+class Stage(str, Enum):
+    """How far a collective has come, as the host sees it. QUEUED: on a device's stream; its event says more."""
+
+    ISSUED = "issued"
+    WAITING = "waiting"
+    QUEUED = "queued"
+    DONE = "done"
+
+
+@dataclass(slots=True)
+class Record:
+    """One collective of this rank.
+
+    number: among those of its process group since the log was switched on, from 1; equal on all its ranks
+    group:  name of the process group, equal on all its ranks
+    kind:   "all-gather", "reduce-scatter", "all-reduce", or what else it is for
+    unit:   name of the unit; "" where it belongs to none
+    numel:  of the whole buffer, padding included
+    """
+
+    number: int
+    group: str
+    kind: str
+    unit: str
+    phase: str
+    step: int
+    numel: int
+    dtype: str
+    stage: Stage = Stage.ISSUED
+    passed: Callable[[], bool] | None = None
+
+    def has_ended(self) -> bool:
+        if self.stage is Stage.QUEUED and self.passed is not None and self.passed():
+            self.stage, self.passed = Stage.DONE, None
+        return self.stage is Stage.DONE
+
+
+class CollectiveLog:
+    """The records of one rank. Any thread may append; another one reads copies.
+
+    moves:  counts what happens, so that a reader sees whether anything does
+    place:  what the main thread is in: ("forward", "layers.3"); ("", ""): neither in forward nor in backward
+    entered: such places since this forward, or backward, has begun
+    at_disk: threads that write or read files: these may take long, and nothing of this rank moves meanwhile
+    ranks:  of each process group, by its name
+    """
+
+    def __init__(self, step: Callable[[], int]) -> None:
+        self.records: deque[Record] = deque(maxlen=LENGTH)
+        self.moves = 0
+        self.place = ("", "")
+        self.entered: deque[tuple[str, str]] = deque(maxlen=LENGTH)
+        self.at_disk: set[int] = set()
+        self.ranks: dict[str, tuple[int, ...]] = {}
+        self._step = step
+        self._numbers: dict[str, int] = {}
+        self._open: dict[tuple[int, str], Record] = {}
+
+    def issued(
+        self, owner: object, kind: str, unit: str, numel: int, dtype: torch.dtype | None, process_group: dist.ProcessGroup
+    ) -> None:
+        """``owner`` is about to issue a collective; it has one of each kind under way at most."""
+        group = process_group.group_name
+        if group not in self.ranks:
+            self.ranks[group] = tuple(dist.get_process_group_ranks(process_group))
+        number = self._numbers[group] = self._numbers.get(group, 0) + 1
+        phase = "backward" if compat.current_graph_task() != -1 else self.place[0] or "forward"
+        record = Record(number, group, kind, unit, phase, self._step(), numel, str(dtype).removeprefix("torch."))
+        self._open[id(owner), kind] = record
+        self.records.append(record)
+        self.moves += 1
+
+    def waits(self, owner: object, kind: str) -> None:
+        """The host is about to wait for it."""
+        record = self._open.get((id(owner), kind))
+        if record is not None:
+            record.stage = Stage.WAITING
+            self.moves += 1
+
+    def done(self, owner: object, kind: str, streams: Streams | None = None, stream: Stream = None) -> None:
+        """It is complete for the host; on a device, once what ``stream`` was given so far has run."""
+        record = self._open.pop((id(owner), kind), None)
+        if record is None:
+            return
+        self.moves += 1
+        if streams is None or streams.host_waits or streams.is_capturing():
+            record.stage = Stage.DONE
+            return
+        record.passed = _passed(streams, streams.mark(stream))
+        record.stage = Stage.QUEUED
+
+    def enter(self, phase: str, unit: str) -> None:
+        """The main thread begins with ``phase`` of ``unit``."""
+        self.place = (phase, unit)
+        self.entered.append(self.place)
+        self.moves += 1
+
+    def leave(self) -> None:
+        """The forward, or the backward, of the root has ended."""
+        self.place = ("", "")
+        self.entered.clear()
+        self.moves += 1
+
+
+def _passed(streams: Streams, event: Event) -> Callable[[], bool]:
+    return lambda: streams.has_passed(event)
+
+
+current: CollectiveLog | None = None
+"""Where collectives are recorded; None: nowhere. Read as an attribute of this module, each time."""
+
+
+@contextlib.contextmanager
+def switched_on(step: Callable[[], int]) -> Iterator[CollectiveLog]:
+    """Record inside. step: the number of the step that runs"""
+    global current
+    before, current = current, CollectiveLog(step)
+    try:
+        yield current
+    finally:
+        current = before
+
+
+@contextlib.contextmanager
+def at_disk() -> Iterator[None]:
+    """Around what writes or reads files. Of one thread, not one in another."""
+    log = current
+    if log is None:
+        yield
+        return
+    log.at_disk.add(threading.get_ident())
+    try:
+        yield
+    finally:
+        log.at_disk.discard(threading.get_ident())
+
+
+@contextlib.contextmanager
+def during(kind: str, process_group: dist.ProcessGroup | None, tensor: torch.Tensor | None = None) -> Iterator[None]:
+    """Around a collective that is issued and waited for at one place."""
+    log = current
+    if log is None or process_group is None:
+        yield
+        return
+    owner = object()
+    numel, dtype = (0, None) if tensor is None else (tensor.numel(), tensor.dtype)
+    log.issued(owner, kind, "", numel, dtype, process_group)
+    log.waits(owner, kind)
+    yield
+    log.done(owner, kind)

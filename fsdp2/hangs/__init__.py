@@ -1,0 +1,9 @@
+"""Who is where when ranks wait for each other for ever: ``watchdog`` prints it and ends the processes (docs/hangs.md).
+
+``report.py`` is what one rank knows of itself, ``explanation.py`` makes sentences of the reports of all, ``patience.py`` decides when
+nothing has moved for too long, ``watcher.py`` is the thread that carries reports over the store.
+"""
+
+from .watcher import EXIT_STATUS, watchdog
+
+__all__ = ["EXIT_STATUS", "watchdog"]

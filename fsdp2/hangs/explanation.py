@@ -1,0 +1,140 @@
+"""Sentences that say who is where, of the reports of all ranks. Pure: a test makes reports and reads sentences.
+
+What it finds, first the causes: ranks that did not answer; a collective for which ranks have not sent the same, at the first number
+where they part; ranks that wait in a collective to which others have not come, and where these are instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TypeVar
+
+from .report import Item, Report
+
+
+def explain(reports: Mapping[int, Report], world_size: int, silent: Mapping[int, float | None], left: Collection[int] = ()) -> str:
+    """reports: of the ranks that answered. silent: of the others, seconds since their last sign; None: there was none.
+
+    left: ranks that watch no longer, for they have come to the end
+    """
+    absent = [rank for rank in range(world_size) if rank not in reports]
+    lines = [f"rank {rank} has left the watchdog" if rank in left else _silence(rank, silent.get(rank)) for rank in absent]
+    lines += _partings(reports)
+    lines += _waits(reports)
+    if not lines:
+        places = {rank: _place(report) for rank, report in reports.items()}
+        lines = [f"{_ranks(ranks)} in no collective of fsdp2, {place}" for place, ranks in _alike(places)]
+    stacks = {rank: report.stacks for rank, report in reports.items()}
+    where = {rank: f"{report.host}, pid {report.pid}" for rank, report in reports.items()}
+    for stack, ranks in _alike(stacks):
+        lines.append(f"--- Python stacks of {_ranks(ranks, verb='')} ({'; '.join(where[rank] for rank in ranks[:4])})\n{stack}")
+    return "\n".join(lines)
+
+
+def own_account(report: Report) -> str:
+    """What one rank says of itself alone: where it is, and its last collectives, of which any may be the one that failed."""
+    said = [f"{_name(item, full=True)} (step {item.step}, #{item.number})" for item in report.items[-3:]]
+    return f"{_place(report)}; its last collectives are {'; '.join(said) or 'none'}"
+
+
+def _silence(rank: int, seconds: float | None) -> str:
+    since = "it has never given a sign" if seconds is None else f"its last sign was {seconds:.0f} s ago"
+    return f"rank {rank} does not answer ({since}): its process is gone, or stopped"
+
+
+def _groups(reports: Mapping[int, Report]) -> dict[str, tuple[int, ...]]:
+    return {name: ranks for report in reports.values() for name, ranks in report.ranks.items()}
+
+
+def _by_number(reports: Mapping[int, Report], group: str) -> dict[int, dict[int, Item]]:
+    """Items of a process group, by number and rank."""
+    found: dict[int, dict[int, Item]] = {}
+    for rank, report in reports.items():
+        for item in report.items:
+            if item.group == group:
+                found.setdefault(item.number, {})[rank] = item
+    return found
+
+
+def _partings(reports: Mapping[int, Report]) -> list[str]:
+    """For each process group, the first collective for which its ranks have not sent the same."""
+    lines = []
+    for group in _groups(reports):
+        for number, items in sorted(_by_number(reports, group).items()):
+            sent = {rank: item.sent for rank, item in items.items()}
+            alike = _alike(sent)
+            if len(alike) > 1:
+                said = "; ".join(f"{_ranks(ranks, verb='')} {_name(items[ranks[0]], full=True)}" for _, ranks in alike)
+                lines.append(f"ranks have not issued the same collective #{number}: {said}")
+                break
+    return lines
+
+
+def _waits(reports: Mapping[int, Report]) -> list[str]:
+    """Who waits in which collective, and where the ranks are that have not come to it."""
+    lines = []
+    for group, members in _groups(reports).items():
+        waiting: dict[int, Item] = {}
+        last: dict[int, Item] = {}
+        for rank, report in reports.items():
+            own = [item for item in report.items if item.group == group]
+            if own:
+                last[rank] = own[-1]
+            waited_for = [item for item in own if item.waited_for]
+            if waited_for:
+                waiting[rank] = waited_for[0]
+        for number in sorted({item.number for item in waiting.values()}):
+            there = [rank for rank, item in waiting.items() if item.number == number]
+            item = waiting[there[0]]
+            lines.append(f"{_ranks(there)} in {_name(item)} (step {item.step}, #{number})")
+            absent = [rank for rank in members if rank in reports and (rank not in last or last[rank].number < number)]
+            places = {rank: _absence(reports[rank], item) for rank in absent}
+            lines += [f"  {_ranks(ranks, verb='')} {said}" for said, ranks in _alike(places)]
+            if not absent and set(members) <= set(reports) and len(there) == len(members):
+                lines.append("  all of its ranks are in it: the network, the backend or the device does not go on")
+    return lines
+
+
+def _absence(report: Report, item: Item) -> str:
+    """Where a rank is that has not come to ``item``."""
+    entered = (item.phase, item.unit) in report.entered
+    never = f"never entered {item.phase} of {item.unit}" if item.unit and not entered else "has not come to it"
+    finished = [each for each in report.items if each.ended and each.group == item.group]
+    last = f"last finished {_name(finished[-1])} (step {finished[-1].step}, #{finished[-1].number})" if finished else "finished none"
+    return f"{never}: {_place(report)}; {last}"
+
+
+def _place(report: Report) -> str:
+    phase, unit = report.place
+    return f"in {phase} of {unit}" if phase else "outside of forward and backward"
+
+
+def _name(item: Item, full: bool = False) -> str:
+    unit = f" of {item.unit} in {item.phase}" if item.unit else ""
+    return f"{item.kind}{unit}" + (f", {item.numel} x {item.dtype}" if full else "")
+
+
+T = TypeVar("T")
+
+
+def _alike(said: Mapping[int, T]) -> list[tuple[T, list[int]]]:
+    """What ranks say, and which of them say it, the lowest rank first."""
+    found: dict[T, list[int]] = {}
+    for rank in sorted(said):
+        found.setdefault(said[rank], []).append(rank)
+    return list(found.items())
+
+
+def _ranks(ranks: Sequence[int], verb: str = "wait") -> str:
+    """ "rank 3 waits", "ranks 0-2, 5 wait" """
+    ordered = sorted(ranks)
+    spans: list[list[int]] = []
+    for rank in ordered:
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1][-1:] = [rank] if len(spans[-1]) > 1 else [spans[-1][0], rank]
+        else:
+            spans.append([rank])
+    names = ", ".join("-".join(map(str, span)) for span in spans)
+    if len(ordered) == 1:
+        return f"rank {names} {verb}s" if verb else f"rank {names}"
+    return f"ranks {names} {verb}" if verb else f"ranks {names}"

@@ -1,0 +1,61 @@
+"""When nothing has moved for too long. It refuses to know processes, stores and threads: a test tells it signs and the time.
+
+A *sign* of a rank is what it says of itself at each look: how often it has looked, how many moves its collectives have made, where its
+main thread is. A rank that looks on is alive; one whose main thread is elsewhere than before runs Python, in an evaluation for
+instance, and others may have to wait for it. So they may for one that writes a checkpoint, which says at each look that it moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Sign:
+    """looks: of its watchdog thread; moves: of its collectives; at: where its main thread is"""
+
+    looks: int
+    moves: int
+    at: int
+
+
+class Patience:
+    """Since when signs stand still.
+
+    timeout:  seconds in which something must move on some rank: a collective, or the main thread
+    patience: seconds in which a collective must move on some rank, whatever main threads do, and in which each rank gives a first sign
+    """
+
+    def __init__(self, timeout: float, patience: float, num_ranks: int, now: float) -> None:
+        self.timeout = timeout
+        self.patience = patience
+        self._num_ranks = num_ranks
+        self._signs: dict[int, Sign] = {}
+        self._heard_at: dict[int, float] = {}
+        self._moved_at = self._communicated_at = now
+
+    def hear(self, signs: Mapping[int, Sign], now: float) -> None:
+        """The last signs of all ranks that have given one."""
+        for rank, sign in signs.items():
+            before = self._signs.get(rank)
+            if before is None or before.looks != sign.looks:
+                self._heard_at[rank] = now
+            if before is None or before.moves != sign.moves:
+                self._communicated_at = self._moved_at = now
+            elif before.at != sign.at:
+                self._moved_at = now
+        self._signs = dict(signs)
+
+    def is_over(self, now: float) -> str:
+        """Why, in words; "" if it is not."""
+        if now - self._moved_at >= self.timeout and len(self._heard_at) == self._num_ranks:
+            return f"nothing has moved on any rank for {now - self._moved_at:.0f} s"
+        if now - self._communicated_at >= self.patience:
+            why = "though Python runs on some" if len(self._heard_at) == self._num_ranks else "and some ranks have not begun"
+            return f"no collective has moved on any rank for {now - self._communicated_at:.0f} s, {why}"
+        return ""
+
+    def silent_for(self, rank: int, now: float) -> float | None:
+        """Seconds since the rank last looked; None: it never has."""
+        return now - self._heard_at[rank] if rank in self._heard_at else None

@@ -1,0 +1,272 @@
+"""``watchdog``: a thread on each rank that says who is where when ranks wait for each other for ever, and ends the processes then.
+
+    with fsdp2.watchdog(timeout=600):
+        train()
+
+Threads talk over the store of the process group; nothing is added to what ranks send each other. Each thread looks ten times in a
+``timeout``, and writes a sign. Rank 0's reads the signs of all; when nothing has moved for too long it asks all for reports, prints an
+explanation, and lets all of them end. The others watch rank 0. This file refuses to know what collectives are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from ..core import torch_compat as compat
+from ..core.comm.collective_log import CollectiveLog, switched_on
+from ..core.group.step_count import OPTIMIZER_STEPS
+from ..errors import ArgumentError, OrderError
+from .explanation import explain, own_account
+from .patience import Patience, Sign
+from .report import Report, main_thread_at, report_of
+
+EXIT_STATUS = 75
+"""Of a process that a watchdog has ended; "try again later" in sysexits.h."""
+
+_LEFT = "left"  # the sign of a rank that watches no longer
+
+_num_made = 0  # equal on all ranks, so that two watchdogs of one process do not read each other's keys
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Reports are wanted. number: of the ask; why: in words; until: when rank 0 goes on without those who do not answer"""
+
+    number: int
+    why: str
+    until: float
+    ends: bool
+
+
+class Watchdog:
+    """One rank's part, without the thread. A test calls ``look``, and has its own clock.
+
+    tell: prints; end: ends the process
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        log: CollectiveLog,
+        timeout: float,
+        patience: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[str], None] | None = None,
+        end: Callable[[], None] | None = None,
+    ) -> None:
+        self._store = store
+        self._log = log
+        self.rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._clock = clock
+        self._tell = tell or _tell
+        self._end = end or _end
+        self._patience = Patience(timeout, patience, self._world_size, clock())
+        self._looks = 0
+        self._wanted = 0  # how many explanations users have asked for, of those that rank 0 has begun to give
+        self._answered = 0  # the last ask that this rank has answered
+        self._ask: Ask | None = None
+        self._num_asks = 0
+        self._left: set[int] = set()  # ranks that watch no longer
+        self._looks_to_end: int | None = None  # rank 0 ends last: the others would find broken connections, not its word
+
+    def look(self) -> None:
+        """Write a sign, answer what is asked, and judge what the others' signs say. Local: it never waits for another rank."""
+        now = self._clock()
+        self._looks += 1
+        if self._looks_to_end is not None:
+            self._looks_to_end -= 1
+            if self._looks_to_end == 0:
+                self._end()
+            return
+        try:
+            at = self._looks if self._log.at_disk else main_thread_at()
+            self._write(f"sign/{self.rank}", f"{self._looks} {self._log.moves} {at}")
+            self._answer()
+            self._patience.hear(self._signs(range(self._world_size) if self.rank == 0 else range(1)), now)
+            if self.rank == 0:
+                self._judge(now)
+                return
+        except RuntimeError:  # the store is gone, and with it, most often, the process that had it
+            pass
+        self._judge_without_rank_0(now)
+
+    def leave(self) -> None:
+        """This rank watches no longer, and the others need not wait for its signs."""
+        with contextlib.suppress(RuntimeError):
+            self._write(f"sign/{self.rank}", _LEFT)
+
+    def is_ending(self) -> bool:
+        """Whether a hang has been explained, and all ranks are to end."""
+        try:
+            return self._looks_to_end is not None or self._read("end") is not None
+        except RuntimeError:
+            return False
+
+    def ask(self) -> None:
+        """Let rank 0 print an explanation at its next look, and go on. Any rank may ask."""
+        with contextlib.suppress(RuntimeError):
+            self._store.add("wanted", 1)
+
+    # --- what ranks write to the store, and read ---
+
+    def _write(self, key: str, text: str) -> None:
+        self._store.set(key, text)
+
+    def _read(self, key: str) -> str | None:
+        """None: nobody has written it. A plain ``get`` would wait for that."""
+        return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
+
+    def _signs(self, ranks: range) -> dict[int, Sign]:
+        told = {rank: self._read(f"sign/{rank}") for rank in ranks}
+        self._left = {rank for rank, text in told.items() if text == _LEFT}
+        return {rank: Sign(*map(int, text.split())) for rank, text in told.items() if text is not None and text != _LEFT}
+
+    def _answer(self) -> None:
+        """What rank 0 has asked, once; and end if it says so."""
+        asked = self._read("ask")
+        if asked is not None and int(asked) != self._answered:
+            self._answered = int(asked)
+            self._write(f"report/{asked}/{self.rank}", report_of(self.rank, self._log).to_json())
+        if self.rank != 0 and self._read("end") is not None:
+            self._end()
+
+    # --- rank 0 ---
+
+    def _judge(self, now: float) -> None:
+        why = self._patience.is_over(now)
+        if self._ask is None:
+            wanted = self._store.add("wanted", 0)
+            if why or wanted > self._wanted:
+                self._wanted = wanted
+                self._num_asks += 1
+                self._ask = Ask(self._num_asks, why or "a user has asked", now + self._patience.timeout / 2, bool(why))
+                self._write("ask", str(self._num_asks))
+                self._answer()
+            return
+        ask = self._ask
+        if ask.ends and not why:  # something has moved after all
+            self._ask = None
+            return
+        told = {rank: self._read(f"report/{ask.number}/{rank}") for rank in range(self._world_size)}
+        reports = {rank: Report.from_json(text) for rank, text in told.items() if text is not None}
+        if len(reports) < self._world_size - len(self._left) and now < ask.until:
+            return
+        self._ask = None
+        silent = {rank: self._patience.silent_for(rank, now) for rank in range(self._world_size) if rank not in reports}
+        text = f"fsdp2.watchdog: {ask.why}\n{explain(reports, self._world_size, silent, self._left)}"
+        self._tell(text)
+        if ask.ends:
+            self._write("end", "1")
+            self._looks_to_end = 3
+
+    # --- the others ---
+
+    def _judge_without_rank_0(self, now: float) -> None:
+        """Rank 0 judges, unless it is gone: then every rank says where it is itself."""
+        silent = self._patience.silent_for(0, now)
+        if 0 not in self._left and silent is not None and silent >= 2 * self._patience.timeout:
+            own = {self.rank: report_of(self.rank, self._log)}
+            self._tell(
+                f"fsdp2.watchdog: rank 0 has given no sign for {silent:.0f} s; rank {self.rank} alone says:\n{explain(own, 0, {})}"
+            )
+            self._end()
+
+
+@contextlib.contextmanager
+def watchdog(timeout: float = 600.0, *, patience: float | None = None) -> Iterator[None]:
+    """Inside, record collectives and watch them: a hang is explained on rank 0, and ends all ranks with status ``EXIT_STATUS``.
+
+    timeout:    seconds without a collective that begins, is waited for or ends, and without Python code that runs in the main thread,
+                on any rank: after these the job hangs. Longer than the longest kernel, and than the longest wait for a disk
+    patience:   seconds without a collective, on any rank, even if Python runs; None: ten times ``timeout``
+
+    SIGUSR1 to any rank makes rank 0 print the explanation, and nothing ends; from the main thread only, and not on Windows.
+    Raises:     OrderError without a process group, ArgumentError if ``timeout`` is not positive or ``patience`` shorter
+    Collective: no, but all ranks must enter at the same place: collectives are numbered from there
+    """
+    global _num_made
+    patience = 10 * timeout if patience is None else patience
+    if not 0 < timeout <= patience:
+        raise ArgumentError(
+            f"watchdog got timeout={timeout!r} and patience={patience!r}",
+            expected="0 < timeout <= patience, in seconds",
+            fix="leave patience out: it is ten times timeout then",
+        )
+    if not dist.is_initialized():
+        raise OrderError(
+            "watchdog needs a process group, whose ranks it compares",
+            expected="torch.distributed.init_process_group() before it",
+            fix="enter it behind init_process_group()",
+        )
+    _num_made += 1
+    store = compat.own_connection_to_the_store(f"fsdp2_watchdog_{_num_made}")
+    with switched_on(lambda: OPTIMIZER_STEPS.value + 1) as log, _asked_by_signal() as asked:
+        dog = Watchdog(store, log, timeout, patience)
+        leaving, left = os.pipe()
+        thread = threading.Thread(target=_run, args=(dog, timeout / 10, asked, leaving), name="fsdp2_watchdog", daemon=True)
+        thread.start()
+        try:
+            yield
+        except Exception as error:  # of a backend, say, to which ranks have sent different things: it names no module
+            if dog.is_ending():  # another rank has ended already, and this one has found its connection broken
+                _end()
+            _tell(f"fsdp2.watchdog: rank {dog.rank} leaves with {type(error).__name__}: {own_account(report_of(dog.rank, log))}")
+            raise
+        finally:
+            os.write(left, b".")
+            thread.join()
+            dog.leave()
+            os.close(left)
+            os.close(leaving)
+
+
+def _run(dog: Watchdog, every: float, asked: int, leaving: int) -> None:
+    """Look every so many seconds, and when a user asks; until there is something to read from ``leaving``."""
+    while True:
+        ready = select.select([asked, leaving], [], [], every)[0]
+        if leaving in ready:
+            return
+        if asked in ready and signal.SIGUSR1 in os.read(asked, 4096):
+            dog.ask()
+        dog.look()
+
+
+@contextlib.contextmanager
+def _asked_by_signal() -> Iterator[int]:
+    """The end of a pipe to which SIGUSR1 writes at once, even while the main thread waits in a collective, where no handler runs."""
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    installs = threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGUSR1")
+    if installs:
+        handler = signal.signal(signal.SIGUSR1, lambda *_: None)
+        before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        yield reading
+    finally:
+        if installs:
+            signal.set_wakeup_fd(before)
+            signal.signal(signal.SIGUSR1, handler)
+        os.close(reading)
+        os.close(writing)
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def _end() -> None:
+    sys.stdout.flush()
+    os._exit(EXIT_STATUS)  # the main thread waits in a collective, where no exception reaches it

@@ -1,0 +1,204 @@
+"""The watchdog on ranks that hang, and on ranks that are only slow. Its clock is the test's; hangs end by the test's own hand."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp2
+from fsdp2 import fully_shard
+from fsdp2.checkpoint import Checkpointer
+from fsdp2.core.comm import collective_log
+from fsdp2.core.group.step_count import OPTIMIZER_STEPS
+from fsdp2.hangs import watcher
+from fsdp2.hangs.watcher import EXIT_STATUS, Watchdog
+from harness import on_ranks
+
+PROGRAM = Path(__file__).with_name("hanging_program.py")
+
+
+def sharded() -> nn.Module:
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def store_of(name: str) -> dist.Store:
+    return dist.PrefixStore(name, dist.distributed_c10d._get_default_store().clone())
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def look_beside(dog: Watchdog, clock: Clock, done: threading.Event, seconds: float) -> threading.Thread:
+    """A thread that looks for as long as the test runs; each look takes so many seconds of the test's clock."""
+
+    def run() -> None:
+        while not done.is_set():
+            clock.now += seconds
+            dog.look()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+@on_ranks(2)
+def test_a_rank_that_does_not_come_is_named_with_the_unit_where_the_other_waits():
+    """Rank 1 comes when rank 0 has explained the hang. Both then finish the step: the log changes nothing."""
+    store, clock, done, said = store_of("late"), Clock(), threading.Event(), []
+    model, inputs = sharded(), torch.ones(2, 8)
+    model(inputs).sum().backward()
+
+    def tell(text: str) -> None:
+        said.append(text)
+        store.set("explained", "1")
+        done.set()
+
+    with collective_log.switched_on(lambda: OPTIMIZER_STEPS.value + 1) as log:
+        dog = Watchdog(store_of("dog"), log, 60, 600, clock=clock, tell=tell, end=lambda: None)
+        thread = look_beside(dog, clock, done, 0.05)
+        if dist.get_rank() == 1:
+            store.wait(["explained"])
+        model(inputs).sum().backward()
+        done.set()
+        thread.join()
+        assert [record.number for record in log.records if record.kind == "reduce-scatter"] != []
+        assert all(record.has_ended() for record in log.records)
+    if dist.get_rank() == 0:
+        first, second, third = said[0].splitlines()[:3]
+        assert re.fullmatch(r"fsdp2.watchdog: nothing has moved on any rank for 6\d s", first)
+        assert re.fullmatch(r"rank 0 waits in all-gather of 0 in forward \(step \d+, #1\)", second)
+        assert re.search(r"rank 1 never entered forward of .*: outside of forward and backward; finished none", third)
+        assert "store.wait" in said[0], "rank 1's stack"
+        assert "model(inputs)" in said[0], "rank 0's"
+
+
+@on_ranks(2)
+def test_a_slow_step_an_evaluation_on_rank_0_and_a_checkpoint_are_no_hangs(tmp_path):
+    """Each takes a hundred looks of both watchdogs, more seconds of their clock than the timeout; the main thread runs Python."""
+    store, clock, said = store_of("rounds"), Clock(), []
+    looks, done = threading.Semaphore(0), threading.Event()
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs, plain = torch.ones(2, 8), nn.Linear(8, 8)
+
+    def slowly() -> None:
+        for _ in range(50):
+            looks.acquire()  # the main thread is at two places in turn, as it is at many in a program
+            plain(inputs)
+            looks.acquire()
+
+    def wait_at_one_place(file: object) -> None:
+        """A slow disk, whose thread stands still, and the main thread waits for it."""
+        for _ in range(100):
+            looks.acquire()
+
+    def look_in_rounds() -> None:
+        """Both ranks once a round, each a second, until rank 0's test is done."""
+        number, goes_on = 0, True
+        while goes_on:
+            number += 1
+            if dist.get_rank() == 0:
+                goes_on = not done.is_set()
+                store.set(f"round {number}", str(goes_on))
+            else:
+                goes_on = store.get(f"round {number}") == b"True"
+            clock.now += 1
+            dog.look()
+            store.set(f"looked {number} {dist.get_rank()}", "")
+            store.wait([f"looked {number} {rank}" for rank in range(2)])
+            looks.release()
+
+    with collective_log.switched_on(lambda: OPTIMIZER_STEPS.value + 1) as log:
+        dog = Watchdog(store_of("slow"), log, 40, 4000, clock=clock, tell=said.append, end=lambda: None)
+        thread = threading.Thread(target=look_in_rounds)
+        thread.start()
+        model[1].register_forward_pre_hook(lambda *_: slowly())
+        model(inputs).sum().backward()
+        if dist.get_rank() == 0:
+            slowly()
+        with Checkpointer(tmp_path / "checkpoints", model, optimizer) as checkpointer, patch("os.fsync", wait_at_one_place):
+            checkpointer.save(1)
+        optimizer.step()
+        dist.barrier()
+        done.set()
+        thread.join()
+    assert said == []
+    assert clock.now > 200
+
+
+@on_ranks(2)
+def test_sigusr1_prints_and_the_training_goes_on():
+    """The signal comes while the main thread waits in a collective, where Python runs no handler."""
+    store, told = store_of("asked"), []
+    model, inputs = sharded(), torch.ones(2, 8)
+
+    def tell(text: str) -> None:
+        told.append(text)
+        store.set("told", "1")
+
+    with patch.object(watcher, "_tell", tell), fsdp2.watchdog(timeout=30):
+        if dist.get_rank() == 0:
+            threading.Timer(0, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        else:
+            store.wait(["told"])
+        model(inputs).sum().backward()
+    assert collective_log.current is None
+    if dist.get_rank() == 0:
+        assert told[0].startswith("fsdp2.watchdog: a user has asked\n")
+        assert "rank 1" in told[0]
+
+
+@on_ranks(1)
+def test_arguments_that_cannot_be_are_refused():
+    with pytest.raises(fsdp2.ArgumentError, match="0 < timeout <= patience"), fsdp2.watchdog(timeout=0):
+        pass
+    with pytest.raises(fsdp2.ArgumentError, match="0 < timeout <= patience"), fsdp2.watchdog(timeout=10, patience=5):
+        pass
+
+
+def run(fault: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(PROGRAM), fault, str(folder / "store")]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("skips", r"rank 0 waits in all-gather of 3 in forward \(step 5, #\d+\)\n  rank 1 never entered forward of 3: outside of"),
+        ("sleeps", r"rank 0 waits in all-gather of 2 in forward \(step 3, #\d+\)\n  rank 1 never entered forward of 2: in forward"),
+        ("dies", r"rank 1 does not answer \(its last sign was \d+ s ago\): its process is gone, or stopped\nrank 0 waits in"),
+    ],
+)
+def test_a_hang_is_explained_and_ends_all_ranks(fault: str, said: str, tmp_path: Path) -> None:
+    done = run(fault, tmp_path)
+    assert re.search(said, done.stderr), done.stderr
+    assert "Python stacks of rank" in done.stderr
+    assert f"statuses {[EXIT_STATUS] * (1 if fault == 'dies' else 2)}" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_another_shape_with_which_gloo_does_not_hang_but_fails_is_named(tmp_path: Path) -> None:
+    """gloo ends the process of one rank, and the other gets an error of its connection, which names nothing."""
+    said = run("shape", tmp_path).stderr
+    assert re.search(r"rank 1 leaves with RuntimeError: .*; its last collectives are .*all-gather of 1 in forward, 288 x", said), said

@@ -1,0 +1,69 @@
+"""``fsdp2 doctor`` on scripts as users start them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+assert sys.argv[1:] == ["--lr", "0.1"], sys.argv
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+fully_shard(model)
+optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+for step in range(1000):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+raise SystemExit("was not stopped")
+"""
+
+
+def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    command = [sys.executable, "-m", "fsdp2", "doctor", *arguments]
+    return subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.slow
+def test_a_script_is_stopped_after_its_steps_and_its_faults_are_named(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = doctor("--strict", str(script), "--", "--lr", "0.1")
+    assert done.returncode != 0
+    assert "was not stopped" not in done.stderr, done.stderr
+    assert "optimizer-misses-parameters (ranks 0, 1)" in done.stdout, done.stderr
+    assert "1.weight, 1.bias" in done.stdout
+    assert "same-data-on-every-rank (ranks 0, 1)" in done.stdout
+    assert "fsdp2 doctor: 3 steps" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("example", "flags"),
+    [
+        ("train_lm.py", ["--layers=2", "--width=64", "--heads=2", "--context=32", "--text-bytes=300000"]),
+        ("finetune_hf.py", ["--pairs=80", "--input-length=40", "--width=32", "--batch=8"]),
+    ],
+)
+def test_the_examples_have_no_finding(tmp_path: Path, example: str, flags: list[str]) -> None:
+    done = doctor("--strict", str(ROOT / "examples" / example), "--", f"--out={tmp_path}", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the doctor found nothing" in done.stdout
+
+
+def test_a_script_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from fsdp2.cli import main
+
+    assert main(["doctor", "absent.py"]) == 1
+    assert "fsdp2 doctor: " in capsys.readouterr().err

@@ -79,7 +79,8 @@ def forward_backward(model: nn.Module, x: Tensor) -> Tensor:
 
 def own_chunk(x: Tensor) -> Tensor:
     """The rows of ``x`` that are this rank's, of all ranks of the world."""
-    return x.chunk(dist.get_world_size())[dist.get_rank()]
+    rows = x.chunk(dist.get_world_size())[dist.get_rank()]
+    return rows.clone() if are_kept() else rows  # a cache line begins where it does on another device, on which bits depend
 
 
 def fed_own_chunk(
@@ -107,7 +108,10 @@ def _at_its_own_address(rows: Tensor, model: Any) -> Tensor:
 
     if not are_kept():
         return rows
-    return rows.clone().to(model._get_fsdp_state().device if isinstance(model, FSDPModule) else rows.device)
+    device = (
+        model._get_fsdp_state().device if isinstance(model, FSDPModule) else next((p.device for p in model.parameters()), rows.device)
+    )
+    return rows.clone().to(device)
 
 
 def fed_whole(

@@ -14,8 +14,9 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp2 import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from harness import cpu_mesh, on_ranks
+from harness import cpu_mesh, device_type, on_ranks
 from harness.models import MLP, batches, mlp, token_batches, transformer
+from harness.on_pretend import among_two
 from harness.training import assert_equal_grads, assert_equal_training, fed_own_chunk, fed_whole, forced, grads_of, own_chunk
 
 SHAPES = [(2, 2), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((4, 1), (1, 4)))]
@@ -26,6 +27,7 @@ class UpstreamMLP(MLP):
 
 
 def shard(model: nn.Module, shape: tuple[int, int], apply: object = fully_shard, **options: object) -> None:
+    among_two(*shape)
     for block in model.blocks:
         apply(block, mesh=cpu_mesh(*shape), **options)
     apply(model, mesh=cpu_mesh(*shape), **options)
@@ -48,7 +50,7 @@ def test_training_equals_ddp_and_the_unsharded_model(shape, after):
     assert_equal_training(steps, fed_whole(whole, batches(3)))
     fed_own_chunk(ddp, batches(3))
     for (name, ours), theirs in zip(model.named_parameters(), replicated.parameters(), strict=True):
-        torch.testing.assert_close(ours.full_tensor(), theirs.data, atol=1e-6, rtol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(ours.full_tensor().cpu(), theirs.data, atol=1e-6, rtol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @on_ranks(4)
@@ -127,7 +129,7 @@ def test_no_gradient_is_shown_while_it_is_partial():
 def test_dtypes_of_parameters_and_reduction_as_in_torch_fsdp2(param_dtype, reduce_dtype, shape):
     ours, reference = mlp(), mlp()
     torch.manual_seed(0)
-    theirs = UpstreamMLP()
+    theirs = UpstreamMLP().to(device_type())
     shard(ours, shape, mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype))
     shard(theirs, shape, apply=torch_fully_shard, mp_policy=TorchPolicy(param_dtype, reduce_dtype))
     for index, x in enumerate(batches(2)):
@@ -143,13 +145,14 @@ def test_dtypes_of_parameters_and_reduction_as_in_torch_fsdp2(param_dtype, reduc
         if not exact:
             truth = reference.get_parameter(name).grad
             bound = 0.05 * max(truth.abs().max().item(), 0.02)
-            torch.testing.assert_close(a.grad.full_tensor(), truth, atol=bound, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(a.grad.full_tensor().cpu(), truth, atol=bound, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("shape", [(2, 2), (4,)], ids=str)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float64], ids=str)
 def test_the_hook_sees_reduced_gradients_once_a_backward_and_may_change_them(shape, reduce_dtype):
+    among_two(*shape)
     model = mlp()
     reference = copy.deepcopy(model)
     for block in model.blocks:
@@ -202,7 +205,7 @@ def test_a_hook_that_reduces_over_ranks_outside_the_mesh_makes_hsdp_of_fsdp():
     backward(model, own_chunk(batches(1)[0]))
     backward(reference, batches(1)[0])
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, atol=1e-6, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(ours.grad.full_tensor().cpu(), theirs.grad, atol=1e-6, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @on_ranks(4)
@@ -220,5 +223,5 @@ def test_clipping_and_a_divide_factor(offload):
     for param in reference.parameters():
         param.grad.mul_(2)
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    torch.testing.assert_close(norm.full_tensor(), nn.utils.clip_grad_norm_(reference.parameters(), 0.1))
+    torch.testing.assert_close(norm.full_tensor().cpu(), nn.utils.clip_grad_norm_(reference.parameters(), 0.1))
     assert_equal_grads(grads_of(model), grads_of(reference), ulps=32)

@@ -227,8 +227,9 @@ NEEDED_BY = {
     "a prefetch is not cancelled": "shorter_evaluation",
     "the unsharded storage is freed on another stream": "plain",
 }
-SHOWN_ELSEWHERE = {"late_comparison.read_later mark 1"}
-"""Without it no data are wrong: the host looks at tags before they are there, and learns nothing (test_reduced_together.py)."""
+SHOWN_ELSEWHERE = {"late_comparison.read_later mark 1", "collective_log.done mark 1"}
+"""Without them no data are wrong: the host looks at tags before they are there, and learns nothing (test_reduced_together.py); and the
+watchdog takes what is queued for complete (tests/hangs)."""
 QUICK = ("all_gather.finish order 1", "reduction.advance order 1", "the reduce input is not held")
 QUICK_SCENARIOS = ("hsdp_bf16", "replicated_micro_batches_bf16_all")
 

@@ -2,8 +2,7 @@
 
 Every class has the fields and defaults of its namesake in ``torch.distributed.fsdp``, and descends from it, so that ``isinstance``
 checks elsewhere hold; objects of torch's own classes are accepted wherever these are. Each says all of its fields itself, for an older
-torch has fewer. Those whose namesakes can be changed are not frozen: dataclasses are frozen all the way up, or nowhere. This file
-refuses to know how a choice is carried out.
+torch has fewer. This file refuses to know how a choice is carried out.
 
     MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # parameters are stored in fp32, all-gathered and used in bf16; gradients are cast to fp32, then reduce-scattered
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import FrozenInstanceError, dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +21,18 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
+
+
+class _Frozen:
+    """What ``frozen=True`` does: dataclasses that descend from torch's unfrozen ones cannot say it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self) or name not in self.__dataclass_fields__:  # type: ignore[attr-defined]  # ``__init__`` sets each once
+            raise FrozenInstanceError(f"cannot assign to {name!r} of a {type(self).__name__}: make another with dataclasses.replace")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        raise FrozenInstanceError(f"cannot delete {name!r} of a {type(self).__name__}")
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,7 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
 
 
 @dataclass(unsafe_hash=True)
-class OffloadPolicy(torch_fsdp.OffloadPolicy):
+class OffloadPolicy(_Frozen, torch_fsdp.OffloadPolicy):
     """No offloading; the default."""
 
 
@@ -62,7 +73,7 @@ class CPUOffloadPolicy(OffloadPolicy, torch_fsdp.CPUOffloadPolicy):
 
 
 @dataclass(unsafe_hash=True)
-class DataParallelMeshDims(getattr(torch_fsdp, "DataParallelMeshDims", object)):  # type: ignore[misc]  # torch has it from 2.12 on
+class DataParallelMeshDims(_Frozen, getattr(torch_fsdp, "DataParallelMeshDims", object)):  # type: ignore[misc]  # torch has it from 2.12 on
     """Names of the axes of a full SPMD mesh that carry data parallelism.
 
     shard:      axis name or names over which parameters are sharded (several are flattened into one).

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 CLIENT = """
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -119,4 +121,10 @@ def test_a_script_runs_on_ours_with_its_own_arguments(tmp_path):
     done = run(["-m", "fsdp2.run", str(tmp_path / "train.py"), "--lr", "-m", "1"], tmp_path.parent)
     assert done.stdout == "fsdp2.api ['--lr', '-m', '1']\n"
     assert done.stderr.count("fsdp2 in place of torch's FSDP") == 1
+
+
+@pytest.mark.slow
+def test_a_module_runs_on_ours(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "helper.py").write_text("from torch.distributed.fsdp import fully_shard")
     assert run(["-m", "fsdp2.run", "-m", "train", "2"], tmp_path).stdout == "fsdp2.api ['2']\n"

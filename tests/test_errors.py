@@ -709,3 +709,11 @@ def test_hasattr_swallows_no_error_but_that_of_a_thing_of_another_kind():
     """``hasattr`` takes an AttributeError for a no; a mistake that a property finds must come through it."""
     swallowed = {each.__name__ for each in vars(fsdp2.errors).values() if isinstance(each, type) and issubclass(each, AttributeError)}
     assert swallowed == {"NotAModuleError", "ArgumentTypeError"}
+
+
+def test_without_torchrun_the_error_says_how_to_start(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(MeshError, match="torchrun --nproc-per-node") as caught:
+        fully_shard(nn.Linear(2, 2))
+    assert isinstance(caught.value, ValueError)  # which torch raises

@@ -62,7 +62,7 @@ class Mismatch:
         return f"{ours} {self.shape} in the model, {theirs} {self.stored_shape} in the checkpoint{scaled}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LoadReport:
     """What a load did; names are the model's, of tied tensors the first one; the same on every rank, but for ``bytes_read``.
 
@@ -84,6 +84,15 @@ class LoadReport:
     uninitialized: list[str] = field(default_factory=list)
     bytes_read: int = 0
     header_bytes: int = 0
+
+    def __repr__(self) -> str:
+        """Counts, and of what needs a look the first names: a model has hundreds."""
+        parts = [f"{len(self.loaded)} loaded"]
+        for kind in ("missing", "unexpected", "mismatched", "initialized", "uninitialized"):
+            found = getattr(self, kind)
+            if found:
+                parts.append(f"{len(found)} {kind} ({', '.join(map(str, found[:3]))}{', ...' if len(found) > 3 else ''})")
+        return f"LoadReport({'; '.join(parts)}; {self.bytes_read:,} bytes read by this rank)"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ Worked example: a forward graph of four blocks, a bucket each, says
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ class Collective:
     overlapped: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GraphSummary:
     """kind: forward, backward or inference
 
@@ -47,6 +48,11 @@ class GraphSummary:
     num_heavy: int
     peak_nbytes: int
     output_nbytes: int
+
+    def __repr__(self) -> str:
+        counts = Counter(each.kind for each in self.collectives)
+        collectives = ", ".join(f"{number} {kind}" for kind, number in counts.items()) or "no collectives"
+        return f"GraphSummary({self.kind}: {collectives}, {self.num_heavy} heavy operators, peak {self.peak_nbytes:,} bytes)"
 
     def count(self, kind: str) -> int:
         return sum(each.kind == kind for each in self.collectives)

@@ -13,6 +13,7 @@ Worked example: a (2, 4) mesh of 8 ranks, seen from rank 5:
 from __future__ import annotations
 
 import functools
+import os
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -206,8 +207,18 @@ def _names_of(dims: Any, field: str) -> tuple[str, ...]:
 
 
 def world_mesh() -> DeviceMesh:
-    """A 1-D mesh over all ranks on the default device. Collective if the default process group does not exist yet."""
+    """A 1-D mesh over all ranks on the default device. Collective if the default process group does not exist yet.
+
+    Raises: MeshError if there is none, and no environment to make it from
+    """
     if not dist.is_initialized():
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise MeshError(
+                f"there is no process group, and no torchrun started this process: {', '.join(missing)} not set",
+                expected="several processes that know each other",
+                fix="start this with torchrun --nproc-per-node 2 SCRIPT, or call torch.distributed.init_process_group before",
+            )
         dist.init_process_group()
     return init_device_mesh(compat.default_device_type(), (dist.get_world_size(),))
 

@@ -30,6 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=5, help="with --parity: optimizer steps to compare (default: 5)")
     parser.add_argument("--ranks", type=int, default=2, help="with --parity: processes of each run (default: 2)")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="with --parity: relative difference that is none (default: 1e-4)")
+    parser.add_argument(
+        "--in-place", action="store_true", help="with --parity: run in the current folder, not in a copy of it for each run"
+    )
     parser.add_argument("--timeout", type=float, default=600, help="with --parity: seconds that each run may take (default: 600)")
 
 
@@ -40,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
         from .parity import compare
 
         arguments = [str(each) for each in options.paths]
-        return compare(options.parity, arguments, options.steps, options.ranks, options.tolerance, options.timeout)
+        return compare(options.parity, arguments, options.steps, options.ranks, options.tolerance, options.timeout, options.in_place)
     if not options.paths:
         raise ArgumentError("fsdp2 migrate got no PATH", expected="files or folders", fix="for instance: fsdp2 migrate train.py")
     files = list(_files(options.paths))

@@ -20,6 +20,7 @@ from typing import Any
 
 from ..errors import ArgumentError
 from .files import imported_names, migrate_files
+from .working_copy import working_copies
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,13 @@ class Run:
         return min((len(steps) for steps in self.ranks), default=0)
 
 
-def compare(script: Path, arguments: list[str], num_steps: int, num_ranks: int, tolerance: float, timeout: float) -> int:
+def compare(
+    script: Path, arguments: list[str], num_steps: int, num_ranks: int, tolerance: float, timeout: float, in_place: bool = False
+) -> int:
     """0: the same within ``tolerance``; 1: different, or a side failed, or nothing was recorded. Says which, and where.
 
-    timeout: seconds that each side may take
+    timeout:  seconds that each side may take
+    in_place: both run in the current folder, not each in a copy of it
     """
     if not timeout > 0:
         raise ArgumentError(f"--timeout is {timeout:g}", expected="seconds, more than 0", fix="for instance --timeout 600")
@@ -55,10 +59,13 @@ def compare(script: Path, arguments: list[str], num_steps: int, num_ranks: int, 
         if new_source is None:
             sys.stdout.write(f"{script}: nothing to migrate\n")
             return 0
-        old = _run(folder / "old", script, script, folder, arguments, num_steps, num_ranks, timeout)
+        places = {
+            side: (Path.cwd(), script) if in_place else working_copies(script, folder / f"{side} copy") for side in ("old", "new")
+        }
+        old = _run(folder / "old", script, places["old"], folder, arguments, num_steps, num_ranks, timeout)
         found = _failure("old", old)
         if not found:
-            new = _run(folder / "new", new_source, script, overlay, arguments, num_steps, num_ranks, timeout)
+            new = _run(folder / "new", new_source, places["new"], overlay, arguments, num_steps, num_ranks, timeout)
             found = _failure("new", new) or first_difference(old, new, tolerance)
     if found:
         sys.stdout.write(f"{script}: different: {found}\n")
@@ -90,23 +97,26 @@ def _may_matter(path: Path, script: Path) -> bool:
 def _run(
     folder: Path,
     source: Path,
-    claimed: Path,
+    runs_as: tuple[Path, Path],
     overlay: Path,
     arguments: list[str],
     num_steps: int,
     num_ranks: int,
     timeout: float,
 ) -> Run:
+    """runs_as: the current folder of the run, and the file that ``source`` is taken for"""
     folder.mkdir()
+    here, claimed = runs_as
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    probe = ["-m", "fsdp2.migrate.probe", str(folder), str(num_steps), str(timeout), str(source), str(claimed), str(overlay)]
+    probe = ["-m", "fsdp2.migrate.probe", str(folder), str(num_steps), str(timeout), str(source.resolve()), str(claimed), str(overlay)]
     package = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     env = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     printed, said = folder / "stdout", folder / "stderr"
     with printed.open("wb") as stdout, said.open("wb") as stderr:
         # Not the terminal's input: a script that waits for some would wait for ever.
-        process = subprocess.Popen([*torchrun, *probe, *arguments], env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
+        command = [*torchrun, *probe, *arguments]
+        process = subprocess.Popen(command, cwd=here, env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
         is_late = _ends_late(process, timeout)
     ranks = []
     for rank in range(num_ranks):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdp2.cli import main
+from fsdp2.migrate import working_copy
 from fsdp2.migrate.parity import Run, first_difference
 
 SCRIPT = """
@@ -30,6 +31,40 @@ for step in range(3):
     optimizer.step()
     optimizer.zero_grad()
 """
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_script_that_saves_and_resumes_harms_no_file_and_begins_alike_on_both_sides(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first run overwrote the user's checkpoint, and the second went on from it: a difference that was none."""
+    change = """
+    if step == 0 and os.path.exists("last.pt"):
+        net[0].bias.data.fill_(float(open("last.pt").read()))
+    for path in () if step < 2 else ("last.pt", os.path.join(os.path.dirname(os.path.abspath(__file__)), "beside.pt")):
+        open(path, "w").write(f"{step + 7}")
+    """
+    (tmp_path / "train.py").write_text(SCRIPT.replace("{change}", change.strip()))
+    (tmp_path / "last.pt").write_text("0.25")
+    (tmp_path / "beside.pt").write_text("precious")
+    assert main(["migrate", "--parity", "train.py"]) == 0
+    assert "the same for 3 steps" in capsys.readouterr().out
+    assert (tmp_path / "last.pt").read_text() == "0.25"
+    assert (tmp_path / "beside.pt").read_text() == "precious"
+
+
+def test_a_folder_that_is_too_large_to_copy_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(working_copy, "MAX_NBYTES", 100)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    assert main(["migrate", "--parity", "train.py"]) == 1
+    assert "--in-place" in capsys.readouterr().err
 
 
 @pytest.mark.slow

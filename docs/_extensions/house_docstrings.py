@@ -1,7 +1,8 @@
 """Turns docstrings as fsdp2 writes them into reStructuredText for the reference.
 
-    param_dtype:   dtype of the unsharded parameters;      ->   :param_dtype: dtype of the unsharded parameters; continued here
-                   continued here
+    param_dtype:   dtype of the unsharded parameters;      ->   ``param_dtype``
+                   continued here                                   dtype of the unsharded parameters; continued here
+    Collective:    no                                      ->   :Collective: no
     ``name``                                               stays: double backquotes are code in both
     an indented block behind a blank line                  ->   a literal block
 
@@ -20,7 +21,7 @@ _ALWAYS = {"Returns", "Raises", "Collective", "Source", "Memory", "Yields"}
 def to_rst(lines: list[str], names: set[str]) -> list[str]:
     """``lines`` of a docstring; ``names`` of parameters and fields, which begin a field wherever they stand before a colon."""
     result: list[str] = []
-    in_field = in_literal = False
+    in_field, in_literal = "", False
     previous_blank = True
     for line in lines:
         text = line.strip()
@@ -32,22 +33,25 @@ def to_rst(lines: list[str], names: set[str]) -> list[str]:
             previous_blank = True
             continue
         if is_field and field is not None:
-            if not in_field:
+            kind = "field" if field[1] in _ALWAYS else "term"
+            if in_field != kind:
                 result.append("")
-            result.append(f":{field[1].replace('*', chr(92) + '*')}: {_escaped(field[2])}")
-            in_field, in_literal = True, False
+            # Sphinx would write the names of fields with a capital; of terms it does not.
+            begin = f":{field[1]}:" if kind == "field" else ", ".join(f"``{name.strip()}``" for name in field[1].split(","))
+            result += [f"{begin} {_escaped(field[2])}"] if kind == "field" else [begin, f"    {_escaped(field[2])}"]
+            in_field, in_literal = kind, False
         elif in_field and indent > 0 and not previous_blank:
             result.append(f"    {_escaped(text)}")
         elif indent >= 4 and (previous_blank or in_literal):
             if not in_literal:
                 result += ["::", ""]
             result.append(f"    {line[4:]}" if indent > 4 else f"    {text}")
-            in_literal, in_field = True, False
+            in_literal, in_field = True, ""
         else:
             if in_field or in_literal:
                 result.append("")
             result.append(_escaped(text))
-            in_field = in_literal = False
+            in_field, in_literal = "", False
         previous_blank = False
     return result
 

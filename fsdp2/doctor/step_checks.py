@@ -123,17 +123,29 @@ def clip_of_nothing(after_step: bool) -> Finding:
 
 
 @dataclass(frozen=True)
+class Scale:
+    """By which factor this rank's piece of a parameter's gradient changed between backward and the optimizer's step.
+
+    rounding: the relative error that the gradient's dtype adds to the factor
+    """
+
+    param: str
+    factor: float
+    rounding: float
+
+
+@dataclass(frozen=True)
 class Observed:
     """What one rank says of one step, for all to compare.
 
     ranks: those that train on different data, this one among them
     data:  a digest of the root's inputs; None: there were none
-    scale: by how much gradients changed between backward and the optimizer's step; None: this rank has no gradient that is not 0
+    scale: None: this rank has no gradient that tells, or something else than a factor changed it
     """
 
     ranks: tuple[int, ...]
     data: int | None
-    scale: float | None
+    scale: Scale | None
 
 
 def same_data(by_rank: Sequence[Observed]) -> set[tuple[int, ...]]:
@@ -157,10 +169,16 @@ def data_finding(ranks: tuple[int, ...]) -> Finding:
 
 
 def scale_findings(by_rank: Sequence[Observed]) -> Iterator[Finding]:
-    """Gradients that ranks have scaled differently: somebody has clipped by norms of local shards."""
-    for ranks in {seen.ranks for seen in by_rank}:
-        scales = {rank: scale for rank in ranks if (scale := by_rank[rank].scale) is not None}
-        if scales and max(scales.values()) - min(scales.values()) > 1e-3 * max(scales.values()):
+    """Pieces of one parameter's gradient that ranks have scaled differently: somebody has clipped by norms of local shards.
+
+    Ranks that looked at different parameters are not compared: a program may give each parameter a factor of its own.
+    """
+    compared = {(seen.ranks, seen.scale.param) for seen in by_rank if seen.scale is not None}
+    for ranks, param in sorted(compared):
+        seen_by = {rank: scale for rank in ranks if (scale := by_rank[rank].scale) is not None and scale.param == param}
+        scales = {rank: scale.factor for rank, scale in seen_by.items()}
+        tolerance = max(1e-3, *(scale.rounding for scale in seen_by.values()))
+        if max(scales.values()) - min(scales.values()) > tolerance * max(scales.values()):
             shown = ", ".join(f"{scale:.3g} on rank {rank}" for rank, scale in list(scales.items())[:4])
             yield Finding(
                 "clip-on-local-shards",
@@ -180,19 +198,45 @@ def digest_of(arguments: Any) -> int | None:
     return zlib.crc32(repr([digest(tensor) for tensor in found]).encode()) if found else None
 
 
-def size_of_gradient(params: Iterable[ShardedParam]) -> tuple[ShardedParam, float] | None:
-    """A parameter of which this rank has a gradient that is not 0, and the sum of its magnitudes; None if there is none."""
+_SAMPLED = 4096
+"""Elements of a gradient that a rank keeps from backward to the optimizer's step."""
+
+
+def sample_of_gradients(params: Iterable[ShardedParam]) -> tuple[ShardedParam, Tensor] | None:
+    """A parameter, and a sample of its gradient whose magnitudes differ; None if no parameter has one.
+
+    Where all magnitudes are equal, a factor cannot be told from ``clip_grad_value_``.
+    """
     for param in params:
-        size = magnitude(param)
-        if size:
-            return param, size
+        sample = sample_of(param)
+        if sample is not None:
+            magnitudes = sample.abs()
+            magnitudes = magnitudes[magnitudes != 0]
+            if magnitudes.numel() > 1 and magnitudes.max() > 1.01 * magnitudes.min():
+                return param, sample
     return None
 
 
-def magnitude(param: ShardedParam) -> float | None:
-    """The sum of the magnitudes of this rank's piece of its gradient; None if there is none, or if it is not finite."""
+def sample_of(param: ShardedParam) -> Tensor | None:
+    """Elements of this rank's piece of the gradient, the same at each call; None if it has no gradient, or one that is not finite."""
     grad: Any = param.sharded.grad
     if grad is None:
         return None
-    found = compat.waited_for(compat.local_tensor(grad)).abs().sum(dtype=torch.float64).item()
-    return found if found < float("inf") else None
+    elements = compat.waited_for(compat.local_tensor(grad)).detach().reshape(-1)
+    sample = elements[:: max(1, elements.numel() // _SAMPLED)].cpu()
+    sample = sample.to(torch.promote_types(sample.dtype, torch.float64), copy=True)
+    return sample if sample.isfinite().all() else None
+
+
+def scale_since(param: ShardedParam, before: Tensor) -> Scale | None:
+    """None: the gradient is what no single factor makes of ``before``, so noise, a mask or ``clip_grad_value_`` changed it."""
+    after = sample_of(param)
+    if after is None or not after.any():
+        return None
+    factor = (after.abs().sum() / before.abs().sum()).item()
+    grad: Any = param.sharded.grad
+    limits = torch.finfo(grad.dtype)
+    rounding = 4 * limits.eps  # a program may scale twice, for a loss scaler and to clip
+    expected = factor * before
+    allowed = rounding * expected.abs() + 4 * limits.eps * limits.tiny
+    return Scale(param.fqn, factor, rounding) if ((after - expected).abs() <= allowed).all() else None

@@ -31,11 +31,11 @@ from .step_checks import (
     data_finding,
     digest_of,
     gradients_left,
-    magnitude,
     missing_gradients,
     same_data,
+    sample_of_gradients,
     scale_findings,
-    size_of_gradient,
+    scale_since,
     used_outside,
 )
 
@@ -139,7 +139,7 @@ class Watch:
         close = self._close
         if close.is_on:
             close.findings += accumulation_switches(self._units)
-            close.gradient = size_of_gradient(param for param, _ in self._params)
+            close.gradient = sample_of_gradients(param for param, _ in self._params)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._num_steps += 1
@@ -161,11 +161,7 @@ class Watch:
     def _look_closely(self, close: _Close) -> None:
         """Collective: yes."""
         close.findings += gradients_left(self._units)
-        scale = None
-        if close.gradient is not None:
-            param, before = close.gradient
-            after = magnitude(param)
-            scale = None if after is None else after / before
+        scale = None if close.gradient is None else scale_since(*close.gradient)
         said = agree(default_group(), None, (close.findings, Observed(self._ranks, close.data, scale)))
         observed = [each for _, each in said]
         same = same_data(observed) if len(said) > 1 else set()
@@ -205,7 +201,7 @@ class _Close:
     """What a step that is looked at closely has seen. A new watch begins with one.
 
     data:     digest of the inputs of all micro-batches so far
-    gradient: a parameter with a gradient that is not 0, and its magnitude, at the end of the last backward
+    gradient: a parameter, and a sample of its gradient at the end of the last backward
     """
 
     __slots__ = ("data", "findings", "gradient", "is_on")
@@ -214,7 +210,7 @@ class _Close:
         self.is_on = is_on
         self.data: int | None = None
         self.findings: list[Finding] = []
-        self.gradient: tuple[ShardedParam, float] | None = None
+        self.gradient: tuple[ShardedParam, Tensor] | None = None
 
 
 def _raise(finding: Finding) -> None:

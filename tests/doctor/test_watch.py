@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
 import fsdp2
@@ -66,6 +66,61 @@ def local_clip(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
     for grad in grads:
         grad.mul_(0.01 / norm)
     optimizer.step()
+
+
+def changed(change: Callable[[Tensor], object]) -> Step:
+    """A step that changes each rank's piece of every gradient before the optimizer sees it, otherwise than by one factor."""
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+        backward(model, x)
+        for param in model.parameters():
+            change(param.grad.to_local())
+        optimizer.step()
+
+    return step
+
+
+def clipped_by_value(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+    backward(model, x)
+    clip_grad_value_(model.parameters(), 1e-3)
+    optimizer.step()
+
+
+def decayed(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+    backward(model, x)
+    for param in model.parameters():
+        param.grad.add_(param.detach(), alpha=0.1)
+    optimizer.step()
+
+
+def frozen_on_a_rank(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+    """Rows of an embedding that do not train, all of them rank 0's."""
+    backward(model, x)
+    for param in model.parameters():
+        param.grad.to_local().mul_(dist.get_rank())
+    optimizer.step()
+
+
+def one_factor_a_parameter(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+    backward(model, x)
+    for index, param in enumerate(model.parameters()):
+        param.grad.mul_(0.9**index)
+    optimizer.step()
+
+
+def in_bfloat16(step: Step) -> Step:
+    return lambda model, optimizer, x: step(model, optimizer, x.bfloat16())
+
+
+CHANGED: list[Step] = [
+    clipped_by_value,
+    decayed,
+    frozen_on_a_rank,
+    one_factor_a_parameter,
+    changed(lambda grad: grad.sign_()),
+    changed(lambda grad: grad.add_(torch.randn_like(grad), alpha=1e-3)),
+    changed(lambda grad: grad[:1].zero_()),
+]
 
 
 def clip_after_step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
@@ -161,6 +216,19 @@ def test_healthy_steps_have_no_finding_and_compute_what_they_do_without_a_watch(
             optimizer.zero_grad()
         for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
             assert torch.equal(ours.to_local(), expected.to_local())
+
+
+@on_ranks(2)
+def test_gradients_that_a_program_changes_by_no_single_factor_have_no_finding():
+    for index, step in enumerate(CHANGED):
+        assert not watched(sharded(mlp()), step, strict=True).report, index
+
+
+@on_ranks(2)
+def test_a_local_clip_of_bfloat16_gradients_is_found_and_a_common_one_is_not():
+    assert not watched(sharded(mlp().bfloat16()), in_bfloat16(clipped), strict=True).report
+    with pytest.raises(DoctorError, match="clip-on-local-shards"):
+        watched(sharded(mlp().bfloat16()), in_bfloat16(local_clip), strict=True)
 
 
 @on_ranks(2)

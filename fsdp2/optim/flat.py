@@ -55,7 +55,7 @@ class FlatOptimizer(Optimizer):
         self._runs: list[list[Run]] = []
         self._flats: list[tuple[ParamGroup, Tensor | None]] = []
         self._shown: defaultdict[Tensor, State] | None = None
-        self._loaded: Mapping[Tensor, State] | None = None  # what runs take over when they are next asked for
+        self._loaded: defaultdict[Tensor, State] | None = None  # what runs take over when they are next asked for
         self.grad_norm: Tensor | None = None  # of the last step's gradients, if it clipped them
         super().__init__(params, check_elementwise(optimizer_class, options, _device_of(params)))
 
@@ -155,7 +155,7 @@ class FlatOptimizer(Optimizer):
         for run, values in kept:
             if values:
                 inner.state[run.data] = values
-        self._inner, self._loaded = inner, None
+        self._inner, self._loaded, self._shown = inner, None, None
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -174,7 +174,8 @@ class FlatOptimizer(Optimizer):
 
     @state.setter
     def state(self, value: Mapping[Tensor, State]) -> None:
-        self._shown, self._loaded = None, value
+        # One object: what is written into ``state`` before the next step is what that step takes over.
+        self._shown = self._loaded = value if isinstance(value, defaultdict) else defaultdict(dict, value)
 
     def _take_over_writes(self) -> None:
         """Writes to what ``state`` showed: those to a value for each element are in the flat state already, others are found here."""
@@ -189,10 +190,10 @@ class FlatOptimizer(Optimizer):
                     return
 
     def _state_now(self) -> defaultdict[Tensor, State]:
-        found: defaultdict[Tensor, State] = defaultdict(dict)
         if self._loaded is not None:
-            found.update(self._loaded)
-        if self._loaded is not None or self._inner is None:
+            return self._loaded
+        found: defaultdict[Tensor, State] = defaultdict(dict)
+        if self._inner is None:
             return found
         for run in (run for runs in self._runs for run in runs):
             values: State = self._inner.state.get(run.data) or {}

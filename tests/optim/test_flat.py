@@ -303,6 +303,36 @@ def test_what_is_written_into_the_state_between_steps_counts_as_with_the_ordinar
 
 
 @on_ranks(2)
+def test_what_is_written_into_the_state_before_a_first_step_or_behind_a_load_counts():
+    """Both were lost without a word: the next step read what ``state`` had been before the write."""
+
+    def give_all(params: list[Tensor], optimizer: Optimizer) -> None:
+        for param in params:
+            optimizer.state[param] = {"momentum_buffer": torch.ones_like(param)}
+
+    def give_one(params: list[Tensor], optimizer: Optimizer) -> None:
+        optimizer.state[params[1]] = {"momentum_buffer": torch.ones_like(params[1])}
+
+    def pop(params: list[Tensor], optimizer: Optimizer) -> None:
+        optimizer.state.pop(params[1])
+
+    def clear(params: list[Tensor], optimizer: Optimizer) -> None:
+        optimizer.state.clear()
+
+    for is_loaded, write in ((False, give_all), (False, give_one), (True, give_one), (True, pop), (True, clear)):
+        ours, theirs = sharded(mlp()), sharded(mlp())
+        one, other = flat(torch.optim.SGD, ours, lr=0.1, momentum=0.9), torch.optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9)
+        for model, optimizer in ((ours, one), (theirs, other)):
+            if is_loaded:
+                train(model, optimizer, batches(2))
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            write(list(model.parameters()), optimizer)
+            train(model, optimizer, batches(2, seed=5))
+        assert_same_model(ours, theirs)
+        assert_same_state(one, other)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("ours_first", [True, False])
 @pytest.mark.parametrize("through_torch", [True, False])
 def test_state_dicts_of_flat_and_ordinary_optimizers_load_into_each_other(ours_first, through_torch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from operator import is_
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ class FlatOptimizer(Optimizer):
         self._inner: Optimizer | None = None
         self._runs: list[list[Run]] = []
         self._flats: list[tuple[ParamGroup, Tensor | None]] = []
+        self._listed: list[list[Tensor]] = []  # by group, the parameters that the runs were cut from
         self._shown: defaultdict[Tensor, State] | None = None
         self._loaded: defaultdict[Tensor, State] | None = None  # what runs take over when they are next asked for
         self.grad_norm: Tensor | None = None  # of the last step's gradients, if it clipped them
@@ -128,12 +130,23 @@ class FlatOptimizer(Optimizer):
         return found
 
     def _current(self) -> Optimizer:
-        """The inner optimizer, on the flat shards as they are now: a model may have been materialised, moved or cast."""
+        """The inner optimizer, on the flat shards and for the parameters as they are now.
+
+        The user may have materialised, moved or cast the model, or have edited ``param_groups``.
+        """
         self._take_over_writes()
-        if self._loaded is not None or self._inner is None or any(group.flat is not flat for group, flat in self._flats):
-            self._rebuild(self._state_now())
+        has_moved = any(group.flat is not flat for group, flat in self._flats)
+        if self._loaded is not None or self._inner is None or has_moved or self._lists_others():
+            self._rebuild(self.state)  # has what the user wrote for parameters that no run has yet, too
         assert self._inner is not None
         return self._inner
+
+    def _lists_others(self) -> bool:
+        """Whether the user's groups have other parameters than the runs; by identity, since ``==`` would compare elements."""
+        now = [group["params"] for group in self.param_groups]
+        if [len(params) for params in now] != [len(params) for params in self._listed]:
+            return True
+        return not all(all(map(is_, params, before)) for params, before in zip(now, self._listed, strict=True))
 
     def _rebuild(self, state: Mapping[Tensor, State]) -> None:
         """Cut runs anew, with ``state`` of the parameters."""
@@ -155,6 +168,7 @@ class FlatOptimizer(Optimizer):
         for run, values in kept:
             if values:
                 inner.state[run.data] = values
+        self._listed = [list(group["params"]) for group in self.param_groups]
         self._inner, self._loaded, self._shown = inner, None, None
 
     def _params(self) -> list[Tensor]:

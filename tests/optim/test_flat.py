@@ -203,6 +203,43 @@ def test_groups_of_hyperparameters_and_a_scheduler():
     assert one.param_groups[1]["lr"] == 0.02 / 8
 
 
+@on_ranks(2)
+def test_edits_of_the_groups_of_hyperparameters_between_steps_count():
+    """``flat`` stepped on with the parameters of the first step, and a group that was appended was a ValueError of ``zip``."""
+
+    def extend(optimizer: Optimizer, left: list[Tensor]) -> None:
+        optimizer.param_groups[0]["params"].extend(left)
+
+    def replace(optimizer: Optimizer, left: list[Tensor]) -> None:
+        params = optimizer.param_groups[0]["params"]
+        optimizer.param_groups[0]["params"] = [*params[: -len(left)], *left]  # as many as before
+
+    def pop(optimizer: Optimizer, left: list[Tensor]) -> None:
+        optimizer.param_groups[0]["params"].pop(1)
+
+    def append(optimizer: Optimizer, left: list[Tensor]) -> None:
+        optimizer.param_groups.append({**optimizer.param_groups[0], "params": left, "lr": 0.5})
+
+    def append_with_state(optimizer: Optimizer, left: list[Tensor]) -> None:
+        append(optimizer, left)
+        for param in left:
+            optimizer.state[param] = {"momentum_buffer": torch.ones_like(param)}
+
+    for edit in (extend, replace, pop, append, append_with_state):
+        ours, theirs = sharded(mlp()), sharded(mlp())
+        for model, make in ((ours, flat), (theirs, lambda optimizer_class, *args, **options: optimizer_class(*args, **options))):
+            *params, last, bias = model.parameters()
+            optimizer = make(torch.optim.SGD, params, lr=0.1, momentum=0.9)
+            for seed in (0, 5):
+                for x in batches(2, seed=seed):
+                    model(x).square().mean().backward()
+                    optimizer.step()
+                    model.zero_grad()
+                if seed == 0:
+                    edit(optimizer, [last, bias])
+        assert_same_model(ours, theirs)
+
+
 class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -110,6 +110,7 @@ class FlatOptimizer(Optimizer):
         else:
             scale(grads, coefficient)
             self._step(inner)
+        scale([grad for runs in self._runs for run in runs for grad in run.copied_gradients()], coefficient)
 
     def _step(self, inner: Optimizer) -> None:
         inner.step()

@@ -67,6 +67,7 @@ class Run:
     def __init__(self, data: Tensor, pieces: Sequence[Piece]) -> None:
         self.data = data
         self.pieces = list(pieces)
+        self._has_copies = False  # whether ``data.grad`` is a copy of the gradients of the parameters
         self._places = [(piece.slot.offset, piece.place_in(data).stride()) for piece in pieces if piece.slot is not None]
 
     def take_gradients(self) -> bool:
@@ -77,16 +78,24 @@ class Run:
         grads = [piece.param.grad for piece in self.pieces]
         there = compat.complete_locals([grad for grad in grads if grad is not None])
         self.data.grad = None
+        self._has_copies = False
         if len(there) < len(grads):
             return not there
         grad = self._where_they_lie(there) if self._places else there[0]
         if grad is None:
             grad = torch.zeros(self.data.shape, dtype=there[0].dtype, device=there[0].device)
             torch._foreach_copy_([piece.place_in(grad) for piece in self.pieces], there)
+            self._has_copies = True
         if grad.dtype is not self.data.dtype:
             compat.allow_any_grad_dtype(self.data)
         self.data.grad = grad
         return True
+
+    def copied_gradients(self) -> list[Tensor]:
+        """The parameters' own gradients, local, if ``data.grad`` is a copy: the user reads these, so who changes that changes both."""
+        if not self._has_copies:
+            return []
+        return compat.complete_locals([piece.param.grad for piece in self.pieces if piece.param.grad is not None])
 
     def _where_they_lie(self, locals_: Sequence[Tensor]) -> Tensor | None:
         """The buffer of which ``locals_`` are views, if that is laid out like this run."""

@@ -578,6 +578,23 @@ def test_a_step_that_clips_is_clipping_and_a_step(kind, norm_type):
 
 @on_ranks(2)
 @pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_clips_leaves_clipped_gradients_where_the_user_replaced_some(fused):
+    """Those of a whole group were left unclipped, as ``step`` had clipped a copy."""
+    ours, theirs = sharded(mlp()), sharded(mlp())
+    optimizer = flat(torch.optim.SGD, ours, lr=0.1, fused=fused)
+    for model in (ours, theirs):
+        model(batches(1)[0]).square().mean().backward()
+        for index, param in enumerate(model.blocks[0].parameters()):
+            if index == 0:
+                param.grad = param.grad * 2
+    optimizer.step(max_norm=1e-3)
+    fsdp2.clip_grad_norm_(theirs.parameters(), 1e-3)
+    for param, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(whole(param.grad), whole(expected.grad), rtol=1e-5, atol=0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("fused", [False, True])
 def test_a_step_that_clips_works_with_a_scaler_and_a_scheduler_and_nan_is_gone_after_it(fused):
     ours, theirs = sharded(mlp()), sharded(mlp())
     one, other = flat(torch.optim.AdamW, ours, lr=0.1, fused=fused), torch.optim.AdamW(theirs.parameters(), lr=0.1, fused=fused)

@@ -7,10 +7,13 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from types import FrameType
 
+from ..core import torch_compat as compat
 from ..core.comm.collective_log import CollectiveLog, Stage
 
 LAST = 128
@@ -98,11 +101,43 @@ def stacks() -> str:
     return "\n".join(text)
 
 
-def main_thread_at() -> int:
-    """A number that changes when the main thread runs Python code, and does not while it waits or sleeps."""
+class MainThread:
+    """Whether the main thread works, as one watchdog sees it from look to look.
+
+    clock: seconds; cpu_time: seconds that the main thread has computed, or None where nobody can say
+    """
+
+    def __init__(self, clock: Callable[[], float], cpu_time: Callable[[], float | None]) -> None:
+        self._clock, self._cpu_time = clock, cpu_time
+        self._looked_at, self._computed = clock(), cpu_time()
+        self._busy = 0
+
+    def at(self) -> int:
+        """A number that changes when the main thread has run Python code since the last look, and does not while it waits or sleeps.
+
+        A look finds a short loop at the same instruction each time, since Python lets other threads run at few of them. So a thread
+        that has computed for a twentieth of the time counts as well: one that
+        waits takes less, and one on a crowded host may not get more.
+        """
+        now, computed = self._clock(), self._cpu_time()
+        if computed is not None and self._computed is not None and computed - self._computed > 0.05 * (now - self._looked_at):
+            self._busy += 1
+        self._looked_at, self._computed = now, computed
+        return hash((self._busy, *_frames()))
+
+
+def cpu_time_of_main_thread() -> float | None:
+    """None on a platform without such a clock, and beside an accelerator: there a thread computes while it waits for the device."""
+    main = threading.main_thread().ident
+    if main is None or not hasattr(time, "pthread_getcpuclockid") or compat.default_device_type() != "cpu":
+        return None
+    return time.clock_gettime(time.pthread_getcpuclockid(main))
+
+
+def _frames() -> list[int]:
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     at = []
     while frame is not None:
         at += [id(frame), frame.f_lasti]
         frame = frame.f_back
-    return hash(tuple(at))
+    return at

@@ -29,7 +29,7 @@ from ..core.group.step_count import OPTIMIZER_STEPS
 from ..errors import ArgumentError, OrderError
 from .explanation import explain, own_account
 from .patience import Patience, Sign
-from .report import Report, main_thread_at, report_of
+from .report import MainThread, Report, cpu_time_of_main_thread, report_of
 
 EXIT_STATUS = 75
 """Of a process that a watchdog has ended; "try again later" in sysexits.h."""
@@ -73,6 +73,7 @@ class Watchdog:
         self._tell = tell or _tell
         self._end = end or _end
         self._patience = Patience(timeout, patience, self._world_size, clock())
+        self._main_thread = MainThread(clock, cpu_time_of_main_thread)
         self._looks = 0
         self._wanted = 0  # how many explanations users have asked for, of those that rank 0 has begun to give
         self._answered = 0  # the last ask that this rank has answered
@@ -91,7 +92,7 @@ class Watchdog:
                 self._end()
             return
         try:
-            at = self._looks if self._log.at_disk else main_thread_at()
+            at = self._looks if self._log.at_disk else self._main_thread.at()
             self._write(f"sign/{self.rank}", f"{self._looks} {self._log.moves} {at}")
             self._answer()
             self._patience.hear(self._signs(range(self._world_size) if self.rank == 0 else range(1)), now)

@@ -215,6 +215,7 @@ def watchdog(timeout: float = 600.0, *, patience: float | None = None) -> Iterat
     store = compat.own_connection_to_the_store(f"fsdp2_watchdog_{_num_made}")
     with switched_on(lambda: OPTIMIZER_STEPS.value + 1) as log, _asked_by_signal() as asked:
         dog = Watchdog(store, log, timeout, patience)
+        dog.look()  # the first sign: a rank that dies soon after has been there
         leaving, left = os.pipe()
         thread = threading.Thread(target=_run, args=(dog, timeout / 10, asked, leaving), name="fsdp2_watchdog", daemon=True)
         thread.start()

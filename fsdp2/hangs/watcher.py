@@ -52,7 +52,8 @@ class Ask:
 class Watchdog:
     """One rank's part, without the thread. A test calls ``look``, and has its own clock.
 
-    tell: prints; end: ends the process
+    tell: prints; end: ends the process. The other attributes are what this rank has heard and said so far, one for each message that
+    goes through the store.
     """
 
     def __init__(

@@ -257,7 +257,8 @@ def test_healthy_programs_have_no_finding_before_and_between_steps():
 
 @on_ranks(2)
 def test_a_wrong_call_raises_on_all_ranks_and_strict_raises_what_is_found():
-    model = sharded(mlp()) if dist.get_rank() == 0 else mlp()
+    everywhere = sharded(mlp())  # units are numbered alike on all ranks, in the tests that follow as well
+    model = everywhere if dist.get_rank() == 0 else mlp()
     with pytest.raises(ModuleError, match="is not sharded"):
         doctor.check(model)
     model = sharded(mlp())

@@ -8,6 +8,8 @@ It refuses to know syntax trees, and what becomes of a name.
 
 from __future__ import annotations
 
+from .. import installation
+
 FSDP2_NAMES = frozenset(
     {
         "CPUOffloadPolicy",
@@ -37,28 +39,7 @@ WRAP_NAMES = frozenset(
     }
 )
 
-FSDP1_NAMES = WRAP_NAMES | frozenset(
-    {
-        "BackwardPrefetch",
-        "CPUOffload",
-        "FlatParameter",
-        "FullOptimStateDictConfig",
-        "FullStateDictConfig",
-        "FullyShardedDataParallel",
-        "LocalOptimStateDictConfig",
-        "LocalStateDictConfig",
-        "MixedPrecision",
-        "OptimStateDictConfig",
-        "OptimStateKeyType",
-        "ShardedGradScaler",
-        "ShardedOptimStateDictConfig",
-        "ShardedStateDictConfig",
-        "ShardingStrategy",
-        "StateDictConfig",
-        "StateDictSettings",
-        "StateDictType",
-    }
-)
+FSDP1_NAMES = WRAP_NAMES | {"FlatParameter"} | frozenset(installation.FSDP1_NAMES)
 """Public names of FSDP1 and its submodules; ``fsdp2.compat`` has them all."""
 
 _FSDP_MODULES = (

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .activations import ActivationCheckpointPolicy, apply_activation_checkpointing, apply_activation_offload
     from .compiled import compile, uncompile  # noqa: A004 (named after torch.compile)
     from .hangs import watchdog
+    from .inspector import ledger
     from .installation import install, uninstall
     from .model_summary import summary
     from .planner.api import plan
@@ -53,6 +54,7 @@ _ELSEWHERE = {
     "apply_activation_offload": "activations",
     "compile": "compiled",
     "install": "installation",
+    "ledger": "inspector",
     "plan": "planner.api",
     "summary": "model_summary",
     "uncompile": "compiled",
@@ -96,6 +98,7 @@ __all__ = [
     "fully_shard",
     "get_total_norm",
     "install",
+    "ledger",
     "materialize",
     "optim",
     "parallelize",

@@ -2,7 +2,8 @@
 
 ``current`` is None unless a log is switched on, and that question is all that a step pays otherwise. With it, each collective costs
 two appends. Records say what other ranks' records can be compared with: the number among the collectives of one process group, and
-what was sent. This file refuses to know who reads them, other ranks, and groups of parameters.
+what was sent. A ``Listener`` is told at once, as well as of the moments at which units begin and end. This file refuses to know who
+reads and listens, other ranks, and groups of parameters.
 
 Worked example, one group of a rank that waits in backward:
 
@@ -67,6 +68,35 @@ class Record:
         return self.stage is Stage.DONE
 
 
+class Listener:
+    """Told of each moment when it comes, in the thread that it comes in. These methods do nothing."""
+
+    def issued(self, record: Record, owner: object, num_ranks: int) -> None:
+        """``owner`` is about to issue a collective over so many ranks."""
+
+    def waits(self, record: Record) -> None:
+        """The host is about to wait for it."""
+
+    def done(self, record: Record) -> None:
+        """The host goes on behind it: it is complete or, on a device, ordered."""
+
+    def begins(self, phase: str, unit: str) -> None:
+        """A hook of ours is called: ``phase`` of ``unit`` is to begin."""
+
+    def ends(self, phase: str, unit: str) -> None:
+        """A hook of ours is called: ``phase`` of ``unit`` has ended; "": of all units."""
+
+    def resumes(self) -> None:
+        """That hook returns."""
+
+    def leaves(self) -> None:
+        """The forward, or the backward, of a root is over."""
+
+
+listeners: tuple[Listener, ...] = ()
+"""Those that are told."""
+
+
 class CollectiveLog:
     """The records of one rank. Any thread may append; another one reads copies.
 
@@ -101,6 +131,8 @@ class CollectiveLog:
         self._open[id(owner), kind] = record
         self.records.append(record)
         self.moves += 1
+        for listener in listeners:
+            listener.issued(record, owner, len(self.ranks[group]))
 
     def waits(self, owner: object, kind: str) -> None:
         """The host is about to wait for it."""
@@ -108,6 +140,8 @@ class CollectiveLog:
         if record is not None:
             record.stage = Stage.WAITING
             self.moves += 1
+            for listener in listeners:
+                listener.waits(record)
 
     def done(self, owner: object, kind: str, streams: Streams | None = None, stream: Stream = None) -> None:
         """It is complete for the host; on a device, once what ``stream`` was given so far has run."""
@@ -115,6 +149,8 @@ class CollectiveLog:
         if record is None:
             return
         self.moves += 1
+        for listener in listeners:
+            listener.done(record)
         if streams is None or streams.host_waits or streams.is_capturing():
             record.stage = Stage.DONE
             return
@@ -126,12 +162,26 @@ class CollectiveLog:
         self.place = (phase, unit)
         self.entered.append(self.place)
         self.moves += 1
+        for listener in listeners:
+            listener.begins(phase, unit)
+
+    def exit(self, phase: str, unit: str) -> None:
+        """A hook behind ``phase`` of ``unit`` begins; "": behind that of all units."""
+        for listener in listeners:
+            listener.ends(phase, unit)
+
+    def resume(self) -> None:
+        """The hook that called ``enter`` or ``exit`` returns."""
+        for listener in listeners:
+            listener.resumes()
 
     def leave(self) -> None:
         """The forward, or the backward, of the root has ended."""
         self.place = ("", "")
         self.entered.clear()
         self.moves += 1
+        for listener in listeners:
+            listener.leaves()
 
 
 def _passed(streams: Streams, event: Event) -> Callable[[], bool]:
@@ -141,16 +191,37 @@ def _passed(streams: Streams, event: Event) -> Callable[[], bool]:
 current: CollectiveLog | None = None
 """Where collectives are recorded; None: nowhere. Read as an attribute of this module, each time."""
 
+_watched: CollectiveLog | None = None  # of ``switched_on``: it numbers collectives from there, so it is used before
+_heard: CollectiveLog | None = None  # of listeners, which need no numbers
+
 
 @contextlib.contextmanager
 def switched_on(step: Callable[[], int]) -> Iterator[CollectiveLog]:
     """Record inside. step: the number of the step that runs"""
-    global current
-    before, current = current, CollectiveLog(step)
+    global current, _watched
+    before, log = _watched, CollectiveLog(step)
+    current = _watched = log
     try:
-        yield current
+        yield log
     finally:
-        current = before
+        _watched = before
+        current = _watched or _heard
+
+
+def listen(listener: Listener, step: Callable[[], int]) -> None:
+    """Tell ``listener`` from now on, until ``ignore``; a log is kept for as long as somebody listens."""
+    global current, listeners, _heard
+    listeners = (*listeners, listener)
+    _heard = _heard or CollectiveLog(step)
+    current = _watched or _heard
+
+
+def ignore(listener: Listener) -> None:
+    """The end of ``listen``; a second time: nothing."""
+    global current, listeners, _heard
+    listeners = tuple(each for each in listeners if each is not listener)
+    _heard = _heard if listeners else None
+    current = _watched or _heard
 
 
 @contextlib.contextmanager

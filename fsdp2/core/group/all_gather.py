@@ -236,6 +236,11 @@ class Gather:
             self._event = None
         self._held = None
 
+    @property
+    def buffer_nbytes(self) -> int:
+        """Beside the unsharded storage, while a gather is under way."""
+        return sum(each.nbytes for each in (self._packed, self._held) if each is not None)
+
     def forget(self) -> None:
         """Let go of the last flat shard: the next one is another."""
         self._flat, self._flat_inputs = None, []

@@ -261,6 +261,12 @@ class Reduction:
         return self._group
 
     @property
+    def buffer_nbytes(self) -> int:
+        """Of the buffers that it holds."""
+        held = (self._input, self._output, self._held, self._partial)
+        return sum({id(each): each.nbytes for each in held if each is not None}.values())
+
+    @property
     def number(self) -> int:
         """Of the group."""
         return self._plan.number or 0

@@ -58,8 +58,9 @@ class Backward:
     def begin(self, unit: Unit, call: Call) -> None:
         """The gradient of an output of ``call`` is there: unshard ``unit``, prefetch the one before. Collective: yes."""
         tree = self._tree
-        if collective_log.current is not None:
-            collective_log.current.enter("backward", unit.fqn or "the root")
+        log = collective_log.current
+        if log is not None:
+            log.enter("backward", unit.fqn or "the root")
         tree.reductions.poll()
         for group in unit.uses:
             group.gradients.reached = True
@@ -87,6 +88,8 @@ class Backward:
                             self._prefetch(other)
         if not self._host_waits and options.unshard_in_backward:
             unit.wait()
+        if log is not None:
+            log.resume()
 
     def _prefetch(self, unit: Unit) -> None:
         if unit.options.unshard_in_backward:

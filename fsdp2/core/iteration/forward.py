@@ -43,8 +43,9 @@ class Forward:
 
     def begin(self, unit: Unit) -> None:
         """``unit`` is about to run: unshard it, then prefetch the next. Collective: yes."""
-        if collective_log.current is not None:
-            collective_log.current.enter("forward", unit.fqn or "the root")
+        log = collective_log.current
+        if log is not None:
+            log.enter("forward", unit.fqn or "the root")
         unit.issue()
         if self._host_waits:
             unit.wait()
@@ -70,9 +71,14 @@ class Forward:
                         self._prefetched.append(other)
         if not self._host_waits:
             unit.wait()
+        if log is not None:
+            log.resume()
 
     def end(self, unit: Unit, stays: bool = False) -> None:
         """``unit`` has run; free what backward does not need (``stays``: nothing)."""
+        log = collective_log.current
+        if log is not None:
+            log.exit("forward", unit.fqn or "the root")
         for weight in unit.max_norm_weights:
             weight.write_back()
         tree = self._tree
@@ -84,6 +90,8 @@ class Forward:
             step = tree.step
             step.positions[unit].append(len(step.order))
             step.order.append(unit)
+        if log is not None:
+            log.resume()
 
     def end_part(self, unit: Unit) -> bool:
         """One module of the list that ``unit`` is has run, and others of it have not; True if that ends the forward.

@@ -245,7 +245,12 @@ class Schedule:
     def end_backward_of(self, call: Call, unit: Unit) -> None:
         """The gradient of an input of ``call`` is done. Collective: yes, if it was its unit's last in this backward."""
         task = compat.current_graph_task()
+        log = collective_log.current
+        if log is not None:
+            log.exit("backward", unit.fqn or "the root")
         (self.backward or self._backward_of(task)).end(unit, call, task)
+        if log is not None:
+            log.resume()
 
     def _backward_of(self, task: int) -> Backward:
         """The backward under way, of which ``task`` may be an inner graph task; a new one if there is none, or the last one failed."""
@@ -274,6 +279,9 @@ class Schedule:
         """Reduce what has not been reduced, and finish; a pipeline schedule calls it when sync is on again. Collective: yes."""
         global _last_task
         tree = self.tree
+        log = collective_log.current
+        if log is not None:
+            log.exit("backward", "")
         backward = self.backward or Backward(tree, -1, None)
         backward.finish(not self.goes_on, leaves_pending=self.manual)
         if not self.goes_on:
@@ -284,8 +292,8 @@ class Schedule:
         else:
             tree.reductions.finish_later()
         tree.await_host_reads()
-        if collective_log.current is not None:
-            collective_log.current.leave()
+        if log is not None:
+            log.leave()
         self.backward = None  # last of ours: what raises here has made the backward fail
         for watcher in tree.root.watchers:
             watcher()

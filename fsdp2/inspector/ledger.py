@@ -1,0 +1,158 @@
+"""``ledger``: a JSON line for each step and rank.
+
+It hears what the collective log tells, and what optimizers do; it refuses to know what is made of its lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..core import torch_compat as compat
+from ..core.comm import collective_log
+from ..core.group.step_count import OPTIMIZER_STEPS
+from ..doctor.finding import Finding
+from ..doctor.inspected import inspect
+from ..planner.result import Plan
+from .memory_now import allocator_peak, forget_allocator_peak, kept_bytes
+from .meter import Counts, Meter
+from .run_folder import Lines, Values, folder_of, rank_file, write_json
+
+
+def ledger(
+    folder: Any,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    *,
+    tokens: int | Callable[[], int] | None = None,
+    plan: Plan | None = None,
+    findings: Iterable[Finding] = (),
+) -> Ledger:
+    """Write a line for each step of this rank into ``folder``, from now until the end of the ``with`` block, or until ``stop()``.
+
+        with fsdp2.ledger("run", model, optimizer, tokens=batch * sequence):
+            train(model, optimizer)
+
+    folder:     one for a run, the same on all ranks of a host; an earlier run's lines of this rank are dropped
+    optimizer:  one, or all that train it: the step of the last one ends a step; None: each step of any optimizer
+    tokens:     that this rank trains on in a step, or a function that says how many there were in the last one
+    plan:       what ``fsdp2.plan`` predicted; ``fsdp2 report`` draws it beside what was measured
+    findings:   of ``doctor.check``, or of a ``doctor.watch`` (its ``report`` when the ledger stops), for the report
+    Collective: no; without it nothing is counted, and a step asks a module attribute where it would be
+    Raises:     ModuleError if ``model`` is not sharded; ArgumentError for something else than optimizers
+    """
+    return Ledger(folder, model, optimizer, tokens=tokens, plan=plan, findings=findings)
+
+
+class Ledger:
+    """See ``ledger``."""
+
+    def __init__(
+        self,
+        folder: Any,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None,
+        *,
+        tokens: int | Callable[[], int] | None,
+        plan: Plan | None,
+        findings: Iterable[Finding],
+    ) -> None:
+        self.folder = folder_of(folder, "ledger")
+        inspected = inspect(model, optimizer, "ledger")
+        self._model, self._optimizers = model, inspected.optimizers
+        self._tokens, self._plan, self._findings = tokens, plan, findings
+        self._device = inspected.groups[0][1].device if inspected.groups else torch.device("cpu")
+        self._rank, self._num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self._meter = Meter()
+        self._lines = Lines(rank_file(self.folder, "ledger", self._rank, "jsonl"))
+        self._undo = contextlib.ExitStack()
+        self._undo.callback(self._lines.close)
+        self._undo.callback(self._write_run)
+        self._write_run()
+        collective_log.listen(self._meter, lambda: OPTIMIZER_STEPS.value + 1)
+        self._undo.callback(collective_log.ignore, self._meter)
+        end_step = compat.dynamo_disabled(self._end_step)
+        if self._optimizers:
+            self._undo.callback(self._optimizers[-1].register_step_post_hook(end_step).remove)
+        else:
+            self._undo.callback(register_optimizer_step_post_hook(end_step).remove)
+        forget_allocator_peak(self._device)
+        self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        """End it; lines so far stay. A second time: nothing."""
+        self._undo.close()
+
+    def __enter__(self) -> Ledger:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.stop()
+
+    def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        now = time.perf_counter()
+        counts = self._meter.take()
+        memory = dict(kept_bytes(self._model, self._optimizers or [optimizer])) | self._meter.memory.most
+        line = {
+            "step": OPTIMIZER_STEPS.value,
+            "rank": self._rank,
+            "time": time.time(),
+            "duration_ms": (now - self._began) * 1e3,
+            "tokens": self._tokens() if callable(self._tokens) else self._tokens,
+            "memory": memory,
+            "allocator_peak": allocator_peak(self._device),
+            **_said(counts),
+        }
+        self._lines.write(line)
+        self._meter.memory.forget_most()
+        forget_allocator_peak(self._device)
+        self._began = now
+
+    def _write_run(self) -> None:
+        """At the beginning, for a run that crashes, and at the end, when a watch knows more."""
+        if self._rank != 0:
+            return
+        findings = getattr(self._findings, "report", self._findings)
+        said: Values = {
+            "ranks": self._num_ranks,
+            "device": str(self._device),
+            "torch": torch.__version__,
+            "fsdp2": importlib.metadata.version("fsdp2"),
+            "model": type(self._model).__name__,
+            "plan": None if self._plan is None else plan_said(self._plan),
+            "findings": [dataclasses.asdict(each) for each in findings],
+        }
+        write_json(self.folder / "run.json", said)
+
+
+def _said(counts: Counts) -> Values:
+    """Times in ms."""
+    communication: dict[str, dict[str, Values]] = {}
+    for (phase, kind), tally in counts.tallies.items():
+        communication.setdefault(phase, {})[kind] = {
+            "calls": tally.calls,
+            "nbytes": tally.nbytes,
+            "sent": tally.sent,
+            "exposed_ms": tally.exposed * 1e3,
+        }
+    return {"communication": communication, "exposed_ms": counts.exposed * 1e3, "hooks_ms": counts.hooks * 1e3}
+
+
+def plan_said(plan: Plan) -> Values:
+    """What a report shows of a plan."""
+    peak = plan.memory.peak
+    return {
+        "peak": {"nbytes": peak.nbytes, "by_kind": peak.by_kind, "phase": peak.phase, "where": peak.where},
+        "most": plan.memory.most,
+        "traffic": [dataclasses.asdict(each) for each in plan.traffic],
+    }

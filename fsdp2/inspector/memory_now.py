@@ -1,0 +1,85 @@
+"""Bytes that this rank keeps for parameters and gradients, by kind, while steps run.
+
+Only groups with a gather, or a reduction, since the last look are asked: the cost of a look does not grow with the model. It refuses to
+know activations; on accelerators the allocator knows their sum.
+
+Worked example, two groups of 1 MB over 2 ranks in fp32: while the second is gathered behind the first, packed, that is 2 MB of
+"unsharded parameters" and 1 MB of "all-gather buffers".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from ..core import torch_compat as compat
+from ..core.group.all_gather import Gather
+from ..core.group.memory import GroupMemory
+from ..core.group.reduction import Reduction
+from ..planner.recorder import GATHERING, GRADIENTS, OPTIMIZER, PARAMETERS, REDUCING, UNSHARDED
+from ..state_bytes import measured_state_bytes
+
+
+class MemoryNow:
+    """What collectives have to do with. most: by kind, the most bytes at a time since ``forget_most``"""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, GroupMemory] = {}
+        self._reductions: dict[int, Reduction] = {}
+        self.most: dict[str, int] = {}
+
+    def note(self, owner: object) -> None:
+        """``owner`` begins a collective: ask it from now on."""
+        if isinstance(owner, GroupMemory):
+            self._groups[id(owner)] = owner
+        elif isinstance(owner, Reduction):
+            self._reductions[id(owner)] = owner
+
+    def look(self) -> dict[str, int]:
+        """Bytes now; what has none left is not asked again."""
+        unsharded = gathering = reducing = 0
+        for key, group in list(self._groups.items()):
+            made = group.unsharded
+            nbytes = 0 if made is None or made.storage is None else made.storage.nbytes()
+            buffers = made.gather.buffer_nbytes if made is not None and isinstance(made.gather, Gather) else 0
+            if nbytes == buffers == 0:
+                self._groups.pop(key, None)
+            unsharded += nbytes
+            gathering += buffers
+        for key, reduction in list(self._reductions.items()):
+            nbytes = reduction.buffer_nbytes
+            if nbytes == 0:
+                self._reductions.pop(key, None)
+            reducing += nbytes
+        now = {UNSHARDED: unsharded, GATHERING: gathering, REDUCING: reducing}
+        for kind, nbytes in now.items():
+            if nbytes > self.most.get(kind, 0):
+                self.most[kind] = nbytes
+        return now
+
+    def forget_most(self) -> None:
+        self.most = {}
+
+
+def kept_bytes(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, int]:
+    """Between backward and the next forward: what lives through the step."""
+    states = [measured_state_bytes(model, each) for each in optimizers]
+    return {
+        PARAMETERS: int(states[0].master),
+        GRADIENTS: int(states[0].gradients),
+        OPTIMIZER: int(sum(state.optimizer for state in states)),
+    }
+
+
+def allocator_peak(device: torch.device) -> int | None:
+    """Bytes at most since ``forget_allocator_peak``; None where no allocator counts (the CPU's)."""
+    asks = getattr(compat.device_module(device.type), "max_memory_allocated", None)
+    return None if asks is None else int(asks(device))
+
+
+def forget_allocator_peak(device: torch.device) -> None:
+    forgets = getattr(compat.device_module(device.type), "reset_peak_memory_stats", None)
+    if forgets is not None:
+        forgets(device)

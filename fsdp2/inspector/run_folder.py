@@ -1,0 +1,75 @@
+"""What lies where in the folder of a run, and files of which a crash leaves whole lines.
+
+    run/
+      run.json               of rank 0: world size, versions, the plan, findings
+      ledger.rank0.jsonl     a line for each step of that rank
+
+It refuses to know what the values mean.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentError
+
+Values = dict[str, Any]
+
+
+class Lines:
+    """A file to which each line is appended by one call of the operating system: others see whole lines only.
+
+    begins_anew: what an earlier run has left there is dropped
+    """
+
+    def __init__(self, path: Path, begins_anew: bool = True) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        truncate = os.O_TRUNC if begins_anew else 0
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | truncate, 0o644)
+
+    def write(self, values: Values) -> None:
+        os.write(self._file, (json.dumps(values, separators=(",", ":")) + "\n").encode())
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+def read_lines(path: Path) -> list[Values]:
+    """Whole lines; of a last one that was cut off where a disk was full, nothing."""
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+
+
+def write_json(path: Path, values: Any) -> None:
+    """At once: a reader sees the file as it was, or as it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(values))
+    os.replace(beside, path)
+
+
+def rank_file(folder: Path, kind: str, rank: int, suffix: str) -> Path:
+    return folder / f"{kind}.rank{rank}.{suffix}"
+
+
+def rank_files(folder: Path, kind: str, suffix: str) -> Iterator[tuple[int, Path]]:
+    """(rank, path), by rank."""
+    found = {}
+    for path in folder.glob(f"{kind}.rank*.{suffix}"):
+        match = re.fullmatch(rf"{re.escape(kind)}\.rank(\d+)\.{re.escape(suffix)}", path.name)
+        if match is not None:
+            found[int(match[1])] = path
+    yield from sorted(found.items())
+
+
+def folder_of(path: Any, caller: str) -> Path:
+    """Raises: ArgumentError if ``path`` is no path, or a file."""
+    if not isinstance(path, (str, os.PathLike)) or Path(path).is_file():
+        raise ArgumentError(
+            f"{caller} got {path!r}", expected="a folder, which need not exist yet", fix=f'for instance fsdp2.{caller}("run")'
+        )
+    return Path(path)

@@ -1,0 +1,131 @@
+"""The ledger's lines, against what the model's sizes say must have been communicated and kept."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp2
+from fsdp2 import fully_shard
+from fsdp2.core.comm import collective_log
+from fsdp2.errors import ArgumentError
+from fsdp2.inspector.meter import Meter
+from fsdp2.inspector.run_folder import Lines, rank_files, read_lines
+from harness import on_ranks
+
+WIDTH = 64
+GROUP_NBYTES = WIDTH * WIDTH * 4
+
+
+def training() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)])
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, WIDTH)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def folder_for_all() -> Path:
+    told = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(told)
+    return Path(str(told[0]))
+
+
+def lines_of_a_run(world_size: int, **options: Any) -> list[dict[str, Any]]:
+    model, optimizer = training()
+    folder = folder_for_all()
+    with fsdp2.ledger(folder, model, optimizer, **options):
+        for _ in range(3):
+            step(model, optimizer)
+        ((_, path),) = [each for each in rank_files(folder, "ledger", "jsonl") if each[0] == dist.get_rank()]
+        assert len(read_lines(path)) == 3  # each is there when its step has ended: a crash leaves it
+    dist.barrier()
+    assert [rank for rank, _ in rank_files(folder, "ledger", "jsonl")] == list(range(world_size))
+    return read_lines(path)
+
+
+@on_ranks(2)
+def test_each_step_has_a_line_of_what_was_communicated_and_kept(world_size):
+    lines = lines_of_a_run(world_size, tokens=lambda: 128)
+    assert [line["step"] - lines[0]["step"] for line in lines] == [0, 1, 2]
+    for line in lines[1:]:
+        forward, backward = (line["communication"][phase] for phase in ("forward", "backward"))
+        assert forward["all-gather"]["calls"] == backward["all-gather"]["calls"] == 3
+        assert forward["all-gather"]["nbytes"] == 3 * GROUP_NBYTES
+        assert forward["all-gather"]["sent"] == 3 * GROUP_NBYTES // 2
+        assert backward["reduce-scatter"]["calls"] == 3
+        assert backward["reduce-scatter"]["nbytes"] >= 3 * GROUP_NBYTES  # and a flag for each parameter
+        assert "reduce-scatter" not in forward
+        assert 0 < line["exposed_ms"] < line["duration_ms"]
+        assert 0 < line["hooks_ms"] < line["duration_ms"]
+        assert line["tokens"] == 128
+        memory = line["memory"]
+        assert memory["sharded parameters"] == 3 * GROUP_NBYTES // 2
+        assert memory["optimizer state"] == 2 * memory["sharded parameters"]
+        assert memory["sharded gradients"] >= memory["sharded parameters"]
+        assert memory["unsharded parameters"] == GROUP_NBYTES  # the next one is packed while this one runs
+        assert memory["all-gather buffers"] == GROUP_NBYTES
+        assert memory["reduction buffers"] >= GROUP_NBYTES
+
+
+@on_ranks(2)
+def test_nothing_listens_behind_a_ledger_whoever_leaves_first(world_size):
+    model, optimizer = training()
+    ledger = fsdp2.ledger(folder_for_all(), model, optimizer)
+    with fsdp2.watchdog(timeout=600):
+        assert collective_log.current is not None
+        watched = collective_log.current
+        step(model, optimizer)
+        ledger.stop()
+        ledger.stop()
+        assert collective_log.current is watched
+        assert watched.records
+    assert collective_log.current is None
+    assert collective_log.listeners == ()
+
+
+def test_a_path_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ArgumentError, match="a folder"):
+        fsdp2.ledger(tmp_path / "run", nn.Linear(2, 2))
+
+
+def test_of_a_line_that_was_cut_off_nothing_is_read(tmp_path):
+    lines = Lines(tmp_path / "lines.jsonl")
+    lines.write({"step": 1})
+    lines.close()
+    with (tmp_path / "lines.jsonl").open("a") as file:
+        file.write('{"step":')
+    assert read_lines(tmp_path / "lines.jsonl") == [{"step": 1}]
+
+
+def test_the_meter_tells_waiting_from_the_time_of_hooks():
+    now = [0.0]
+    meter = Meter(clock=lambda: now[0])
+    record = collective_log.Record(1, "world", "all-gather", "layers.0", "forward", 1, 250, "float32")
+
+    def at(ms: float, told: Any, *args: Any) -> None:
+        now[0] = ms
+        told(*args)
+
+    at(0, meter.begins, "forward", "layers.0")
+    at(0.5, meter.issued, record, object(), 2)
+    at(1, meter.waits, record)
+    at(3, meter.done, record)
+    at(4, meter.resumes)
+    counts = meter.take()
+    tally = counts.tallies["forward", "all-gather"]
+    assert (tally.calls, tally.nbytes, tally.sent, tally.exposed, counts.hooks) == (1, 1000, 500, 2, 2)
+    assert meter.take().tallies == {}

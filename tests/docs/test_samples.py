@@ -14,6 +14,7 @@ from harness import on_ranks
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ["start.md", *sorted(str(page.relative_to(DOCS)) for page in (DOCS / "howto").glob("*.md") if page.name != "index.md")]
 TOCTREE = re.compile(r"```\{toctree\}\n(?::[^\n]*\n)*(.*?)```", re.DOTALL)
+NEEDS = re.compile(r"<!-- needs: (\w+) -->")
 BLOCK = re.compile(r"(?P<unless><!-- not run: [^>]+ -->\n)?```python\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -23,8 +24,17 @@ def samples(page: str) -> list[tuple[int, str]]:
     return [(text[: found.start("code")].count("\n"), found["code"]) for found in BLOCK.finditer(text) if not found["unless"]]
 
 
+def packages_missing_for(page: str) -> list[str]:
+    return [name for name in NEEDS.findall((DOCS / page).read_text()) if importlib.util.find_spec(name) is None]
+
+
+def page_param(page: str):
+    missing = packages_missing_for(page)
+    return pytest.param(page, marks=pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}"))
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [page_param(page) for page in PAGES])
 def test_samples_of_a_page_run(page):
     found = samples(page)
     assert found, "a page without a sample that runs"

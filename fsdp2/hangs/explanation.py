@@ -12,15 +12,19 @@ from typing import TypeVar
 from .report import Item, Report
 
 
-def explain(reports: Mapping[int, Report], world_size: int, silent: Mapping[int, float | None], left: Collection[int] = ()) -> str:
+def explain(
+    reports: Mapping[int, Report], world_size: int, silent: Mapping[int, float | None], left: Mapping[int, str] | None = None
+) -> str:
     """reports: of the ranks that answered. silent: of the others, seconds since their last sign; None: there was none.
 
-    left: ranks that watch no longer, for they have come to the end
+    left: ranks that watch no longer, and why: "" for those that have come to the end
     """
+    left = left or {}
     absent = [rank for rank in range(world_size) if rank not in reports]
-    lines = [f"rank {rank} has left the watchdog" if rank in left else _silence(rank, silent.get(rank)) for rank in absent]
-    lines += _partings(reports)
-    lines += _waits(reports)
+    lines = [f"rank {rank} has left the watchdog{left[rank]}" if rank in left else _silence(rank, silent.get(rank)) for rank in absent]
+    partings = _partings(reports)
+    lines += partings.values()
+    lines += _waits(reports, partings)
     if not lines:
         places = {rank: _place(report) for rank, report in reports.items()}
         lines = [f"{_ranks(ranks)} in no collective of fsdp2, {place}" for place, ranks in _alike(places)]
@@ -56,22 +60,25 @@ def _by_number(reports: Mapping[int, Report], group: str) -> dict[int, dict[int,
     return found
 
 
-def _partings(reports: Mapping[int, Report]) -> list[str]:
-    """For each process group, the first collective for which its ranks have not sent the same."""
-    lines = []
+def _partings(reports: Mapping[int, Report]) -> dict[str, str]:
+    """Of process groups whose ranks have not always sent the same: the first collective for which they have not."""
+    lines = {}
     for group in _groups(reports):
         for number, items in sorted(_by_number(reports, group).items()):
             sent = {rank: item.sent for rank, item in items.items()}
             alike = _alike(sent)
             if len(alike) > 1:
                 said = "; ".join(f"{_ranks(ranks, verb='')} {_name(items[ranks[0]], full=True)}" for _, ranks in alike)
-                lines.append(f"ranks have not issued the same collective #{number}: {said}")
+                lines[group] = f"ranks have not issued the same collective #{number}: {said}"
                 break
     return lines
 
 
-def _waits(reports: Mapping[int, Report]) -> list[str]:
-    """Who waits in which collective, and where the ranks are that have not come to it."""
+def _waits(reports: Mapping[int, Report], parted: Collection[str]) -> list[str]:
+    """Who waits in which collective, and where the ranks are that have not come to it.
+
+    parted: groups whose ranks have sent different things, for which these wait; the network is not at fault there
+    """
     lines = []
     for group, members in _groups(reports).items():
         waiting: dict[int, Item] = {}
@@ -86,11 +93,12 @@ def _waits(reports: Mapping[int, Report]) -> list[str]:
         for number in sorted({item.number for item in waiting.values()}):
             there = [rank for rank, item in waiting.items() if item.number == number]
             item = waiting[there[0]]
-            lines.append(f"{_ranks(there)} in {_name(item)} (step {item.step}, #{number})")
+            names = {rank: f"{_name(waiting[rank])} (step {waiting[rank].step}, #{number})" for rank in there}
+            lines += [f"{_ranks(ranks)} in {name}" for name, ranks in _alike(names)]
             absent = [rank for rank in members if rank in reports and (rank not in last or last[rank].number < number)]
             places = {rank: _absence(reports[rank], item) for rank in absent}
             lines += [f"  {_ranks(ranks, verb='')} {said}" for said, ranks in _alike(places)]
-            if not absent and set(members) <= set(reports) and len(there) == len(members):
+            if group not in parted and not absent and set(members) <= set(reports) and len(there) == len(members):
                 lines.append("  all of its ranks are in it: the network, the backend or the device does not go on")
     return lines
 
@@ -106,6 +114,9 @@ def _absence(report: Report, item: Item) -> str:
 
 def _place(report: Report) -> str:
     phase, unit = report.place
+    failed_phase, failed_unit = report.failed
+    if failed_phase:
+        return f"failed in {failed_phase} of {failed_unit}"
     return f"in {phase} of {unit}" if phase else "outside of forward and backward"
 
 

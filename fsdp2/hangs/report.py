@@ -14,41 +14,28 @@ from dataclasses import asdict, dataclass, field, fields
 from types import FrameType
 
 from ..core import torch_compat as compat
-from ..core.comm.collective_log import CollectiveLog, Stage
+from ..core.comm.collective_log import CollectiveLog, Issued, Stage
 
 LAST = 128
 """Records of each process group that a report has."""
 
 
-@dataclass(frozen=True)
-class Item:
+@dataclass(slots=True)
+class Item(Issued):
     """A record of ``CollectiveLog``, as other ranks get it. ended: it is complete; waited_for: the host, or a device, waits for it"""
 
-    number: int
-    group: str
-    kind: str
-    unit: str
-    phase: str
-    step: int
-    numel: int
-    dtype: str
     ended: bool
     waited_for: bool
 
-    @property
-    def sent(self) -> tuple[str, str, str, int, str]:
-        """What must be equal on all ranks."""
-        return self.kind, self.unit, self.phase, self.numel, self.dtype
 
-
-_SHARED = [each.name for each in fields(Item) if each.name not in ("ended", "waited_for")]
+_ISSUED = [each.name for each in fields(Issued)]
 
 
 @dataclass(frozen=True)
 class Report:
     """place: what the main thread is in, ("forward", "layers.3"); entered: such places since this forward, or backward, has begun
 
-    ranks: of each process group; items: oldest first
+    ranks: of each process group; items: oldest first; failed: the place that an exception has ended, if none has been entered since
     """
 
     rank: int
@@ -59,6 +46,7 @@ class Report:
     ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
     items: list[Item] = field(default_factory=list)
     stacks: str = ""
+    failed: tuple[str, str] = ("", "")
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -66,7 +54,7 @@ class Report:
     @classmethod
     def from_json(cls, text: str) -> Report:
         values = json.loads(text)
-        values["place"] = tuple(values["place"])
+        values["place"], values["failed"] = tuple(values["place"]), tuple(values["failed"])
         values["entered"] = [tuple(each) for each in values["entered"]]
         values["ranks"] = {name: tuple(ranks) for name, ranks in values["ranks"].items()}
         values["items"] = [Item(**item) for item in values["items"]]
@@ -79,10 +67,10 @@ def report_of(rank: int, log: CollectiveLog) -> Report:
     for record in list(log.records):
         ended = record.has_ended()
         waited_for = not ended and record.stage in (Stage.WAITING, Stage.QUEUED)
-        of_record = {name: getattr(record, name) for name in _SHARED}
+        of_record = {name: getattr(record, name) for name in _ISSUED}
         by_group.setdefault(record.group, []).append(Item(**of_record, ended=ended, waited_for=waited_for))
     items = [item for each in by_group.values() for item in each[-LAST:]]
-    return Report(rank, socket.gethostname(), os.getpid(), log.place, list(log.entered), dict(log.ranks), items, stacks())
+    return Report(rank, socket.gethostname(), os.getpid(), log.place, list(log.entered), dict(log.ranks), items, stacks(), log.failed)
 
 
 _BETWEEN = ("torch/nn/modules/module.py", "fsdp2/core/torch_compat.py")  # files that call a module's forward, and hooks

@@ -5,12 +5,14 @@
 
 Threads talk over the store of the process group; nothing is added to what ranks send each other. Each thread looks ten times in a
 ``timeout``, and writes a sign. Rank 0's reads the signs of all; when nothing has moved for too long it asks all for reports, prints an
-explanation, and lets all of them end. The others watch rank 0. This file refuses to know what collectives are.
+explanation, and lets all of them end. The others watch rank 0. In between they listen for asks, so that a user's signal is answered
+within a second. This file refuses to know what collectives are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -26,7 +28,7 @@ import torch.distributed as dist
 from ..core import torch_compat as compat
 from ..core.comm.collective_log import CollectiveLog, switched_on
 from ..core.group.step_count import OPTIMIZER_STEPS
-from ..errors import ArgumentError, OrderError
+from ..errors import ArgumentError, OrderError, short
 from .explanation import explain, own_account
 from .patience import Patience, Sign
 from .report import MainThread, Report, cpu_time_of_main_thread, report_of
@@ -34,7 +36,10 @@ from .report import MainThread, Report, cpu_time_of_main_thread, report_of
 EXIT_STATUS = 75
 """Of a process that a watchdog has ended; "try again later" in sysexits.h."""
 
-_LEFT = "left"  # the sign of a rank that watches no longer
+_LEFT = "left"  # begins the sign of a rank that watches no longer; why it left follows
+
+PATIENCE_WITH_ANSWERS = 10.0
+"""Seconds after which rank 0 explains what a user has asked about, without the ranks that have not answered."""
 
 _num_made = 0  # equal on all ranks, so that two watchdogs of one process do not read each other's keys
 
@@ -80,7 +85,7 @@ class Watchdog:
         self._answered = 0  # the last ask that this rank has answered
         self._ask: Ask | None = None
         self._num_asks = 0
-        self._left: set[int] = set()  # ranks that watch no longer
+        self._left: dict[int, str] = {}  # ranks that watch no longer, and why
         self._looks_to_end: int | None = None  # rank 0 ends last: the others would find broken connections, not its word
 
     def look(self) -> None:
@@ -96,6 +101,8 @@ class Watchdog:
             at = self._looks if self._log.at_disk else self._main_thread.at()
             self._write(f"sign/{self.rank}", f"{self._looks} {self._log.moves} {at}")
             self._answer()
+            if self.rank != 0 and self._read("end") is not None:
+                self._end()
             self._patience.hear(self._signs(range(self._world_size) if self.rank == 0 else range(1)), now)
             if self.rank == 0:
                 self._judge(now)
@@ -104,10 +111,19 @@ class Watchdog:
             pass
         self._judge_without_rank_0(now)
 
-    def leave(self) -> None:
+    def listen(self) -> None:
+        """Answer what is asked, and explain what a user has asked about. Local; it asks the store once, on rank 0 a few times."""
+        if self._looks_to_end is not None:
+            return
+        with contextlib.suppress(RuntimeError):  # the store is gone: the next look says so
+            self._answer()
+            if self.rank == 0 and (self._ask is None or not self._ask.ends):  # whether a hang has ended, looks say
+                self._serve(self._clock())
+
+    def leave(self, why: str = "") -> None:
         """This rank watches no longer, and the others need not wait for its signs."""
         with contextlib.suppress(RuntimeError):
-            self._write(f"sign/{self.rank}", _LEFT)
+            self._write(f"sign/{self.rank}", _LEFT + why)
 
     def is_ending(self) -> bool:
         """Whether a hang has been explained, and all ranks are to end."""
@@ -117,7 +133,7 @@ class Watchdog:
             return False
 
     def ask(self) -> None:
-        """Let rank 0 print an explanation at its next look, and go on. Any rank may ask."""
+        """Let rank 0 print an explanation, and go on. Any rank may ask."""
         with contextlib.suppress(RuntimeError):
             self._store.add("wanted", 1)
 
@@ -131,36 +147,44 @@ class Watchdog:
         return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
 
     def _signs(self, ranks: range) -> dict[int, Sign]:
-        told = {rank: self._read(f"sign/{rank}") for rank in ranks}
-        self._left = {rank for rank, text in told.items() if text == _LEFT}
-        return {rank: Sign(*map(int, text.split())) for rank, text in told.items() if text is not None and text != _LEFT}
+        told = {rank: text for rank in ranks if (text := self._read(f"sign/{rank}")) is not None}
+        self._left = {rank: text.removeprefix(_LEFT) for rank, text in told.items() if text.startswith(_LEFT)}
+        return {rank: Sign(*map(int, text.split())) for rank, text in told.items() if rank not in self._left}
 
     def _answer(self) -> None:
-        """What rank 0 has asked, once; and end if it says so."""
+        """What rank 0 has asked, once."""
         asked = self._read("ask")
         if asked is not None and int(asked) != self._answered:
             self._answered = int(asked)
             self._write(f"report/{asked}/{self.rank}", report_of(self.rank, self._log).to_json())
-        if self.rank != 0 and self._read("end") is not None:
-            self._end()
 
     # --- rank 0 ---
 
     def _judge(self, now: float) -> None:
         why = self._patience.is_over(now)
-        if self._ask is None:
-            wanted = self._store.add("wanted", 0)
-            if why or wanted > self._wanted:
-                self._wanted = wanted
-                self._num_asks += 1
-                self._ask = Ask(self._num_asks, why or "a user has asked", now + self._patience.timeout / 2, bool(why))
-                self._write("ask", str(self._num_asks))
-                self._answer()
+        if why and (self._ask is None or not self._ask.ends):
+            self._begin_ask(why, now + self._patience.timeout / 2, ends=True)
             return
-        ask = self._ask
-        if ask.ends and not why:  # something has moved after all
+        if not why and self._ask is not None and self._ask.ends:  # something has moved after all
             self._ask = None
-            return
+        self._serve(now)
+
+    def _begin_ask(self, why: str, until: float, ends: bool) -> None:
+        self._num_asks += 1
+        self._ask = Ask(self._num_asks, why, until, ends)
+        self._write("ask", str(self._num_asks))
+        self._answer()
+
+    def _serve(self, now: float) -> None:
+        """Hear whether a user asks, and explain what has been asked about once there is nobody left to wait for."""
+        if self._ask is None and (wanted := self._store.add("wanted", 0)) > self._wanted:
+            self._wanted = wanted
+            self._begin_ask("a user has asked", now + PATIENCE_WITH_ANSWERS, ends=False)
+        if self._ask is not None:
+            self._explain(self._ask, now)
+
+    def _explain(self, ask: Ask, now: float) -> None:
+        """Print it if all reports are there, or late."""
         told = {rank: self._read(f"report/{ask.number}/{rank}") for rank in range(self._world_size)}
         reports = {rank: Report.from_json(text) for rank, text in told.items() if text is not None}
         if len(reports) < self._world_size - len(self._left) and now < ask.until:
@@ -195,17 +219,11 @@ def watchdog(timeout: float = 600.0, *, patience: float | None = None) -> Iterat
     patience:   seconds without a collective, on any rank, even if Python runs; None: ten times ``timeout``
 
     SIGUSR1 to any rank makes rank 0 print the explanation, and nothing ends; from the main thread only, and not on Windows.
-    Raises:     OrderError without a process group, ArgumentError if ``timeout`` is not positive or ``patience`` shorter
+    Raises:     OrderError without a process group, ArgumentError if ``timeout`` is not a positive number or ``patience`` shorter
     Collective: no, but all ranks must enter at the same place: collectives are numbered from there
     """
     global _num_made
-    patience = 10 * timeout if patience is None else patience
-    if not 0 < timeout <= patience:
-        raise ArgumentError(
-            f"watchdog got timeout={timeout!r} and patience={patience!r}",
-            expected="0 < timeout <= patience, in seconds",
-            fix="leave patience out: it is ten times timeout then",
-        )
+    timeout, patience = _checked_times(timeout, patience)
     if not dist.is_initialized():
         raise OrderError(
             "watchdog needs a process group, whose ranks it compares",
@@ -218,32 +236,66 @@ def watchdog(timeout: float = 600.0, *, patience: float | None = None) -> Iterat
         dog = Watchdog(store, log, timeout, patience)
         dog.look()  # the first sign: a rank that dies soon after has been there
         leaving, left = os.pipe()
-        thread = threading.Thread(target=_run, args=(dog, timeout / 10, asked, leaving), name="fsdp2_watchdog", daemon=True)
+        thread = threading.Thread(
+            target=_run,
+            args=(dog, timeout / 10, between_listening(dist.get_world_size()), asked, leaving),
+            name="fsdp2_watchdog",
+            daemon=True,
+        )
         thread.start()
+        why = ""
         try:
             yield
         except Exception as error:  # of a backend, say, to which ranks have sent different things: it names no module
             if dog.is_ending():  # another rank has ended already, and this one has found its connection broken
                 _end()
-            _tell(f"fsdp2.watchdog: rank {dog.rank} leaves with {type(error).__name__}: {own_account(report_of(dog.rank, log))}")
+            why = f" with {type(error).__name__}: {own_account(report_of(dog.rank, log))}"
+            _tell(f"fsdp2.watchdog: rank {dog.rank} leaves{why}")
             raise
         finally:
             os.write(left, b".")
             thread.join()
-            dog.leave()
+            dog.leave(why)
             os.close(left)
             os.close(leaving)
 
 
-def _run(dog: Watchdog, every: float, asked: int, leaving: int) -> None:
-    """Look every so many seconds, and when a user asks; until there is something to read from ``leaving``."""
+def between_listening(num_ranks: int) -> float:
+    """Seconds. An ask goes from a rank to rank 0, to all ranks, and back: within a second, on up to 1,000 ranks.
+
+    With more the store would have over 4,000 requests a second to answer.
+    """
+    return max(0.25, num_ranks / 4000)
+
+
+def _run(dog: Watchdog, between_looks: float, between_listening: float, asked: int, leaving: int) -> None:
+    """Look and listen every so many seconds, and pass on what a user asks; until there is something to read from ``leaving``."""
+    next_look = time.monotonic() + between_looks
     while True:
-        ready = select.select([asked, leaving], [], [], every)[0]
+        until_look = max(next_look - time.monotonic(), 0.0)
+        ready = select.select([asked, leaving], [], [], min(until_look, between_listening))[0]
         if leaving in ready:
             return
         if asked in ready and signal.SIGUSR1 in os.read(asked, 4096):
             dog.ask()
-        dog.look()
+        if time.monotonic() >= next_look:
+            dog.look()
+            next_look = time.monotonic() + between_looks
+        else:
+            dog.listen()
+
+
+def _checked_times(timeout: Any, patience: Any) -> tuple[float, float]:
+    """Both as numbers. Raises: ArgumentError"""
+    given = timeout if patience is None else patience
+    are_numbers = all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (timeout, given))
+    if not are_numbers or not 0 < timeout <= given < math.inf:
+        raise ArgumentError(
+            f"watchdog got timeout={short(timeout)} and patience={short(patience)}",
+            expected="numbers of seconds, 0 < timeout <= patience",
+            fix="for instance watchdog(timeout=600); without patience that is ten times timeout",
+        )
+    return float(timeout), 10.0 * timeout if patience is None else float(patience)
 
 
 @contextlib.contextmanager

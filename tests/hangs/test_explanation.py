@@ -1,5 +1,7 @@
 """The sentences about hangs, of reports that the tests make."""
 
+from dataclasses import replace
+
 from fsdp2.hangs.explanation import explain
 from fsdp2.hangs.patience import Patience, Sign
 from fsdp2.hangs.report import Item, Report
@@ -41,7 +43,32 @@ def test_a_rank_that_does_not_answer_comes_first():
     assert first == "rank 3 does not answer (its last sign was 31 s ago): its process is gone, or stopped"
     assert second == "ranks 0-2 wait in all-gather of layers.0 in forward (step 12, #1)"
     assert not any("the network" in line for line in rest)
-    assert explain(reports, 4, {}, left={3}).splitlines()[0] == "rank 3 has left the watchdog"
+    assert explain(reports, 4, {}, left={3: ""}).splitlines()[0] == "rank 3 has left the watchdog"
+    assert (
+        explain(reports, 4, {}, left={3: " with ValueError: ..."}).splitlines()[0]
+        == "rank 3 has left the watchdog with ValueError: ..."
+    )
+
+
+def test_where_ranks_sent_different_things_each_wait_has_its_name_and_the_network_is_not_blamed():
+    reports = {}
+    for rank in range(4):
+        waits = item(2, unit="layers.1" if rank else "layers.0", ended=False, waited_for=True)
+        reports[rank] = report(rank, ("forward", "layers.0"), item(1), waits)
+    first, *waits = explain(reports, 4, {}).splitlines()[:3]
+    assert first.startswith("ranks have not issued the same collective #2: ")
+    assert waits == [
+        "rank 0 waits in all-gather of layers.0 in forward (step 12, #2)",
+        "ranks 1-3 wait in all-gather of layers.1 in forward (step 12, #2)",
+    ]
+    assert "the network" not in explain(reports, 4, {})
+
+
+def test_a_rank_that_failed_in_forward_is_said_to_have_failed_there():
+    waits = item(2, unit="layers.1", ended=False, waited_for=True)
+    reports = {rank: report(rank, ("forward", "layers.1"), item(1), waits) for rank in range(3)}
+    reports[3] = replace(report(3, ("", ""), item(1)), failed=("forward", "layers.0"))
+    assert "  rank 3 never entered forward of layers.1: failed in forward of layers.0; last finished" in explain(reports, 4, {})
 
 
 def test_where_all_have_come_the_backend_is_named_and_where_none_waits_their_places():

@@ -147,7 +147,10 @@ def test_a_slow_step_an_evaluation_on_rank_0_and_a_checkpoint_are_no_hangs(tmp_p
 
 @on_ranks(2)
 def test_sigusr1_prints_and_the_training_goes_on():
-    """The signal comes while the main thread waits in a collective, where Python runs no handler."""
+    """The signal comes while the main thread waits in a collective, where Python runs no handler.
+
+    Looks are an hour apart: whoever waited for one to pass on the question, or the answer, would not end.
+    """
     store, told = store_of("asked"), []
     model, inputs = sharded(), torch.ones(2, 8)
 
@@ -155,7 +158,7 @@ def test_sigusr1_prints_and_the_training_goes_on():
         told.append(text)
         store.set("told", "1")
 
-    with patch.object(watcher, "_tell", tell), fsdp2.watchdog(timeout=30):
+    with patch.object(watcher, "_tell", tell), fsdp2.watchdog(timeout=36000):
         if dist.get_rank() == 0:
             threading.Timer(0, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         else:
@@ -169,10 +172,51 @@ def test_sigusr1_prints_and_the_training_goes_on():
 
 @on_ranks(1)
 def test_arguments_that_cannot_be_are_refused():
-    with pytest.raises(fsdp2.ArgumentError, match="0 < timeout <= patience"), fsdp2.watchdog(timeout=0):
-        pass
-    with pytest.raises(fsdp2.ArgumentError, match="0 < timeout <= patience"), fsdp2.watchdog(timeout=10, patience=5):
-        pass
+    wrong = [0, "a", None, True, float("nan"), float("inf"), torch.ones(2)]
+    for arguments in [{"timeout": each} for each in wrong] + [{"patience": each} for each in (5, "a", float("nan"))]:
+        with pytest.raises(fsdp2.ArgumentError, match="0 < timeout <= patience"), fsdp2.watchdog(**arguments):
+            pass
+
+
+@on_ranks(2)
+def test_an_ask_is_answered_between_looks_without_the_ranks_that_do_not_answer_in_ten_seconds():
+    """Ranks listen in an order that the test's store holds; nobody looks again, and no clock but the test's moves."""
+    store, clock, said = store_of("listening"), Clock(), []
+    with collective_log.switched_on(lambda: 1) as log:
+        dog = Watchdog(store_of("dog that listens"), log, 600, 6000, clock=clock, tell=said.append, end=lambda: None)
+        dog.look()
+        dist.barrier()
+        if dist.get_rank() == 1:
+            dog.ask()
+            store.set("wanted", "")
+            store.wait(["asked"])
+            dog.listen()
+            store.set("answered", "")
+        else:
+            store.wait(["wanted"])
+            dog.listen()
+            store.set("asked", "")
+            store.wait(["answered"])
+            dog.listen()
+            assert [text.splitlines()[0] for text in said] == ["fsdp2.watchdog: a user has asked"]
+            assert "Python stacks of rank 1" in said[0]
+            dog.ask()  # rank 1 listens no more
+            dog.listen()
+            assert len(said) == 1
+            clock.now += 11
+            dog.listen()
+            assert "rank 1 does not answer" in said[1]
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_a_rank_that_fails_in_forward_says_where():
+    model = sharded()
+    model[1].forward = lambda x: 1 / 0
+    told = []
+    with patch.object(watcher, "_tell", told.append), pytest.raises(ZeroDivisionError), fsdp2.watchdog(timeout=600):
+        model(torch.ones(2, 8))
+    assert told[0].startswith(f"fsdp2.watchdog: rank {dist.get_rank()} leaves with ZeroDivisionError: failed in forward of 1; its last")
 
 
 def run(fault: str, folder: Path) -> subprocess.CompletedProcess[str]:

@@ -41,8 +41,8 @@ class Stage(str, Enum):
 
 
 @dataclass(slots=True)
-class Record:
-    """One collective of this rank.
+class Issued:
+    """One collective of a rank, as other ranks can compare it with theirs.
 
     number: among those of its process group since the log was switched on, from 1; equal on all its ranks
     group:  name of the process group, equal on all its ranks
@@ -59,6 +59,17 @@ class Record:
     step: int
     numel: int
     dtype: str
+
+    @property
+    def sent(self) -> tuple[str, str, str, int, str]:
+        """What must be equal on all ranks."""
+        return self.kind, self.unit, self.phase, self.numel, self.dtype
+
+
+@dataclass(slots=True)
+class Record(Issued):
+    """One collective of this rank, and how far it is. passed: on a device, whether its stream has passed it"""
+
     stage: Stage = Stage.ISSUED
     passed: Callable[[], bool] | None = None
 
@@ -103,6 +114,7 @@ class CollectiveLog:
     moves:  counts what happens, so that a reader sees whether anything does
     place:  what the main thread is in: ("forward", "layers.3"); ("", ""): neither in forward nor in backward
     entered: such places since this forward, or backward, has begun
+    failed: the innermost such place that an exception has ended; ("", "") once something is entered again
     at_disk: threads that write or read files: these may take long, and nothing of this rank moves meanwhile
     ranks:  of each process group, by its name
     """
@@ -110,7 +122,7 @@ class CollectiveLog:
     def __init__(self, step: Callable[[], int]) -> None:
         self.records: deque[Record] = deque(maxlen=LENGTH)
         self.moves = 0
-        self.place = ("", "")
+        self.place = self.failed = ("", "")
         self.entered: deque[tuple[str, str]] = deque(maxlen=LENGTH)
         self.at_disk: set[int] = set()
         self.ranks: dict[str, tuple[int, ...]] = {}
@@ -159,7 +171,7 @@ class CollectiveLog:
 
     def enter(self, phase: str, unit: str) -> None:
         """The main thread begins with ``phase`` of ``unit``."""
-        self.place = (phase, unit)
+        self.place, self.failed = (phase, unit), ("", "")
         self.entered.append(self.place)
         self.moves += 1
         for listener in listeners:
@@ -174,6 +186,11 @@ class CollectiveLog:
         """The hook that called ``enter`` or ``exit`` returns."""
         for listener in listeners:
             listener.resumes()
+
+    def fail(self, phase: str, unit: str) -> None:
+        """An exception has ended ``phase`` of ``unit``. It goes on to what is around it, which calls this as well."""
+        if self.failed == ("", ""):
+            self.failed = (phase, unit)
 
     def leave(self) -> None:
         """The forward, or the backward, of the root has ended."""

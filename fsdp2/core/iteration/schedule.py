@@ -181,6 +181,8 @@ class Schedule:
         """
         if unit.calls.running or compat.current_graph_task() != -1:
             return
+        if collective_log.current is not None:
+            collective_log.current.fail("forward", unit.fqn or "the root")
         self.tree.reshard_after_forward(unit)
         if unit.max_norm_weights:
             unit.reshard()  # what forward shrank, it shrank on this rank alone

@@ -10,6 +10,7 @@ torch has fewer. This file refuses to know how a choice is carried out.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import FrozenInstanceError, dataclass, field
@@ -21,6 +22,9 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
+
+TorchCPUOffloadPolicy = torch_fsdp.CPUOffloadPolicy
+"""What ours descends from: torch's own objects are accepted as well."""
 
 
 class _Frozen:
@@ -70,6 +74,18 @@ class CPUOffloadPolicy(OffloadPolicy, torch_fsdp.CPUOffloadPolicy):
     """
 
     pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class DiskOffloadPolicy:
+    """Optimizer states live in unnamed files, which end with the process (``fsdp2.optim.offloaded``).
+
+    path:       a folder on a local disk, that exists; ranks of a host may share it
+    read_ahead: how many parts are read before their turn, and how many may be on their way back
+    """
+
+    path: str | os.PathLike[str]
+    read_ahead: int = 1
 
 
 @dataclass(unsafe_hash=True)

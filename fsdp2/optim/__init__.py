@@ -3,14 +3,15 @@
 ``flat`` lets any element-wise optimizer of torch's kind step on the flat shards of groups: ``elementwise`` finds out whether one is fit
 for that, ``runs`` says which parameters become one tensor. ``AnyPrecisionAdamW`` keeps its states in chosen dtypes. ``GradScaler`` lets
 all ranks skip the same steps. ``Muon`` makes matrices orthogonal on one rank each, by ``whole_matrices``.
-``offloaded`` has the states of a flat optimizer in files (``state_files``), which it reads ahead and writes behind.
+``offloaded`` steps on the host (``host_runs``) and has its states there, in memory or in files (``state_files``) that it reads ahead.
 """
 
+from ..policy import DiskOffloadPolicy
 from .any_precision import AnyPrecisionAdamW
 from .flat import FlatOptimizer, flat
 from .grad_scaler import GradScaler
 from .muon import Muon
-from .offloaded import DiskOffloadPolicy, OffloadedOptimizer, offloaded
+from .offloaded import OffloadedOptimizer, offloaded
 
 __all__ = [
     "AnyPrecisionAdamW",

@@ -21,9 +21,32 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from ..errors import FSDPError
+from ..errors import ArgumentError, FSDPError
 
 _ALIGNMENT = 128  # of each tensor in a file, as of slots in a flat shard
+
+
+def _unnamed_file(folder: str) -> int:
+    """Open for reading and writing. Raises: OSError"""
+    file, path = tempfile.mkstemp(dir=folder)
+    os.unlink(path)
+    return file
+
+
+def check_folder(folder: str) -> None:
+    """Make a file there, of one byte. Raises: ArgumentError if that fails. Rights do not tell: /proc takes no files."""
+    try:
+        file = _unnamed_file(folder)
+        try:
+            os.posix_fallocate(file, 0, 1)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise ArgumentError(
+            f"DiskOffloadPolicy got path={folder!r}, which takes no files: {error}",
+            expected="a folder that exists, and that this process may write to",
+            fix="make the folder, or name another one: on a local disk, with room for the states of this host's ranks",
+        ) from error
 
 
 class StateFile:
@@ -40,15 +63,16 @@ class StateFile:
             starts[name] = end
             end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         self.nbytes = max(end, 1)
-        self._file, path = tempfile.mkstemp(dir=folder)
+        self._file = -1
         try:
-            os.unlink(path)
+            self._file = _unnamed_file(folder)
             # Now: a page that the disk has no room for kills the process when it is written.
             os.posix_fallocate(self._file, 0, self.nbytes)
             self._map = mmap.mmap(self._file, self.nbytes)
         except OSError as error:
-            os.close(self._file)
-            self._file = -1
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
             raise FSDPError(
                 f"{folder} does not take {self.nbytes:,} bytes of optimizer state: {error}",
                 expected="a folder on a disk with room for the states of this rank, beside those of others on its host",

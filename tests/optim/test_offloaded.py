@@ -35,13 +35,14 @@ def states_of(optimizer: Any, model: nn.Module) -> dict[str, Any]:
 
 
 @on_ranks(2, 3)
-@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.0])
-def test_it_trains_as_the_ordinary_optimizer_does(fraction, tmp_path):
+@pytest.mark.parametrize(("on_disk", "fraction"), [(True, 1.0), (True, 0.5), (True, 0.0), (False, 0.5)])
+def test_it_trains_as_the_ordinary_optimizer_does(on_disk, fraction, tmp_path):
     model, reference = sharded(), mlp()
-    optimizer = offloaded(torch.optim.AdamW, model, DiskOffloadPolicy(tmp_path, fraction=fraction), lr=0.01)
+    policy = DiskOffloadPolicy(tmp_path) if on_disk else fsdp2.CPUOffloadPolicy()
+    optimizer = offloaded(torch.optim.AdamW, model, policy, fraction=fraction, lr=0.01)
     steps = fed_own_chunk(model, batches(), optimizer=optimizer)
     assert_same_bits(steps, fed_in_chunks(reference, batches(), adamw))
-    assert (optimizer.files.peak > 0) == (fraction > 0)
+    assert (optimizer.states.files.peak > 0) == (on_disk and fraction > 0)
     assert os.listdir(tmp_path) == []
 
 
@@ -65,7 +66,7 @@ def test_state_dicts_go_from_it_to_the_ordinary_optimizer_and_back(tmp_path):
         assert found.keys() == expected.keys()
         for name in expected:
             assert_same_tensor(found[name], expected[name], name)
-    assert reloaded._file_of
+    assert all(run.file is not None for run in reloaded._host_runs.values())
 
 
 @on_ranks(2)
@@ -97,10 +98,10 @@ def test_no_more_than_the_states_of_a_few_runs_are_in_memory(read_ahead, tmp_pat
     for x in batches(3):
         forward_backward(model, x)
         optimizer.step()
-    sizes = [file.nbytes for file in optimizer._file_of.values()]
+    sizes = [run.file.nbytes for run in optimizer._host_runs.values()]
     assert len(sizes) == 13
-    assert 0 < optimizer.files.peak <= (1 + 2 * read_ahead) * max(sizes) < sum(sizes)
-    assert optimizer.files.in_memory == 0
+    assert 0 < optimizer.states.files.peak <= (1 + 2 * read_ahead) * max(sizes) < sum(sizes)
+    assert optimizer.states.files.in_memory == 0
 
 
 def test_a_process_that_is_killed_leaves_no_file(tmp_path):
@@ -112,7 +113,7 @@ optimizer = offloaded(torch.optim.AdamW, model, DiskOffloadPolicy({str(tmp_path)
 for _ in range(2):
     model(torch.ones(2, 64)).sum().backward()
     optimizer.step()
-assert optimizer._file_of
+assert all(run.file for run in optimizer._host_runs.values())
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", program], check=False)
@@ -121,21 +122,30 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
-    ("policy", "text"),
+    ("policy", "options", "text"),
     [
-        ("/scratch", "a DiskOffloadPolicy"),
-        (DiskOffloadPolicy("/nowhere/at/all"), "path='/nowhere/at/all'"),
-        (DiskOffloadPolicy(".", fraction=2.0), "fraction=2.0"),
-        (DiskOffloadPolicy(".", read_ahead=-1), "read_ahead=-1"),
+        ("/scratch", {}, "a CPUOffloadPolicy or a DiskOffloadPolicy"),
+        (DiskOffloadPolicy("/nowhere/at/all"), {}, "path='/nowhere/at/all', which takes no files: .*No such file"),
+        (DiskOffloadPolicy("/proc"), {}, "path='/proc', which takes no files"),
+        (DiskOffloadPolicy(__file__), {}, "which takes no files: .*Not a directory"),
+        (DiskOffloadPolicy("."), {"fraction": 2.0}, "fraction=2.0"),
+        (DiskOffloadPolicy(".", read_ahead=-1), {}, "read_ahead=-1"),
     ],
 )
-def test_a_mistake_is_an_error_by_name(policy, text):
+def test_a_mistake_is_an_error_by_name(policy, options, text):
     with pytest.raises(fsdp2.ArgumentError, match=text):
-        offloaded(torch.optim.AdamW, nn.Linear(2, 2), policy, lr=0.1)
+        offloaded(torch.optim.AdamW, nn.Linear(2, 2), policy, lr=0.1, **options)
+
+
+@on_ranks(2)
+def test_a_folder_that_is_missing_on_one_rank_is_an_error_on_all(tmp_path):
+    path = tmp_path if torch.distributed.get_rank() == 0 else "/nowhere/at/all"
+    with pytest.raises(fsdp2.ArgumentError, match="path='/nowhere/at/all', which takes no files"):
+        offloaded(torch.optim.AdamW, sharded(), DiskOffloadPolicy(path), lr=0.1)
 
 
 def test_a_disk_without_room_is_an_error_that_says_how_much_is_needed(tmp_path):
-    model = nn.Linear(64, 64)
+    model = nn.Linear(64, 64, bias=False)
     optimizer = offloaded(torch.optim.AdamW, model, DiskOffloadPolicy(tmp_path), lr=0.1)
     model(torch.ones(2, 64)).sum().backward()
     full = OSError(28, "No space left on device")

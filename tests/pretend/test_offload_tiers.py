@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
+from fsdp2.optim import offloaded
 from fsdp2.testing import pretend
 from harness import on_ranks
 from harness.models import batches, mlp
 from harness.pretend_training import on_host
-from harness.training import Step, assert_same_bits, fed_own_chunk, forward_backward, sgd
+from harness.training import Step, adamw, assert_same_bits, fed_own_chunk, forward_backward, sgd
 
 
 def clipped(model: Any, x: Tensor) -> Tensor:
@@ -42,4 +43,36 @@ def test_units_on_the_host_train_beside_units_on_the_device(on_the_host):
     for seed in (None, 0, 1):
         pretend.set_order(seed)
         assert_same_bits(train("pretend", on_the_host), expected)
+        pretend.synchronize()
+
+
+def with_states_on_the_host(device_type: str, fraction: float, folder: str | None, max_norm: float | None) -> list[Step]:
+    mesh = init_device_mesh(device_type, (torch.distributed.get_world_size(),))
+    model = mlp(num_blocks=4).to(device_type)
+    for block in model.blocks:
+        fsdp2.fully_shard(block, mesh=mesh)
+    fsdp2.fully_shard(model, mesh=mesh)
+    inputs = [x.to(device_type) for x in batches(3, (8, 7))]
+    if device_type == "cpu":
+        return on_host(fed_own_chunk(model, inputs, adamw, clipped if max_norm else forward_backward))
+    policy = fsdp2.CPUOffloadPolicy() if folder is None else fsdp2.DiskOffloadPolicy(folder)
+    optimizer = offloaded(torch.optim.AdamW, model, policy, fraction=fraction, lr=0.01)
+    steps = on_host(fed_own_chunk(model, inputs, iteration=clipped if max_norm else forward_backward, optimizer=optimizer))
+    places = {name: optimizer.state[param]["exp_avg"].to_local().device.type for name, param in model.named_parameters()}
+    assert set(places.values()) == ({"cpu"} if fraction == 1.0 else {"cpu", device_type})
+    assert places["blocks.3.up.weight"] == "cpu"  # its gradient is among the first ones
+    assert {param.device.type for param in model.parameters()} == {device_type}
+    return steps
+
+
+@on_ranks(2, device="pretend")
+@pytest.mark.parametrize(
+    ("fraction", "on_disk", "max_norm"),
+    [(0.5, False, 0.1), pytest.param(1.0, False, None, marks=pytest.mark.slow), pytest.param(1.0, True, None, marks=pytest.mark.slow)],
+)
+def test_states_on_the_host_give_the_values_of_states_on_the_device(fraction, on_disk, max_norm, tmp_path):
+    expected = with_states_on_the_host("cpu", fraction, None, max_norm)
+    for seed in (None, 0, 1):
+        pretend.set_order(seed)
+        assert_same_bits(with_states_on_the_host("pretend", fraction, str(tmp_path) if on_disk else None, max_norm), expected)
         pretend.synchronize()

@@ -8,6 +8,10 @@ refuses to know any runtime object: a message is made of strings.
     MeshError: [rank 0] fully_shard got a 3-D mesh ('pp', 'dp', 'tp')
       expected: a 1-D mesh (shard) or a 2-D mesh (replicate, shard)
       fix:      pass mesh["dp"], or dp_mesh_dims=DataParallelMeshDims(shard="dp") for a full SPMD mesh
+      see:      docs/troubleshooting.md#mesherror
+
+The last line is a note of the exception: tracebacks show it from Python 3.11 on, and ``str(error)`` leaves it out, so that programs
+which read or pass on messages do not repeat it.
 """
 
 from __future__ import annotations
@@ -29,14 +33,15 @@ class FSDPError(Exception):
 
     def __init__(self, headline: str, *, expected: str = "", fix: str = "", items: Iterable[str] = ()) -> None:
         super().__init__(message(headline, expected=expected, fix=fix, items=items) if fix else headline)
+        self.__notes__ = [f"  see:      {troubleshooting(type(self))}"]
 
 
 class ModuleError(FSDPError, ValueError, TypeError, IndexError, AssertionError, RuntimeError):
-    """The thing passed as a module cannot be sharded as asked."""
+    """The module passed to a call cannot be sharded as asked."""
 
 
 class NotAModuleError(ModuleError, AttributeError):
-    """The thing passed as a module is none. An AttributeError as well, where torch asks it for what only modules have."""
+    """The object passed as a module is no module. Also an AttributeError: torch asks the object for attributes of a module."""
 
 
 class MeshError(FSDPError, ValueError, IndexError, AssertionError):
@@ -48,7 +53,7 @@ class ArgumentError(FSDPError, ValueError, TypeError, RuntimeError):
 
 
 class ArgumentTypeError(ArgumentError, AttributeError):
-    """A mesh or a policy is an object of another kind. An AttributeError as well, where torch asks it for what only those have."""
+    """A mesh or a policy is an object of another kind. Also an AttributeError: torch asks the object for attributes of a mesh."""
 
 
 class ParameterError(FSDPError, ValueError, TypeError, AssertionError, RuntimeError):
@@ -56,7 +61,7 @@ class ParameterError(FSDPError, ValueError, TypeError, AssertionError, RuntimeEr
 
 
 class ExtensionError(ParameterError, NotImplementedError):
-    """A tensor subclass, or its all-gather extension, does not do what sharding it needs."""
+    """A tensor subclass, or its all-gather extension, lacks an operation that sharding needs, or does it wrongly."""
 
 
 class DeviceError(FSDPError, ValueError, AssertionError):
@@ -72,7 +77,7 @@ class OrderError(FSDPError, RuntimeError, TypeError, AssertionError):
 
 
 class LosingOrderWarning(UserWarning):
-    """Compiler, checkpointing and sharding were put around one another in an order that works, and costs what another would not."""
+    """A program nests compiler, checkpointing and sharding in an order that works, and that is slower than another order."""
 
 
 class DoctorWarning(UserWarning):
@@ -80,10 +85,10 @@ class DoctorWarning(UserWarning):
 
 
 class CheckpointError(FSDPError, RuntimeError):
-    """A checkpoint cannot be read or written, or is not one of this model.
+    """A checkpoint cannot be read or written, or belongs to another model.
 
-    file, key: what it is about, if it is about one of them
-    report:    what a load found, if keys were missing, unexpected or of another shape
+    file, key: the file, and the name in it, that caused the error; None where the error concerns no single one
+    report:    the load's report, if keys were missing, unexpected or of another shape
     """
 
     file: str | None = None
@@ -92,31 +97,37 @@ class CheckpointError(FSDPError, RuntimeError):
 
 
 class CompileError(FSDPError, RuntimeError):
-    """A model cannot be compiled as it was asked for; the message names the place. The model goes on working eagerly."""
+    """A model cannot be compiled as asked; the message names the line. The model goes on working eagerly."""
 
 
 class DoctorError(FSDPError, RuntimeError):
     """The doctor found something, and was asked to raise."""
 
 
+def troubleshooting(error: type[BaseException]) -> str:
+    """Where the documentation describes ``error``: by the name of its nearest class that users know, those of this file."""
+    named = next(each for each in error.__mro__ if each.__module__ == __name__)
+    return f"docs/troubleshooting.md#{'by-error-class' if named is FSDPError else named.__name__.lower()}"
+
+
 def got(caller: str, argument: str, value: Any) -> str:
-    """A headline: ``caller`` got ``argument`` with ``value``, and of which type that is."""
+    """A headline: ``caller`` got ``argument`` with ``value``, and its type."""
     return f"{caller} got {argument}={short(value)} of type {type(value).__name__}"
 
 
 def got_object(caller: str, value: Any) -> str:
-    """The same for the one thing that ``caller`` is about."""
+    """The same for a call with one argument."""
     return f"{caller} got an object of type {type(value).__name__}: {short(value)}"
 
 
 def short(value: Any) -> str:
-    """``repr(value)`` on one line, cut off: a module's has one for each of its layers."""
+    """``repr(value)`` on one line, cut off: the repr of a module has a line for each layer."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def meta_error(items: Iterable[str], device: str) -> MaterializationError:
-    """What to raise where values are needed and ``items`` have none."""
+    """The error to raise where a call needs values and ``items`` have none."""
     missing = list(items)
     kind = device.split(":")[0]
     return MaterializationError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -48,11 +50,28 @@ def test_each_page_of_the_folder_is_in_its_index():
     assert sorted(f"howto/{name}.md" for name in listed.split()) == PAGES[1:]
 
 
+ERRORS = [each for each in vars(errors).values() if isinstance(each, type) and each.__module__ == errors.__name__]
+
+
 def test_each_error_class_has_its_place_in_troubleshooting():
     text = (DOCS / "troubleshooting.md").read_text()
-    classes = [each for each in vars(errors).values() if isinstance(each, type) and each.__module__ == errors.__name__]
-    named = {each.__name__ for each in classes if each is not errors.FSDPError}
+    named = {each.__name__ for each in ERRORS if each is not errors.FSDPError}
     assert named == set(re.findall(r"^### (\w+)$", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("error", [each for each in ERRORS if issubclass(each, errors.FSDPError)])
+def test_a_traceback_of_an_error_ends_with_the_place_where_the_documentation_describes_it(error):
+    class Inner(error):
+        """A class that is ours alone, as CheckpointErrors of lost ranks are."""
+
+    headings = re.findall(r"^###? (.+)$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+    anchors = {heading.lower().replace(" ", "-") for heading in headings}
+    for raised in (error("text", expected="a", fix="b"), Inner("text")):
+        assert "see:" not in str(raised)
+        page, anchor = raised.__notes__[0].removeprefix("  see:      ").split("#")
+        assert (page, anchor in anchors) == ("docs/troubleshooting.md", True)
+        if sys.version_info >= (3, 11):
+            assert traceback.format_exception(raised)[-1].endswith(f"  see:      {page}#{anchor}\n")
 
 
 def test_each_page_of_the_site_is_in_a_table_of_contents():

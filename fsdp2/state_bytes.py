@@ -23,6 +23,7 @@ from .core import torch_compat as compat
 from .core.iteration.module_state import units_in
 from .core.setup.semantics import chosen_semantics
 from .errors import ArgumentError
+from .optim.flat import FlatOptimizer
 from .strategy import STRATEGIES
 
 Moment = Literal["accumulating", "stepping"]
@@ -60,9 +61,15 @@ def measured_state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | No
             gradients.add(each.grad for each in shown)
     state = _Storages()
     if optimizer is not None:
-        for owner, values in optimizer.state.items():
-            state.add(each for each in values.values() if isinstance(each, Tensor) and each.shape == owner.shape and each.ndim > 0)
+        state.add(_state_tensors(optimizer))
     return StateBytes(compute.nbytes_beside(master), gradients.nbytes, master.nbytes, state.nbytes)
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    if isinstance(optimizer, FlatOptimizer):  # as it keeps them: what it shows may be dequantised
+        return optimizer.state_tensors()
+    pairs = [(owner, each) for owner, values in optimizer.state.items() for each in values.values()]
+    return [each for owner, each in pairs if isinstance(each, Tensor) and each.shape == owner.shape and each.ndim > 0]
 
 
 def expected_state_bytes(
@@ -117,8 +124,14 @@ class _Storages:
 
     def add(self, tensors: Iterable[Tensor | None]) -> None:
         for tensor in tensors:
-            if tensor is not None and not tensor.is_meta:
-                self.add_storage((compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).untyped_storage())
+            if tensor is None or tensor.is_meta:
+                continue
+            local: Any = compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+            if compat.is_traceable_wrapper_subclass(local):  # made of other tensors
+                names, _ = local.__tensor_flatten__()
+                self.add(getattr(local, name) for name in names)
+            else:
+                self.add_storage(local.untyped_storage())
 
     def add_storage(self, storage: Any) -> None:
         if storage.nbytes() > 0:

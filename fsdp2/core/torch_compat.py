@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 __all__ = [  # names of torch that others take from here, beside what is defined below
     "DTensorSpec",
@@ -361,6 +361,23 @@ def is_same_memory(tensor: Tensor, other: Tensor) -> bool:
     if isinstance(tensor, FakeTensor):  # it has no address
         return storage_key(tensor) == storage_key(other) and tensor.storage_offset() == other.storage_offset()
     return tensor.data_ptr() == other.data_ptr()
+
+
+def first_byte(tensor: Tensor) -> int:
+    """The address of ``tensor``. Of a fake one, which has none, a number that differs by bytes within a storage, as addresses do."""
+    if isinstance(tensor, FakeTensor):
+        return (storage_key(tensor) << 64) + int(tensor.storage_offset()) * tensor.element_size()
+    return int(tensor.data_ptr())
+
+
+def have_equal_values(one: Tensor, other: Tensor) -> bool:
+    """As ``torch.equal``; fake tensors, which have no values, are equal."""
+    return isinstance(one, FakeTensor) or torch.equal(one, other)
+
+
+def outside_of_modes() -> AbstractContextManager[Any]:
+    """Inside, operators compute, also where a mode that is active makes tensors without memory."""
+    return _disable_current_modes()
 
 
 def address_of(storage: torch.UntypedStorage) -> int:

@@ -6,40 +6,57 @@ know shards.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..core import torch_compat as compat
 from ..errors import ArgumentError
+from .block_states import block_of
 
 _NUM_STEPS = 3
 
 
-def check_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The defaults of ``optimizer_class`` with ``options``, which are those that every group of parameters has.
+@dataclass(frozen=True)
+class Tried:
+    """defaults: options that every group of parameters has. block: elements that are quantised together, 1 if none are."""
+
+    defaults: dict[str, Any]
+    block: int
+
+
+def check_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, Any], device: torch.device) -> Tried:
+    """What a trial of ``optimizer_class`` with ``options`` shows. What it quantises in blocks is larger than what is tried.
 
     device: where to try it; one matrix has values a hundred times as large as the other, so that what mixes them shows
     Raises: what ``optimizer_class`` raises for ``options``; ArgumentError if it is not element-wise
     """
+    with compat.outside_of_modes():  # which may make tensors that have no values
+        return _tried(optimizer_class, options, device)
+
+
+def _tried(optimizer_class: type[Optimizer], options: Mapping[str, Any], device: torch.device) -> Tried:
     apart = [torch.linspace(-1, 1, 6, device=device).view(3, 2), torch.linspace(50, 100, 5, device=device).view(5, 1)]
     two = [nn.Parameter(each.clone()) for each in apart]
     one = [nn.Parameter(torch.cat([each.flatten() for each in apart]))]
     of_two = optimizer_class(two, **copy.deepcopy(dict(options)))
-    block_size = getattr(of_two, "block_size", None)  # torchao's name; its smallest blocks are larger than what is tried here
-    if block_size is not None:
-        raise _refusal(optimizer_class, f"it quantises its states in blocks of {block_size} elements, which would span parameters")
+    block = block_of(of_two)
     try:
         of_one = optimizer_class(one, **copy.deepcopy(dict(options)))
-        for step in range(_NUM_STEPS):
-            grads = [torch.sin(each * (step + 1)) * each.abs().max() for each in apart]
-            for optimizer, params, given in ((of_two, two, grads), (of_one, one, [torch.cat([each.flatten() for each in grads])])):
-                for param, grad in zip(params, given, strict=True):
-                    param.grad = grad.clone()
-                optimizer.step()
+        # torchao compiles its step, for each shape: minutes.
+        with contextlib.nullcontext() if block == 1 else torch.compiler.set_stance("force_eager"):
+            for step in range(_NUM_STEPS):
+                grads = [torch.sin(each * (step + 1)) * each.abs().max() for each in apart]
+                for optimizer, params, given in ((of_two, two, grads), (of_one, one, [torch.cat([each.flatten() for each in grads])])):
+                    for param, grad in zip(params, given, strict=True):
+                        param.grad = grad.clone()
+                    optimizer.step()
     except Exception as error:
         raise _refusal(optimizer_class, f"a step on a vector raises {type(error).__name__}: {error}") from error
     for key, value in of_one.state[one[0]].items():
@@ -49,7 +66,7 @@ def check_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, An
             )
     if not _are_equal(torch.cat([each.detach().flatten() for each in two]), one[0].detach()):
         raise _refusal(optimizer_class, "a step on two matrices and one on a vector of their elements give different values")
-    return dict(of_two.defaults)
+    return Tried(dict(of_two.defaults), block)
 
 
 def _are_equal(apart: Tensor, together: Tensor) -> bool:

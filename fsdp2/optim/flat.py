@@ -23,6 +23,7 @@ from ..core.group.flat_gradients import forget_padding
 from ..core.group.param_group import ParamGroup
 from ..core.iteration.module_state import sharded_parameters
 from ..errors import ArgumentError, meta_error
+from .block_states import is_quantised, quantised, values_of
 from .elementwise import check_elementwise
 from .runs import Piece, Run, is_elementwise, runs_of
 
@@ -33,6 +34,8 @@ def flat(
     optimizer_class: type[Optimizer], params: nn.Module | Iterable[Tensor] | Iterable[dict[str, Any]], **options: Any
 ) -> FlatOptimizer:
     """An optimizer of ``optimizer_class`` for sharded parameters that steps on flat shards; every value is the ordinary one's.
+
+    One that quantises its states in blocks has the flat shards laid out anew: no block has elements of two parameters.
 
     optimizer_class: element-wise: SGD, Adam, AdamW, Adagrad, RMSprop, NAdam, ..., or one of yours
     params:          a model, or what any optimizer takes: parameters, names with parameters, or groups of them with options
@@ -59,7 +62,16 @@ class FlatOptimizer(Optimizer):
         self._shown: defaultdict[Tensor, State] | None = None
         self._loaded: defaultdict[Tensor, State] | None = None  # what runs take over when they are next asked for
         self.grad_norm: Tensor | None = None  # of the last step's gradients, if it clipped them
-        super().__init__(params, check_elementwise(optimizer_class, options, _device_of(params)))
+        self._values: dict[Run, State] = {}  # of each run whose state is shown: what is shown are views of these
+        tried = check_elementwise(optimizer_class, options, _device_of(params))
+        self._block = tried.block
+        if self._block > 1 and not self._steps_at_once:
+            raise ArgumentError(
+                f"{optimizer_class.__name__} quantises its states in blocks of {self._block} elements",
+                expected="an optimizer whose states are ordinary tensors, which can lie in files",
+                fix="fsdp2.optim.flat, whose states stay in memory",
+            )
+        super().__init__(params, tried.defaults)
 
     def __repr__(self) -> str:
         return f"Flat{self._class.__name__}" + super().__repr__().removeprefix(type(self).__name__)
@@ -81,7 +93,7 @@ class FlatOptimizer(Optimizer):
         for index, runs in enumerate(self._runs):
             have_some = [run for run in runs if not run.take_gradients()]
             if have_some:
-                parts = {run: self._cut_by_gradients(inner, run) for run in have_some}
+                parts = {run: self._cut_by_gradients(inner, index, run) for run in have_some}
                 self._runs[index] = [part for run in runs for part in parts.get(run, [run])]
                 inner.param_groups[index]["params"] = [run.data for run in self._runs[index]]
         _pass_options(self.param_groups, inner.param_groups)
@@ -95,6 +107,7 @@ class FlatOptimizer(Optimizer):
             for run in runs:
                 run.data.grad = None
         self._shown = None
+        self._values.clear()
         return loss
 
     @torch.no_grad()
@@ -115,17 +128,18 @@ class FlatOptimizer(Optimizer):
     def _step(self, inner: Optimizer) -> None:
         inner.step()
 
-    def _cut_by_gradients(self, inner: Optimizer, run: Run) -> list[Run]:
-        """Runs whose parameters have gradients or have none, for good: from now on some have made more steps than others."""
+    def _cut_by_gradients(self, inner: Optimizer, index: int, run: Run) -> list[Run]:
+        """Runs of group ``index`` whose parameters have gradients or have none, for good: some have made more steps from now on."""
 
         def differs(before: Piece, piece: Piece) -> bool:
             return (before.param.grad is None) is not (piece.param.grad is None)
 
-        state = inner.state.pop(run.data, {})
+        state = {key: values_of(value) for key, value in inner.state.pop(run.data, {}).items()}
         found = []
         for shorter, part in run.cut(differs):
             if state:
-                inner.state[shorter.data] = {key: _part_of(key, value, run.data, part) for key, value in state.items()}
+                values = {key: _part_of(key, value, run.data, part) for key, value in state.items()}
+                inner.state[shorter.data] = self._as_kept(values, index, shorter)
             shorter.take_gradients()
             found.append(shorter)
         return found
@@ -157,20 +171,27 @@ class FlatOptimizer(Optimizer):
         missing = [f"parameter {tuple(param.shape)}" for param in self._params() if param.is_meta]
         if missing:
             raise meta_error(missing, "a device")
-        self._runs = [runs_of(group["params"], known) for group in self.param_groups]
+        self._runs = [runs_of(group["params"], known, self._block) for group in self.param_groups]
         kept: list[tuple[Run, State]] = []
         for index, runs in enumerate(self._runs):
             pairs = [pair for run in runs for pair in _with_state(run, state)]
             self._runs[index] = [run for run, _ in pairs]
-            kept += pairs
-        options = [{key: value for key, value in group.items() if key not in _NAMES} for group in self.param_groups]
+            kept += [(run, self._as_kept(values, index, run)) for run, values in pairs if values]
         data = [[run.data for run in runs] for runs in self._runs]
-        inner = self._class([{"params": each, **option} for each, option in zip(data, options, strict=True)], **self._options)
-        for run, values in kept:
-            if values:
-                inner.state[run.data] = values
+        inner = self._class(
+            [{"params": each, **_options_of(group)} for each, group in zip(data, self.param_groups, strict=True)], **self._options
+        )
+        inner.state.update({run.data: values for run, values in kept})
+        _pass_options(inner.param_groups, self.param_groups)  # torchao's make tensors of learning rates
         self._listed = [list(group["params"]) for group in self.param_groups]
         self._inner, self._loaded, self._shown = inner, None, None
+
+    def _as_kept(self, values: State, index: int, run: Run) -> State:
+        """The state with ``values`` of a run in group ``index``, as the optimizer keeps it."""
+        if self._block == 1:
+            return values
+        group = _options_of(self.param_groups[index])
+        return quantised(values, run.data, lambda param: self._class([{"params": [param], **group}], **self._options))
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -193,11 +214,18 @@ class FlatOptimizer(Optimizer):
         self._shown = self._loaded = value if isinstance(value, defaultdict) else defaultdict(dict, value)
 
     def _take_over_writes(self) -> None:
-        """Writes to what ``state`` showed: those to a value for each element are in the flat state already, others are found here."""
+        """Writes to what ``state`` showed: those to a value for each element are in the flat state already, others are found here.
+
+        So are those to a copy of values that are quantised.
+        """
         if self._shown is None or self._loaded is not None or self._inner is None:
             return
         for run in (run for runs in self._runs for run in runs):
-            values: State = self._inner.state.get(run.data) or {}
+            now: State = self._inner.state.get(run.data) or {}
+            values = self._values[run]
+            if any(is_quantised(each) and not compat.have_equal_values(values_of(each), values[key]) for key, each in now.items()):
+                self.state = self._shown
+                return
             for piece in run.pieces:
                 shown = self._shown.get(piece.param, {})
                 if shown.keys() != values.keys() or not all(_is_as_shown(key, values[key], run, piece, shown[key]) for key in shown):
@@ -211,7 +239,8 @@ class FlatOptimizer(Optimizer):
         if self._inner is None:
             return found
         for run in (run for runs in self._runs for run in runs):
-            values: State = self._inner.state.get(run.data) or {}
+            state: State = self._inner.state.get(run.data) or {}
+            values = self._values[run] = {key: values_of(value) for key, value in state.items()}
             for piece in run.pieces if values else ():
                 found[piece.param] = {key: _shown(key, value, run, piece) for key, value in values.items()}
         return found
@@ -232,6 +261,19 @@ class FlatOptimizer(Optimizer):
         state = self._state_now()
         super().add_param_group(param_group)
         self.state = state
+        if self._block > 1:
+            known = sharded_parameters()
+            for param in self.param_groups[-1]["params"]:
+                if id(param) in known:
+                    known[id(param)][1].align_to(self._block)
+
+    def state_tensors(self) -> list[Tensor]:
+        """What the state takes memory for, as it is kept: a tensor for each run and kind of value."""
+        if self._loaded is not None or self._inner is None:
+            states = list((self._loaded or {}).values())
+        else:
+            states = [self._inner.state.get(run.data) or {} for runs in self._runs for run in runs]
+        return [value for state in states for value in state.values() if isinstance(value, Tensor) and value.dim() > 0]
 
 
 _NAMES = ("params", "param_names")
@@ -249,10 +291,14 @@ def _device_of(params: list[Any]) -> torch.device:
     return torch.device("cpu")
 
 
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _NAMES}
+
+
 def _pass_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
     """Schedulers write into the user's groups, and some optimizers into their own."""
     for given, taken in zip(source, target, strict=True):
-        taken.update({key: value for key, value in given.items() if key not in _NAMES})
+        taken.update(_options_of(given))
 
 
 def _shown(key: str, value: Any, run: Run, piece: Piece) -> Any:
@@ -269,7 +315,7 @@ def _is_as_shown(key: str, value: Any, run: Run, piece: Piece, shown: Any) -> bo
     if not isinstance(shown, Tensor) or shown.dtype is not value.dtype:
         return False
     local: Tensor = _local(shown, piece.param)
-    return local.data_ptr() == piece.place_in(value).data_ptr()
+    return compat.is_same_memory(local, piece.place_in(value))
 
 
 def _are_equal(value: Any, other: Any) -> bool:
@@ -318,7 +364,8 @@ def _joined(run: Run, states: Mapping[Tensor, State]) -> State:
         if not is_elementwise(key, value, first):
             found[key] = value.clone() if isinstance(value, Tensor) else value
             continue
-        buffer = torch.zeros(run.data.shape, dtype=value.dtype, device=compat.local_tensor(value).device)
+        local = _local(value, first)
+        buffer = torch.zeros(run.data.shape, dtype=local.dtype, device=local.device)
         for piece in run.pieces:
             piece.place_in(buffer).copy_(_local(states[piece.param][key], piece.param))
         found[key] = buffer
@@ -326,9 +373,9 @@ def _joined(run: Run, states: Mapping[Tensor, State]) -> State:
 
 
 def _local(value: Any, param: Tensor) -> Any:
-    """The local tensor of an entry of the state of ``param``, which has to be placed as ``param`` is."""
+    """The local tensor of an entry of the state of ``param``, which has to be placed as ``param`` is; dequantised."""
     if not isinstance(value, DTensor):
-        return value
+        return values_of(value)
     if isinstance(param, DTensor) and (value.placements != param.placements or value.shape != param.shape):
         raise ArgumentError(
             f"optimizer state {tuple(value.shape)} with placements {value.placements} is of a parameter {tuple(param.shape)}"
@@ -336,4 +383,4 @@ def _local(value: Any, param: Tensor) -> Any:
             expected="state that is placed as its parameter is",
             fix="load it with torch.distributed.checkpoint, or with fsdp2.checkpoint, which place it anew",
         )
-    return compat.local_tensor(value)
+    return values_of(compat.local_tensor(value))

@@ -3,6 +3,9 @@
 Between two parameters of a run may lie padding, which holds zeros, gets zeros for gradients, and concerns nobody. A parameter that lies
 in no flat shard (a plain one, one with an all-gather extension) is a run by itself. This file refuses to know optimizers.
 
+For an optimizer that quantises blocks of its tensors, slots start at multiples of a block, a run ends with its last block, and
+parameters that are too small to be quantised lie in runs that are too small as well.
+
 Worked example, a block with weights that decay and biases that do not, slots in the order of the flat shard
 
     flat shard      [w1 | w2 | b1 . | b2 .]
@@ -23,8 +26,9 @@ from torch.distributed.tensor import DTensor
 from ..core import torch_compat as compat
 from ..core.group.param import ShardedParam, shard_view
 from ..core.group.param_group import ParamGroup
-from ..core.plan.layout import Slot
+from ..core.plan.layout import Slot, round_up
 from ..core.plan.placement import in_dtype
+from .block_states import QUANTISED_FROM_NUMEL
 
 
 @dataclass(frozen=True)
@@ -62,11 +66,13 @@ class Run:
 
     data:   (n,), their part of the flat shard; for a parameter by itself, its local tensor
     pieces: in the order of their slots
+    block:  the number of elements is a multiple of it, and so is each offset
     """
 
-    def __init__(self, data: Tensor, pieces: Sequence[Piece]) -> None:
+    def __init__(self, data: Tensor, pieces: Sequence[Piece], block: int = 1) -> None:
         self.data = data
         self.pieces = list(pieces)
+        self.block = block
         self._has_copies = False  # whether ``data.grad`` is a copy of the gradients of the parameters
         self._places = [(piece.slot.offset, piece.place_in(data).stride()) for piece in pieces if piece.slot is not None]
 
@@ -104,14 +110,14 @@ class Run:
         for local, (offset, stride) in zip(locals_, self._places, strict=True):
             if local.numel() == 0:
                 continue
-            address = local.data_ptr() - offset * local.element_size()
+            address = compat.first_byte(local) - offset * local.element_size()
             if first is None:
                 first, begin = local, address
             if address != begin or local.dtype is not first.dtype or local.stride() != stride:
                 return None
         if first is None:
             return None
-        start = first.storage_offset() - (first.data_ptr() - begin) // first.element_size()
+        start = first.storage_offset() - (compat.first_byte(first) - begin) // first.element_size()
         end = start + self.data.numel()
         if start < 0 or end * first.element_size() > first.untyped_storage().nbytes():
             return None
@@ -124,21 +130,22 @@ class Run:
             if differs(before, piece):
                 stretches.append([])
             stretches[-1].append(piece)
-        return [_run_in(self.data, pieces) for pieces in stretches]
+        return [_run_in(self.data, pieces, self.block) for pieces in stretches]
 
 
-def _run_in(buffer: Tensor, pieces: Sequence[Piece]) -> tuple[Run, slice]:
+def _run_in(buffer: Tensor, pieces: Sequence[Piece], block: int) -> tuple[Run, slice]:
     """The run of neighbours, whose slots are places in ``buffer``, and which part of ``buffer`` it is."""
     slots = [piece.slot for piece in pieces if piece.slot is not None]
-    part = slice(slots[0].offset, slots[-1].offset + slots[-1].numel)
+    part = slice(slots[0].offset, slots[-1].offset + round_up(slots[-1].numel, block))
     moved = [replace(piece, slot=replace(slot, offset=slot.offset - part.start)) for piece, slot in zip(pieces, slots, strict=True)]
-    return Run(buffer[part].detach(), moved), part
+    return Run(buffer[part].detach(), moved, block), part
 
 
-def runs_of(params: Iterable[Tensor], known: dict[int, tuple[ShardedParam, ParamGroup]]) -> list[Run]:
+def runs_of(params: Iterable[Tensor], known: dict[int, tuple[ShardedParam, ParamGroup]], block: int) -> list[Run]:
     """The runs of the parameters of one group of hyperparameters.
 
     known: parameters of ``fully_shard``, by the id of what the user sees between steps
+    block: elements that the optimizer quantises together, to which the flat shards are aligned; 1 if it quantises none
     """
     wanted = list(params)
     members = {id(known[id(param)][0]) for param in wanted if id(param) in known}
@@ -151,19 +158,30 @@ def runs_of(params: Iterable[Tensor], known: dict[int, tuple[ShardedParam, Param
             runs.append(Run(local.detach(), [Piece(param)]))
         elif id(found[1]) not in done:
             done.add(id(found[1]))
-            runs += _runs_in(found[1], members)
+            runs += _runs_in(found[1], members, block)
     return runs
 
 
-def _runs_in(group: ParamGroup, members: set[int]) -> list[Run]:
+def _runs_in(group: ParamGroup, members: set[int], block: int) -> list[Run]:
     assert group.flat is not None
     stretches: list[list[Piece]] = [[]]
     for param, slot in zip(group.plan.params, group.plan.layout.slots, strict=True):
-        if id(param) in members:
-            stretches[-1].append(Piece(param.sharded, param, slot))
-        elif stretches[-1]:
+        if id(param) not in members:
             stretches.append([])
-    return [_run_in(group.flat, pieces)[0] for pieces in stretches if pieces]
+            continue
+        if block > 1 and stretches[-1] and not _are_quantised_alike(stretches[-1], slot, block):
+            stretches.append([])
+        stretches[-1].append(Piece(param.sharded, param, slot))
+    return [_run_in(group.flat, pieces, block)[0] for pieces in stretches if pieces]
+
+
+def _are_quantised_alike(pieces: Sequence[Piece], slot: Slot, block: int) -> bool:
+    """Whether ``slot`` may follow ``pieces`` in a run: with them it is quantised, or left alone, as each would be by itself."""
+    first = pieces[0].slot
+    assert first is not None
+    if round_up(first.numel, block) >= QUANTISED_FROM_NUMEL:
+        return round_up(slot.numel, block) >= QUANTISED_FROM_NUMEL
+    return slot.offset + round_up(slot.numel, block) - first.offset < QUANTISED_FROM_NUMEL
 
 
 def is_elementwise(key: str, value: Any, param: Tensor) -> bool:

@@ -188,6 +188,13 @@ def test_slots_are_aligned_disjoint_and_cover_the_flat_shard_with_their_gaps(sha
     assert layout.shard_numel % align == 0
 
 
+def test_no_block_of_elements_has_parts_of_two_parameters_whatever_they_are_aligned_to():
+    """12 + 2 elements a rank, at multiples of 32 elements for the hardware and of 20 for an optimizer's blocks: at multiples of 160."""
+    layout = group_layout(cuts_of([(5, 4), (4,)], 2), num_shards=2, align=32, block=20)
+    assert [(slot.offset, slot.gap) for slot in layout.slots] == [(0, 148), (160, 158)]
+    assert layout.shard_numel == 320
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("shapes", GROUPS, ids=str)
 def test_every_element_lives_exactly_once_on_some_rank_and_padding_is_zero(shapes, ranks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -82,7 +83,10 @@ def plan_group(params: Sequence[ShardedParam], mesh: DataParallelMesh, options: 
     packed = sorted(ways.packed, key=lambda index: len(params[index].spec.cut.shape) <= 1)
     ordered = [params[index] for index in (*ways.direct, *packed)]
     layout, align = _aligned_layout(
-        [param.spec.cut for param in ordered], mesh.shard_size, min(each.itemsize for each in (dtype, param_dtype, gradients.reduced))
+        [param.spec.cut for param in ordered],
+        mesh.shard_size,
+        min(each.itemsize for each in (dtype, param_dtype, gradients.reduced)),
+        options.block,
     )
     locals_now = [param.local_now() for param in ordered]
     return GroupPlan(
@@ -103,7 +107,7 @@ def direct_from_nbytes(num_shards: int) -> int:
     return max(DIRECT_FROM_NBYTES, DIRECT_FROM_SHARD_NBYTES * num_shards)
 
 
-def _aligned_layout(cuts: Sequence[Cut], num_shards: int, itemsize: int) -> tuple[GroupLayout, int]:
+def _aligned_layout(cuts: Sequence[Cut], num_shards: int, itemsize: int, block: int) -> tuple[GroupLayout, int]:
     """The layout of a flat shard, and the number of elements at whose multiples its slots start."""
     numel = sum(cut.slot_numel for cut in cuts)
     for nbytes in ALIGN_NBYTES:
@@ -111,7 +115,7 @@ def _aligned_layout(cuts: Sequence[Cut], num_shards: int, itemsize: int) -> tupl
         layout = group_layout(cuts, num_shards=num_shards, align=align)
         if layout.shard_numel <= 1.1 * numel:
             break
-    return layout, align
+    return group_layout(cuts, num_shards=num_shards, align=align, block=block), math.lcm(align, block)
 
 
 def _gather_mode(mesh: DataParallelMesh, options: GroupOptions) -> str:

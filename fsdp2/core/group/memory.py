@@ -13,6 +13,7 @@ before the wait. The unsharded storage is leased for writing over the same time:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum, auto
@@ -138,6 +139,14 @@ class GroupMemory:
                 shard = shard_view(self.flat, slot, param.spec, param.rank)
                 shard.copy_(param.local_now())
                 param.move_to(shard)
+
+    def align_to(self, block: int) -> None:
+        """From now on no block of so many elements of the flat shard has elements of two parameters. Every rank has to ask for it."""
+        wanted = math.lcm(self.options.block, block)
+        if wanted != self.options.block:
+            self.reshard()
+            self.options = replace(self.options, block=wanted)
+            self.rebuild()
 
     def has_mixed_dtypes(self) -> bool:
         """Whether some of the parameters were cast and others not."""

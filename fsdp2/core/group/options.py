@@ -25,6 +25,7 @@ class GroupOptions:
     mp_policy:            as the user gave it, for all-gather extensions
     semantics:            whose numbers it has, torch 2.13's or 2.15's (``setup/semantics.py``)
     offload, pin_memory:  keep the flat shard in (page-locked) host memory
+    block:                elements that an optimizer quantises together, none of which may be of two parameters
     gather:               "auto", "direct", "packed" or "mixed"
     all_gather, reduce_scatter, all_reduce: the collective algorithm; None lets ``collectives`` choose
     """
@@ -33,6 +34,7 @@ class GroupOptions:
     reduce_dtype: torch.dtype | None = None
     offload: bool = False
     pin_memory: bool = False
+    block: int = 1
     mp_policy: Any = None
     semantics: Literal["2.13", "2.15"] = "2.13"
     gather: str = "auto"

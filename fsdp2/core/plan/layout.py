@@ -113,8 +113,12 @@ class GroupLayout:
         return self.shard_numel * self.num_shards
 
 
-def group_layout(cuts: Iterable[Cut], *, num_shards: int, align: int) -> GroupLayout:
-    """Lay ``cuts`` out one after another, each slot starting at a multiple of ``align`` elements; the total is one as well."""
+def group_layout(cuts: Iterable[Cut], *, num_shards: int, align: int, block: int = 1) -> GroupLayout:
+    """Lay ``cuts`` out one after another, each slot starting at a multiple of ``align`` elements; the total is one as well.
+
+    block: slots start at multiples of it, too, and so does what is behind the last one: no block of so many elements has parts of two
+    """
+    align = math.lcm(align, block)
     slots = []
     offset = 0
     for cut in cuts:

@@ -35,6 +35,7 @@ from fsdp2.core.iteration.module_state import schedule_of
 from fsdp2.testing.recording import Race, RaceError, RecordingStreams, recording
 from harness import cpu_mesh, on_ranks
 from harness.models import MLP, batches, mlp
+from harness.pretend_training import unsharded_before_backward, written_in_forward
 from harness.subclasses import RowInt8, wrap_weights
 from harness.training import assert_equal_training, assert_same_bits, fed_own_chunk, fed_whole, forced, forward_backward, sgd
 
@@ -572,6 +573,8 @@ FAKE_SCENARIOS = {
     "optimizer_on_its_own_stream": Scenario(train=train_with_an_optimizer_on_its_own_stream),
     "unshard_on_a_side_stream": Scenario(train=train_with_unshards_on_a_side_stream),
     "extensions_unshard_on_a_side_stream": Scenario(train=train_extensions_with_unshards_on_a_side_stream),
+    "written_in_forward": Scenario(iteration=written_in_forward),
+    "extensions_unsharded_before_backward": Scenario(model=with_extensions, iteration=unsharded_before_backward),
     "two_roots": Scenario(train=train_two_roots_of_which_one_is_told_that_it_is_the_last),
 }
 
@@ -579,6 +582,7 @@ FAKE_SCENARIOS = {
 NEEDED_BY = {
     "extensions.start": "extensions",
     "extensions.finish": "extensions",
+    "extensions.finish 2": "extensions_unsharded_before_backward",
     "extensions.free": "extensions_unshard_on_a_side_stream",
     "all_gather.start": "bf16_mixed",
     "all_gather.start 2": "plain",
@@ -596,6 +600,7 @@ NEEDED_BY = {
     "reduction.abandon": "failed_backward",
     "memory.await_host_read": "offload_evaluation",
     "schedule._begin_iteration": "optimizer_on_its_own_stream",
+    "unit_tree.issue_beside_loss": "written_in_forward",
 }
 
 
@@ -627,6 +632,7 @@ def test_without_this_order_of_a_gather_over_one_rank_there_is_a_race(place):
         *SCENARIOS_OF_FOUR,
         *("plain", "bf16_direct", "bf16_mixed", "optimizer_on_its_own_stream", "two_roots"),
         *("unshard_on_a_side_stream", "extensions_unshard_on_a_side_stream"),
+        *("written_in_forward", "extensions_unsharded_before_backward"),
     ],
 )
 def test_no_race_on_the_path_of_nccl_in(name):
@@ -706,5 +712,42 @@ def test_the_next_cast_runs_beside_the_gather_under_way():
 
     streams = Watching()
     replay_on_fake_ranks(replace(FAKE_SCENARIOS["bf16_direct"], num_steps=3), streams)
-    # The root and three blocks: all but the root's are prefetched in forward, all but the last block's in backward.
-    assert streams.beside[-7:] == [False, True, True, True, False, True, True]
+    # The root and three blocks: all but the root's are prefetched in forward, all but the last block's in backward. That
+    # one comes twice: its memory is allocated on this stream, before it is cast.
+    assert streams.beside[-8:] == [False, True, True, True, False, False, True, True]
+
+
+@pytest.mark.parametrize(("model", "writes"), [(mlp, False), (with_extensions, False), (mlp, True)])
+def test_the_first_gather_of_backward_waits_for_the_loss_only_if_shards_were_written_since_forward(model, writes):
+    """The loss computes with none of the memory that it reads and writes."""
+
+    class Watching(RecordingStreams):
+        loss = 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.behind_loss: list[bool] = []
+
+        def on(self, stream: Any) -> Any:
+            if stream == self.gather:
+                self.behind_loss.append(super().mark(stream).get("compute", 0) >= self.loss)
+            return super().on(stream)
+
+    streams = Watching()
+
+    def marks_the_loss(model: Any, x: Tensor) -> Tensor:
+        output = model(x)
+        if writes:
+            with torch.no_grad():
+                model.blocks[-1].scale.to_local().mul_(0.9)
+        loss = output.square().mean()
+        streams.loss = streams.mark("compute")["compute"]
+        streams.behind_loss.clear()
+        loss.backward()
+        return loss
+
+    replay_on_fake_ranks(Scenario(model=model, iteration=marks_the_loss, num_steps=2), streams)
+    assert streams.races == []
+    assert streams.behind_loss[0] is writes
+    assert streams.behind_loss[-1]
+    assert streams.behind_loss == sorted(streams.behind_loss)

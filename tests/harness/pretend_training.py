@@ -128,6 +128,31 @@ def unsharded_at_once_on_a_side_stream(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
+def written_in_forward(model: Any, x: Tensor) -> Tensor:
+    """The shards of the last block, behind its forward: backward gathers it first, with the new values."""
+
+    def write(*args: object) -> None:
+        with torch.no_grad():
+            for param in model.blocks[-1].parameters():
+                param.to_local().mul_(0.9)
+
+    handle = model.blocks[-1].register_forward_hook(write)
+    loss = model(x).square().mean()
+    handle.remove()
+    loss.backward()
+    return loss
+
+
+def unsharded_before_backward(model: Any, x: Tensor) -> Tensor:
+    """Between forward and backward one block is unsharded, looked at, and resharded."""
+    loss = model(x).square().mean()
+    model.blocks[0].unshard()
+    seen = model.blocks[0].up.weight.detach().sum()
+    model.blocks[0].reshard()
+    loss.backward()
+    return loss.detach() + seen
+
+
 def fed_from_pinned_memory(model: Any, x: Tensor) -> Tensor:
     """Which is refilled as soon as forward has returned."""
     if x.device.type == "cpu":
@@ -251,6 +276,8 @@ MORE_SCENARIOS = {  # which torch's FSDP2 does not train, or which add nothing o
     "written_on_a_side_stream": Scenario(iteration=written_on_a_side_stream),
     "extensions": Scenario(model=with_extensions),
     "extensions_on_a_side_stream": Scenario(model=with_a_root_of_extensions_alone, iteration=unsharded_at_once_on_a_side_stream),
+    "written_in_forward": Scenario(iteration=written_in_forward),
+    "extensions_unsharded_before_backward": Scenario(model=with_extensions, iteration=unsharded_before_backward),
     "pinned_input": Scenario(iteration=fed_from_pinned_memory),
     "penalty": Scenario(iteration=with_a_penalty_on_the_slope),
     "failed_backward": Scenario(iteration=after_a_failed_backward),

@@ -76,8 +76,8 @@ class ExtensionGather:
     first.
 
     Note: extensions and streams. What ``start`` allocates lies on the gather stream and is read on compute, by ``finish`` and
-    (metadata) by the user's operations. Every ``start`` of every group orders the gather stream behind compute first, so that what
-    was freed on the host before it is not written while compute still reads it.
+    (metadata) by the user's operations. ``finish`` orders the gather stream behind those reads, so that what it has freed on the host
+    is not written while compute still reads it; ``start`` cannot, where a gather runs beside the loss.
     """
 
     def __init__(
@@ -318,6 +318,7 @@ class ExtensionGather:
             self._released = self._to_release()
         for storage in self._released:
             streams.resize(storage, 0)
+        streams.order(streams.gather, streams.mark(streams.compute))
 
     def _to_release(self) -> list[torch.UntypedStorage]:
         """Storages that nobody needs behind ``fsdp_post_all_gather``, by the parameters' own word."""

@@ -66,7 +66,10 @@ class Backward:
             group.gradients.reached = True
         options = unit.options
         if options.unshard_in_backward:
-            unit.issue()
+            if tree.step.forward_end is None:
+                unit.issue()
+            else:
+                tree.issue_beside_loss(unit)
             if self._host_waits:
                 unit.wait()
         step = tree.step
@@ -93,7 +96,10 @@ class Backward:
 
     def _prefetch(self, unit: Unit) -> None:
         if unit.options.unshard_in_backward:
-            unit.issue()
+            if self._tree.step.forward_end is None:
+                unit.issue()
+            else:
+                self._tree.issue_beside_loss(unit)
             self._prefetched.append(unit)
 
     def end(self, unit: Unit, call: Call, task: int) -> None:

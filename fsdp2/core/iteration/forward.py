@@ -123,6 +123,8 @@ class Forward:
         release(self._prefetched)
         if not self.precedes_backward:
             tree.await_host_reads()
+        elif not self._host_waits and not failed:
+            tree.note_forward_end()
 
     def was_interrupted(self) -> bool:
         """Whether something else than an ``Exception`` has ended it, such as ctrl-C.

@@ -24,6 +24,7 @@ from .. import torch_compat as compat
 from ..comm.streams import streams_of
 from ..group.all_gather import Waiting, send_together
 from ..group.max_norm import shrinking_weights
+from ..group.memory import GroupState
 from ..group.options import MicroBatch
 from ..group.param import Owner
 from ..group.param_group import ParamGroup
@@ -132,6 +133,20 @@ class Unit:
                 send_together(together, self._streams)
             if profiled is not None:
                 profiled.__exit__(None, None, None)
+
+    def can_be_gathered_anew(self, versions: Sequence[tuple[int, int]]) -> bool:
+        """Whether a gather needs nothing that compute has done since its shards had ``versions``: no memory, and no values."""
+        for group, version in zip(self.uses, versions, strict=True):
+            if (
+                group.state is not GroupState.SHARDED
+                or group.keeps_storage
+                or group.unsharded is None
+                or group.holders is not None
+                or group.is_out_of_date(version)
+                or not group.registry.verify()
+            ):
+                return False
+        return True
 
     def wait(self) -> None:
         for group in self.uses:

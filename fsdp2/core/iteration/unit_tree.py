@@ -7,14 +7,28 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
-from ..comm.streams import Streams, streams_of
+from ..comm.streams import Event, Streams, streams_of
 from ..group.memory import GroupState
 from ..group.param_group import ParamGroup
 from .reductions import Reductions
 from .unit import Unit
+
+
+class ForwardEnd(NamedTuple):
+    """Where compute was when a forward ended: behind that, and beside the loss, backward may gather its first unit.
+
+    unit:     the last that ran and was resharded
+    event:    on compute
+    versions: of the shards of its groups
+    """
+
+    unit: Unit
+    event: Event
+    versions: list[tuple[int, int]]
 
 
 class Step:
@@ -24,15 +38,17 @@ class Step:
     positions: of each unit there, the last one last
     unsharded: groups that stay unsharded (or on the smaller mesh) until the next forward, and the version of their shards
     left_by_forward: units that the last forward left so
+    forward_end: of the last forward, on a stream device, until something is gathered for backward
     """
 
-    __slots__ = ("left_by_forward", "order", "positions", "unsharded")
+    __slots__ = ("forward_end", "left_by_forward", "order", "positions", "unsharded")
 
     def __init__(self) -> None:
         self.order: list[Unit] = []
         self.positions: defaultdict[Unit, list[int]] = defaultdict(list)
         self.unsharded: dict[ParamGroup, tuple[int, int]] = {}
         self.left_by_forward: set[Unit] = set()
+        self.forward_end: ForwardEnd | None = None
 
     def cut(self, num_calls: int) -> None:
         """Forget the calls behind the first ``num_calls``."""
@@ -104,6 +120,32 @@ class UnitTree:
             unit.reshard(to_smaller=True)
         self.leave_unsharded(unit)
         self.step.left_by_forward.add(unit)
+
+    def note_forward_end(self) -> None:
+        """A forward whose backward may come has ended, on a stream device."""
+        for unit in reversed(self.step.order):
+            if any(group.state is GroupState.SHARDED for group in unit.uses):
+                if not self.streams.is_capturing():  # the graph of a backward cannot wait for an event of another
+                    versions = [group.shards_version() for group in unit.uses]
+                    self.step.forward_end = ForwardEnd(unit, self.streams.mark(self.streams.compute), versions)
+                return
+
+    def issue_beside_loss(self, unit: Unit) -> None:
+        """As ``unit.issue()``, while no unit has been gathered for the backward that follows ``step.forward_end``.
+
+        See Note: beside the loss. Collective: yes, over the shard axis.
+        """
+        if all(group.state is not GroupState.SHARDED for group in unit.uses):  # a root that stayed unsharded, or has no parameters
+            unit.issue()
+            return
+        end, self.step.forward_end = self.step.forward_end, None
+        streams = self.streams
+        if end is None or end.unit is not unit or streams.is_capturing() or not unit.can_be_gathered_anew(end.versions):
+            unit.issue()
+            return
+        streams.order(streams.copy_in, end.event)
+        with streams.on(streams.copy_in):
+            unit.issue()
 
     def has_unreduced(self) -> bool:
         """Whether gradients wait anywhere on their way to the sharded parameters."""

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from .activations import ActivationCheckpointPolicy, apply_activation_checkpointing, apply_activation_offload
     from .compiled import compile, uncompile  # noqa: A004 (named after torch.compile)
     from .hangs import watchdog
-    from .inspector import ledger
+    from .inspector.ledger_file import ledger
+    from .inspector.trace_file import trace
     from .installation import install, uninstall
     from .model_summary import summary
     from .planner.api import plan
@@ -55,9 +56,10 @@ _ELSEWHERE = {
     "apply_activation_offload": "activations",
     "compile": "compiled",
     "install": "installation",
-    "ledger": "inspector",
+    "ledger": "inspector.ledger_file",
     "plan": "planner.api",
     "summary": "model_summary",
+    "trace": "inspector.trace_file",
     "uncompile": "compiled",
     "uninstall": "installation",
     "watchdog": "hangs",
@@ -110,6 +112,7 @@ __all__ = [
     "share_comm_ctx",
     "state_bytes",
     "summary",
+    "trace",
     "uncompile",
     "uninstall",
     "watchdog",

@@ -682,3 +682,9 @@ def module_state(module: nn.Module) -> ModuleStateBase | None:
         return None
     found = state.get(_STATE_OWNER)
     return found if isinstance(found, ModuleStateBase) else None
+
+
+def allocations_in(records: Any) -> list[tuple[int, int]]:
+    """(when, bytes), freed ones negative, of a ``torch.profiler.profile`` with ``profile_memory`` that has ended; ns since 1970."""
+    events = [(event.start_ns(), event.nbytes()) for event in records.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return sorted(events, key=lambda event: event[0])

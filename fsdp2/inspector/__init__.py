@@ -1,9 +1,11 @@
 """What a run did, written down while it runs and shown afterwards (docs/inspecting.md).
 
-``ledger.py`` writes a line for each step and rank; ``meter.py`` is what counts for it, ``memory_now.py`` what is asked for bytes.
-``run_folder.py`` says what lies where in a run's folder.
+ledger_file    a line for each step and rank
+meter          what is counted for it
+memory_now     bytes by kind, asked for while steps run
+trace_file     what all ranks do in a few steps, as a file for Perfetto
+moments        spans and samples of one rank
+clock          how far its clock is ahead of rank 0's
+chrome         spans and samples in Chrome's trace format
+run_folder     what lies where in a run's folder
 """
-
-from .ledger import Ledger, ledger
-
-__all__ = ["Ledger", "ledger"]

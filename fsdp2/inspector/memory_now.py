@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..core import torch_compat as compat
 from ..core.group.all_gather import Gather
 from ..core.group.memory import GroupMemory
 from ..core.group.reduction import Reduction
+from ..core.iteration.module_state import sharded_parameters
+from ..core.modules.optimizer_steps import optimizers_that_stepped
 from ..planner.recorder import GATHERING, GRADIENTS, OPTIMIZER, PARAMETERS, REDUCING, UNSHARDED
 from ..state_bytes import measured_state_bytes
 
@@ -36,6 +39,7 @@ class MemoryNow:
             self._groups[id(owner)] = owner
         elif isinstance(owner, Reduction):
             self._reductions[id(owner)] = owner
+            self.look()  # now: on a host its input is freed when the backend is done with it, which may be before the next look
 
     def look(self) -> dict[str, int]:
         """Bytes now; what has none left is not asked again."""
@@ -71,6 +75,38 @@ def kept_bytes(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) ->
         GRADIENTS: int(states[0].gradients),
         OPTIMIZER: int(sum(state.optimizer for state in states)),
     }
+
+
+def all_kept_bytes() -> int:
+    """Of everything in this process that was sharded, and of every optimizer that has stepped."""
+    groups = {id(group): group for _, group in sharded_parameters().values()}.values()
+    found: dict[int, int] = {}
+
+    def add(tensor: Tensor) -> None:
+        add_storage((tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage())
+
+    def add_storage(storage: torch.UntypedStorage) -> None:
+        found[storage.data_ptr()] = storage.nbytes()
+
+    for group in groups:
+        for storage in () if group.unsharded is None else group.unsharded.storages():
+            add_storage(storage)
+        kept = [param.local for param in group.params] if group.flat is None else [group.flat]
+        shown = [each for param in group.params for each in (param.sharded, param.unsharded) if each is not None]
+        kept += [each.grad for each in shown if each.grad is not None]
+        for tensor in [*kept, *group.gradients.unreduced]:
+            add(tensor)
+    for optimizer in optimizers_that_stepped():
+        for values in optimizer.state.values():
+            for value in values.values():
+                if isinstance(value, Tensor):
+                    add(value)
+    return sum(found.values())
+
+
+def training_device() -> torch.device:
+    """Of what was sharded first; the CPU before."""
+    return next((group.device for _, group in sharded_parameters().values()), torch.device("cpu"))
 
 
 def allocator_peak(device: torch.device) -> int | None:

@@ -3,6 +3,8 @@
     run/
       run.json               of rank 0: world size, versions, the plan, findings
       ledger.rank0.jsonl     a line for each step of that rank
+      trace.rank0.json       spans and samples of that rank, in Chrome's trace format
+      trace.json             those of all ranks
 
 It refuses to know what the values mean.
 """

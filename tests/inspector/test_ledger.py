@@ -2,53 +2,30 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
 import fsdp2
-from fsdp2 import fully_shard
 from fsdp2.core.comm import collective_log
 from fsdp2.errors import ArgumentError
 from fsdp2.inspector.meter import Meter
 from fsdp2.inspector.run_folder import Lines, rank_files, read_lines
 from harness import on_ranks
+from harness.inspected import folder_for_all, training
 
 WIDTH = 64
 GROUP_NBYTES = WIDTH * WIDTH * 4
 
 
-def training() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)])
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    return model, torch.optim.AdamW(model.parameters())
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.ones(2, WIDTH)).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def folder_for_all() -> Path:
-    told = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(told)
-    return Path(str(told[0]))
-
-
 def lines_of_a_run(world_size: int, **options: Any) -> list[dict[str, Any]]:
-    model, optimizer = training()
+    model, optimizer, step = training(WIDTH)
     folder = folder_for_all()
     with fsdp2.ledger(folder, model, optimizer, **options):
         for _ in range(3):
-            step(model, optimizer)
+            step()
         ((_, path),) = [each for each in rank_files(folder, "ledger", "jsonl") if each[0] == dist.get_rank()]
         assert len(read_lines(path)) == 3  # each is there when its step has ended: a crash leaves it
     dist.barrier()
@@ -82,12 +59,12 @@ def test_each_step_has_a_line_of_what_was_communicated_and_kept(world_size):
 
 @on_ranks(2)
 def test_nothing_listens_behind_a_ledger_whoever_leaves_first(world_size):
-    model, optimizer = training()
+    model, optimizer, step = training(WIDTH)
     ledger = fsdp2.ledger(folder_for_all(), model, optimizer)
     with fsdp2.watchdog(timeout=600):
         assert collective_log.current is not None
         watched = collective_log.current
-        step(model, optimizer)
+        step()
         ledger.stop()
         ledger.stop()
         assert collective_log.current is watched

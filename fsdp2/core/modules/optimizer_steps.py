@@ -44,6 +44,11 @@ def watch_optimizers() -> None:
     STEPS.sharded += 1
 
 
+def optimizers_that_stepped() -> list[Optimizer]:
+    """Those that are alive."""
+    return list(STEPS.checked)
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     OPTIMIZER_STEPS.value += 1
     if STEPS.waiting:

@@ -1,0 +1,126 @@
+"""What happens in traced steps, as spans of one rank on its own clock: modules that compute, hooks that wait, collectives under way.
+
+It hears what ``core/comm/collective_log.py`` tells. It refuses to know other ranks and file formats.
+
+Worked example, two layers in forward: ``forward of 0`` computes, a hook waits for ``all-gather of 1``, ``forward of 1`` computes; the
+all-gather of 1 is under way from before ``forward of 0`` to the end of that wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from ..core.comm.collective_log import Listener, Record
+from .memory_now import MemoryNow
+from .meter import nbytes_of
+
+Row = Literal["phase", "compute", "collective"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """begin, end: ns. row "phase": forward, backward and optimizer of the root; "compute": what the main thread does, one after another
+
+    kind: "forward", "backward", "optimizer", "wait", or of the collective
+    """
+
+    row: Row
+    kind: str
+    unit: str
+    begin: int
+    end: int
+    nbytes: int = 0
+    phase: str = ""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Bytes by kind at a time."""
+
+    at: int
+    nbytes: dict[str, int]
+
+
+class Moments(Listener):
+    """spans, samples: so far. allocated: asked for the allocator's bytes, where there is one that knows"""
+
+    def __init__(self, clock: Callable[[], int] = time.time_ns, allocated: Callable[[], int | None] = lambda: None) -> None:
+        self.spans: list[Span] = []
+        self.samples: list[Sample] = []
+        self._clock = clock
+        self._allocated = allocated
+        self._memory = MemoryNow()
+        self._open: list[tuple[str, str]] = []  # phases of units that have begun, and not ended
+        self._since: int | None = None  # the last of them computes
+        self._phase = ("", 0)  # and when it began
+        self._under_way: dict[int, tuple[Record, int]] = {}
+        self._waits_since = 0
+
+    def issued(self, record: Record, owner: object, num_ranks: int) -> None:
+        self._under_way[id(record)] = record, self._clock()
+        self._memory.note(owner)
+
+    def waits(self, record: Record) -> None:
+        self._waits_since = self._clock()
+        self._sample(self._waits_since)
+
+    def done(self, record: Record) -> None:
+        now = self._clock()
+        begun = self._under_way.pop(id(record), None)
+        if begun is not None:
+            self.spans.append(Span("collective", record.kind, record.unit, begun[1], now, nbytes_of(record), self._phase[0]))
+            self.spans.append(Span("compute", "wait", f"{record.kind} of {record.unit}", self._waits_since, now, phase=self._phase[0]))
+
+    def begins(self, phase: str, unit: str) -> None:
+        now = self._clock()
+        self._pause(now)
+        if self._phase[0] != phase:
+            self._phase = phase, now
+        self._open.append((phase, unit))
+
+    def ends(self, phase: str, unit: str) -> None:
+        self._pause(self._clock())
+        if not unit:
+            self._open.clear()
+        elif (phase, unit) in self._open:
+            self._open.reverse()
+            self._open.remove((phase, unit))
+            self._open.reverse()
+
+    def resumes(self) -> None:
+        self._since = self._clock()
+        self._sample(self._since)
+
+    def leaves(self) -> None:
+        now = self._clock()
+        self._pause(now)
+        phase, begun = self._phase
+        if phase:
+            self.spans.append(Span("phase", phase, "", begun, now))
+        self._phase = "", 0
+        self._open.clear()
+        self._sample(now)
+
+    def begin_optimizer(self) -> None:
+        self._phase = "optimizer", self._clock()
+
+    def end_optimizer(self) -> None:
+        phase, begun = self._phase
+        if phase == "optimizer":
+            self.spans.append(Span("phase", phase, "", begun, self._clock()))
+            self._phase = "", 0
+
+    def _pause(self, now: int) -> None:
+        """The module that computes stops, as far as the main thread knows."""
+        if self._since is not None and self._open:
+            phase, unit = self._open[-1]
+            self.spans.append(Span("compute", phase, unit, self._since, now, phase=phase))
+        self._since = None
+
+    def _sample(self, now: int) -> None:
+        nbytes = self._memory.look()
+        allocated = self._allocated()
+        self.samples.append(Sample(now, nbytes if allocated is None else {**nbytes, "allocated": allocated}))

@@ -1,0 +1,105 @@
+"""``trace``: what all ranks do in a few steps, on one clock, as a file for Perfetto."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.profiler import ProfilerActivity, profile
+
+from ..core import torch_compat as compat
+from ..core.comm import collective_log
+from ..core.comm.agreement import agree, default_group
+from ..core.group.step_count import OPTIMIZER_STEPS
+from .chrome import events_of
+from .clock import Offset, measure
+from .memory_now import all_kept_bytes, training_device
+from .moments import Moments, Sample
+from .run_folder import Values, folder_of, rank_file, rank_files, write_json
+
+
+@contextlib.contextmanager
+def trace(folder: Any, *, allocations: bool = True) -> Iterator[None]:
+    """Inside, record modules, collectives and bytes; ``folder/trace.json`` shows them, at https://ui.perfetto.dev for instance.
+
+        with fsdp2.trace("run"):
+            for _ in range(3):
+                step()
+
+    folder:      each rank writes trace.rank<N>.json there; rank 0 merges those that it sees
+    allocations: on a CPU, let torch's profiler count what is allocated, activations included: each operator takes longer then. Beside
+                 a profiler of yours they are left out
+    Collective:  yes, over all ranks of the job: at the beginning ranks compare clocks, at the end rank 0 waits for all files. A block
+                 that an exception leaves communicates nothing more, and only its ranks' own files are written
+    """
+    where = folder_of(folder, "trace")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    device = training_device()
+    moments = Moments(allocated=_allocator_of(device))
+    offset = measure()
+    counts = allocations and device.type == "cpu" and not compat.profiler_is_on()
+    records = profile(activities=[ProfilerActivity.CPU], profile_memory=True) if counts else None
+    before = all_kept_bytes()
+    try:
+        with _listening(moments), records or contextlib.nullcontext():
+            yield
+    finally:
+        if records is not None:
+            moments.samples += _allocated(before, compat.allocations_in(records))
+        write_json(rank_file(where, "trace", rank, "json"), _file_of(rank, moments, offset))
+    agree(default_group(), None, None)
+    if rank == 0:
+        merge(where)
+
+
+def merge(folder: Path) -> None:
+    """One file of those of all ranks."""
+    found = [json.loads(path.read_text()) for _, path in rank_files(folder, "trace", "json")]
+    events = [event for each in found for event in each["traceEvents"]]
+    write_json(folder / "trace.json", {"traceEvents": events, "metadata": {"clocks": [each["metadata"] for each in found]}})
+
+
+def _file_of(rank: int, moments: Moments, offset: Offset) -> Values:
+    said = {"rank": rank, "clock_ahead_ns": offset.ahead, "uncertainty_ns": offset.uncertainty}
+    return {"traceEvents": events_of(rank, moments.spans, moments.samples, offset), "metadata": said}
+
+
+@contextlib.contextmanager
+def _listening(moments: Moments) -> Iterator[None]:
+    collective_log.listen(moments, lambda: OPTIMIZER_STEPS.value + 1)
+    before = register_optimizer_step_pre_hook(compat.dynamo_disabled(lambda *_: moments.begin_optimizer()))
+    behind = register_optimizer_step_post_hook(compat.dynamo_disabled(lambda *_: moments.end_optimizer()))
+    try:
+        yield
+    finally:
+        collective_log.ignore(moments)
+        before.remove()
+        behind.remove()
+
+
+def _allocator_of(device: torch.device) -> Callable[[], int | None]:
+    asks = getattr(compat.device_module(device.type), "memory_allocated", None)
+    return (lambda: None) if asks is None else lambda: int(asks(device))
+
+
+def _allocated(before: int, events: list[tuple[int, int]]) -> list[Sample]:
+    """Sums, of which neighbours that lie within 10 us are one, at the highest."""
+    samples: list[Sample] = []
+    now = before
+    since = highest = 0
+    for at, nbytes in events:
+        now += nbytes
+        if samples and at - since < 10_000:
+            if now > highest:
+                highest = now
+                samples[-1] = Sample(since, {"allocated": now})
+        else:
+            since, highest = at, now
+            samples.append(Sample(at, {"allocated": now}))
+    return samples

@@ -24,6 +24,7 @@ from torch import nn
 from .core.group.param_group import ParamGroup
 from .core.iteration.module_state import ModuleState, unit_of
 from .core.plan.mesh import DataParallelMesh
+from .errors import ArgumentError, ModuleError, got, got_object
 from .state_bytes import StateBytes, measured_state_bytes
 
 _HEADINGS = ("unit", "module", "parameters", "dtypes", "this rank", "unsharded", "padding", "placement", "after forward")
@@ -123,7 +124,14 @@ def summary(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     """Units of ``model`` with their parameters, dtypes, placements and bytes; with ``optimizer``, the bytes of its state as well.
 
     Collective: no. Ranks see their own shards, which may differ by padding only.
+    Raises:     ModuleError if ``model`` is no module; ArgumentError if ``optimizer`` is no optimizer
     """
+    given: Any = model
+    if not isinstance(given, nn.Module):
+        raise ModuleError(got_object("summary", model), expected="an nn.Module, sharded or not", fix="pass the model itself")
+    given = optimizer
+    if not isinstance(given, (torch.optim.Optimizer, type(None))):
+        raise ArgumentError(got("summary", "optimizer", optimizer), expected="a torch.optim.Optimizer, or None", fix="leave it out")
     units: dict[ModuleState, str] = {}
     for name, module in model.named_modules():
         unit = unit_of(module)

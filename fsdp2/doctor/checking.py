@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from ..core.comm.agreement import agree, default_group
 from ..errors import FSDPError
+from .arguments import checked_ties, ignored_checks
 from .dtypes import dtype_findings
 from .environment import environment_findings
 from .finding import Finding, Report, report_of
@@ -47,18 +50,26 @@ def check(
     problem: FSDPError | None = None
     found: list[Finding] = []
     facts = Facts((), {}, {}, {}, None)
+    ignored = frozenset[str]()
     try:
+        ignored = ignored_checks("check", ignore)
         inspected = inspect(model, optimizer, "check")
-        found = [*_local_findings(inspected, ties)]
+        found = [*_local_findings(inspected, checked_ties(ties))]
         facts = facts_of(inspected)
     except FSDPError as error:
         problem = error
     said = agree(default_group(), problem, (found, facts))
     together = list(replica_findings([each for _, each in said])) if len(said) > 1 else []
-    report = report_of([[*local, *together] for local, _ in said], ignore)
+    report = report_of([[*local, *together] for local, _ in said], ignored)
     if strict:
         report.raise_if_any()
     return report
+
+
+def check_alone(model: nn.Module) -> list[Finding]:
+    """What this rank finds by itself, where the others may be anywhere. Collective: no. Raises: as ``check``"""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return [replace(finding, ranks=(rank,)) for finding in _local_findings(inspect(model, None, "check"), ())]
 
 
 def _local_findings(inspected: Inspected, ties: Ties) -> Iterable[Finding]:

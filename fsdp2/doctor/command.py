@@ -11,8 +11,10 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 
 from ..errors import ArgumentError
+from .patient import FOLDER
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The status of the script, where that is not 0; else 0, or 1 with ``--strict`` and findings."""
+    """1 where the script fails, else its status where that is not 0; else 0, or 1 with ``--strict`` and findings."""
     if not os.path.isfile(options.script) or options.ranks < 1 or options.steps < 1:
         raise ArgumentError(
             f"doctor got {options.script!r}, --ranks {options.ranks}, --steps {options.steps}",
@@ -36,5 +38,6 @@ def run(options: argparse.Namespace) -> int:
     arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
     patient = ["-m", "fsdp2.doctor.patient", str(options.steps), str(int(options.strict)), options.script, *arguments]
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([*launcher, *patient], env=environment, check=False).returncode
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"CUDA_VISIBLE_DEVICES": "", FOLDER: folder}
+        return subprocess.run([*launcher, *patient], env=environment, check=False).returncode

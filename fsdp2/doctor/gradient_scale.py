@@ -27,6 +27,7 @@ from ..core import torch_compat as compat
 from ..core.comm.agreement import agree, default_group
 from ..core.group.param import ShardedParam, own_shard
 from ..core.group.param_group import ParamGroup
+from ..errors import ArgumentError, got
 from .finding import Finding, Report, report_of
 from .inspected import Inspected, inspect
 
@@ -90,8 +91,10 @@ def gradient_scales(
     declared:   the divisor of the sum over tokens, for all parameters or by name; None: the number of tokens on all data-parallel
                 ranks of the root, so that the gradient is that of their mean; without a probe the number of these ranks
     tolerance:  relative; bf16 gradients need some
-    Collective: yes; gradients are cleared before and after. Raises: ModuleError if ``model`` is not sharded
+    Collective: yes; gradients are cleared before and after
+    Raises:     ModuleError if ``model`` is not sharded; ArgumentError for another wrong argument
     """
+    _check_arguments(step, declared, tolerance)
     inspected = inspect(model, None, "gradient_scales")
     for _, unit in inspected.units:  # so that the unsharded parameters exist
         sharded: Any = unit.modules[0]
@@ -118,6 +121,24 @@ def gradient_scales(
     heard = probe.count, probe.total, probe.lowest, probe.highest
     everyone = agree(default_group(), None, heard)
     return _certificate(inspected, divisors, everyone, declared, tolerance)
+
+
+def _check_arguments(step: Any, declared: Any, tolerance: Any) -> None:
+    caller = "gradient_scales"
+    if not callable(step):
+        raise ArgumentError(got(caller, "step", step), expected="a function that takes the probe", fix="see docs/doctor.md")
+    if not (declared is None or callable(declared) or _is_positive(declared)):
+        raise ArgumentError(
+            got(caller, "declared", declared),
+            expected="a divisor above 0, or a function from a parameter's name to one",
+            fix="leave it out: then it is the number of tokens of all data-parallel ranks",
+        )
+    if not _is_positive(tolerance):
+        raise ArgumentError(got(caller, "tolerance", tolerance), expected="a relative error above 0", fix="tolerance=0.02")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
 def _projections(param: ShardedParam, grad: Tensor, *, cut: bool) -> Tensor:

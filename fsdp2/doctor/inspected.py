@@ -5,7 +5,7 @@ It refuses to know what is a fault.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,10 +56,11 @@ def inspect(model: Any, optimizer: Optimizer | Iterable[Optimizer] | None, calle
             expected="a model that parallelize or fully_shard was called on",
             fix="call it after fully_shard",
         )
-    optimizers: Sequence[Any] = () if optimizer is None else (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    given: Any = () if optimizer is None else optimizer
+    optimizers = tuple(given) if isinstance(given, Iterable) else (given,)
     wrong = [each for each in optimizers if not isinstance(each, Optimizer)]
     if wrong:
         raise ArgumentError(
             got(caller, "optimizer", wrong[0]), expected="a torch.optim.Optimizer, or several", fix="pass the optimizer itself"
         )
-    return Inspected(model, units, tuple(optimizers))
+    return Inspected(model, units, optimizers)

@@ -20,8 +20,9 @@ from torch.optim import Optimizer
 from ..core import torch_compat as compat
 from ..core.comm.agreement import agree, default_group
 from ..core.group.param import ShardedParam, sharded_from
-from ..errors import DoctorError, DoctorWarning
+from ..errors import ArgumentError, DoctorError, DoctorWarning
 from . import clipping
+from .arguments import checked_number_of_steps, ignored_checks
 from .finding import Finding, Report, report_of
 from .inspected import inspect
 from .step_checks import (
@@ -61,7 +62,7 @@ def watch(
     patience:   steps after which a gradient that never came is reported; earlier where the watch ends before
     Collective: yes: in steps that are looked at closely ranks exchange what they saw, over all ranks of the job, before the first
                 optimizer's step
-    Raises:     ModuleError if ``model`` is not sharded; ArgumentError for something else than optimizers
+    Raises:     ModuleError if ``model`` is not sharded; ArgumentError for another wrong argument
     """
     return Watch(model, optimizer, strict=strict, ignore=ignore, every=every, patience=patience)
 
@@ -81,8 +82,16 @@ class Watch:
         tell: Callable[[Finding], None] | None = None,
     ) -> None:
         inspected = inspect(model, optimizer, "watch")
+        if not inspected.optimizers:
+            raise ArgumentError(
+                "watch got no optimizer",
+                expected="an optimizer, or all that train the model: the first one's step ends a step",
+                fix="doctor.watch(model, optimizer)",
+            )
         self._units, self._params, self._ranks = inspected.units, inspected.params, inspected.ranks
-        self._ignored, self._every, self._patience = set(ignore), every, patience
+        self._ignored = ignored_checks("watch", ignore)
+        self._every = checked_number_of_steps("watch", "every", every)
+        self._patience = checked_number_of_steps("watch", "patience", patience)
         self._tell = tell or (_raise if strict else _warn)
         self._found: dict[tuple[str, tuple[str, ...]], Finding] = {}
         self._num_steps = 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +15,9 @@ from torch import Tensor, nn
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, doctor, fully_shard
+from fsdp2.doctor.arguments import CHECKS
 from fsdp2.doctor.environment import environment_findings
-from fsdp2.errors import DoctorError, ModuleError
+from fsdp2.errors import ArgumentError, DoctorError, ModuleError
 from fsdp2.optim import AnyPrecisionAdamW, flat
 from harness import cpu_mesh, on_ranks
 from harness.models import mlp, transformer
@@ -80,6 +83,13 @@ def with_cut_tie() -> Built:
     model = sharded(transformer(tied=True))
     model.head.weight = nn.Parameter(model.embedding.weight.detach().clone())
     return model, None, {}
+
+
+def tie_cut_by_loading() -> Built:
+    model = transformer(tied=True)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    return sharded(model), None, {"ties": [("embedding.weight", "head.weight")]}
 
 
 def cut_before_sharding() -> Built:
@@ -181,6 +191,7 @@ FAULTS: list[tuple[Callable[[], Built], list[tuple[str, str]]]] = [
     (with_unwritten_buffer, [("uninitialised", "blocks.1.table")]),
     (on_meta, [("on-meta-device", "blocks.0.weight blocks.0.table"), ("seeds-differ", "")]),
     (with_cut_tie, [("cut-tie", "embedding.weight head.weight")]),
+    (tie_cut_by_loading, [("cut-tie", "embedding.weight head.weight")]),
     (cut_before_sharding, [("cut-tie", "embedding.weight head.weight")]),
     (optimizer_of_whole, [("optimizer-before-sharding", "first.weight")]),
     (optimizer_of_dead, [("optimizer-has-dead-parameters", "a parameter of shape (3,)")]),
@@ -269,6 +280,49 @@ def test_a_wrong_call_raises_on_all_ranks_and_strict_raises_what_is_found():
     doctor.check(model, optimizer).show(out)
     assert "[warning] optimizer-misses-parameters (ranks 0, 1)" in out.getvalue()
     assert not doctor.check(model, optimizer, ignore=["optimizer-misses-parameters"])
+
+
+WRONG: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any], str]] = [
+    (doctor.check, (), {"ignore": 3}, "ignore=3"),
+    (doctor.check, (), {"ignore": "padding"}, "list of names of checks"),
+    (doctor.check, (), {"ignore": ["paddin"]}, r"ignore=\['padding'\]"),
+    (doctor.check, (), {"ties": 3}, "ties=3"),
+    (doctor.check, (), {"ties": ["ab"]}, "sets of two or more names"),
+    (doctor.watch, (), {"every": 0}, "every=0"),
+    (doctor.watch, (), {"patience": "a"}, "patience='a'"),
+    (doctor.watch, (), {"ignore": ["clip"]}, "no check has"),
+    (doctor.gradient_scales, (3,), {}, "step=3"),
+    (doctor.gradient_scales, (print,), {"declared": "a"}, "declared='a'"),
+    (doctor.gradient_scales, (print,), {"tolerance": 0}, "tolerance=0"),
+    (fsdp2.summary, (3,), {}, "summary got optimizer=3"),
+]
+
+
+@on_ranks(2)
+def test_a_wrong_argument_is_our_error_on_every_rank_and_nobody_waits():
+    model = sharded(mlp())
+    for call in (doctor.check, doctor.watch):
+        for wrong in (3, "adam", [3]):
+            with pytest.raises(ArgumentError, match="optimizer="):
+                call(model, wrong)
+    with pytest.raises(ModuleError, match="summary got an object of type int"):
+        fsdp2.summary(3)
+    for call, args, options, said in WRONG:
+        given = (torch.optim.SGD(model.parameters(), lr=0.1),) if call is doctor.watch else args
+        with pytest.raises(ArgumentError, match=said):
+            call(model, *given, **options)
+    with pytest.raises(ArgumentError, match="watch got no optimizer"):
+        doctor.watch(model, None)
+
+
+def test_checks_have_one_list_of_names_in_the_code_and_in_the_docs():
+    package = Path(doctor.__file__).parent
+    reported = {name for file in package.glob("*.py") for name in re.findall(r'Finding\(\s*"([a-z-]+)"', file.read_text())}
+    explained = re.findall(
+        r"^\| `([a-z-]+)` \| (?:error|warning|note)", (package.parents[1] / "docs/doctor.md").read_text(), re.MULTILINE
+    )
+    assert sorted(reported) == sorted(CHECKS)
+    assert list(CHECKS) == explained
 
 
 def test_settings_that_undo_overlap_are_found_on_devices():

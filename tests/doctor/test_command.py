@@ -50,6 +50,34 @@ def test_a_script_is_stopped_after_its_steps_and_its_faults_are_named(tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    ("fails", "found"),
+    [
+        (
+            "optimizer.zero_grad()\n    if step == 1 and dist.get_rank() == 1: raise ValueError('bad batch')",
+            "optimizer-misses-parameters",
+        ),
+        ("raise ValueError('bad batch')", "on-meta-device"),
+    ],
+)
+def test_a_script_that_fails_is_not_the_end_of_what_was_found(tmp_path: Path, fails: str, found: str) -> None:
+    """In its second step on one rank, behind a check; and in its first forward, on all ranks, where each looks alone."""
+    text = SCRIPT.replace("optimizer.zero_grad()", fails)
+    if found == "on-meta-device":
+        text = SCRIPT.replace("fully_shard(model)", "fully_shard(model.to('meta'))")
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    done = doctor(str(script), "--", "--lr", "0.1")
+    assert done.returncode != 0
+    assert done.stdout.count("fsdp2 doctor: ") == 1, done.stdout + done.stderr
+    error = "MaterializationError" if found == "on-meta-device" else "ValueError: bad batch"
+    assert error in done.stderr
+    assert done.stdout.count("the script failed on rank") == 1
+    assert error in done.stdout
+    assert found in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     ("example", "flags"),
     [
         ("train_lm.py", ["--layers=2", "--width=64", "--heads=2", "--context=32", "--text-bytes=300000"]),

@@ -30,7 +30,6 @@ from .finding import Finding, Report, report_of
 from .initialisation import canaries
 from .watching import Watch
 
-
 FOLDER = "FSDP2_DOCTOR_FOLDER"
 """The environment variable with a folder of this run, which all its ranks see."""
 

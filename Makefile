@@ -12,7 +12,7 @@ CONSTRAINTS := constraints/torch-$(TORCH).txt
 # What depends on torch, for a second version in CI.
 PARTS := numerics composition core behaviour extensions meshes compat compile test_errors.py checkpoint/test_checkpointer.py checkpoint/test_dcp.py
 
-.PHONY: help demo docs test test-slow test-full test-parts test-versions fuzz gpu check release-check bench clean
+.PHONY: help demo docs test test-slow test-full test-clients test-parts test-versions fuzz gpu check release-check bench clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make test        all tests but the slow ones"
 	@echo "make test-slow   the slow ones"
 	@echo "make test-full   those that CI has no time for"
+	@echo "make test-clients  the programs of examples/clients/, on fsdp2 and on torch's FSDP2"
 	@echo "make test-parts  those of the parts that depend on torch: for TORCH=2.15.0"
 	@echo "make test-versions  all tests and the slow ones of the compiler on $(VERSIONS)"
 	@echo "make fuzz        random programs, sharded and unsharded: SEEDS=first:last"
@@ -54,6 +55,16 @@ test-slow: $(INSTALLED)
 # What does not fit into CI's time.
 test-full: $(INSTALLED)
 	$(BIN)/python -m pytest -m full
+
+# The clients' packages in an environment of their own, which takes all else from the other: some hold back versions that dev wants newer.
+test-clients: $(VENV)-clients/.installed
+	$(VENV)-clients/bin/python -m pytest -m "slow or full" tests/examples/test_clients.py
+
+$(VENV)-clients/.installed: $(INSTALLED)
+	$(PYTHON) -m venv $(VENV)-clients
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(VENV)-clients/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth
+	$(VENV)-clients/bin/python -m pip install -c $(CONSTRAINTS) -e '.[clients]'
+	touch $@
 
 test-parts: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow and not full" $(addprefix tests/,$(PARTS))
@@ -96,5 +107,5 @@ bench: $(INSTALLED)
 	$(BIN)/python benchmarks/run.py
 
 clean:
-	rm -rf .venv .venv-torch-* .pytest_cache .mypy_cache .ruff_cache build dist
+	rm -rf .venv .venv-torch-* .venv-clients .pytest_cache .mypy_cache .ruff_cache build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

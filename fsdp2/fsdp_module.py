@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .clients.pretrained import saving_whole_tensors
 from .core import torch_compat as compat
 from .core.comm import collectives
 from .core.comm.communicators import (
@@ -66,6 +67,13 @@ class FSDPModule:
         made = original.__new__(original)
         made.__init__(*args, **kwargs)
         return made
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Hugging Face's ``save_pretrained`` writes whole tensors where the user's class has it."""
+        super().__init_subclass__(**kwargs)
+        inherited = getattr(cls, "save_pretrained", None)
+        if inherited is not None:
+            cls.save_pretrained = saving_whole_tensors(inherited)  # type: ignore[attr-defined]
 
     # --- parameters ---
 

@@ -159,3 +159,24 @@ def test_a_config_that_refuses_to_be_saved_is_an_error_on_every_rank(tmp_path):
         save_safetensors(model, tmp_path / "folder")
     dist.barrier()
     assert not list((tmp_path / "folder").glob("*"))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow), pytest.param("t5", marks=pytest.mark.slow)])
+def test_save_pretrained_writes_whole_tensors_or_raises_on_all_ranks(tmp_path, family):
+    """It raised AttributeError on rank 0, or wrote files that from_pretrained could not read."""
+    import transformers
+
+    reference = build(family, True, seed=1)
+    model = sharded(family, build(family, True, seed=1))
+    ids = torch.arange(3, 11).view(2, 4)
+    model(input_ids=ids, **({"decoder_input_ids": ids} if family == "t5" else {}))  # the root's parameters are unsharded now
+    model.save_pretrained(tmp_path / "whole", max_shard_size="3KB")
+    auto = transformers.AutoModelForSeq2SeqLM if family == "t5" else transformers.AutoModelForCausalLM
+    opened, info = auto.from_pretrained(tmp_path / "whole", output_loading_info=True)
+    assert not any(info.values()), info
+    assert type(opened) is type(reference)
+    for name, param in reference.named_parameters():
+        assert torch.equal(opened.get_parameter(name), param), name
+    with pytest.raises(CheckpointError, match=r"(?s)save_pretrained on rank 0.*save_safetensors"):
+        model.save_pretrained(tmp_path / "whole", max_shard_size="no size")

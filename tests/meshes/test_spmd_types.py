@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -294,3 +295,14 @@ def test_placements_and_gradients_are_those_of_torch(name, dtype):
         assert one.grad.placements == two.grad.placements, key
         assert one.grad.dtype == two.grad.dtype, key
         assert torch.equal(one.grad.to_local(), two.grad.to_local()), key
+
+
+@on_ranks(2)
+def test_programs_that_have_loaded_an_old_version_of_the_package_shard_without_annotations():
+    """torchtitan 0.3 holds the package at 0.2, where `fully_shard` raised AttributeError: it cannot exempt functions."""
+    model = nn.Linear(4, 4)
+    expected = copy.deepcopy(model)(torch.ones(2, 4))
+    with mock.patch.dict(vars(spmd)):
+        del spmd.register_no_typecheck
+        fully_shard(model, mesh=cpu_mesh())
+        torch.testing.assert_close(model(torch.ones(2, 4)), expected)

@@ -73,10 +73,14 @@ def is_annotation(value: Any, of: Tensor) -> bool:
 
 
 def exempt_from_typechecking(functions: Iterable[Callable[..., Any]]) -> None:
-    """Let ``spmd_types.typecheck()`` skip what these functions do: they handle tensors that nobody has annotated."""
-    if "spmd_types" in sys.modules:
+    """Let ``spmd_types.typecheck()`` skip what these functions do: they handle tensors that nobody has annotated.
+
+    Versions before 0.3, which programs have loaded that annotate nothing, cannot do that; nothing else of the package is missing there.
+    """
+    register = getattr(_package(), "register_no_typecheck", None) if "spmd_types" in sys.modules else None
+    if register is not None:
         for function in functions:
-            _package().register_no_typecheck(function)
+            register(function)
 
 
 def read_annotations(param: nn.Parameter, axes: SpmdAxes) -> Annotations | str:

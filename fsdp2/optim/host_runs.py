@@ -68,15 +68,17 @@ class HostRun:
             self._param.grad = self._to_host(grad)
         self._arrived = streams.mark(streams.offload)
         self._read = (grad,)
+        self.data.grad = None
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pin_memory)
         return host.copy_(tensor, non_blocking=self._pin_memory)
 
     def let_go(self) -> None:
-        """Of the gradient on the device, whose memory belongs to the current stream: that runs on behind the copy."""
+        """Of the gradient on the device, whose memory goes back to the reduce stream, or to the current one, behind the copy."""
         if self._read:
-            self._streams.order(self._streams.compute, self._arrived)
+            for stream in (self._streams.reduce, self._streams.compute):
+                self._streams.order(stream, self._arrived)
             self._read = ()
 
     def step(self, optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +112,10 @@ class HostRun:
 
     def move_state(self) -> None:
         """To the host, if it was loaded elsewhere."""
-        self.state.update({key: value.cpu() for key, value in self.values().items()})
+        self.state.update(self.state_at(torch.device("cpu")))
+
+    def state_at(self, device: torch.device) -> State:
+        return self.state | {key: value.to(device) for key, value in self.values().items()}
 
 
 class HostStates:

@@ -9,7 +9,7 @@ ZeRO-Offload++'s twin flow.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,12 @@ from ..errors import ArgumentError, FSDPError
 from ..policy import CPUOffloadPolicy, DiskOffloadPolicy, TorchCPUOffloadPolicy
 from .flat import FlatOptimizer
 from .host_runs import HostRun, HostStates
+from .in_backward import BackwardSteps, in_turn
+from .runs import Run
 from .state_files import check_folder
+
+_ALL_FIRST = "no clipping and no loss scaling: they need all gradients before the first step"
+_FIX = "leave step_in_backward out of offloaded(...), or the clipping and scaling"
 
 
 def offloaded(
@@ -33,6 +38,7 @@ def offloaded(
     policy: CPUOffloadPolicy | DiskOffloadPolicy,
     *,
     fraction: float = 1.0,
+    step_in_backward: bool = False,
     **options: Any,
 ) -> OffloadedOptimizer:
     """As ``flat``, with the states of parameters where ``policy`` says; every value is the ordinary optimizer's.
@@ -41,6 +47,9 @@ def offloaded(
                 where ``fully_shard`` has put them
     fraction:   of the elements, those whose states are there; the others' stay beside their parameters. The units are chosen whose
                 gradients backward has first: the last ones of the model
+    step_in_backward: step each of these runs while backward computes others, and let its gradients leave the device. Nobody sees all
+                gradients then: clipping, loss scaling, and several backwards before a step are refused; and each backward is a step, by
+                the options that groups had when it began. The first step is taken after its backward
     Memory:     on the host, beside the states, the gradients and parameters of two runs that are on their way; with files, of the
                 states those of 1 + 2 ``read_ahead`` runs. A run is a group's parameters of one kind at most
     Collective: yes, over the meshes of the parameters: all ranks go on or raise. Its ``step`` is not
@@ -54,7 +63,7 @@ def offloaded(
     except FSDPError as error:
         problem = error
     agree_on_meshes(_meshes_of(listed), problem)
-    return OffloadedOptimizer(optimizer_class, listed, policy, fraction, options)
+    return OffloadedOptimizer(optimizer_class, listed, policy, fraction, step_in_backward, options)
 
 
 def check_policy(policy: Any) -> None:
@@ -98,38 +107,66 @@ class OffloadedOptimizer(FlatOptimizer):
         params: list[Any],
         policy: CPUOffloadPolicy | DiskOffloadPolicy,
         fraction: float,
+        step_in_backward: bool,
         options: Mapping[str, Any],
     ) -> None:
+        self._in_backward = BackwardSteps(self._begin_backward, self._step_one) if step_in_backward else None
         self.policy = policy
         self.fraction = fraction
         self.states = HostStates(policy)
         self._host_runs: dict[Tensor, HostRun] = {}  # by the data of a run, in the order of their turns
         self._stepper: Optimizer | None = None  # of the class, which is given one run after another
+        self._options_of: dict[Tensor, dict[str, Any]] = {}  # by the data of a run, when this step began
+        self._done: list[tuple[HostRun, dict[str, Any]]] = []  # in backward, and not yet in the inner optimizer
         super().__init__(optimizer_class, params, options)
+        self._watch()
 
     def __repr__(self) -> str:
         return f"Offloaded{self._class.__name__}" + super().__repr__().removeprefix(f"Flat{self._class.__name__}")
 
+    def step(self, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None, norm_type: float = 2.0) -> Any:
+        """As ``FlatOptimizer.step``. Raises: ArgumentError for ``max_norm`` if it steps in backward"""
+        steps = self._in_backward
+        if steps is None:
+            return super().step(closure, max_norm=max_norm, norm_type=norm_type)
+        if max_norm is not None:
+            raise ArgumentError(f"step got max_norm={max_norm}, of an optimizer that steps in backward", expected=_ALL_FIRST, fix=_FIX)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._done = steps.wait()
+        steps.refuse_changed()
+        super().step()
+        steps.is_armed = bool(steps.order)
+        return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a GradScaler asks before it has an optimizer step."""
+        if self._in_backward is None:
+            return False
+        raise ArgumentError("a GradScaler scales the loss of an optimizer that steps in backward", expected=_ALL_FIRST, fix=_FIX)
+
     def _step(self, inner: Optimizer) -> None:
-        """The runs whose states stayed in one step of the inner optimizer, the others one by one."""
+        """The runs whose states stayed in one step of the inner optimizer, the others one by one; but for what backward has stepped."""
+        done, self._done = self._done, []
         self._choose(inner)
-        groups = inner.param_groups
-        before = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        group_of = {run.data: index for index, runs in enumerate(self._runs) for run in runs}
+        self._note_options()
         turns = [run for run in self._host_runs.values() if run.data.grad is not None]
-        after: dict[int, dict[str, Any]] = {}
         self._look_ahead(turns, 0)  # beside the step of the others
         self._step_others(inner)
         for position, run in enumerate(turns):
             self._look_ahead(turns, position)
-            index = group_of[run.data]
-            after[index] = self._step_one(inner, run, before[index])
-        for index, options in after.items():
-            groups[index].update(options)
-        for device in {run.data.device for run in turns}:
+            done.append((run, self._step_one(run)))
+        group_of = {run.data: group for group, runs in zip(inner.param_groups, self._runs, strict=True) for run in runs}
+        for run, options in done:
+            group_of[run.data].update(options)
+            inner.state[run.data] = run.state
+        for device in {run.data.device for run, _ in done}:
             streams = streams_of(device)
             streams.order(streams.compute, streams.mark(streams.offload))
-        for run in turns:
+        for run, _ in done:
             run.let_go()
         self.states.files.wait()
 
@@ -152,18 +189,39 @@ class OffloadedOptimizer(FlatOptimizer):
                 group.update({key: value for key, value in stepped.items() if key != "params"})
             inner.param_groups = groups
 
-    def _step_one(self, inner: Optimizer, run: HostRun, options: dict[str, Any]) -> dict[str, Any]:
+    def _step_one(self, run: HostRun) -> dict[str, Any]:
+        """It was sent. Returns: the options of its group as the optimizer left them"""
         if self._stepper is None:
             self._stepper = self._class([torch.zeros(1)], **self._options)
-        after = run.step(self._stepper, options)
-        inner.state[run.data] = run.state
+        after = run.step(self._stepper, self._options_of[run.data])
         self.states.put_back(run)
         return after
+
+    def _note_options(self) -> None:
+        """Those by which this step is taken: a step of one run must not change them for the next."""
+        names = ("params", "param_names")
+        before = [{key: value for key, value in group.items() if key not in names} for group in self.param_groups]
+        self._options_of = {run.data: options for options, runs in zip(before, self._runs, strict=True) for run in runs}
+
+    # --- in backward ---
+
+    def _watch(self) -> None:
+        if self._in_backward is not None:
+            self._in_backward.watch(as_sharded(self._params()))
+
+    def _begin_backward(self) -> list[tuple[Run, HostRun]]:
+        """The first gradient since the last step has arrived: the runs that are stepped on the host."""
+        self._current()
+        self._note_options()
+        runs = {run.data: run for runs in self._runs for run in runs}
+        return [(runs[data], run) for data, run in self._host_runs.items()]
+
+    # --- which runs ---
 
     def _choose(self, inner: Optimizer) -> None:
         """The runs whose states are offloaded; those that were cut since get files of their own."""
         known, self._host_runs = self._host_runs, {}
-        runs = [run for runs in self._runs for run in runs][::-1]
+        runs = in_turn([run for runs in self._runs for run in runs], {} if self._in_backward is None else self._in_backward.order)
         left = self.fraction * sum(run.data.numel() for run in runs)
         pin_memory = getattr(self.policy, "pin_memory", True)
         for run in runs:
@@ -175,10 +233,14 @@ class OffloadedOptimizer(FlatOptimizer):
                 found = HostRun(run, inner.state.get(run.data, {}), pin_memory)
                 found.move_state()
             self._host_runs[run.data] = found
+        for run in runs:
+            if run.data in known and run.data not in self._host_runs:  # it was chosen before the order of gradients was known
+                inner.state[run.data] = known[run.data].state_at(run.data.device)
 
     @torch.no_grad()
     def _rebuild(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         super()._rebuild(state)
+        self._watch()
         self._host_runs.clear()
         inner = self._inner
         assert inner is not None

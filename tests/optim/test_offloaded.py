@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from fsdp2 import fully_shard
 from fsdp2.optim import AnyPrecisionAdamW, DiskOffloadPolicy, offloaded
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
-from harness.training import adamw, assert_same_bits, assert_same_tensor, fed_in_chunks, fed_own_chunk, forward_backward
+from harness.training import Step, adamw, assert_same_bits, assert_same_tensor, fed_in_chunks, fed_own_chunk, forward_backward
 
 
 def sharded(num_blocks: int = 3) -> nn.Module:
@@ -155,3 +156,89 @@ def test_a_disk_without_room_is_an_error_that_says_how_much_is_needed(tmp_path):
     ):
         optimizer.step()
     assert os.listdir(tmp_path) == []
+
+
+# --- steps in backward ---------------------------------------------------------------------------------------------------------
+
+
+def assert_same_losses_and_values(actual: list[Step], expected: list[Step]) -> None:
+    """Gradients are gone."""
+    assert_same_bits([replace(step, grads={}) for step in actual], [replace(step, grads={}) for step in expected])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("on_disk", "fraction"), [(True, 1.0), (False, 0.5)])
+def test_steps_in_backward_give_the_ordinary_optimizers_values(on_disk, fraction, tmp_path):
+    model, reference = sharded(), mlp()
+    policy = DiskOffloadPolicy(tmp_path) if on_disk else fsdp2.CPUOffloadPolicy()
+    optimizer = offloaded(torch.optim.AdamW, model, policy, fraction=fraction, step_in_backward=True, lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    steps, expected = [], []
+    plain = adamw(reference.parameters())
+    its_schedule = torch.optim.lr_scheduler.StepLR(plain, 2)
+    for x in batches(5):
+        steps += fed_own_chunk(model, [x], optimizer=optimizer)
+        schedule.step()
+        expected += fed_in_chunks(reference, [x], lambda _: plain)
+        its_schedule.step()
+    assert_same_losses_and_values(steps, expected)
+    left = {name for name, grad in steps[-1].grads.items() if grad is not None}
+    assert "blocks.2.up.weight" not in left
+    assert bool(left) == (fraction < 1)
+
+
+@on_ranks(2)
+def test_the_step_of_a_unit_ends_before_the_backward_of_another_has_begun():
+    """Shown by waiting for it there: a step that waited for the end of backward would never end."""
+    model = sharded()
+    optimizer = offloaded(torch.optim.AdamW, model, fsdp2.CPUOffloadPolicy(), step_in_backward=True, lr=0.01)
+    events: list[str] = []
+
+    def before_backward(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        def hook(grad: torch.Tensor) -> None:
+            for run, step in optimizer._in_backward._under_way:
+                step.result()
+                (fqn,) = {name for name, param in named if param.to_local().data_ptr() == run.data.data_ptr()}
+                events.append(f"stepped {fqn.split('.')[1]}")
+            events.append("backward of 0 begins")
+
+        output.register_hook(hook)
+
+    named = [(name, param) for name, param in model.named_parameters() if name.startswith("blocks")]
+    for x in batches(2):
+        forward_backward(model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.blocks[0].register_forward_hook(before_backward)
+    forward_backward(model, batches(1)[0])
+    assert events == ["stepped 2", "backward of 0 begins"]  # 1 is reduced when its backward is over: beside that of 0
+    optimizer.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mistake", ["clipping", "torch's clipping", "max_norm", "scaling", "accumulation"])
+def test_what_needs_all_gradients_first_is_refused_at_the_first_step_in_backward(mistake):
+    model = sharded()
+    optimizer = offloaded(torch.optim.AdamW, model, fsdp2.CPUOffloadPolicy(), step_in_backward=True, lr=0.01)
+    scaler = torch.amp.GradScaler("cpu")
+    x = batches(1)[0]
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+
+    def one_step() -> None:
+        loss = model(x).square().mean()
+        (scaler.scale(loss) if mistake == "scaling" else loss).backward()
+        if mistake == "clipping":
+            fsdp2.clip_grad_norm_(model.parameters(), 1e9)
+        elif mistake == "torch's clipping":  # is noticed where it has an effect
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        elif mistake == "accumulation":
+            forward_backward(model, x)
+        if mistake == "scaling":
+            scaler.step(optimizer)
+        else:
+            optimizer.step(max_norm=1.0 if mistake == "max_norm" else None)
+
+    with pytest.raises((fsdp2.OrderError, fsdp2.ArgumentError), match="leave step_in_backward out"):
+        one_step()
+    for name, param in model.named_parameters():
+        assert_same_tensor(param, before[name], name)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2.optim import offloaded
+from fsdp2.optim import in_backward, offloaded
 from fsdp2.testing import pretend
 from harness import on_ranks
 from harness.models import batches, mlp
@@ -46,7 +49,9 @@ def test_units_on_the_host_train_beside_units_on_the_device(on_the_host):
         pretend.synchronize()
 
 
-def with_states_on_the_host(device_type: str, fraction: float, folder: str | None, max_norm: float | None) -> list[Step]:
+def with_states_on_the_host(
+    device_type: str, fraction: float, folder: str | None, max_norm: float | None, **options: Any
+) -> list[Step]:
     mesh = init_device_mesh(device_type, (torch.distributed.get_world_size(),))
     model = mlp(num_blocks=4).to(device_type)
     for block in model.blocks:
@@ -56,7 +61,7 @@ def with_states_on_the_host(device_type: str, fraction: float, folder: str | Non
     if device_type == "cpu":
         return on_host(fed_own_chunk(model, inputs, adamw, clipped if max_norm else forward_backward))
     policy = fsdp2.CPUOffloadPolicy() if folder is None else fsdp2.DiskOffloadPolicy(folder)
-    optimizer = offloaded(torch.optim.AdamW, model, policy, fraction=fraction, lr=0.01)
+    optimizer = offloaded(torch.optim.AdamW, model, policy, fraction=fraction, lr=0.01, **options)
     steps = on_host(fed_own_chunk(model, inputs, iteration=clipped if max_norm else forward_backward, optimizer=optimizer))
     places = {name: optimizer.state[param]["exp_avg"].to_local().device.type for name, param in model.named_parameters()}
     assert set(places.values()) == ({"cpu"} if fraction == 1.0 else {"cpu", device_type})
@@ -75,4 +80,40 @@ def test_states_on_the_host_give_the_values_of_states_on_the_device(fraction, on
     for seed in (None, 0, 1):
         pretend.set_order(seed)
         assert_same_bits(with_states_on_the_host("pretend", fraction, str(tmp_path) if on_disk else None, max_norm), expected)
+        pretend.synchronize()
+
+
+class Slow:
+    """In the place of a thread: as if each step ended just before somebody waits for it."""
+
+    def submit(self, action: Callable[[Any], Any], argument: Any) -> Any:
+        return SimpleNamespace(result=lambda: action(argument))
+
+
+class Fast:
+    """As if it ended at once."""
+
+    def submit(self, action: Callable[[Any], Any], argument: Any) -> Any:
+        done = action(argument)
+        return SimpleNamespace(result=lambda: done)
+
+
+@on_ranks(2, device="pretend")
+@pytest.mark.parametrize(
+    ("thread", "fraction", "on_disk"),
+    [(Slow, 1.0, True), pytest.param(Fast, 1.0, False, marks=pytest.mark.slow), pytest.param(Slow, 0.5, False, marks=pytest.mark.slow)],
+)
+def test_steps_in_backward_give_the_values_of_steps_on_the_device(thread, fraction, on_disk, tmp_path, monkeypatch):
+    """However fast the thread is: two host threads at a time would make a failure depend on their pace."""
+    monkeypatch.setattr(in_backward, "ThreadPoolExecutor", lambda *args, **kwargs: thread())
+
+    def values(device_type: str) -> list[Step]:
+        folder = str(tmp_path) if on_disk else None
+        steps = with_states_on_the_host(device_type, fraction, folder, None, step_in_backward=True)
+        return [replace(step, grads={}) for step in steps]  # of which those on the host are gone
+
+    expected = values("cpu")
+    for seed in (None, 0, 1, 2):
+        pretend.set_order(seed)
+        assert_same_bits(values("pretend"), expected)
         pretend.synchronize()

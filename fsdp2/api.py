@@ -99,6 +99,14 @@ def fully_shard(
     Collective:             no, except for ``mesh=None`` and an int ``reshard_after_forward``, which make process groups
     Raises:                 an FSDPError that names parameter and rank, before anything is changed
     Source:                 ZeRO stage 3 (Rajbhandari et al. 2020); per-parameter sharding as in PyTorch FSDP2
+
+    Example:
+        for block in net:
+            fsdp2.fully_shard(block)
+        fsdp2.fully_shard(net)
+        optimizer = torch.optim.AdamW(net.parameters())
+        net(x).sum().backward()
+        optimizer.step()
     """
     modules = checked_modules(module)
     check_policies(mp_policy, offload_policy, ignored_params)
@@ -126,6 +134,16 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let ``module.<method_name>`` gather and free parameters as ``forward`` does; a no-op if it is not an FSDPModule.
 
     Raises: ArgumentError if there is no such method.
+
+    Example:
+        class Encoder(nn.Linear):
+            def encode(self, x):
+                return self(x).relu()
+
+
+        encoder = fsdp2.fully_shard(Encoder(16, 16))
+        fsdp2.register_fsdp_forward_method(encoder, "encode")
+        encoder.encode(x)
     """
     if not isinstance(module, FSDPModule):
         return
@@ -153,6 +171,9 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 
     While the handle of ``finalize_backward(async_op=True)`` of one is open, the others may not run forward or finalize, either.
     Raises: ModuleError if one is not an FSDPModule.
+
+    Example:
+        fsdp2.share_comm_ctx([model, fsdp2.fully_shard(net)])
     """
     context = CommContext()
     for unit in checked_units(modules, "share_comm_ctx"):

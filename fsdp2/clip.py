@@ -51,6 +51,11 @@ def clip_grad_norm_(
                 what that rank has.
     Collective: yes, over every mesh axis over which a parameter is cut; one all-reduce each, of a few numbers.
     Raises:     RuntimeError on all ranks if ``error_if_nonfinite`` and the norm is; ArgumentError for a mesh without this rank.
+
+    Example:
+        model(x).sum().backward()
+        norm = fsdp2.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        norm.item()
     """
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     params = as_sharded(listed)  # a root's may be unsharded at the moment; gradients belong to the sharded ones
@@ -68,7 +73,12 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """``torch.nn.utils.get_total_norm`` for tensors on any mixture of meshes and placements; see ``clip_grad_norm_``."""
+    """``torch.nn.utils.get_total_norm`` for tensors on any mixture of meshes and placements; see ``clip_grad_norm_``.
+
+    Example:
+        model(x).sum().backward()
+        norm = fsdp2.get_total_norm([param.grad for param in model.parameters()])
+    """
     listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     total, _ = total_norm(listed, listed, float(norm_type), foreach)
     if error_if_nonfinite:

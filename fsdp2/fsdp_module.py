@@ -82,6 +82,12 @@ class FSDPModule:
 
         async_op:   return a handle at once. The forward of the module waits for it if nobody did.
         Collective: yes, over the shard axis.
+
+        Example:
+            handle = model[0].unshard(async_op=True)  # gathers while the host does something else
+            handle.wait()
+            model[0][0].weight.shape  # the whole weight
+            model[0].reshard()
         """
         unit = sharded_unit(self)
         refuse_meta([unit])
@@ -99,7 +105,12 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Register the sharded parameters and free the unsharded ones; waits for a pending unshard first. Not recursive."""
+        """Register the sharded parameters and free the unsharded ones; waits for a pending unshard first. Not recursive.
+
+        Example:
+            model[0].unshard()
+            model[0].reshard()
+        """
         unit = sharded_unit(self)
         for group in unit.uses:
             group.take_over_toggles()
@@ -112,6 +123,9 @@ class FSDPModule:
         steps in between must not miss them. Between micro-batches (``set_is_last_backward(False)``) what is unsharded is shown so:
         zero-bubble schedules ask here for what they differentiate.
         Collective: no.
+
+        Example:
+            {name: param.shape for name, param in model.named_parameters()}
         """
         schedule = sharded_unit(self).schedule
         if schedule is not None:
@@ -128,6 +142,12 @@ class FSDPModule:
         backward, which may have added to some of them, all gradients. Safe to call twice, and before the first forward.
         Collective: no.
         Raises: OrderError on a module that is not the root of its last forward.
+
+        Example:
+            try:
+                model(x).sum().backward()
+            except torch.OutOfMemoryError:
+                model.reset_iter_state()
         """
         unit = sharded_unit(self)
         if unit.schedule is None:
@@ -141,6 +161,11 @@ class FSDPModule:
 
         Gradients are there after every backward. Where several roots train together, it is enough to tell one of them.
         Collective: as ``set_requires_gradient_sync``.
+
+        Example:
+            for index, batch in enumerate(x.chunk(2)):
+                model.set_is_last_backward(index == 1)
+                model(batch).sum().backward()
         """
         is_last_backward = checked_bool("set_is_last_backward", "is_last_backward", is_last_backward)
         schedule = schedule_of(sharded_unit(self))
@@ -153,6 +178,11 @@ class FSDPModule:
         A backward then reduces what its hooks pass, if sync is on; the rest waits for ``finalize_backward``: gradients without sync,
         and those of modules whose inputs need no gradient.
         Raises: OrderError on a module that is not the root, and between a backward and its ``finalize_backward``.
+
+        Example:
+            model.set_manual_backward_finalization(True)
+            model(x).sum().backward()
+            model.finalize_backward()
         """
         enabled = checked_bool("set_manual_backward_finalization", "enabled", enabled)
         unit = sharded_unit(self)
@@ -167,6 +197,13 @@ class FSDPModule:
         Collective: yes, over the shard axis, then the replicate axis.
         Raises:     OrderError without ``set_manual_backward_finalization(True)``, inside of a backward, with all-reduce off; with
                     ``async_op``, while another root that shares the context is between its forward and the end of its iteration
+
+        Example:
+            model.set_manual_backward_finalization(True)
+            model(x).sum().backward()
+            handle = model.finalize_backward(async_op=True)
+            handle.wait()
+            optimizer.step()
         """
         unit = sharded_unit(self)
         schedule = unit.schedule
@@ -185,6 +222,12 @@ class FSDPModule:
         Collective: no; yes, over the shard axis, between a forward that resharded and a backward that is now neither the last nor
         reduces nor reshards, which is how a pipeline stage begins one: zero-bubble schedules differentiate what ``parameters()``
         shows, so what such a backward keeps is unsharded already here.
+
+        Example:
+            model.set_requires_gradient_sync(False)
+            model(x).sum().backward()  # no communication of gradients
+            model.set_requires_gradient_sync(True)
+            model(x).sum().backward()  # reduces the sum of both
         """
         requires_gradient_sync = checked_bool("set_requires_gradient_sync", "requires_gradient_sync", requires_gradient_sync)
         for unit in _units(self, recurse):
@@ -192,13 +235,27 @@ class FSDPModule:
         _unshard_for_weights(self)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """HSDP: whether backward all-reduces after the reduce-scatter; if not, reduce-scattered gradients accumulate. Recursive."""
+        """HSDP: whether backward all-reduces after the reduce-scatter; if not, reduce-scattered gradients accumulate. Recursive.
+
+        Example:
+            mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+            fsdp2.fully_shard(net, mesh=mesh)
+            net.set_requires_all_reduce(False)
+            net(x).sum().backward()
+            net.set_requires_all_reduce(True)
+            net(x).sum().backward()  # all-reduces the sum of both
+        """
         requires_all_reduce = checked_bool("set_requires_all_reduce", "requires_all_reduce", requires_all_reduce)
         for unit in _units(self, recurse):
             unit.set_micro_batch(replace(unit.micro_batch, all_reduces=requires_all_reduce))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """``nn.Module.zero_grad``, also for parameters that are unsharded now, and for gradients accumulated without sync."""
+        """``nn.Module.zero_grad``, also for parameters that are unsharded now, and for gradients accumulated without sync.
+
+        Example:
+            model(x).sum().backward()
+            model.zero_grad()
+        """
         for unit in _units(self, recurse=True):
             if unit.schedule is not None:
                 unit.schedule.finish_reductions()
@@ -209,7 +266,11 @@ class FSDPModule:
     # --- memory against communication ---
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Change ``reshard_after_forward`` for the root as well, to True or False: 1 could mean one rank. Recursive."""
+        """Change ``reshard_after_forward`` for the root as well, to True or False: 1 could mean one rank. Recursive.
+
+        Example:
+            model.set_reshard_after_forward(False)  # keeps parameters from forward to backward
+        """
         check_bool("set_reshard_after_forward", "reshard_after_forward", reshard_after_forward)
         for unit in _units(self, recurse):
             unit.choose(reshard_after_forward=reshard_after_forward, reshard_is_default=False)
@@ -218,6 +279,12 @@ class FSDPModule:
         """Whether parameters are resharded after backward; keeping them saves the next micro-batch's gather. Recursive.
 
         Collective: as ``set_requires_gradient_sync``.
+
+        Example:
+            model.set_reshard_after_backward(False)
+            model(x).sum().backward()
+            model.set_reshard_after_backward(True)
+            model(x).sum().backward()  # forward gathers nothing
         """
         reshard_after_backward = checked_bool("set_reshard_after_backward", "reshard_after_backward", reshard_after_backward)
         for unit in _units(self, recurse):
@@ -228,6 +295,10 @@ class FSDPModule:
         """Whether reshard leaves the memory of unsharded parameters allocated, at addresses that stay (CUDA graphs). Recursive.
 
         A rank then keeps all unsharded parameters of these modules in memory, in ``param_dtype``.
+
+        Example:
+            model.set_keep_unsharded_storage(True)
+            model(x).sum().backward()
         """
         keep = checked_bool("set_keep_unsharded_storage", "keep", keep)
         for unit in _units(self, recurse):
@@ -235,18 +306,33 @@ class FSDPModule:
                 group.keep_storage(keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward needs the parameters at all (an embedding's does not)."""
+        """Whether backward needs the parameters at all (an embedding's does not).
+
+        Example:
+            embedding = nn.Embedding(100, 16)
+            head = nn.Linear(16, 100)
+            fsdp2.fully_shard(embedding).set_unshard_in_backward(False)
+            fsdp2.fully_shard(head)(embedding(torch.arange(4))).sum().backward()
+        """
         unshard_in_backward = checked_bool("set_unshard_in_backward", "unshard_in_backward", unshard_in_backward)
         sharded_unit(self).choose(unshard_in_backward=unshard_in_backward)
 
     # --- prefetch ---
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather these as soon as this module's own parameters are there in forward, instead of the recorded next one."""
+        """Gather these as soon as this module's own parameters are there in forward, instead of the recorded next one.
+
+        Example:
+            model[0].set_modules_to_forward_prefetch([model[1]])
+        """
         sharded_unit(self).choose(prefetch_forward=checked_units(modules, "set_modules_to_forward_prefetch"))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """The same in backward, instead of the module that ran before."""
+        """The same in backward, instead of the module that ran before.
+
+        Example:
+            model[1].set_modules_to_backward_prefetch([model[0]])
+        """
         sharded_unit(self).choose(prefetch_backward=checked_units(modules, "set_modules_to_backward_prefetch"))
 
     def set_prefetch_depth(
@@ -260,6 +346,9 @@ class FSDPModule:
         forward:    0: none
         backward:   None: as in forward
         max_nbytes: of the unsharded parameters that are gathered ahead; the next module's are in any case
+
+        Example:
+            model.set_prefetch_depth(2, max_nbytes=4 << 30)
         """
         depths = [checked_depth(forward, max_nbytes), checked_depth(forward if backward is None else backward, max_nbytes)]
         for unit in _units(self, recurse):
@@ -271,6 +360,14 @@ class FSDPModule:
         """Call ``hook(reduce_output)`` after the reduction, before gradients are handed out; it may change its argument in place.
 
         reduce_output: 1-D, reduce dtype. stream: to run it on; not with native HSDP.
+
+        Example:
+            def count(reduce_output):
+                print(reduce_output.numel())
+
+
+            model[0].set_all_reduce_hook(count)
+            model(x).sum().backward()
         """
         unit = sharded_unit(self)
         for group in unit.groups:
@@ -284,13 +381,21 @@ class FSDPModule:
             gradients.choose(all_reduce_hook=hook, all_reduce_hook_stream=stream)
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
-        """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks; None: by that number again."""
+        """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks; None: by that number again.
+
+        Example:
+            model[0].set_gradient_divide_factor(1.0)  # sums the ranks' gradients
+        """
         check_divide_factor(factor)
         for group in sharded_unit(self).groups:
             group.gradients.choose(divide_factor=factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Use only SUM in collectives, and divide in kernels of our own."""
+        """Use only SUM in collectives, and divide in kernels of our own.
+
+        Example:
+            model[0].set_force_sum_reduction_for_comms(True)
+        """
         enable = checked_bool("set_force_sum_reduction_for_comms", "enable", enable)
         for group in sharded_unit(self).groups:
             group.gradients.choose(sum_only=enable)
@@ -300,6 +405,9 @@ class FSDPModule:
 
         A parameter used on some ranks gets its gradient everywhere without this, if every rank's backward reaches its module. With it,
         ranks gather and reduce in backward whatever their forward ran: the loss of some may ignore outputs that that of others uses.
+
+        Example:
+            model.set_reduce_scatter_unused_params(True)
         """
         reduce_unused = checked_bool("set_reduce_scatter_unused_params", "reduce_scatter_unused_params", reduce_scatter_unused_params)
         for unit in _units(self, recurse):
@@ -309,7 +417,13 @@ class FSDPModule:
                 unit.schedule.choose_logs()
 
     def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
-        """The old name of ``set_gradient_divide_factor``; warns."""
+        """The old name of ``set_gradient_divide_factor``; warns.
+
+        Example:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                model[0].set_reduce_scatter_divide_factor(2.0)
+        """
         warnings.warn("Use `set_gradient_divide_factor` instead", FutureWarning, stacklevel=2)
         self.set_gradient_divide_factor(factor)
 
@@ -317,6 +431,9 @@ class FSDPModule:
         """How many modules' reduce-scatter inputs may be in flight, which bounds their memory; the largest value below a root counts.
 
         With 1, the default, a module's reduce-scatter has the backward of one module to finish in before it is waited for. Recursive.
+
+        Example:
+            model.set_reduce_scatter_max_input_buffers(2)
         """
         check_max_input_buffers(max_input_buffers)
         for unit in _units(self, recurse):
@@ -328,6 +445,9 @@ class FSDPModule:
         """Let reduce-scatters have a process group of their own, so that they run beside all-gathers. Recursive.
 
         Collective: yes, over the shard axis, when it makes a group (one for each set of ranks).
+
+        Example:
+            model.set_separate_reduce_scatter_group()
         """
         enable = checked_bool("set_separate_reduce_scatter_group", "enable", enable)
         made: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -347,17 +467,30 @@ class FSDPModule:
                     gradients.choose(comm=gradients.options.comm.over(gradients.options.process_group or shard_group))
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """All-gather through ``comm`` (see ``AllGather``): it allocates the whole output, of which the input is a slice."""
+        """All-gather through ``comm`` (see ``AllGather``): it allocates the whole output, of which the input is a slice.
+
+        Example:
+            model[0].set_custom_all_gather(gather)  # an AllGather of yours
+        """
         for group in groups_of_one_mesh(sharded_unit(self), "set_custom_all_gather"):
             group.set_all_gather_comm(comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce-scatter through ``comm`` (see ``ReduceScatter``): it allocates input and output."""
+        """Reduce-scatter through ``comm`` (see ``ReduceScatter``): it allocates input and output.
+
+        Example:
+            model[0].set_custom_reduce_scatter(scatter)  # a ReduceScatter of yours
+        """
         for group in groups_of_one_mesh(sharded_unit(self), "set_custom_reduce_scatter"):
             group.gradients.choose(comm=comm)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Allocate communication buffers with the process group's own allocator, if its backend has one; not with a custom comm."""
+        """Allocate communication buffers with the process group's own allocator, if its backend has one; not with a custom comm.
+
+        Example:
+            if dist.get_backend() == "nccl":
+                model[0].set_allocate_memory_from_process_group_for_comm(True)
+        """
         enable = checked_bool("set_allocate_memory_from_process_group_for_comm", "enable", enable)
         for group in sharded_unit(self).groups:
             gradients = group.gradients
@@ -377,6 +510,10 @@ class FSDPModule:
         """Allocate communication buffers in symmetric memory, for the collectives that can use it; not with a custom comm.
 
         Reduce-scatters use it only after ``set_force_sum_reduction_for_comms(True)``. Collective: yes, over the shard axis.
+
+        Example:
+            if dist.get_backend() == "nccl":
+                model[0].set_symm_mem_for_comm()
         """
         for group in sharded_unit(self).groups:
             gradients = group.gradients
@@ -395,6 +532,13 @@ class FSDPModule:
 
         Our all-gathers always run behind what the current stream was given before them, because their memory is allocated there: the
         event is for an optimizer step on another stream.
+
+        Example:
+            if torch.cuda.is_available():
+                side = torch.cuda.Stream()
+                with torch.cuda.stream(side):
+                    optimizer.step()
+                    model.set_post_optim_event(side.record_event())
         """
         unit = sharded_unit(self)
         schedule_of(unit).post_optim_event = event

@@ -102,6 +102,10 @@ def install(*, fsdp1: bool = False) -> Installation:
     Returns:    the handle that undoes it, by ``uninstall()`` or as a context manager. A call that finds everything installed changes
                 nothing, and so does its handle.
     Collective: no. Thread-safe.
+
+    Example:
+        with fsdp2.install():
+            from torch.distributed.fsdp import fully_shard  # fsdp2's
     """
     installation = Installation()
     with _lock:
@@ -123,7 +127,12 @@ def install(*, fsdp1: bool = False) -> Installation:
 
 
 def uninstall() -> None:
-    """Undo every ``install`` of this process."""
+    """Undo every ``install`` of this process.
+
+    Example:
+        fsdp2.install()
+        fsdp2.uninstall()
+    """
     with _lock:
         for installation in reversed(_installed[:]):
             installation.uninstall()

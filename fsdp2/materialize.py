@@ -53,6 +53,13 @@ def materialize(
     Raises:     MaterializationError naming modules that own parameters and cannot initialise them, before anything is changed, or
                 what nothing wrote; that then still is on the meta device, and another call can complete it
     Source:     deferred initialisation as in torchdistX and FSDP1's ``param_init_fn``
+
+    Example:
+        with torch.device("meta"):
+            net = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        fsdp2.fully_shard(net)
+        torch.manual_seed(0)
+        fsdp2.materialize(net)
     """
     _check_arguments(model, init_fn)
     found = find_meta_tensors(model)

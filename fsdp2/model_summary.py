@@ -125,6 +125,9 @@ def summary(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
 
     Collective: no. Ranks see their own shards, which may differ by padding only.
     Raises:     ModuleError if ``model`` is no module; ArgumentError if ``optimizer`` is no optimizer
+
+    Example:
+        print(fsdp2.summary(model, optimizer))
     """
     given: Any = model
     if not isinstance(given, nn.Module):

@@ -52,6 +52,11 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
     cast_forward_inputs:  whether floating-point inputs of forward are cast to ``param_dtype``.
     param_dtype_override_fn: asked once for each parameter, at ``fully_shard``: its own dtype keeps it as it is, ``param_dtype`` or None
                           do what ``param_dtype`` says. It must answer alike on all ranks.
+
+    Example:
+        policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        fsdp2.fully_shard(net, mp_policy=policy)
+        net(x).dtype  # torch.bfloat16
     """
 
     param_dtype: torch.dtype | None = None
@@ -63,7 +68,11 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
 
 @dataclass(unsafe_hash=True)
 class OffloadPolicy(_Frozen, torch_fsdp.OffloadPolicy):
-    """No offloading; the default."""
+    """No offloading; the default.
+
+    Example:
+        fsdp2.fully_shard(net, offload_policy=fsdp2.OffloadPolicy())  # as without the argument
+    """
 
 
 @dataclass(unsafe_hash=True)
@@ -71,6 +80,9 @@ class CPUOffloadPolicy(OffloadPolicy, torch_fsdp.CPUOffloadPolicy):
     """Sharded parameters, gradients and so optimizer state live in host memory.
 
     pin_memory: page-locked host memory, which lets copies overlap with compute; takes it away from other processes.
+
+    Example:
+        fsdp2.fully_shard(net, offload_policy=fsdp2.CPUOffloadPolicy(pin_memory=False))
     """
 
     pin_memory: bool = True
@@ -82,6 +94,10 @@ class DiskOffloadPolicy:
 
     path:       a folder on a local disk, that exists; ranks of a host may share it
     read_ahead: how many parts are read before their turn, and how many may be on their way back
+
+    Example:
+        policy = fsdp2.DiskOffloadPolicy(folder, read_ahead=1)
+        optimizer = fsdp2.optim.offloaded(torch.optim.AdamW, model, policy)
     """
 
     path: str | os.PathLike[str]
@@ -95,6 +111,13 @@ class DataParallelMeshDims(_Frozen, getattr(torch_fsdp, "DataParallelMeshDims", 
     shard:      axis name or names over which parameters are sharded (several are flattened into one).
     replicate:  axis name or names over which they are replicated (several are flattened into one).
     Raises:     ArgumentError if both are None.
+
+    Example:
+        from torch.distributed.tensor import Replicate, distribute_module
+
+        mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        distribute_module(net, mesh, lambda name, module, mesh: None)  # every parameter: Replicate on both axes
+        fsdp2.fully_shard(net, mesh=mesh, dp_mesh_dims=fsdp2.DataParallelMeshDims(shard="dp"))
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -126,6 +149,12 @@ class ShardPlacementResult:
     placement:  Shard(dim); None is Shard(0).
     mesh_info:  a DeviceMesh (1-D: shard, 2-D: replicate and shard) instead of the one given to ``fully_shard``, so that, say,
                 experts go over other ranks than the rest of their block; None: that one. torch's FSDPMeshInfo is accepted.
+
+    Example:
+        from torch.distributed.tensor import Shard
+
+        result = fsdp2.ShardPlacementResult(Shard(0), mesh)
+        fsdp2.fully_shard(net, shard_placement_fn=lambda param: result)
     """
 
     placement: Shard | None = None
@@ -147,7 +176,20 @@ class Comm(ABC):
 
 
 class AllGather(Comm):
-    """A custom all-gather, for ``FSDPModule.set_custom_all_gather``."""
+    """A custom all-gather, for ``FSDPModule.set_custom_all_gather``.
+
+    Example:
+        class Gather(fsdp2.AllGather):
+            def allocate(self, size, *, dtype, device):
+                return torch.empty(size, dtype=dtype, device=device)
+
+            def __call__(self, output_tensor, input_tensor, group, async_op=False):
+                return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+        model.set_custom_all_gather(Gather())
+        model(x)
+    """
 
     @abstractmethod
     def __call__(
@@ -161,7 +203,21 @@ class AllGather(Comm):
 
 
 class ReduceScatter(Comm):
-    """A custom reduce-scatter, for ``FSDPModule.set_custom_reduce_scatter``."""
+    """A custom reduce-scatter, for ``FSDPModule.set_custom_reduce_scatter``.
+
+    Example:
+        class Scatter(fsdp2.ReduceScatter):
+            def allocate(self, size, *, dtype, device):
+                return torch.empty(size, dtype=dtype, device=device)
+
+            def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+                return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+        model.set_custom_reduce_scatter(Scatter())
+        model.set_force_sum_reduction_for_comms(True)  # gloo has no average
+        model(x).sum().backward()
+    """
 
     @abstractmethod
     def __call__(

@@ -48,6 +48,9 @@ def measured_state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | No
 
     Storages count in full, each once: with the gaps of alignment, and behind the gradients of a group one flag per parameter. Of the
     optimizer, state of the shape of its parameter counts, not step counters. Collective: no.
+
+    Example:
+        fsdp2.state_bytes.measured_state_bytes(model, optimizer).master  # bytes of this rank's parameters
     """
     compute, gradients, master = _Storages(), _Storages(), _Storages()
     for unit in units_in(model.modules()):
@@ -92,6 +95,10 @@ def expected_state_bytes(
     optimizer_nbytes:       of state per parameter: AdamW's is 8 in fp32
     moment:                 "accumulating": after a micro-batch that is not the last; "stepping": after the last, before ``zero_grad``
     Raises:                 ArgumentError for an unknown strategy, or a hybrid one without ``shard_size``.
+
+    Example:
+        expected = fsdp2.state_bytes.expected_state_bytes("zero3", 7_000_000_000, world_size=64, param_dtype=torch.bfloat16)
+        expected.total
     """
     chosen = STRATEGIES.get(strategy)
     if chosen is None or (chosen.is_hybrid and shard_size is None):

@@ -99,7 +99,7 @@ def parallelize(
 ) -> _Module:
     """Apply data parallelism to a whole model, in place: ``fully_shard`` on the groups that ``wrap`` chooses, last on ``model``.
 
-    strategy:       "ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero2" or "hsdp_global"; see this file's first paragraph.
+    strategy:       "ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero2" or "hsdp_global"; the strategies page compares them.
                     "hsdp_global" shards gradients and optimizer state over all ranks, and parameters within a node: they are gathered
                     over all ranks once a step, at its first forward, and over the ranks of a node from then on.
     wrap:           which modules become groups: "auto", None (the model alone), module classes, or a policy of ``fsdp2.wrap``
@@ -111,6 +111,10 @@ def parallelize(
     Collective:     yes, over all ranks: it may make process groups, and broadcasts
     Raises:         an FSDPError for a wrong argument, before anything is changed; ModuleError on every rank if their models differ
     Source:         ZeRO (Rajbhandari et al. 2020); hsdp_global: ZeRO++'s hpZ (Wang et al. 2023)
+
+    Example:
+        fsdp2.parallelize(net, "zero2")
+        net(x).sum().backward()
     """
     chosen = _strategy(strategy)
     _check_model(model)
@@ -192,11 +196,6 @@ def _placed(strategy: Strategy, mesh: DeviceMesh | None, shard_size: int | None)
 def accumulate(model: nn.Module, last: bool = False) -> Iterator[None]:
     """Around forward and backward of one micro-batch, when the optimizer steps only after several; the same in every strategy.
 
-        for index, batch in enumerate(micro_batches):
-            with accumulate(model, last=index == len(micro_batches) - 1):
-                loss(model(batch)).backward()
-        optimizer.step()
-
     In micro-batches that are not the last, gradients stay with fsdp2 in ``reduce_dtype``, and ``param.grad`` is as it was before:
     ddp and zero1 add up whole gradients without communication; the others reduce-scatter each micro-batch and add up shards (hsdp
     and hsdp_zero2 all-reduce between nodes only in the last). Parameters that the strategy keeps are kept from one to the next.
@@ -205,6 +204,12 @@ def accumulate(model: nn.Module, last: bool = False) -> Iterator[None]:
                 that steps before raises OrderError.
     Collective: no by itself; all ranks must pass the same.
     Raises:     ModuleError if ``model`` is not sharded.
+
+    Example:
+        for index, batch in enumerate(x.chunk(2)):
+            with fsdp2.accumulate(model, last=index == 1):
+                (model(batch).mean() / 2).backward()
+        optimizer.step()
     """
     given: Any = model
     units = units_in(given.modules() if isinstance(given, nn.Module) else ())

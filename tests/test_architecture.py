@@ -7,6 +7,8 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from harness.public_names import example_of, public_names, results_of
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "fsdp2"
 TEXT = (ROOT / "docs" / "architecture.md").read_text()
@@ -59,3 +61,11 @@ def test_a_class_of_more_than_fifteen_attributes_says_why():
         if isinstance(node, ast.ClassDef) and len(attributes_of(node)) > 15 and "attributes" not in (ast.get_docstring(node) or "")
     ]
     assert silent == []
+
+
+def test_each_public_name_has_an_example_in_its_docstring():
+    """``Example:`` and an indented block at the docstring's end, which tests/docs/test_examples.py runs (docs/reference/index.md says
+    which names it begins with). Classes that calls return need none."""
+    names = public_names()
+    returned = results_of(names)
+    assert [name for name, thing in names.items() if not example_of(thing) and name.rpartition(".")[2] not in returned] == []

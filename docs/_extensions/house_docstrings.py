@@ -5,6 +5,7 @@
     Collective:    no                                      ->   :Collective: no
     ``name``                                               stays: double backquotes are code in both
     an indented block behind a blank line                  ->   a literal block
+    Example:, and an indented block                        ->   a heading, and a block of Python
 
 A line of ``words: text`` begins a field where its neighbours do as well, or where the word is Returns, Raises, Collective or Source.
 """
@@ -21,10 +22,17 @@ _ALWAYS = {"Returns", "Raises", "Collective", "Source", "Memory", "Yields"}
 def to_rst(lines: list[str], names: set[str]) -> list[str]:
     """``lines`` of a docstring; ``names`` of parameters and fields, which begin a field wherever they stand before a colon."""
     result: list[str] = []
-    in_field, in_literal = "", False
+    in_field, in_literal, in_example = "", False, False
     previous_blank = True
     for line in lines:
         text = line.strip()
+        if text == "Example:":
+            result += ["", "**Example**", "", ".. code-block:: python", ""]
+            in_example = True
+            continue
+        if in_example:
+            result.append(line)
+            continue
         indent = len(line) - len(line.lstrip())
         field = _FIELD.match(line)
         is_field = field is not None and all(word.strip(" *") in names | _ALWAYS for word in field[1].split(","))

@@ -25,6 +25,10 @@ def apply_activation_checkpointing(model: nn.Module, policy: Any = "full") -> li
     Collective: no. All ranks must choose alike.
     Raises:     ModuleError for modules that are checkpointed already, by whomever, or one inside of the other; ArgumentError for a
                 policy that is none, or that matches nothing
+
+    Example:
+        fsdp2.apply_activation_checkpointing(model)
+        model(x).sum().backward()  # each block runs again in backward
     """
     if not isinstance(model, nn.Module):
         raise ModuleError(got_object("apply_activation_checkpointing", model), expected="an nn.Module", fix="pass the model itself")

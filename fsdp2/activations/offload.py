@@ -38,6 +38,10 @@ def apply_activation_offload(
     Collective: no
     Raises:     ModuleError for modules that are offloaded already, or one inside of the other; ArgumentError
     Source:     ZeRO-Infinity (Rajbhandari et al. 2021), section 5.1.1
+
+    Example:
+        fsdp2.apply_activation_offload(model, max_nbytes=16 << 30)
+        model(x).sum().backward()
     """
     given: Any = model
     if not isinstance(given, nn.Module):

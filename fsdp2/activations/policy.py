@@ -51,6 +51,10 @@ class ActivationCheckpointPolicy:
     max_nbytes: bytes that the candidates of one rank may save in a forward. As many as fit save everything, the last first, for
                 backward frees these before it computes others again. All are checkpointed in the first step, in which they are
                 measured, and whenever an input is larger than those that were.
+
+    Example:
+        policy = fsdp2.ActivationCheckpointPolicy(every=2)
+        fsdp2.apply_activation_checkpointing(model, policy)  # the first of each two blocks
     """
 
     modules: Any = "auto"

@@ -75,7 +75,7 @@ class Resumed:
 class Checkpointer:
     """Saves and loads model, optimizer, scheduler, data position, random number generators and step. All methods are collective.
 
-    folder:        of the checkpoints, seen by all ranks; see ``checkpoint_folder.py``. One run at a time: from the first save to
+    folder:        of the checkpoints, seen by all ranks. One run at a time: from the first save to
                    ``close``, its own end or that of its process it keeps other processes from saving there
     data:          the position in the data: an object with ``state_dict`` and ``load_state_dict``, or a dict; of every rank its own
     keep_last:     how many checkpoints stay; None for all. While one is written there is one more
@@ -91,6 +91,13 @@ class Checkpointer:
                 optimizer in host memory
     Collective: the constructor and all methods, over ``process_group``: it makes a gloo group of its own
     Raises:     CheckpointError on every rank, whichever it happened on, with the earlier checkpoints unchanged
+
+    Example:
+        checkpointer = fsdp2.checkpoint.Checkpointer(folder, model, optimizer)
+        checkpointer.save(step=100)
+        checkpointer.wait()
+        checkpointer.load().step  # 100
+        checkpointer.close()
     """
 
     def __init__(

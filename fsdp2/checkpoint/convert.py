@@ -95,13 +95,18 @@ def convert(
     dtype:          to convert the model's floating-point tensors to; the optimizer's stay
     max_shard_size: of a safetensors file
     force:          replace ``dst``, at the end; False: an error if it exists
-    verify:         compare the source with its digests before, see ``verify.py``
+    verify:         compare the source with its digests before, as ``fsdp2.checkpoint.verify`` does
     progress:       a bar; None: where there is a terminal and rich is installed
 
     Memory:     beside descriptions of the tensors, bands of 64 MiB together and three buffers of 16 MiB; a tensor that was saved
                 with other strides than contiguous ones is read whole
     Collective: no
     Raises:     CheckpointError naming file and key; ArgumentError. ``dst`` is then as it was, and nothing is left beside it
+
+    Example:
+        fsdp2.checkpoint.save_safetensors(model, folder / "model")
+        if dist.get_rank() == 0:
+            fsdp2.checkpoint.convert(folder / "model", folder / "model.pt", to="torch").nbytes
     """
     if to not in TARGETS:
         raise ArgumentError(f"to is {to!r}", expected=" or ".join(TARGETS), fix='to="dcp"')

@@ -5,8 +5,6 @@ unsharded model's ``state_dict()`` and its optimizer's would be, ties included. 
 
 Worked example, a model of 100 equal layers of 1 GB on 8 ranks: rank 0 ends with 100 GB in host memory; beside that and its shards a
 rank holds 128 MiB at a time.
-
-Note: memory of full state. Beside rank 0's result (in host memory) and its shards, a rank holds two bands of 64 MiB.
 """
 
 from __future__ import annotations
@@ -54,8 +52,13 @@ def full_state_dict(model: nn.Module) -> State:
     What FSDP1's ``FullStateDictConfig(offload_to_cpu=True, rank0_only=True)`` gave. Tied tensors are one tensor under several names.
 
     Collective: yes, over the meshes of the parameters
-    Memory:     see Note: memory of full state
+    Memory:     rank 0's result in host memory; beside it and its shards a rank holds two bands of 64 MiB
     Raises:     on every rank of these meshes, what went wrong on one
+
+    Example:
+        state = fsdp2.checkpoint.full_state_dict(model)  # {} but on rank 0
+        if dist.get_rank() == 0:
+            torch.save(state, folder / "model.pt")
     """
     checked_model(model, "full_state_dict")
 
@@ -75,8 +78,11 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, *, by_name
     by_name:    False: what the unsharded model's optimizer takes by ``load_state_dict``, with parameters as numbers;
                 True: with their names, what ``torch.distributed.checkpoint.state_dict.set_optimizer_state_dict`` takes
     Collective: yes, over the meshes of the parameters
-    Memory:     see Note: memory of full state
+    Memory:     rank 0's result in host memory; beside it and its shards a rank holds two bands of 64 MiB
     Raises:     on every rank of these meshes, what went wrong on one
+
+    Example:
+        state = fsdp2.checkpoint.full_optimizer_state_dict(model, optimizer, by_name=True)  # {} but on rank 0
     """
     checked_model(model, "full_optimizer_state_dict")
 
@@ -95,8 +101,12 @@ def save_full_state(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     optimizer:  None: the file is the model's state dict alone; else ``{"model": ..., "optimizer": ...}``, the latter with
                 parameters as numbers; beside its "state" and "param_groups" are "param_names", by which ``fsdp2 convert`` knows them
     Collective: yes, over all ranks and over the meshes of the parameters
-    Memory:     see Note: memory of full state
+    Memory:     rank 0's result in host memory; beside it and its shards a rank holds two bands of 64 MiB
     Raises:     CheckpointError on every rank if the file cannot be written; what was there before is still there
+
+    Example:
+        fsdp2.checkpoint.save_full_state(folder / "full.pt", model, optimizer)
+        torch.load(folder / "full.pt", weights_only=True).keys()  # model, optimizer
     """
 
     def take() -> State:

@@ -35,7 +35,13 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
 class KeyRule(ABC):
-    """A rule of a key map. Write one by hand for what ``Concat``, ``Split``, ``Stack`` and ``Transpose`` cannot say."""
+    """A rule of a key map. Write one by hand for what ``Concat``, ``Split``, ``Stack`` and ``Transpose`` cannot say.
+
+    Example:
+        class Student(fsdp2.checkpoint.KeyRule):
+            def apply(self, tensors, shapes):  # only the tensors whose names begin with "student."
+                return {name.removeprefix("student."): each for name, each in tensors.items() if name.startswith("student.")}
+    """
 
     @abstractmethod
     def apply(self, tensors: Tensors, shapes: Shapes) -> Tensors:
@@ -134,6 +140,11 @@ class Rename(KeyRule):
     """A renaming that can be undone: each direction is a function of a key, or a pair of a regular expression and its replacement.
 
     ``Rename((r"^model\\.", ""), (r"^(?!lm_head)", "model."))``
+
+    Example:
+        rule = fsdp2.checkpoint.Rename((r"^model\\.", ""), (r"^", "model."))
+        fsdp2.checkpoint.save_safetensors(model, folder, key_map=[rule])  # names begin with "model."
+        fsdp2.checkpoint.load_safetensors(model, folder, key_map=[rule])
     """
 
     there: tuple[str, str | None] | Renaming
@@ -151,6 +162,9 @@ class Concat(KeyRule):
     """Several tensors become one, one behind another along ``dim``; all have to be there, or none.
 
     sizes: of the sources along ``dim``, which only saving needs
+
+    Example:
+        rule = fsdp2.checkpoint.Concat(["*.q.weight", "*.k.weight"], "*.qk.weight", sizes=[64, 64])
     """
 
     sources: Sequence[str]
@@ -176,6 +190,9 @@ class Split(KeyRule):
     """One tensor becomes several along ``dim``.
 
     sizes: of the parts along ``dim``; None: those that the model's parameters of these names have
+
+    Example:
+        rule = fsdp2.checkpoint.Split("*.qk.weight", ["*.q.weight", "*.k.weight"])
     """
 
     source: str
@@ -222,7 +239,11 @@ class Split(KeyRule):
 
 @dataclass(frozen=True)
 class Stack(KeyRule):
-    """Tensors numbered 0, 1, ... at ``#`` become one with a new dim ``dim``, as ``torch.stack`` does."""
+    """Tensors numbered 0, 1, ... at ``#`` become one with a new dim ``dim``, as ``torch.stack`` does.
+
+    Example:
+        rule = fsdp2.checkpoint.Stack("*.experts.#.weight", "*.experts.weight")
+    """
 
     source: str
     target: str
@@ -249,7 +270,11 @@ class Stack(KeyRule):
 
 @dataclass(frozen=True)
 class Unstack(KeyRule):
-    """One tensor becomes several without its dim ``dim``, numbered 0, 1, ... at ``#``, as ``torch.unbind`` does."""
+    """One tensor becomes several without its dim ``dim``, numbered 0, 1, ... at ``#``, as ``torch.unbind`` does.
+
+    Example:
+        rule = fsdp2.checkpoint.Unstack("*.experts.weight", "*.experts.#.weight")
+    """
 
     source: str
     target: str
@@ -273,7 +298,11 @@ class Unstack(KeyRule):
 
 @dataclass(frozen=True)
 class Transpose(KeyRule):
-    """Tensors of these names have two dims exchanged, as ``torch.transpose`` does."""
+    """Tensors of these names have two dims exchanged, as ``torch.transpose`` does.
+
+    Example:
+        rule = fsdp2.checkpoint.Transpose("*.weight")
+    """
 
     source: str
     dims: tuple[int, int] = (0, 1)

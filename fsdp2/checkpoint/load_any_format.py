@@ -43,6 +43,10 @@ def load_checkpoint(
                     (Of a narrower part than whole rows of a flat parameter, whole rows are read.)
 
     The optimizer's state: convert it to DCP, and load that.
+
+    Example:
+        fsdp2.checkpoint.save_full_state(folder / "full.pt", model)
+        report = fsdp2.checkpoint.load_checkpoint(model, folder / "full.pt")
     """
     checked_model(model, "load_checkpoint")
 

@@ -124,7 +124,7 @@ def load_safetensors(
     """Load a Hugging Face checkpoint into ``model``, sharded (by fsdp2, torch's FSDP2, any DTensors) or not, on the meta device or not.
 
     path_or_index:     a folder (``model.safetensors``, else ``model.safetensors.index.json`` and what it names), an index, or a file
-    key_map:           a function or rules from the checkpoint's names to the model's, see ``key_map.py``
+    key_map:           from the checkpoint's names to the model's: a function, or rules: ``KeyRule``, or (pattern, replacement)
     strict:            raise if a key is missing or unexpected, as ``load_state_dict`` does; else report it
     ignore_mismatched: report tensors of another shape or inconvertible dtype as well, and leave the model's values
     init_fn:           as in ``materialize``: for what is on the meta device and does not come from the checkpoint, for instance
@@ -132,7 +132,7 @@ def load_safetensors(
                        (Of a transformers model: ``model._init_weights``.)
     device:            for parameters on the meta device that are not sharded; None: the mesh's device, or the default one
     in_place:          read over the values that the model has, without a copy aside: if reading fails, it is left partly loaded
-    verify:            compare the checkpoint with its digests before, see ``verify.py``; the ranks of one mesh share that work
+    verify:            compare the checkpoint with its digests before, as ``verify`` does; the ranks of one mesh share that work
     progress:          a bar on rank 0; None: where there is a terminal and rich is installed
 
     Values are converted to the model's dtypes: floating-point ones to any, integers to wider ones; a float8 tensor with a scale beside
@@ -152,6 +152,11 @@ def load_safetensors(
     Raises:     CheckpointError (with ``file``, ``key`` and ``report``) on all ranks, whichever it happened on, with the model
                 unchanged: parameters on the meta device are there again.
                 MaterializationError if strict and something is left that nothing initialises
+
+    Example:
+        fsdp2.checkpoint.save_safetensors(model, folder)
+        report = fsdp2.checkpoint.load_safetensors(model, folder)
+        report.bytes_read, report.missing
     """
     checked_model(model, "load_safetensors")
 

@@ -78,7 +78,7 @@ def save_safetensors(
     """Write parameters and persistent buffers, whole, in Hugging Face's layout; ``load_safetensors`` and ``from_pretrained`` read it.
 
     folder:         made if it is not there; shared by all ranks that write, and locked against other jobs meanwhile. An earlier
-                    checkpoint in it is replaced in one rename, see ``hf_commit.py``; other files are left alone, but for ``config``'s
+                    checkpoint in it is replaced in one rename; other files are left alone, but for ``config``'s
     max_shard_size: of a file, in bytes or like "5GB"; a larger tensor gets a file of its own. With one file there is no index
     num_writers:    1: rank 0 writes all files; more: as many ranks write different files at the same time; None: all ranks
     dtype:          to convert floating-point tensors to
@@ -96,6 +96,10 @@ def save_safetensors(
     Collective: yes, over ``process_group``
     Raises:     on all ranks alike: CheckpointError with ``file`` and ``key`` (the disk is full, the folder cannot be written to, ranks
                 have different models), MaterializationError, ParameterError. The folder is as it was before
+
+    Example:
+        saved = fsdp2.checkpoint.save_safetensors(model, folder, dtype=torch.bfloat16)
+        saved.files  # ("model.safetensors",)
     """
 
     def arguments() -> tuple[Path, int]:

@@ -70,6 +70,10 @@ def verify(path: str | os.PathLike[str], *, format: str | None = None, share: tu
     Collective: no
     Memory:     a piece of 16 MiB, and the descriptions of the files
     Raises:     CheckpointError naming files and keys that are damaged, missing or cut short
+
+    Example:
+        fsdp2.checkpoint.save_safetensors(model, folder)
+        fsdp2.checkpoint.verify(folder).unchecked  # ()
     """
     check_format(format)
     root = Path(path)

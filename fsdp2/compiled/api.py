@@ -46,6 +46,10 @@ def compile(  # noqa: A001 (named after torch.compile)
     Raises:         CompileError if something about the model cannot be part of a graph; ModuleError, OrderError, ArgumentError
     Source:         SimpleFSDP (Zhang et al. 2024), for parameters that are computed in the graph. Here the graph of the unsharded
                     model is captured and its parameter inputs are then replaced, a unit's flat shard at a time.
+
+    Example:
+        fsdp2.compile(model, backend="aot_eager")
+        model(x).sum().backward()  # the first forward captures
     """
     _check_options(backend, bucket_bytes, options)
     root = _root_of(model, "compile")
@@ -63,7 +67,13 @@ def compile(  # noqa: A001 (named after torch.compile)
 
 
 def uncompile(model: _Module) -> _Module:
-    """Let ``model`` run eagerly again; no-op if it does. Collective: no."""
+    """Let ``model`` run eagerly again; no-op if it does. Collective: no.
+
+    Example:
+        fsdp2.compile(model)
+        fsdp2.uncompile(model)
+        model(x)  # eager
+    """
     mode = _mode_of(model)
     if mode is not None:
         mode.leave()

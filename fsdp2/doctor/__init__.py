@@ -5,7 +5,7 @@
     with doctor.watch(model, optimizer):            # light checks in every step
         train()
 
-docs/doctor.md has every check, its cause and its fix. Nothing of it runs, or is imported, until it is asked for.
+docs/doctor.md has every check, its cause and its fix. No part of it runs, or is imported, until a program calls it.
 """
 
 from .checking import check

@@ -46,6 +46,10 @@ def check(
     Returns:    the findings of all ranks, the same on every rank
     Collective: yes, over all ranks of the job, one exchange of objects; each rank reads its shards and buffers once
     Raises:     ModuleError if ``model`` is not sharded; ArgumentError for a wrong argument; DoctorError if ``strict``
+
+    Example:
+        report = fsdp2.doctor.check(model, optimizer)
+        print(report)
     """
     problem: FSDPError | None = None
     found: list[Finding] = []

@@ -81,11 +81,6 @@ def gradient_scales(
 ) -> Certificate:
     """Find by what each parameter's gradient is divided in ``step``, and which differ from what was declared.
 
-        def step(probe):
-            for batch in micro_batches:                      # all of one optimizer step, as training runs them
-                losses = cross_entropy(model(batch.x), batch.y, reduction="none")
-                (probe(losses).mean() / len(micro_batches)).backward()
-
     step:       runs forwards and backwards, without the optimizer, and passes each loss of a token (or sample) through the probe
                 before it averages; one that does not is measured without the loss's own weights
     declared:   the divisor of the sum over tokens, for all parameters or by name; None: the number of tokens on all data-parallel
@@ -93,6 +88,15 @@ def gradient_scales(
     tolerance:  relative; bf16 gradients need some
     Collective: yes; gradients are cleared before and after
     Raises:     ModuleError if ``model`` is not sharded; ArgumentError for another wrong argument
+
+    Example:
+        def step(probe):
+            for batch in x.chunk(2):  # all micro-batches of one optimizer step
+                losses = model(batch).square().mean(-1)
+                (probe(losses).mean() / 2).backward()
+
+
+        fsdp2.doctor.gradient_scales(model, step).divisors["0.0.weight"]  # 8.0: 4 samples on each of 2 ranks
     """
     _check_arguments(step, declared, tolerance)
     inspected = inspect(model, None, "gradient_scales")

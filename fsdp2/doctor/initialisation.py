@@ -25,6 +25,13 @@ def canaries() -> Iterator[None]:
     """Inside, ``nn.Module.to_empty`` fills what it allocates: floating point with NaN, other numbers with the largest of their dtype.
 
     Collective: no. Thread-safe: no, ``to_empty`` is exchanged for all of the process.
+
+    Example:
+        with torch.device("meta"):
+            net = nn.Linear(16, 16)
+        with fsdp2.doctor.canaries():
+            net.to_empty(device="cpu")
+        net.weight.isnan().all()  # until somebody writes it
     """
     usual = nn.Module.to_empty
 

@@ -52,9 +52,6 @@ def watch(
 ) -> Watch:
     """Watch the steps of ``model``, from now until the end of the ``with`` block, or until ``stop()``.
 
-        with doctor.watch(model, optimizer):
-            train(model, optimizer)
-
     optimizer:  one, or all that train it; the first one's step ends a step
     strict:     raise DoctorError where the default warns (DoctorWarning), each fault once
     ignore:     names of checks that are left out
@@ -63,6 +60,12 @@ def watch(
     Collective: yes: in steps that are looked at closely ranks exchange what they saw, over all ranks of the job, before the first
                 optimizer's step
     Raises:     ModuleError if ``model`` is not sharded; ArgumentError for another wrong argument
+
+    Example:
+        with fsdp2.doctor.watch(model, optimizer) as watching:
+            model(x).sum().backward()
+            optimizer.step()
+        watching.report
     """
     return Watch(model, optimizer, strict=strict, ignore=ignore, every=every, patience=patience)
 

@@ -97,6 +97,9 @@ def plan(model: nn.Module, policy: Any = "auto", *, ignored_params: Iterable[nn.
     Collective: no. All ranks must get the same plan, and do where model and policy are the same.
     Raises:     ModuleError if ``model`` is no module, or sharded; ParameterError for lazy ones; ArgumentError for a policy that is
                 none, and for classes or names that match nothing.
+
+    Example:
+        print(fsdp2.wrap.plan(net, {nn.Linear}))
     """
     if not isinstance(model, nn.Module):
         raise ModuleError(got_object("plan", model), expected="an nn.Module", fix="pass the model itself")

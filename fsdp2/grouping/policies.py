@@ -25,7 +25,16 @@ Group = list[nn.Module]
 
 
 class WrapPolicy(ABC):
-    """Chooses groups. Subclass it for a policy of your own."""
+    """Chooses groups. Subclass it for a policy of your own.
+
+    Example:
+        class EverySecond(fsdp2.wrap.WrapPolicy):
+            def choose(self, tree):
+                return [[module] for module in list(tree.root.children())[::2]]
+
+
+        fsdp2.parallelize(net, wrap=EverySecond())
+    """
 
     @abstractmethod
     def choose(self, tree: ModuleTree) -> list[Group]:
@@ -119,7 +128,7 @@ class _ByName(WrapPolicy):
 
 
 auto = _Auto()
-"""The repeated blocks of the model, found by themselves; also ``wrap="auto"``. See ``grouping/auto.py``."""
+"""The repeated blocks of the model, found by themselves; also ``wrap="auto"``."""
 
 root_only = _RootOnly()
 """One group; also ``wrap=None``."""
@@ -131,6 +140,9 @@ def by_class(*module_classes: type[nn.Module] | str) -> WrapPolicy:
     A container without a forward (ModuleList, ModuleDict) becomes one group of its items.
     Raises: ArgumentError for anything else, and when planning if no module matches.
     Source: FSDP1's ModuleWrapPolicy and transformer_auto_wrap_policy.
+
+    Example:
+        fsdp2.parallelize(net, wrap=fsdp2.wrap.by_class(nn.Linear))
     """
     given: tuple[Any, ...] = module_classes
     if not given or not all(isinstance(each, str) or (isinstance(each, type) and issubclass(each, nn.Module)) for each in given):
@@ -154,6 +166,9 @@ def by_size(
     excluded: classes of which only what is inside does
     Raises:   ArgumentError if ``min_params`` is no positive int, or the others are no classes.
     Source:   FSDP1's size_based_auto_wrap_policy, whose groups it makes.
+
+    Example:
+        fsdp2.parallelize(net, wrap=fsdp2.wrap.by_size(200))
     """
     given: Any = min_params
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
@@ -173,6 +188,9 @@ def by_predicate(fn: Callable[[nn.Module], bool]) -> WrapPolicy:
     """Every module for which ``fn(module)`` is true. ``fn`` must say the same on all ranks; it is not asked about the root.
 
     Source: FSDP1's lambda_auto_wrap_policy.
+
+    Example:
+        fsdp2.parallelize(net, wrap=fsdp2.wrap.by_predicate(lambda module: isinstance(module, nn.Linear)))
     """
     if not callable(fn):
         raise ArgumentError(
@@ -188,6 +206,9 @@ def by_name(*names_or_regexes: str | re.Pattern[str]) -> WrapPolicy:
 
     by_name("embedding", r"layers\\.\\d+") is the embedding and each layer, not what is inside of them.
     Raises: ArgumentError for anything else, and when planning for a name that matches nothing.
+
+    Example:
+        print(fsdp2.wrap.plan(net, fsdp2.wrap.by_name("0", r"1\\.\\d+")))
     """
     given: Any = names_or_regexes or [None]
     for each in given:

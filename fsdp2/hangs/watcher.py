@@ -221,6 +221,11 @@ def watchdog(timeout: float = 600.0, *, patience: float | None = None) -> Iterat
     SIGUSR1 to any rank makes rank 0 print the explanation, and nothing ends; from the main thread only, and not on Windows.
     Raises:     OrderError without a process group, ArgumentError if ``timeout`` is not a positive number or ``patience`` shorter
     Collective: no, but all ranks must enter at the same place: collectives are numbered from there
+
+    Example:
+        with fsdp2.watchdog(timeout=600):
+            model(x).sum().backward()
+            optimizer.step()
     """
     global _num_made
     timeout, patience = _checked_times(timeout, patience)

@@ -40,9 +40,6 @@ def ledger(
 ) -> Ledger:
     """Write a line for each step of this rank into ``folder``, from now until the end of the ``with`` block, or until ``stop()``.
 
-        with fsdp2.ledger("run", model, optimizer, tokens=batch * sequence):
-            train(model, optimizer)
-
     folder:     one for a run, the same on all ranks of a host; an earlier run's lines of this rank are dropped
     optimizer:  one, or all that train it: the step of the last one ends a step; None: each step of any optimizer
     tokens:     that this rank trains on in a step, or a function that says how many there were in the last one
@@ -50,6 +47,11 @@ def ledger(
     findings:   of ``doctor.check``, or of a ``doctor.watch`` (its ``report`` when the ledger stops), for the report
     Collective: no; without it nothing is counted, and a step asks a module attribute where it would be
     Raises:     ModuleError if ``model`` is not sharded; ArgumentError for something else than optimizers
+
+    Example:
+        with fsdp2.ledger(folder, model, optimizer, tokens=4 * 16):
+            model(x).sum().backward()
+            optimizer.step()
     """
     return Ledger(folder, model, optimizer, tokens=tokens, plan=plan, findings=findings)
 

@@ -32,6 +32,12 @@ class AnyPrecisionAdamW(Optimizer):
     Memory:      an element of each dtype for each element of a parameter
     Collective:  no
     Raises:      ArgumentError for a value out of its range
+
+    Example:
+        fsdp2.fully_shard(net.bfloat16())
+        optimizer = fsdp2.optim.AnyPrecisionAdamW(net.parameters(), use_kahan_summation=True)
+        net(x.bfloat16()).sum().backward()
+        optimizer.step()
     """
 
     def __init__(

@@ -42,6 +42,12 @@ def flat(
     options:         those of ``optimizer_class``
     Collective:      no, nor is its ``step``
     Raises:          ArgumentError if an update of ``optimizer_class`` mixes elements, or draws random numbers; what it raises itself
+
+    Example:
+        optimizer = fsdp2.optim.flat(torch.optim.AdamW, model, lr=1e-3)
+        model(x).sum().backward()
+        optimizer.step(max_norm=1.0)  # clips and steps
+        optimizer.grad_norm
     """
     listed = list(params.parameters()) if isinstance(params, nn.Module) else list(params)
     return FlatOptimizer(optimizer_class, listed, options)

@@ -23,6 +23,12 @@ class GradScaler(torch.amp.GradScaler):
     The other arguments, ``state_dict`` and ``load_state_dict`` are GradScaler's. Several optimizers may share one; each skips by its
     own gradients, which may be DTensors on any meshes, plain tensors, offloaded, and fp16.
     ``unscale_`` and ``step`` are collective, over ``process_group``.
+
+    Example:
+        scaler = fsdp2.optim.GradScaler()
+        scaler.scale(model(x).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
     """
 
     def __init__(

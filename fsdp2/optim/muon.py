@@ -36,6 +36,11 @@ class Muon(Optimizer):
                    the same matrices, as backward leaves them. Under HSDP each shard group computes for itself.
     Raises:        ArgumentError for a value out of its range, or a vector with ``use_muon``; ParameterError for a matrix
                    that several mesh axes cut
+
+    Example:
+        optimizer = fsdp2.optim.Muon(model, lr=0.02)
+        model(x).sum().backward()
+        optimizer.step()
     """
 
     def __init__(

@@ -54,6 +54,11 @@ def offloaded(
                 states those of 1 + 2 ``read_ahead`` runs. A run is a group's parameters of one kind at most
     Collective: yes, over the meshes of the parameters: all ranks go on or raise. Its ``step`` is not
     Raises:     as ``flat``; ArgumentError for a folder that takes no files; FSDPError in a step if the disk has no room
+
+    Example:
+        optimizer = fsdp2.optim.offloaded(torch.optim.AdamW, model, fsdp2.DiskOffloadPolicy(folder))
+        model(x).sum().backward()
+        optimizer.step()
     """
     listed = list(params.parameters()) if isinstance(params, nn.Module) else list(params)
     problem: FSDPError | None = None

@@ -62,6 +62,10 @@ def plan(
     Returns:        a ``fsdp2.planner.result.Plan``; print it
     Collective:     no
     Raises:         an FSDPError for wrong arguments; what the model raises where its Python depends on values of tensors
+
+    Example:
+        planned = fsdp2.plan(net, 64, "zero3", batch=8, inputs=lambda batch, sequence: (torch.randn(batch, 16),))
+        planned.memory.peak.nbytes
     """
     given: Any = world_size
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:

@@ -34,6 +34,12 @@ def enable_wrap(strategy: str = "zero3", **options: Any) -> Iterator[None]:
 
     Nested contexts replace each other. Collective: no; see ``wrap``.
     Source: the context manager of the same name in torch.distributed.fsdp.wrap.
+
+    Example:
+        with fsdp2.wrap.enable_wrap("zero3"):
+            for block in net:
+                fsdp2.wrap.wrap(block)
+            fsdp2.wrap.wrap(net)
     """
     token = _options.set({"strategy": strategy, **options})
     try:
@@ -48,6 +54,10 @@ def wrap(module: _Module, **overrides: Any) -> _Module:
     overrides:  arguments of ``fsdp2.parallelize`` that differ from those of ``enable_wrap``
     Returns:    ``module`` itself
     Collective: the first time for a mesh, and where ``sync_module_states`` broadcasts.
+
+    Example:
+        with fsdp2.wrap.enable_wrap("zero2"):
+            fsdp2.wrap.wrap(net)
     """
     options = _options.get()
     if options is None:

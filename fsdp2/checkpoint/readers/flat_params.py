@@ -43,6 +43,10 @@ def write_shapes(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write names and shapes of the model's parameters, in order, as JSON: what local state dicts of FSDP1 need to be read.
 
     model: not wrapped, as it was before FSDP1; may be on the meta device
+
+    Example:
+        if dist.get_rank() == 0:
+            fsdp2.checkpoint.write_shapes(net, folder / "shapes.json")
     """
     Path(path).write_text(json.dumps({name: list(shape) for name, shape in _of_model(model).items()}, indent=1) + "\n")
 

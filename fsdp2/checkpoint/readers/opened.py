@@ -65,6 +65,11 @@ def open_source(
     Collective: no
     Memory:     descriptions of the tensors: some hundred bytes for each shard
     Raises:     CheckpointError naming file and key: cut short, a rank's file missing, files of different saves, nothing known
+
+    Example:
+        fsdp2.checkpoint.save_safetensors(model, folder)
+        source = fsdp2.checkpoint.open_source(folder)
+        {name: tensor.shape for name, tensor in source.model.items()}
     """
     check_format(format)
     try:

@@ -25,6 +25,11 @@ def set_semantics(semantics: Literal["torch", "2.13", "2.15"]) -> None:
 
     ``set_semantics("2.13")`` keeps bf16 gradients on the wire with torch 2.15: half of the bytes of the default there.
     Collective: no; all ranks must choose the same.
+
+    Example:
+        fsdp2.set_semantics("2.13")
+        fsdp2.fully_shard(net, mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16))  # gradients travel in bf16
+        fsdp2.set_semantics("torch")
     """
     global _chosen
     known: dict[Any, Semantics | None] = {"torch": None, "2.13": "2.13", "2.15": "2.15"}

@@ -1,9 +1,11 @@
 """Checkpoints: from files of other programs into sharded models, and back.
 
-fsdp2.checkpoint.load_safetensors(model, "llama-8b")     # each rank reads its own shards
-checkpointer = fsdp2.checkpoint.Checkpointer("runs/a", model, optimizer)
-checkpointer.save(step)                                  # a thread writes while training goes on
-fsdp2.checkpoint.save_safetensors(model, "out")          # a folder that from_pretrained opens
+    fsdp2.checkpoint.load_safetensors(model, "llama-8b")     # each rank reads its own shards
+    checkpointer = fsdp2.checkpoint.Checkpointer("runs/a", model, optimizer)
+    checkpointer.save(step)                                  # a thread writes while training goes on
+    fsdp2.checkpoint.save_safetensors(model, "out")          # a folder that from_pretrained opens
+
+docs/checkpoint.md is the guide.
 """
 
 # Which file has what:

@@ -16,7 +16,7 @@ from fsdp2.policy import AllGather, ReduceScatter
 from harness import cpu_mesh, on_ranks
 from harness.public_names import example_of, public_names
 
-SLOW = {"fsdp2.compile"}  # the compiler starts
+SLOW = {"fsdp2.compile", "fsdp2.trace"}  # the compiler starts, or the profiler
 WITH_EXAMPLE = [
     pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name, thing in public_names().items() if example_of(thing)
 ]

@@ -16,7 +16,7 @@ from torch import nn
 
 from .clients.pretrained import saving_whole_tensors
 from .core import torch_compat as compat
-from .core.comm import collectives
+from .core.comm import backends
 from .core.comm.communicators import (
     ProcessGroupAllGather,
     ProcessGroupReduceScatter,
@@ -519,7 +519,7 @@ class FSDPModule:
             gradients = group.gradients
             refuse_custom(group.all_gather_comm, gradients.options.comm, "set_symm_mem_for_comm")
             process_group = group.mesh.shard_group
-            carried_by = collectives.backend_of(process_group, group.device.type)
+            carried_by = backends.backend_of(process_group, group.device.type)
             if process_group is None or group.device.type != "cuda" or carried_by != "nccl":
                 warn_without_effect("set_symm_mem_for_comm", f"symmetric memory needs CUDA and NCCL, and this is {group.device}")
                 continue

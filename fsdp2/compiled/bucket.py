@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.comm import collectives
-from ..core.comm.collectives import Division, Divisions, divisions_for
+from ..core.comm import backends, collectives
+from ..core.comm.division import Division, Divisions, divisions_for
 from ..core.group.param import ShardedParam
 from ..core.plan.layout import Cut, Slot, rows_of
 from . import operators
@@ -55,7 +55,7 @@ class Bucket:
         self.divisions = _divisions_of(members[0].face)
         self._options = group.options
         self.scatter_group = group.gradients.scatter_group
-        self._gather_backend = collectives.backend_of(group.mesh.shard_group, group.device.type)
+        self._gather_backend = backends.backend_of(group.mesh.shard_group, group.device.type)
         self._scatter_backend, _ = group.gradients.backends
         self.landings = tuple(member.landing for member in members if member.landing is not None)
         self.used: tuple[set[int], ...] = tuple(set() for _ in self.landings)
@@ -122,18 +122,18 @@ class Bucket:
         parts = [summed] if len(sizes) == 1 else torch.split(summed, sizes)
         return [part.to(landing.leaf.dtype) for part, landing in zip(parts, self.landings, strict=True)]
 
-    def _all_gather_algorithm(self, shard: Tensor) -> collectives.AllGatherAlgorithm:
+    def _all_gather_algorithm(self, shard: Tensor) -> backends.AllGatherAlgorithm:
         """As eager mode chooses, where there is an operator for it."""
         num_ranks, chosen = self.mesh.shard_size, self._options.all_gather
         if not _has_operators(shard):
             return "stock"
-        return chosen or collectives.choose_all_gather(self._gather_backend, num_ranks, num_ranks * shard.nbytes)
+        return chosen or backends.choose_all_gather(self._gather_backend, num_ranks, num_ranks * shard.nbytes)
 
-    def _reduce_scatter_algorithm(self, tensor: Tensor) -> collectives.ReduceScatterAlgorithm:
+    def _reduce_scatter_algorithm(self, tensor: Tensor) -> backends.ReduceScatterAlgorithm:
         chosen = self._options.reduce_scatter
         if chosen == "all_reduce" or not _has_operators(tensor):
             return "stock"
-        return chosen or collectives.choose_reduce_scatter(self._scatter_backend, self.mesh.shard_size, tensor.nbytes)
+        return chosen or backends.choose_reduce_scatter(self._scatter_backend, self.mesh.shard_size, tensor.nbytes)
 
     def _laid_out(self, params: Sequence[ShardedParam], slots: Sequence[Slot], grads: Sequence[Tensor | None]) -> list[Tensor]:
         """The columns of the reduce-scatter input, (num_shards, n) each: gradient, gap, ..., flags, gap."""

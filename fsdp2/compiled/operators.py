@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..core.comm import collectives
-from ..core.comm.collectives import AllGatherAlgorithm, ReduceScatterAlgorithm
+from ..core.comm.backends import AllGatherAlgorithm, ReduceScatterAlgorithm
 from . import torch_compat as compiler
 
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import fully_shard
-from fsdp2.core.comm import collectives
-from fsdp2.core.comm.collectives import backend_of
+from fsdp2.core.comm import backends
+from fsdp2.core.comm.backends import backend_of
 from fsdp2.core.group.group_plan import _gather_mode
 from harness import cpu_mesh, on_ranks
 
@@ -38,4 +38,4 @@ def test_a_backend_written_as_a_mixed_string_gathers_and_reduces_as_gloo_does():
     group = model._get_fsdp_state().groups[0]
     assert _gather_mode(group.mesh, group.options) == "packed"
     assert group.gradients.backends == ("gloo", "")
-    assert not collectives.is_stream_ordered(backend_of(written, "cpu"))
+    assert not backends.is_stream_ordered(backend_of(written, "cpu"))

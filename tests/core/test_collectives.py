@@ -13,18 +13,9 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp2.core.comm import collectives
-from fsdp2.core.comm.collectives import (
-    SUM,
-    Division,
-    all_gather,
-    all_reduce,
-    choose_all_gather,
-    choose_all_reduce,
-    choose_reduce_scatter,
-    divisions_for,
-    is_stream_ordered,
-    reduce_scatter,
-)
+from fsdp2.core.comm.backends import choose_all_gather, choose_all_reduce, choose_reduce_scatter, is_stream_ordered
+from fsdp2.core.comm.collectives import all_gather, all_reduce, reduce_scatter
+from fsdp2.core.comm.division import SUM, Division, divisions_for
 from harness import on_ranks
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.core.comm import collectives
+from fsdp2.core.comm import backends, collectives
 from fsdp2.core.group.all_gather import Gather
 from fsdp2.core.group.reduction import Reduction
 from fsdp2.core.plan.peak_memory import TransientBytes, peak_of_step, transient_bytes
@@ -89,7 +89,7 @@ def terms(module: nn.Module) -> TransientBytes:
     nbytes = reduce_layout.unsharded_numel * group.plan.reduce_dtype.itemsize
     backend = dist.get_backend(group.mesh.shard_group)
     ranks = group.mesh.shard_size
-    algorithm = group.options.reduce_scatter or collectives.choose_reduce_scatter(backend, ranks, nbytes, "cpu")
+    algorithm = group.options.reduce_scatter or backends.choose_reduce_scatter(backend, ranks, nbytes, "cpu")
     received_rows = {"stock": 0, "all_reduce": 0, "pairwise": ranks - 2, "all_to_all": ranks}[algorithm]
     return transient_bytes(
         group.plan.layout,
@@ -241,7 +241,7 @@ def test_peak_is_the_sum_on_gloo(policy, gather, prefetch):
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("algorithm", get_args(collectives.ReduceScatterAlgorithm))
+@pytest.mark.parametrize("algorithm", get_args(backends.ReduceScatterAlgorithm))
 def test_peak_counts_what_the_reduce_scatter_receives_into(algorithm):
     with patch.dict(build.private_options, reduce_scatter=algorithm):
         model = shard(cpu_mesh(), "packed")

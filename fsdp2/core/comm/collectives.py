@@ -1,8 +1,7 @@
 """All-gather, reduce-scatter and all-reduce of flat buffers, by the algorithm that suits the backend.
 
-Each function issues a collective and returns a ``Pending``; ``finish()`` makes the result valid. The ``choose_*`` functions
-pick the algorithm, ``divisions_for`` picks who divides the gradients by what; both are pure. This file refuses to know
-parameters, layouts, streams and when to communicate.
+Each function issues a collective and returns a ``Pending``; ``finish()`` makes the result valid. The caller names the algorithm
+(backends.py) and who divides by what (division.py). This file refuses to know parameters, layouts, streams and when to communicate.
 
 Worked example: reduce-scatter by "pairwise", 3 ranks, P = 2, averaged. Rank 1 holds the rows ``[[1, 1], [5, 5], [2, 2]]``; row
 d is for rank d. It sends row 2 to rank 2 while it receives ``[4, 4]`` from rank 0 into its output, then row 0 to rank 0 while
@@ -12,21 +11,16 @@ it receives ``[3, 3]`` from rank 2 into scratch; meanwhile the caller computes. 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
-from weakref import WeakKeyDictionary
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import torch_compat as compat
-
-AllGatherAlgorithm = Literal["stock", "broadcast"]
-ReduceScatterAlgorithm = Literal["stock", "all_to_all", "pairwise", "all_reduce"]
-AllReduceAlgorithm = Literal["stock", "all_gather"]
+from .backends import AllGatherAlgorithm, AllReduceAlgorithm, ReduceScatterAlgorithm
+from .division import Division
 
 
 class Pending(Protocol):
@@ -42,173 +36,6 @@ class Pending(Protocol):
 
     def is_completed(self) -> bool:
         """Whether ``finish`` would not block; differs between ranks, so nothing that other ranks see may depend on it."""
-
-
-# ---- what a backend can do --------------------------------------------------------------------------------------------------
-
-# "fake" stands for NCCL in schedule and memory tests and in plans, so it takes NCCL's path everywhere in this file; "fake_gloo" gloo's.
-_STREAM_ORDERED = {"nccl", "xccl", "fake"}
-_AVERAGES = {"nccl", "fake"}
-_GLOO = {"gloo", "fake_gloo"}
-
-
-def declare_backend(backend: str, *, averages: bool) -> None:
-    """Let a backend that was registered with torch be treated as NCCL is: ordered by the caller's stream, with coalescing.
-
-    averages: it knows AVG and PREMUL_SUM
-    """
-    _STREAM_ORDERED.add(backend)
-    if averages:
-        _AVERAGES.add(backend)
-
-
-_backends: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()
-
-
-def backend_of(process_group: dist.ProcessGroup | None, device_type: str) -> str:
-    """The backend that carries collectives of tensors on ``device_type``; "" for no group.
-
-    ``dist.get_backend`` instead returns what the user wrote: "cpu:gloo,cuda:nccl", or "undefined" for nothing at all.
-    """
-    if process_group is None:
-        return ""
-    by_device = _backends.get(process_group)
-    if by_device is None:
-        pairs = (pair.partition(":") for pair in dist.get_backend_config(process_group).split(","))
-        by_device = _backends[process_group] = {device: backend for device, _, backend in pairs}
-    return by_device.get(device_type) or str(dist.get_backend(process_group))
-
-
-def is_stream_ordered(backend: str) -> bool:
-    """Whether collectives are ordered by the caller's stream (pass ``async_op=False``) rather than by waiting on a Work.
-
-    Backends that we do not know are waited for, which is right everywhere.
-    """
-    return backend in _STREAM_ORDERED
-
-
-def is_gloo(backend: str) -> bool:
-    """Whether it has gloo's algorithms."""
-    return backend in _GLOO
-
-
-def moves_data(backend: str) -> bool:
-    """Whether what ranks send arrives anywhere."""
-    return backend not in ("fake", "fake_gloo")
-
-
-def choose_all_gather(backend: str, world_size: int, nbytes: int, device_type: str = "cpu") -> AllGatherAlgorithm:
-    """The default all-gather; ``nbytes`` is that of the gathered buffer."""
-    # gloo's own packs into temporaries of the output's size: at 50 MiB three times as slow. Small ones cost a launch a rank.
-    if is_gloo(backend) and (nbytes >= world_size * (128 << 10) or device_type != "cpu"):
-        return "broadcast"
-    return "stock"
-
-
-def choose_reduce_scatter(backend: str, world_size: int, nbytes: int, device_type: str = "cpu") -> ReduceScatterAlgorithm:
-    """The default reduce-scatter; ``nbytes`` is that of the input."""
-    if not is_gloo(backend):
-        return "stock"
-    if device_type != "cpu":  # gloo's all-to-all takes host memory only
-        return "all_reduce"
-    # Pairwise sends least and needs least scratch, but each of its W - 1 rounds greets all ranks: for few ranks and large rows.
-    if world_size == 2 or (world_size <= 8 and nbytes >= world_size * (1 << 20)):
-        return "pairwise"
-    return "all_to_all"
-
-
-def choose_all_reduce(backend: str, world_size: int, nbytes: int, device_type: str = "cpu") -> AllReduceAlgorithm:
-    """The default all-reduce; ``nbytes`` is that of the buffer."""
-    if is_gloo(backend) and device_type == "cpu" and nbytes * world_size <= 256 << 10:  # latency is all that it costs
-        return "all_gather"
-    return "stock"
-
-
-# ---- who divides, by what ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Division:
-    """How one collective reduces: divide the input in place, sum (or average) over the ranks, divide the output in place."""
-
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM  # SUM, AVG or PREMUL_SUM
-    premultiply: float | None = None  # PREMUL_SUM's factor
-    predivide: float | None = None
-    postdivide: float | None = None
-    backend_op: dist.ReduceOp | dist.ReduceOp.RedOpType = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        assert (self.premultiply is not None) == (self.op == dist.ReduceOp.PREMUL_SUM)
-        backend_op = self.op if self.premultiply is None else compat.premul_sum(self.premultiply)
-        object.__setattr__(self, "backend_op", backend_op)
-
-
-SUM = Division()
-_AVG = Division(op=dist.ReduceOp.AVG)
-
-
-@dataclass(frozen=True, slots=True)
-class Divisions:
-    """The reductions of the two legs of one gradient; together they divide once."""
-
-    reduce_scatter: Division
-    all_reduce: Division
-
-
-def divisions_for(
-    shard_ranks: int,
-    replicate_ranks: int,
-    reduce_dtype: torch.dtype,
-    backend: str,
-    divide_factor: float | None = None,
-    sum_only: bool = False,
-    all_reduce_backend: str = "",
-) -> Divisions:
-    """Divide a gradient by ``divide_factor`` (by default all data-parallel ranks) over reduce-scatter and all-reduce together.
-
-    backend:            of the reduce-scatter
-    all_reduce_backend: of the all-reduce; "": the same
-
-    A leg of one rank communicates nothing; it divides only where both legs have one rank. Examples:
-
-        (4, 1, fp32, "nccl")      AVG;           -
-        (4, 2, fp32, "nccl")      AVG;           AVG
-        (4, 2, fp32, "nccl", 6)   x 1/6 and SUM; SUM
-        (4, 2, fp32, "nccl" and "gloo")  AVG;    SUM, / 2
-        (4, 2, bf16, "gloo")      SUM;           SUM, / 8     (the output: it is the smallest buffer)
-        (4, 1, fp16, any)         / 2, SUM, / 2; -
-        (4, 2, fp16, any)         / 4, SUM;      SUM, / 2
-    """
-    total_ranks = shard_ranks * replicate_ranks
-    between = all_reduce_backend or backend
-    factor = float(total_ranks if divide_factor is None else divide_factor)
-    predivide: float | None = None
-    postdivide: float | None = factor
-    if reduce_dtype == torch.float16:
-        # fp16 overflows at 65504 and underflows at 6e-8: divide by about sqrt before, by the rest after. A power of two costs
-        # no bits.
-        if factor > 1:
-            predivide = 2.0 ** math.ceil(math.log2(factor) / 2)
-            postdivide = factor / predivide
-    elif (backend if shard_ranks > 1 else between) in _AVERAGES and not sum_only and total_ranks > 1:
-        # Division inside the collective costs no kernel.
-        if divide_factor is None:
-            all_reduce = _AVG if between in _AVERAGES else Division(postdivide=replicate_ranks)
-            return Divisions(_AVG if shard_ranks > 1 else SUM, all_reduce if replicate_ranks > 1 else SUM)
-        if factor == shard_ranks:
-            return Divisions(_AVG if shard_ranks > 1 else SUM, SUM)
-        scaled = Division(op=dist.ReduceOp.PREMUL_SUM, premultiply=1 / factor)
-        return Divisions(scaled, SUM) if shard_ranks > 1 else Divisions(SUM, scaled)
-    if postdivide == 1:
-        postdivide = None
-    if replicate_ranks == 1:
-        return Divisions(Division(predivide=predivide, postdivide=postdivide), SUM)
-    if shard_ranks == 1:
-        return Divisions(SUM, Division(predivide=predivide, postdivide=postdivide))
-    return Divisions(Division(predivide=predivide), Division(postdivide=postdivide))
-
-
-# ---- the three collectives --------------------------------------------------------------------------------------------------
 
 
 # What every backend knows; other dtypes travel as bytes.

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ...policy import AllGather, ReduceScatter
 from .. import torch_compat as compat
-from .collectives import Division, Pending
+from .collectives import Pending
+from .division import Division
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import torch_compat as compat
-from ..comm import collectives
+from ..comm import backends, collectives
 from ..comm.streams import Stream, Streams
 from ..plan.layout import Cut, GroupLayout
 from .param import storage_view
@@ -87,17 +87,17 @@ class Gather:
         target: GatherTarget,
         process_group: dist.ProcessGroup | None,
         streams: Streams,
-        algorithm: collectives.AllGatherAlgorithm | None,
+        algorithm: backends.AllGatherAlgorithm | None,
     ) -> None:
         """layout: its first ``num_direct`` slots are gathered directly. process_group: None where there is one shard only."""
         self._target = target
         self._process_group = process_group
         self._streams = streams
         self._num_shards = layout.num_shards
-        backend = collectives.backend_of(process_group, target.device.type)
-        self._async_op = not collectives.is_stream_ordered(backend)
+        backend = backends.backend_of(process_group, target.device.type)
+        self._async_op = not backends.is_stream_ordered(backend)
         nbytes = layout.unsharded_numel * target.dtype.itemsize
-        self._algorithm = algorithm or collectives.choose_all_gather(backend, layout.num_shards, nbytes, target.device.type)
+        self._algorithm = algorithm or backends.choose_all_gather(backend, layout.num_shards, nbytes, target.device.type)
         self.coalesces_over = None if self._async_op or self._algorithm != "stock" else process_group
         like = torch.empty(0, dtype=target.dtype, device=target.device)
         direct, packed = layout.slots[:num_direct], layout.slots[num_direct:]

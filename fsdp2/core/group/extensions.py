@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 from ...errors import ExtensionError
 from ...policy import AllGather
 from .. import torch_compat as compat
-from ..comm import collectives
+from ..comm import backends, collectives
 from ..comm.communicators import CommWork
 from ..comm.streams import Event, Stream, Streams
 from ..plan.layout import Cut, rows_of
@@ -89,7 +89,7 @@ class ExtensionGather:
         param_dtype: torch.dtype,
         mp_policy: Any,
         comm: AllGather | None,
-        algorithm: collectives.AllGatherAlgorithm | None,
+        algorithm: backends.AllGatherAlgorithm | None,
     ) -> None:
         """params: their ``local`` is what is sent. comm: a custom communicator."""
         self._params = params
@@ -103,8 +103,8 @@ class ExtensionGather:
         self._mp_policy = mp_policy
         self._comm = comm if mesh.shard_size > 1 else None
         self._algorithm = algorithm
-        self._backend = collectives.backend_of(mesh.shard_group, device.type)
-        alone = self._comm is not None or algorithm not in (None, "stock") or not collectives.is_stream_ordered(self._backend)
+        self._backend = backends.backend_of(mesh.shard_group, device.type)
+        alone = self._comm is not None or algorithm not in (None, "stock") or not backends.is_stream_ordered(self._backend)
         self.coalesces_over = None if alone else mesh.shard_group
         self._num_arguments: dict[object, int] = {}
         self._allocated_on: Stream = None  # what was compute when the unsharded memory was allocated
@@ -162,10 +162,8 @@ class ExtensionGather:
             work = self._comm(output_tensor=outputs[0], input_tensor=inputs[0], group=process_group, async_op=async_op)
             self._pending = CommWork(work)
             return
-        algorithm = self._algorithm or collectives.choose_all_gather(
-            self._backend, self._num_shards, outputs[0].nbytes, self._device.type
-        )
-        is_async = not collectives.is_stream_ordered(self._backend)
+        algorithm = self._algorithm or backends.choose_all_gather(self._backend, self._num_shards, outputs[0].nbytes, self._device.type)
+        is_async = not backends.is_stream_ordered(self._backend)
         self._pending = collectives.all_gather(outputs, inputs, process_group, algorithm, is_async)
 
     def land(self) -> None:

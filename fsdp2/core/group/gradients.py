@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import ArgumentError, OrderError
-from ..comm import collectives
+from ..comm import backends
+from ..comm.division import Divisions, divisions_for
 from .group_plan import GroupPlan
 from .memory import GroupMemory
 from .options import MicroBatch, ReductionOptions
@@ -56,7 +57,7 @@ class Gradients:
         self._used: list[bool] = []
         self.partial: Tensor | None = None  # reduce-scattered, and not all-reduced or handed out yet
         self._adding: Reduction | None = None  # on its way to ``partial``
-        self._divisions: tuple[object, collectives.Divisions] | None = None
+        self._divisions: tuple[object, Divisions] | None = None
 
     def choose(self, **changes: Any) -> None:
         """From the next reduction on, reduce with these ``ReductionOptions``; the others stay."""
@@ -124,7 +125,7 @@ class Gradients:
         """Whether ranks see afterwards which group each of them reduced: before, the host would have to wait for the device."""
         if self.group.streams.host_waits or self.group.mesh.size == 1:
             return False
-        return any(collectives.is_stream_ordered(backend) and collectives.moves_data(backend) for backend in self.backends)
+        return any(backends.is_stream_ordered(backend) and backends.moves_data(backend) for backend in self.backends)
 
     def _move(self, before: ReducePlan, plan: ReducePlan) -> None:
         """Lay what waits as ``plan`` does, which has all parameters of ``before``."""
@@ -332,10 +333,10 @@ class Gradients:
     def backends(self) -> tuple[str, str]:
         """Of the reduce-scatter and of the all-reduce; "" for one that there is not."""
         groups = (self.scatter_group, self.group.mesh.replicate_group)
-        scatter, all_reduce = (collectives.backend_of(group, self.group.device.type) for group in groups)
+        scatter, all_reduce = (backends.backend_of(group, self.group.device.type) for group in groups)
         return scatter, all_reduce
 
-    def divisions(self) -> collectives.Divisions:
+    def divisions(self) -> Divisions:
         mesh, options = self.group.mesh, self.options
         dtype = self.group.plan.reduce_dtype
         key = (options, dtype)
@@ -343,7 +344,7 @@ class Gradients:
             backend, all_reduce_backend = self.backends
             if options.comm is not None and options.divide_factor is None:
                 backend = "nccl"  # whose operation upstream shows to a custom communicator on every backend
-            divisions = collectives.divisions_for(
+            divisions = divisions_for(
                 mesh.shard_size, mesh.replicate_size, dtype, backend, options.divide_factor, options.sum_only, all_reduce_backend
             )
             self._divisions = (key, divisions)

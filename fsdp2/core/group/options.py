@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...policy import ReduceScatter
-from ..comm import collectives
+from ..comm import backends
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class GroupOptions:
     mp_policy: Any = None
     semantics: Literal["2.13", "2.15"] = "2.13"
     gather: str = "auto"
-    all_gather: collectives.AllGatherAlgorithm | None = None
-    reduce_scatter: collectives.ReduceScatterAlgorithm | None = None
-    all_reduce: collectives.AllReduceAlgorithm | None = None
+    all_gather: backends.AllGatherAlgorithm | None = None
+    reduce_scatter: backends.ReduceScatterAlgorithm | None = None
+    all_reduce: backends.AllReduceAlgorithm | None = None
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import torch_compat as compat
-from ..comm import collective_log, collectives
+from ..comm import backends, collective_log, collectives
 from ..comm.communicators import comm_reduce_scatter
+from ..comm.division import Division, Divisions
 from ..comm.streams import Event, Stream, Streams
 from ..plan.placement import in_dtype
 from .flat_gradients import note_gradients
@@ -27,8 +28,8 @@ from .options import ReductionOptions
 from .order_tags import TAG_NUMEL
 from .reduce_plan import GradView, ReducePlan
 
-ScatterLaunches = dict[dist.ProcessGroup, list[tuple[Tensor, Tensor, collectives.Division]]]
-AllReduceLaunches = dict[dist.ProcessGroup, list[tuple[Tensor, collectives.Division]]]
+ScatterLaunches = dict[dist.ProcessGroup, list[tuple[Tensor, Tensor, Division]]]
+AllReduceLaunches = dict[dist.ProcessGroup, list[tuple[Tensor, Division]]]
 
 
 class Reduction:
@@ -68,7 +69,7 @@ class Reduction:
         plan: ReducePlan,
         used: list[bool],
         buffer: Tensor,
-        divisions: collectives.Divisions,
+        divisions: Divisions,
         options: ReductionOptions,
         partial: Tensor | None,
         add_to_partial: Callable[[Tensor], None] | None,
@@ -144,11 +145,11 @@ class Reduction:
             self._output = output = buffer
         else:
             self._output = output = torch.empty(plan.layout.shard_numel, dtype=buffer.dtype, device=buffer.device)
-        backend = collectives.backend_of(process_group, buffer.device.type)
-        algorithm = group.options.reduce_scatter or collectives.choose_reduce_scatter(
+        backend = backends.backend_of(process_group, buffer.device.type)
+        algorithm = group.options.reduce_scatter or backends.choose_reduce_scatter(
             backend, plan.num_shards, buffer.nbytes, buffer.device.type
         )
-        division, is_ordered = self._divisions.reduce_scatter, collectives.is_stream_ordered(backend)
+        division, is_ordered = self._divisions.reduce_scatter, backends.is_stream_ordered(backend)
         if together is not None and is_ordered and algorithm == "stock" and plan.num_shards > 1:
             together.setdefault(process_group, []).append((output, buffer, division))
             return
@@ -187,11 +188,11 @@ class Reduction:
             output = output[flags.offset :]
         if collective_log.current is not None and process_group.size() > 1:
             self._log_issued(collective_log.current, "all-reduce", output, process_group)
-        backend = collectives.backend_of(process_group, output.device.type)
-        algorithm = group.options.all_reduce or collectives.choose_all_reduce(
+        backend = backends.backend_of(process_group, output.device.type)
+        algorithm = group.options.all_reduce or backends.choose_all_reduce(
             backend, process_group.size(), output.nbytes, output.device.type
         )
-        division, is_ordered = self._divisions.all_reduce, collectives.is_stream_ordered(backend)
+        division, is_ordered = self._divisions.all_reduce, backends.is_stream_ordered(backend)
         if together is not None and is_ordered and algorithm == "stock" and process_group.size() > 1:
             together.setdefault(process_group, []).append((output, division))
             return

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from ...errors import OrderError
 from .. import torch_compat as compat
-from ..comm import collective_log, collectives
+from ..comm import backends, collective_log
 from ..group.param_group import ParamGroup
 from .forward_log import ForwardLog
 from .group_numbers import num_units_over
@@ -88,8 +88,8 @@ class Agreement:
         groups = () if first is None else (first.shard_group, first.replicate_group)
         self._process_groups = [group for group in groups if group is not None and group.size() > 1]
         device_type = "" if first is None else first.device_type
-        backends = [collectives.backend_of(group, device_type) for group in self._process_groups]
-        if any(collectives.is_stream_ordered(backend) or not collectives.moves_data(backend) for backend in backends):
+        names = [backends.backend_of(group, device_type) for group in self._process_groups]
+        if any(backends.is_stream_ordered(name) or not backends.moves_data(name) for name in names):
             self._process_groups = []
         ranks = None if first is None else first.ranks
         uses = {unit: [group for group in unit.uses if group.mesh.ranks == ranks] for unit in units}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...core.comm.collectives import declare_backend
+from ...core.comm.backends import declare_backend
 from ..pretend import build
 from ..pretend import torch_compat as compat
 from ..pretend.device_module import make_device_module

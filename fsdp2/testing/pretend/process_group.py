@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...core.comm.collectives import declare_backend
+from ...core.comm.backends import declare_backend
 from . import torch_compat as compat
 from .build import extension
 

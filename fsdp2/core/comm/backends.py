@@ -1,0 +1,97 @@
+"""What a communication backend can do, and which algorithm suits it.
+
+This file refuses to issue anything: it answers from the backend's name, the world's size and the buffer's.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+AllGatherAlgorithm = Literal["stock", "broadcast"]
+ReduceScatterAlgorithm = Literal["stock", "all_to_all", "pairwise", "all_reduce"]
+AllReduceAlgorithm = Literal["stock", "all_gather"]
+
+# "fake" stands for NCCL in schedule and memory tests and in plans, so it takes NCCL's path everywhere; "fake_gloo" gloo's.
+_STREAM_ORDERED = {"nccl", "xccl", "fake"}
+_AVERAGES = {"nccl", "fake"}
+_GLOO = {"gloo", "fake_gloo"}
+
+
+def declare_backend(backend: str, *, averages: bool) -> None:
+    """Let a backend that was registered with torch be treated as NCCL is: ordered by the caller's stream, with coalescing.
+
+    averages: it knows AVG and PREMUL_SUM
+    """
+    _STREAM_ORDERED.add(backend)
+    if averages:
+        _AVERAGES.add(backend)
+
+
+_backends: WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = WeakKeyDictionary()
+
+
+def backend_of(process_group: dist.ProcessGroup | None, device_type: str) -> str:
+    """The backend that carries collectives of tensors on ``device_type``; "" for no group.
+
+    ``dist.get_backend`` instead returns what the user wrote: "cpu:gloo,cuda:nccl", or "undefined" for nothing at all.
+    """
+    if process_group is None:
+        return ""
+    by_device = _backends.get(process_group)
+    if by_device is None:
+        pairs = (pair.partition(":") for pair in dist.get_backend_config(process_group).split(","))
+        by_device = _backends[process_group] = {device: backend for device, _, backend in pairs}
+    return by_device.get(device_type) or str(dist.get_backend(process_group))
+
+
+def is_stream_ordered(backend: str) -> bool:
+    """Whether collectives are ordered by the caller's stream (pass ``async_op=False``) rather than by waiting on a Work.
+
+    Backends that we do not know are waited for, which is right everywhere.
+    """
+    return backend in _STREAM_ORDERED
+
+
+def averages(backend: str) -> bool:
+    """Whether it knows AVG and PREMUL_SUM."""
+    return backend in _AVERAGES
+
+
+def is_gloo(backend: str) -> bool:
+    """Whether it has gloo's algorithms."""
+    return backend in _GLOO
+
+
+def moves_data(backend: str) -> bool:
+    """Whether what ranks send arrives anywhere."""
+    return backend not in ("fake", "fake_gloo")
+
+
+def choose_all_gather(backend: str, world_size: int, nbytes: int, device_type: str = "cpu") -> AllGatherAlgorithm:
+    """The default all-gather; ``nbytes`` is that of the gathered buffer."""
+    # gloo's own packs into temporaries of the output's size: at 50 MiB three times as slow. Small ones cost a launch a rank.
+    if is_gloo(backend) and (nbytes >= world_size * (128 << 10) or device_type != "cpu"):
+        return "broadcast"
+    return "stock"
+
+
+def choose_reduce_scatter(backend: str, world_size: int, nbytes: int, device_type: str = "cpu") -> ReduceScatterAlgorithm:
+    """The default reduce-scatter; ``nbytes`` is that of the input."""
+    if not is_gloo(backend):
+        return "stock"
+    if device_type != "cpu":  # gloo's all-to-all takes host memory only
+        return "all_reduce"
+    # Pairwise sends least and needs least scratch, but each of its W - 1 rounds greets all ranks: for few ranks and large rows.
+    if world_size == 2 or (world_size <= 8 and nbytes >= world_size * (1 << 20)):
+        return "pairwise"
+    return "all_to_all"
+
+
+def choose_all_reduce(backend: str, world_size: int, nbytes: int, device_type: str = "cpu") -> AllReduceAlgorithm:
+    """The default all-reduce; ``nbytes`` is that of the buffer."""
+    if is_gloo(backend) and device_type == "cpu" and nbytes * world_size <= 256 << 10:  # latency is all that it costs
+        return "all_gather"
+    return "stock"

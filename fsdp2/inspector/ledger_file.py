@@ -35,6 +35,7 @@ def ledger(
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     *,
     tokens: int | Callable[[], int] | None = None,
+    first_step: int = 1,
     plan: Plan | None = None,
     findings: Iterable[Finding] = (),
 ) -> Ledger:
@@ -43,6 +44,7 @@ def ledger(
     folder:     one for a run, the same on all ranks of a host; an earlier run's lines of this rank are dropped
     optimizer:  one, or all that train it: the step of the last one ends a step; None: each step of any optimizer
     tokens:     that this rank trains on in a step, or a function that says how many there were in the last one
+    first_step: number of the step that comes first; of a run that goes on, the next one
     plan:       what ``fsdp2.plan`` predicted; ``fsdp2 report`` draws it beside what was measured
     findings:   of ``doctor.check``, or of a ``doctor.watch`` (its ``report`` when the ledger stops), for the report
     Collective: no; without it nothing is counted, and a step asks a module attribute where it would be
@@ -53,7 +55,7 @@ def ledger(
             model(x).sum().backward()
             optimizer.step()
     """
-    return Ledger(folder, model, optimizer, tokens=tokens, plan=plan, findings=findings)
+    return Ledger(folder, model, optimizer, tokens=tokens, first_step=first_step, plan=plan, findings=findings)
 
 
 class Ledger:
@@ -66,6 +68,7 @@ class Ledger:
         optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None,
         *,
         tokens: int | Callable[[], int] | None,
+        first_step: int,
         plan: Plan | None,
         findings: Iterable[Finding],
     ) -> None:
@@ -74,6 +77,7 @@ class Ledger:
         self._model, self._optimizers = model, inspected.optimizers
         self._tokens, self._plan, self._findings = tokens, plan, findings
         self._device = inspected.groups[0][1].device if inspected.groups else torch.device("cpu")
+        self._step = first_step
         self._rank, self._num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._meter = Meter()
         self._lines = Lines(rank_file(self.folder, "ledger", self._rank, "jsonl"))
@@ -106,7 +110,7 @@ class Ledger:
         counts = self._meter.take()
         memory = dict(kept_bytes(self._model, self._optimizers or [optimizer])) | self._meter.memory.most
         line = {
-            "step": OPTIMIZER_STEPS.value,
+            "step": self._step,
             "rank": self._rank,
             "time": time.time(),
             "duration_ms": (now - self._began) * 1e3,
@@ -119,6 +123,7 @@ class Ledger:
         self._meter.memory.forget_most()
         forget_allocator_peak(self._device)
         self._began = now
+        self._step += 1
 
     def _write_run(self) -> None:
         """At the beginning, for a run that crashes, and at the end, when a watch knows more."""
@@ -156,5 +161,6 @@ def plan_said(plan: Plan) -> Values:
     return {
         "peak": {"nbytes": peak.nbytes, "by_kind": peak.by_kind, "phase": peak.phase, "where": peak.where},
         "most": plan.memory.most,
+        "moments": [dataclasses.asdict(each) for each in plan.memory.moments],
         "traffic": [dataclasses.asdict(each) for each in plan.traffic],
     }

@@ -77,13 +77,18 @@ def kept_bytes(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) ->
     }
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    return compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 def all_kept_bytes() -> int:
-    """Of everything in this process that was sharded, and of every optimizer that has stepped."""
-    groups = {id(group): group for _, group in sharded_parameters().values()}.values()
+    """Of everything in this process that was sharded, and of every optimizer that has stepped; not of what a plan has rehearsed."""
+    real = [group for param, group in sharded_parameters().values() if not isinstance(param.local, compat.FakeTensor)]
+    groups = {id(group): group for group in real}.values()
     found: dict[int, int] = {}
 
     def add(tensor: Tensor) -> None:
-        add_storage((tensor.to_local() if isinstance(tensor, DTensor) else tensor).untyped_storage())
+        add_storage(local_of(tensor).untyped_storage())
 
     def add_storage(storage: torch.UntypedStorage) -> None:
         found[storage.data_ptr()] = storage.nbytes()
@@ -99,7 +104,7 @@ def all_kept_bytes() -> int:
     for optimizer in optimizers_that_stepped():
         for values in optimizer.state.values():
             for value in values.values():
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and not isinstance(local_of(value), compat.FakeTensor):
                     add(value)
     return sum(found.values())
 

@@ -26,12 +26,25 @@ class Peak:
 
 
 @dataclass(frozen=True)
+class Moment:
+    """While one unit runs in one phase, the most bytes at a time."""
+
+    phase: str
+    where: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class Memory:
-    """Of a step on one rank. most: by kind, the most bytes at a time, not all at the same one; host: kept in host memory"""
+    """Of a step on one rank. most: by kind, the most bytes at a time, not all at the same one; host: kept in host memory
+
+    moments: the course of the step, one unit after another
+    """
 
     peak: Peak
     most: dict[str, int]
     host: int
+    moments: tuple[Moment, ...] = ()
 
 
 def memory_of(
@@ -50,6 +63,7 @@ def memory_of(
     total = sum(now.values()) - host
     most = Counter(now)
     peak, at_peak, culprit = total, Counter(now), None
+    moments: list[Moment] = []
     for entry in entries:
         if entry.kind not in ("alloc", "free"):
             continue
@@ -63,14 +77,28 @@ def memory_of(
             highest_host = max(highest_host, host)
             continue
         total += nbytes
+        if entry.kind == "alloc":
+            _note(moments, Moment(block.phase, _where(block, unit_of_node), total))
         if total > peak:
             peak, at_peak, culprit = total, Counter(now), block
     phase = where = ""
     if culprit is not None:
-        phase = culprit.phase
-        where = culprit.where if culprit.node is None else unit_of_node(culprit.node) or culprit.where
+        phase, where = culprit.phase, _where(culprit, unit_of_node)
     by_kind = {kind: nbytes for kind, nbytes in at_peak.most_common() if nbytes and kind not in on_host}
-    return Memory(Peak(peak, by_kind, phase or "between steps", where), dict(most.most_common()), highest_host)
+    return Memory(Peak(peak, by_kind, phase or "between steps", where), dict(most.most_common()), highest_host, tuple(moments))
+
+
+def _where(block: Block, unit_of_node: Callable[[int], str]) -> str:
+    return block.where if block.node is None else unit_of_node(block.node) or block.where
+
+
+def _note(moments: list[Moment], moment: Moment) -> None:
+    """Add it to the last one, if that is of the same unit and phase."""
+    last = moments[-1] if moments else None
+    if last is None or (last.phase, last.where) != (moment.phase, moment.where):
+        moments.append(moment)
+    elif last.nbytes < moment.nbytes:
+        moments[-1] = moment
 
 
 def _kinds(before: Sequence[Block], blocks: Sequence[Block], entries: Sequence[Entry]) -> dict[int, str]:

@@ -1,0 +1,109 @@
+"""Values to rows of text. It refuses to know HTML."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from ..run_folder import Values
+from .reading import Run, last_step
+
+Rows = list[tuple[str, ...]]
+
+
+def shown(nbytes: float | None) -> str:
+    """``shown(1536) == "1.5 KiB"``"""
+    if nbytes is None:
+        return ""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def usual(lines: Sequence[Values]) -> Sequence[Values]:
+    """Without the first two steps, where there are more: they make plans and optimizer state."""
+    return lines[2:] or lines
+
+
+def headline(run: Run) -> Rows:
+    """What the page begins with: (what, value)."""
+    rows: Rows = []
+    lines = [line for each in run.ledgers.values() for line in usual(each)]
+    if lines:
+        duration = statistics.median(line["duration_ms"] for line in lines)
+        rows.append(("step", f"{duration:.1f} ms"))
+        tokens = statistics.median(line["tokens"] or 0 for line in lines)
+        if tokens:
+            rows.append(("tokens/s, all ranks", f"{tokens * len(run.ledgers) / duration * 1e3:,.0f}"))
+        rows.append(("exposed communication", f"{_share(lines, 'exposed_ms'):.0%}"))
+        rows.append(("host time in hooks", f"{_share(lines, 'hooks_ms'):.1%}"))
+    measured = measured_peak(run)
+    if measured is not None:
+        rows.append(("peak, measured", shown(measured)))
+    if run.plan is not None:
+        rows.append(("peak, planned", shown(run.plan["peak"]["nbytes"])))
+    return rows
+
+
+def _share(lines: Sequence[Values], key: str) -> float:
+    return float(sum(line[key] for line in lines) / sum(line["duration_ms"] for line in lines))
+
+
+def measured_peak(run: Run) -> int | None:
+    """Bytes on the rank that has most: in a step of the ledger, or in the last traced one."""
+    peaks = [line["allocator_peak"] for lines in run.ledgers.values() for line in lines if line["allocator_peak"] is not None]
+    for events in run.traces.values():
+        begin, _ = last_step(events)
+        counts = [each["args"] for each in events if each["ph"] == "C" and each["ts"] >= begin]
+        peaks += [each["allocated"] for each in counts if "allocated" in each]
+    return max(peaks, default=None)
+
+
+def memory(run: Run) -> Rows:
+    """(kind, measured, planned): the most at a time."""
+    measured: dict[str, int] = {}
+    for lines in run.ledgers.values():
+        for line in lines:
+            for kind, nbytes in line["memory"].items():
+                measured[kind] = max(measured.get(kind, 0), nbytes)
+    planned = {} if run.plan is None else run.plan["most"]
+    kinds = [*measured, *(kind for kind in planned if kind not in measured)]
+    return [(kind, shown(measured.get(kind)), shown(planned.get(kind))) for kind in kinds]
+
+
+def communication(run: Run) -> Rows:
+    """(phase, collective, calls, buffers, sent, exposed ms, planned: sent) of a step, rank 0; the plan's sum stands once a phase."""
+    if not run.ledgers:
+        return []
+    lines = usual(run.ledgers[min(run.ledgers)])
+    if not lines:
+        return []
+    found: dict[tuple[str, str], list[Values]] = {}
+    for line in lines:
+        for phase, kinds in line["communication"].items():
+            for kind, said in kinds.items():
+                found.setdefault((phase, kind), []).append(said)
+    planned: dict[str, int] = {}
+    for each in () if run.plan is None else run.plan["traffic"]:
+        planned[each["phase"]] = planned.get(each["phase"], 0) + each["sent"]
+    rows: Rows = []
+    for (phase, kind), said in found.items():
+        of_plan = shown(planned.pop(phase, None))
+
+        def mean(key: str, said: list[Values] = said) -> float:
+            return float(sum(each[key] for each in said) / len(lines))
+
+        calls = f"{mean('calls'):.3g}"
+        rows.append((phase, kind, calls, shown(mean("nbytes")), shown(mean("sent")), f"{mean('exposed_ms'):.2f}", of_plan))
+    return rows
+
+
+def about(run: Run) -> str:
+    said: dict[str, Any] = run.run
+    if not said:
+        return f"{len(run.traces)} ranks"
+    return f"{said['model']} on {said['ranks']} x {said['device'].split(':')[0]}, torch {said['torch']}, fsdp2 {said['fsdp2']}"

@@ -1,0 +1,137 @@
+"""The report's page: what it says of a run, and that a browser draws it."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp2
+from fsdp2.cli import main
+from fsdp2.doctor.finding import Finding
+from fsdp2.inspector.report.figures import memory, timeline
+from fsdp2.inspector.report.reading import Run, read_run
+from fsdp2.inspector.report.tables import measured_peak
+from fsdp2.inspector.run_folder import write_json
+
+FINDING = Finding("large-root", "note", "the root <holds> most", "it is gathered at once", "wrap blocks", ("head.weight",))
+
+
+def run_folder(folder: Path) -> Path:
+    """Of one step on two ranks that nobody has run: 2 MiB allocated at most, 3 MiB planned."""
+    names = {"forward": (1, "forward", 0.0, 40.0), "backward": (1, "backward", 50.0, 40.0), "optimizer": (1, "optimizer", 95.0, 5.0)}
+    for rank in range(2):
+        events: list[dict[str, Any]] = [
+            {"ph": "X", "pid": rank, "tid": tid, "cat": cat, "name": name, "ts": ts, "dur": dur, "args": {"unit": "", "phase": cat}}
+            for name, (tid, cat, ts, dur) in names.items()
+        ]
+        for cat, ts in (("forward", 10.0), ("backward", 60.0)):
+            said = {"unit": "layers.0", "phase": cat}
+            events.append(
+                {"ph": "X", "pid": rank, "tid": 2, "cat": cat, "name": f"{cat} of layers.0", "ts": ts, "dur": 20.0, "args": said}
+            )
+        gather = {"pid": rank, "tid": 2, "cat": "all-gather", "id": f"{rank}.0", "name": "all-gather of layers.0"}
+        events += [{"ph": "b", "ts": 2.0, "args": {}, **gather}, {"ph": "e", "ts": 8.0, **gather}]
+        events += [
+            {"ph": "C", "pid": rank, "name": "bytes", "ts": ts, "args": {"allocated": mib << 20}} for ts, mib in ((5.0, 1), (65.0, 2))
+        ]
+        write_json(folder / f"trace.rank{rank}.json", {"traceEvents": events, "metadata": {}})
+        line = {
+            "step": 1,
+            "rank": rank,
+            "time": 0.0,
+            "duration_ms": 100.0,
+            "tokens": 64,
+            "memory": {"sharded parameters": 1 << 20},
+            "allocator_peak": None,
+            "communication": {"forward": {"all-gather": {"calls": 1, "nbytes": 2 << 20, "sent": 1 << 20, "exposed_ms": 2.0}}},
+            "exposed_ms": 2.0,
+            "hooks_ms": 1.0,
+        }
+        (folder / f"ledger.rank{rank}.jsonl").write_text(json.dumps(line) + "\n")
+    moments = [{"phase": phase, "where": "layers.0", "nbytes": mib << 20} for phase, mib in (("forward", 1), ("backward", 3))]
+    plan = {
+        "peak": {"nbytes": 3 << 20, "by_kind": {}, "phase": "backward", "where": "layers.0"},
+        "most": {"sharded parameters": 1 << 20},
+        "moments": moments,
+        "traffic": [{"phase": "forward", "kind": "all_gather", "ranks": 2, "launches": 1, "sent": 1 << 20, "leaves_host": 0}],
+    }
+    finding = {name: getattr(FINDING, name) for name in FINDING.__slots__}
+    about = {"ranks": 2, "device": "cpu", "torch": torch.__version__, "fsdp2": "0", "model": "GPT", "plan": plan, "findings": [finding]}
+    write_json(folder / "run.json", about)
+    return folder
+
+
+def test_the_page_says_what_was_measured_beside_what_was_planned_and_what_the_doctor_found(tmp_path, capsys):
+    folder = run_folder(tmp_path)
+    assert main(["report", str(folder)]) == 0
+    assert capsys.readouterr().out.strip() == str(folder / "report.html")
+    page = (folder / "report.html").read_text()
+    body = page[page.index("<body>") :]
+    said = html.unescape(re.sub(r"<[^>]+>", " ", body))
+    for text in ("GPT on 2 x cpu", "1,280", "2.0 MiB", "3.0 MiB", "large-root", "the root <holds> most", "host waits, ms"):
+        assert text in said
+    assert "<holds>" not in body
+    assert not re.search(r'(src|href)="', body)  # it needs nothing else
+    run = read_run(folder)
+    assert measured_peak(run) == 2 << 20
+    planned = memory(run)["data"][-1]
+    assert planned["name"] == "allocated, planned"
+    assert planned["y"][:2] == [1, 3]
+    drawn = {trace["name"]: trace for trace in timeline(run)["data"]}
+    assert drawn["all-gather"]["y"] == ["rank 0  all-gather", "rank 1  all-gather"]
+    assert drawn["all-gather"]["x"] == [0.006, 0.006]
+
+
+def test_a_folder_without_a_run_is_an_error_of_one_line_each(tmp_path, capsys):
+    assert main(["report", str(tmp_path)]) == 1
+    assert "neither a ledger nor a trace" in capsys.readouterr().err
+
+
+def test_without_plotly_the_report_says_what_to_install(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert main(["report", str(run_folder(tmp_path))]) == 1
+    assert "pip install 'fsdp2[report]'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_browser_draws_the_page_without_an_error(tmp_path):
+    assert main(["report", str(run_folder(tmp_path))]) == 0
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files", "--virtual-time-budget=20000"]
+    url = (tmp_path / "report.html").as_uri()
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    ended = subprocess.run(["chromium", *flags, profile, "--dump-dom", url], capture_output=True, text=True, timeout=300, check=True)
+    root = re.search(r"<html[^>]*>", ended.stdout)
+    assert 'data-failures="[]"' in root[0]
+    assert 'data-drawn="3"' in root[0]
+    assert ended.stdout.count('class="bars"') + ended.stdout.count("barlayer") > 0
+
+
+def test_of_a_run_without_a_trace_the_ledger_is_shown(tmp_path):
+    folder = run_folder(tmp_path)
+    for path in folder.glob("trace.*"):
+        path.unlink()
+    run = read_run(folder)
+    assert isinstance(run, Run)
+    assert timeline(run) is None
+    assert measured_peak(run) is None
+
+
+def test_a_plan_knows_the_course_of_its_step():
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)])
+    planned = fsdp2.plan(model, 2, backend="gloo", inputs=lambda batch, sequence: (torch.zeros(batch, sequence, 64),))
+    moments = planned.memory.moments
+    assert max(each.nbytes for each in moments) == planned.memory.peak.nbytes
+    order = list(dict.fromkeys((each.phase, each.where) for each in moments if each.where in ("0", "1", "2")))
+    assert order[:3] == [("forward", name) for name in "012"]
+    assert [each for each in order if each[0] == "backward"] == [("backward", name) for name in "210"]

@@ -334,6 +334,7 @@ SCENARIOS = {
     "bf16_mixed": Scenario(options={"mp_policy": BF16}, private={"gather": "mixed"}, exact=False),
     "several_dtypes": Scenario(model=several_dtypes, exact=False),
     "extensions": Scenario(model=with_extensions, exact=False),
+    "extensions_direct": Scenario(model=with_extensions, private={"gather": "direct"}, exact=False),
     "extensions_unshard_over_the_step": Scenario(model=with_extensions, iteration=unsharded_over_the_step, exact=False),
     "custom_communicators": Scenario(prepare=use_custom_communicators),
     "loaded_after_a_forward": Scenario(iteration=loaded_after_a_forward),
@@ -630,7 +631,7 @@ def test_without_this_order_of_a_gather_over_one_rank_there_is_a_race(place):
     "name",
     [
         *SCENARIOS_OF_FOUR,
-        *("plain", "bf16_direct", "bf16_mixed", "optimizer_on_its_own_stream", "two_roots"),
+        *("plain", "bf16_direct", "bf16_mixed", "extensions_direct", "optimizer_on_its_own_stream", "two_roots"),
         *("unshard_on_a_side_stream", "extensions_unshard_on_a_side_stream"),
         *("written_in_forward", "extensions_unsharded_before_backward"),
     ],

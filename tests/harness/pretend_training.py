@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import fsdp2
 from fsdp2.testing import pretend
 from harness.models import batches, mlp
-from harness.subclasses import RowInt8, wrap_weights
+from harness.subclasses import RowInt8, RowInt8ForBoth, wrap_weights
 from harness.training import Step, fed_own_chunk, forced, forward_backward, sgd
 
 BF16 = {"mp_policy": fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
@@ -190,6 +190,24 @@ def with_extensions() -> nn.Module:
     return wrap_weights(mlp(), RowInt8)
 
 
+class Even(nn.Module):
+    """Two ranks share all rows evenly, for torch's FSDP2 leaves padding to extensions; the root has no parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Linear(7, 8), nn.Linear(8, 8), nn.Linear(8, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def with_even_extensions() -> nn.Module:
+    return wrap_weights(Even(), RowInt8ForBoth)
+
+
 def with_a_root_of_extensions_alone() -> nn.Module:
     model = mlp()
     model.first.bias = model.last.bias = None
@@ -275,6 +293,10 @@ MORE_SCENARIOS = {  # which torch's FSDP2 does not train, or which add nothing o
     "unshard_on_a_side_stream": Scenario(iteration=unsharded_on_a_side_stream),
     "written_on_a_side_stream": Scenario(iteration=written_on_a_side_stream),
     "extensions": Scenario(model=with_extensions),
+    "extensions_direct": Scenario(model=with_extensions, private={"gather": "direct"}),
+    "extensions_direct_unshard_over_the_step": Scenario(
+        model=with_extensions, private={"gather": "direct"}, iteration=unsharded_over_the_step
+    ),
     "extensions_on_a_side_stream": Scenario(model=with_a_root_of_extensions_alone, iteration=unsharded_at_once_on_a_side_stream),
     "written_in_forward": Scenario(iteration=written_in_forward),
     "extensions_unsharded_before_backward": Scenario(model=with_extensions, iteration=unsharded_before_backward),

@@ -71,6 +71,16 @@ class RowInt8(Wrapper):
         return values, (*gathered, values)
 
 
+class RowInt8ForBoth(RowInt8):
+    """What torch's FSDP2 asks for besides: filling ``out`` is no change that autograd sees."""
+
+    def fsdp_post_all_gather(self, *args: Any, out: Tensor | None = None) -> Any:
+        if out is None:
+            return super().fsdp_post_all_gather(*args)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            return super().fsdp_post_all_gather(*args, out=out)
+
+
 class InDtype(Wrapper):
     """All-gathered in half precision, whatever the policy says, and used in ``param_dtype``: one tensor, the new signature."""
 

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch.distributed.fsdp as torch_fsdp
 
 from harness import on_ranks
-from harness.pretend_training import SCENARIOS, SCENARIOS_2D, SCENARIOS_OF_DEPTH, train, train_late
+from harness.pretend_training import (
+    MORE_SCENARIOS,
+    SCENARIOS,
+    SCENARIOS_2D,
+    SCENARIOS_OF_DEPTH,
+    train,
+    train_late,
+    with_even_extensions,
+)
 from harness.training import assert_same_bits
 
 NUM_SEEDS = int(os.environ.get("PRETEND_SEEDS", "2"))
@@ -45,3 +54,22 @@ def test_the_control_torchs_own_fsdp2_trains_bitwise_alike_in_every_order(name):
     expected = train_late(None, scenario, fully_shard=torch_fsdp.fully_shard)
     for seed in range(NUM_SEEDS):
         assert_same_bits(train_late(seed, scenario, fully_shard=torch_fsdp.fully_shard), expected)
+
+
+@on_ranks(2, device="pretend")
+@pytest.mark.parametrize(
+    "name", slow_but(["extensions", "extensions_direct", "extensions_direct_unshard_over_the_step"], "extensions_direct")
+)
+def test_what_extensions_send_trains_bitwise_alike_gathered_straight_into_place_and_packed(name):
+    """On the CPU it is packed."""
+    expected = train(MORE_SCENARIOS[name], "cpu")
+    for seed in range(NUM_SEEDS):
+        assert_same_bits(train_late(seed, MORE_SCENARIOS[name]), expected)
+
+
+@on_ranks(2, device="pretend")
+def test_extensions_gathered_straight_into_place_train_bitwise_as_with_torchs_fsdp2():
+    scenario = replace(MORE_SCENARIOS["extensions_direct"], model=with_even_extensions)
+    expected = train_late(None, scenario, fully_shard=torch_fsdp.fully_shard)
+    for seed in range(NUM_SEEDS):
+        assert_same_bits(train_late(seed, scenario), expected)

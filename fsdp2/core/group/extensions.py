@@ -67,12 +67,31 @@ class _Sent:
     metadata: Any
 
 
+@dataclass
+class _Direct:
+    """Tensors that are gathered straight into their outputs, from the second gather on.
+
+    are_these: for each tensor that is sent, whether it is one of them
+    outputs:   bytes, 1-D
+    own_rows:  of each output, what this rank adds
+    storages:  of the outputs, and their sizes
+    """
+
+    are_these: list[bool]
+    outputs: list[Tensor]
+    own_rows: list[Tensor]
+    storages: list[tuple[torch.UntypedStorage, int]]
+
+
 class ExtensionGather:
     """All-gathers parameters with memory of their own; reusable, one use at a time.
 
     coalesces_over: the process group over which it may be one launch with others; None if it is always issued by itself
 
-    Its twenty-seven attributes have three lives: some are its arguments, some belong to the gather under way, some are made at the
+    The first gather packs all that is sent into one buffer. From the second on, large tensors are gathered straight into the outputs
+    that the first has made, where the collective may be one launch with others.
+
+    Its twenty-nine attributes have three lives: some are its arguments, some belong to the gather under way, some are made at the
     first.
 
     Note: extensions and streams. What ``start`` allocates lies on the gather stream and is read on compute, by ``finish`` and
@@ -90,8 +109,9 @@ class ExtensionGather:
         mp_policy: Any,
         comm: AllGather | None,
         algorithm: backends.AllGatherAlgorithm | None,
+        direct_from_nbytes: float,
     ) -> None:
-        """params: their ``local`` is what is sent. comm: a custom communicator."""
+        """params: their ``local`` is what is sent. comm: a custom communicator. direct_from_nbytes: of what all ranks send together."""
         self._params = params
         self._num_shards = mesh.shard_size
         self._shard_rank = mesh.shard_rank
@@ -107,7 +127,8 @@ class ExtensionGather:
         alone = self._comm is not None or algorithm not in (None, "stock") or not backends.is_stream_ordered(self._backend)
         self.coalesces_over = None if alone else mesh.shard_group
         self._num_arguments: dict[object, int] = {}
-        self._allocated_on: Stream = None  # what was compute when the unsharded memory was allocated
+        self._direct_from_nbytes = direct_from_nbytes
+        self._allocated_on: tuple[Stream, ...] = ()  # what was compute when the unsharded memory was allocated
         # of the gather under way
         self._sent: list[_Sent] = []
         self._packed: Tensor | None = None
@@ -122,6 +143,7 @@ class ExtensionGather:
         self._rearranged: list[int] = []  # writers of what does not lie as it arrives
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         self._released: list[torch.UntypedStorage] = []  # those that are freed as soon as the unsharded parameters are made
+        self._direct: _Direct | None = None
 
     # --- start ---
 
@@ -133,11 +155,15 @@ class ExtensionGather:
         Collective: yes, over the shard axis; an extension may communicate over it as well.
         """
         streams = self._streams
-        if copy or streams.host_waits:  # on compute, where the user's writes are
+        self._allocated_on = ()
+        if self._direct is not None:
+            self._allocate(self._direct.storages)
+        on_compute = copy or streams.host_waits  # where the user's writes are
+        if on_compute:
             self._pack(non_blocking=False)
         streams.order(streams.gather, streams.mark(streams.compute))
         with streams.on(streams.gather):
-            if self._packed is None:
+            if not on_compute:
                 self._pack(non_blocking=True)
             if together is not None and self.coalesces_over is not None:
                 together.append((self, None))
@@ -146,11 +172,17 @@ class ExtensionGather:
             self.land()
 
     def to_send(self, flat: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
-        """What the collective gathers: (outputs, inputs); the input is this rank's own row of the output."""
-        packed = self._packed
-        assert packed is not None
-        numel = packed.numel() // self._num_shards
-        return [packed], [packed.narrow(0, numel * self._shard_rank, numel)]
+        """What the collective gathers: (outputs, inputs); each input is this rank's own row of an output."""
+        packed, direct = self._packed, self._direct
+        outputs: list[Tensor] = []
+        inputs: list[Tensor] = []
+        if packed is not None:
+            numel = packed.numel() // self._num_shards
+            outputs, inputs = [packed], [packed.narrow(0, numel * self._shard_rank, numel)]
+        if direct is not None:
+            outputs += direct.outputs
+            inputs += direct.own_rows
+        return outputs, inputs
 
     def _send(self, async_op: bool) -> None:
         """async_op: the user asked for an asynchronous unshard; only custom communicators are told."""
@@ -170,7 +202,7 @@ class ExtensionGather:
         self._event = self._streams.mark(self._streams.gather)
 
     def _pack(self, non_blocking: bool) -> None:
-        """Lay what every parameter sends, one after another, into this rank's row of the buffer for all ranks."""
+        """Lay what every parameter sends into this rank's row: of its output if that is direct, else of a buffer for all ranks."""
         pieces: list[Tensor] = []
         sent: list[_Sent] = []
         for param in self._params:
@@ -178,6 +210,14 @@ class ExtensionGather:
             pieces += tensors
             sent.append(_Sent([each.shape for each in tensors], [each.dtype for each in tensors], metadata))
         self._check_kinds(sent)
+        self._sent = sent
+        direct = self._direct
+        if direct is not None:
+            straight = [piece.reshape(-1).view(torch.uint8) for piece, is_one in zip(pieces, direct.are_these, strict=True) if is_one]
+            torch._foreach_copy_(direct.own_rows, straight)
+            pieces = [piece for piece, is_one in zip(pieces, direct.are_these, strict=True) if not is_one]
+            if not pieces:
+                return
         dtypes = {piece.dtype for piece in pieces}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
         rows = [piece.reshape(-1) for piece in pieces]
@@ -191,7 +231,7 @@ class ExtensionGather:
         packed: Tensor = allocate((numel * self._num_shards,), dtype=dtype, device=self._device)
         own = packed.narrow(0, numel * self._shard_rank, numel)
         torch._foreach_copy_(list(torch.split(own, sizes)[::2]), rows)
-        self._sent, self._packed = sent, packed
+        self._packed = packed
 
     def _gap_nbytes(self, nbytes: int) -> int:
         """Bytes behind a payload, so that the next one is aligned; a custom communicator is to see none."""
@@ -277,24 +317,26 @@ class ExtensionGather:
             self._pending = None
         streams.order(streams.compute, self._event)
         self._event = None
-        self._allocated_on = streams.compute
         packed, sent = self._packed, self._sent
-        if packed is None:  # an extension raised when this was finished before
+        if not sent:  # an extension raised when this was finished before
             return
         self._packed, self._sent = None, []
         first = not self._storages
         if first:
             self._make_outputs(sent)
+            self._allocated_on = (streams.compute,)
         else:
-            for storage, nbytes in self._storages:
-                if storage.nbytes() != nbytes:
-                    streams.resize(storage, nbytes)
-        rows = packed.view(self._num_shards, packed.numel() // self._num_shards).view(torch.uint8)
+            self._allocate(self._storages)
         outs = list(self._writers)
         for index in self._rearranged:
             outs[index] = torch.empty_like(outs[index])
-        torch.split_with_sizes_copy(rows, [out.shape[1] for out in outs], dim=1, out=outs)
+        if packed is not None:
+            rows = packed.view(self._num_shards, packed.numel() // self._num_shards).view(torch.uint8)
+            torch.split_with_sizes_copy(rows, [out.shape[1] for out in outs], dim=1, out=outs)
         arrived = iter([out for out, is_gap in zip(outs, self._are_gaps, strict=True) if not is_gap])
+        if self._direct is not None:
+            packed_ones, straight = arrived, iter(self._direct.outputs)
+            arrived = iter([next(straight if is_one else packed_ones) for is_one in self._direct.are_these])
         for index, (param, each) in enumerate(zip(self._params, sent, strict=True)):
             gathered = tuple(
                 _put_together(next(arrived), output, shape, param.spec.cut)
@@ -314,9 +356,43 @@ class ExtensionGather:
             storages = {compat.storage_key(tensor): tensor.untyped_storage() for tensor in made}
             self._storages = [(storage, storage.size()) for storage in storages.values()]
             self._released = self._to_release()
+            if self.coalesces_over is not None and not self._released:
+                self._choose_direct()
         for storage in self._released:
             streams.resize(storage, 0)
         streams.order(streams.gather, streams.mark(streams.compute))
+
+    def _allocate(self, storages: list[tuple[torch.UntypedStorage, int]]) -> None:
+        """On compute, what is not allocated yet."""
+        streams = self._streams
+        for storage, nbytes in storages:
+            if storage.nbytes() != nbytes:
+                streams.resize(storage, nbytes)
+        if streams.compute not in self._allocated_on:
+            self._allocated_on = (*self._allocated_on, streams.compute)
+
+    def _choose_direct(self) -> None:
+        """From now on, what is large, and lies in its output as it arrives, is gathered straight into that."""
+        direct = _Direct([], [], [], [])
+        left: list[tuple[Tensor, bool, bool]] = []
+        is_one = False
+        for index, (writer, is_gap) in enumerate(zip(self._writers, self._are_gaps, strict=True)):
+            is_rearranged = index in self._rearranged
+            if not is_gap:
+                is_one = not is_rearranged and writer.numel() >= self._direct_from_nbytes
+                direct.are_these.append(is_one)
+            if not is_one:
+                left.append((writer, is_gap, is_rearranged))
+            elif not is_gap:  # the padding behind it is not sent
+                storage = writer.untyped_storage()
+                direct.outputs.append(writer.view(-1))
+                direct.own_rows.append(writer[self._shard_rank])
+                direct.storages.append((storage, storage.nbytes()))
+        if direct.outputs:
+            self._direct = direct
+            self._writers = [writer for writer, _, _ in left]
+            self._are_gaps = [is_gap for _, is_gap, _ in left]
+            self._rearranged = [index for index, (_, _, is_rearranged) in enumerate(left) if is_rearranged]
 
     def _to_release(self) -> list[torch.UntypedStorage]:
         """Storages that nobody needs behind ``fsdp_post_all_gather``, by the parameters' own word."""
@@ -373,8 +449,9 @@ class ExtensionGather:
         It goes back to the stream that it was allocated on: a side stream of the user's, if ``unshard`` was called there.
         """
         streams = self._streams
-        if self._storages and self._allocated_on != streams.compute:
-            streams.order(self._allocated_on, streams.mark(streams.compute))
+        for stream in self._allocated_on:
+            if stream != streams.compute:
+                streams.order(stream, streams.mark(streams.compute))
         for storage, _ in self._storages:
             streams.resize(storage, 0)
 

@@ -7,6 +7,7 @@ know states, and when anything happens.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import torch
@@ -20,7 +21,7 @@ from ..plan.mesh import DataParallelMesh
 from .all_gather import Gather, GatherTarget, LocalGather
 from .custom_all_gather import CommGather
 from .extensions import ExtensionGather
-from .group_plan import GroupPlan
+from .group_plan import GroupPlan, direct_from_nbytes
 from .options import GroupOptions
 from .param import new_unsharded_param, storage_view
 from .smaller_mesh import SmallerShards
@@ -64,7 +65,15 @@ class Unsharded:
         self._really_free: Callable[[], None] | None = None
         if plan.has_own_memory:
             self.gather = ExtensionGather(
-                plan.params, mesh, device, streams, plan.param_dtype, options.mp_policy, comm, options.all_gather
+                plan.params,
+                mesh,
+                device,
+                streams,
+                plan.param_dtype,
+                options.mp_policy,
+                comm,
+                options.all_gather,
+                {"direct": 1, "packed": math.inf}.get(options.gather, direct_from_nbytes(mesh.shard_size)),
             )
             self.free = self.gather.free
             return

@@ -3,22 +3,30 @@
     step.svg        what runs on which stream in a step of a sharded model, on the clock's H100s
     memory.svg      what a rank's memory holds in the same step
     strategies.svg  bytes a parameter by strategy, by the formula of ``fsdp2.state_bytes``
+    hsdp.svg        which ranks each collective of a step joins under HSDP, and what leaves a host, beside zero3
+    checkpoint.svg  a checkpoint folder during a save, and where a run resumes that crashes then
 
 Each is a function from data to SVG. Colours are readable on light and dark pages; text has one grey for both.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import nn
 
+from fsdp2.checkpoint.checkpoint_folder import CheckpointFolder, is_partial
+from fsdp2.checkpoint.dcp_files import METADATA
 from fsdp2.planner.memory import _kinds
 from fsdp2.planner.rehearsal import Rehearsed, Setting, rehearse
 from fsdp2.planner.streams import COMPUTE, COPY_IN, GATHER, REDUCE
+from fsdp2.planner.traffic import Traffic, traffic_of
 from fsdp2.planner.workload import Workload, tokens
 from fsdp2.state_bytes import expected_state_bytes
 from fsdp2.testing.clock.cards import H100
@@ -34,6 +42,7 @@ COLOURS = {
     "copy-in": "#9aa3ad",
     "all-gather": "#3fa7a1",
     "reduce-scatter": "#b565a7",
+    "all-reduce": "#d9534f",
 }
 KINDS = {  # from the bottom of the picture to its top
     "sharded parameters": "#4c8dd6",
@@ -60,6 +69,10 @@ class Svg:
     def rect(self, x: float, y: float, width: float, height: float, colour: str) -> None:
         self._parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.4):.1f}" height="{height:.1f}" fill="{colour}"/>')
 
+    def frame(self, x: float, y: float, width: float, height: float, colour: str) -> None:
+        place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="8"'
+        self._parts.append(f'<rect {place} fill="none" stroke="{colour}" stroke-width="2"/>')
+
     def polygon(self, points: Sequence[tuple[float, float]], colour: str) -> None:
         text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         self._parts.append(f'<polygon points="{text}" fill="{colour}"/>')
@@ -69,6 +82,10 @@ class Svg:
 
     def text(self, x: float, y: float, text: str, anchor: str = "start") -> None:
         self._parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>')
+
+    def text_on(self, x: float, y: float, text: str, anchor: str) -> None:
+        """On a coloured shape: white."""
+        self._parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="#ffffff">{text}</text>')
 
     def legend(self, x: float, y: float, colours: dict[str, str]) -> None:
         """In a row from ``x`` on."""
@@ -109,11 +126,11 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def rehearsed() -> Rehearsed:
+def rehearsed(strategy: str = "zero3", shard_size: int | None = None) -> Rehearsed:
     """A step of ``Model`` on one of 8 ranks, bf16 with fp32 weights."""
     workload = Workload("model", Model, tokens, lambda output, inputs: output.float().mean())
     bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
-    return rehearse(workload, Setting(world_size=8, strategy="zero3", batch=1, sequence=4096, **bf16))
+    return rehearse(workload, Setting(world_size=8, strategy=strategy, shard_size=shard_size, batch=1, sequence=4096, **bf16))
 
 
 def step(data: Rehearsed) -> Svg:
@@ -129,7 +146,7 @@ def step(data: Rehearsed) -> Svg:
         svg.rect(left + width * start / end, rows[name], width * (stop - start) / end, 26, colour)
     svg.text(left, 176, "0 ms")
     svg.text(left + width, 176, f"{end * 1e3:.1f} ms", "end")
-    svg.legend(left, 204, COLOURS)
+    svg.legend(left, 204, {name: colour for name, colour in COLOURS.items() if name != "all-reduce"})
     return svg
 
 
@@ -209,9 +226,143 @@ def strategies(world_size: int = 8, shard_size: int = 4) -> Svg:
     return svg
 
 
+def hsdp(zero3_data: Rehearsed, hsdp_data: Rehearsed, ranks_per_host: int = 4) -> Svg:
+    """The two hosts of ``hsdp_data`` as a mesh, each collective's ranks framed; beside it what leaves a host in both steps."""
+    svg = Svg(860, 300, "HSDP: ranks gather and reduce-scatter inside a host, and all-reduce shards between hosts")
+    side, left, top = 62.0, 96.0, 52.0
+    groups = hsdp_data.process_groups
+    kinds_of = {
+        group: {entry.name for entry in hsdp_data.entries if entry.kind == "collective" and groups[entry.id] == group}
+        for group in groups
+    }
+    shard_group = next(group for group in groups if "all_gather" in kinds_of[group])
+    for rank in range(8):
+        host, place = divmod(rank, ranks_per_host)
+        x, y = left + side * place, top + 92 * host
+        for piece in range(len(shard_group)):  # of every parameter a rank keeps one
+            svg.rect(x + 13 + 9 * piece, y + 12, 7, 14, KINDS["sharded parameters"] if piece == place else "#c4cbd3")
+        svg.text(x + side / 2, y + 44, f"rank {rank}", "middle")
+        if place == 0:
+            svg.text(left - 14, y + 32, f"host {host}", "end")
+    for host in range(2):
+        svg.frame(left - 4, top + 92 * host, side * ranks_per_host + 8, 58, COLOURS["all-gather"])
+    for place in range(ranks_per_host):
+        svg.frame(left + side * place + 6, top - 14, side - 12, 92 + 86, COLOURS["all-reduce"])
+    svg.text(left - 4, 26, "each rank keeps one of four pieces")
+    svg.legend(left - 4, 254, {"all-gather, reduce-scatter: inside a host": COLOURS["all-gather"]})
+    svg.legend(left - 4, 276, {"all-reduce of the pieces: between hosts": COLOURS["all-reduce"]})
+
+    begin, width = 500.0, 250.0
+    totals = {name: _leaves_a_host(data, ranks_per_host) for name, data in (("zero3", zero3_data), ("hsdp", hsdp_data))}
+    most = max(sum(parts.values()) for parts in totals.values())
+    svg.text(begin, 26, "bytes that leave a host in a step")
+    for row, (name, parts) in enumerate(totals.items()):
+        x, y = begin, 66.0 + 60 * row
+        svg.text(x - 8, y + 22, name, "end")
+        for kind, nbytes in parts.items():
+            length = width * nbytes / most
+            if nbytes:
+                svg.rect(x, y, length, 34, COLOURS[kind])
+            x += length
+        svg.text(x + 8, y + 22, f"{sum(parts.values()) / 1e9:.2f} GB")
+    svg.legend(begin - 50, 254, {kind: COLOURS[kind] for kind in ("all-gather", "reduce-scatter", "all-reduce")})
+    return svg
+
+
+def _leaves_a_host(data: Rehearsed, ranks_per_host: int) -> dict[str, int]:
+    traffic: Sequence[Traffic] = traffic_of(data.entries, data.process_groups, ranks_per_host)
+    return {
+        kind: sum(each.leaves_host for each in traffic if each.kind == kind.replace("-", "_"))
+        for kind in ("all-gather", "reduce-scatter", "all-reduce")
+    }
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A checkpoint folder at a moment of a save. names: in it, without what is random; resumes_at: what a run that starts now loads"""
+
+    what: tuple[str, str]
+    names: tuple[str, ...]
+    resumes_at: str
+
+
+def moments_of_a_save() -> list[Moment]:
+    """What ``CheckpointFolder`` does to a real folder when a run saves step 200 beside step 100 and keeps one checkpoint."""
+    found: list[Moment] = []
+    with tempfile.TemporaryDirectory() as path:
+        folder = CheckpointFolder(Path(path), keep_last=1)
+
+        def look(*what: str) -> None:
+            names = sorted({"partial_..." if is_partial(each.name) and each.is_dir() else each.name for each in folder.path.iterdir()})
+            shown = tuple(name for name in names if name == "partial_..." or not (name.startswith(".") or is_partial(name)))
+            latest = folder.latest()
+            found.append(Moment((what[0], what[1]), shown, latest.name if latest else "nothing"))
+
+        def write(partial: Path) -> None:
+            (partial / "__0_0.distcp").write_bytes(b"shards")
+            (partial / METADATA).write_bytes(b"metadata")
+
+        write(folder.begin())
+        folder.commit(100)
+        look("before", "the save")
+        partial = folder.begin()
+        write(partial)
+        look("ranks write", "their files")
+        replace = Path.replace
+
+        def watched(self: Path, to: Path) -> Path:
+            look("complete:", "renamed")
+            return replace(self, to)
+
+        with mock.patch.object(Path, "replace", watched):
+            folder.commit(200)
+        look("latest", "names it")
+        rename = Path.rename
+
+        def watched_rename(self: Path, to: Path) -> Path:
+            renamed = rename(self, to)
+            look("the old one", "is renamed")
+            return renamed
+
+        with mock.patch.object(Path, "rename", watched_rename):
+            folder.prune()
+        look("and", "removed")
+        folder.unlock()
+    return found
+
+
+def checkpoint(moments: Sequence[Moment]) -> Svg:
+    """Time from left to right; a row for each name in the folder."""
+    svg = Svg(860, 250, "A checkpoint folder during a save: at every moment a crash leaves a complete checkpoint to resume from")
+    left, column = 120.0, 122.0
+    rows = {"step_000100": 52.0, "step_000200": 84.0, "partial_...": 116.0}
+    for name, y in rows.items():
+        svg.text(left - 12, y + 16, f"{name}/", "end")
+    svg.text(left - 12, 178, "a crash now", "end")
+    svg.text(left - 12, 194, "resumes from", "end")
+    for index, moment in enumerate(moments):
+        x = left + column * index
+        for line, text in enumerate(moment.what):
+            svg.text(x + (column - 12) / 2, 20 + 15 * line, text, "middle")
+        for name in moment.names:
+            if name in rows:
+                svg.rect(x, rows[name], column - 12, 22, "#9aa3ad" if name == "partial_..." else KINDS["optimizer state"])
+        svg.rect(x, 164, column - 12, 36, KINDS["sharded parameters" if moment.resumes_at == "step_000100" else "unsharded parameters"])
+        svg.text_on(x + (column - 12) / 2, 187, moment.resumes_at, "middle")
+    svg.legend(left, 236, {"complete": KINDS["optimizer state"], "being written or removed": "#9aa3ad"})
+    return svg
+
+
 def main() -> None:
     data = rehearsed()
-    for name, svg in (("step", step(data)), ("memory", memory(data)), ("strategies", strategies())):
+    pictures = {
+        "step": step(data),
+        "memory": memory(data),
+        "strategies": strategies(),
+        "hsdp": hsdp(data, rehearsed("hsdp", shard_size=4)),
+        "checkpoint": checkpoint(moments_of_a_save()),
+    }
+    for name, svg in pictures.items():
         (HERE / f"{name}.svg").write_text(str(svg))
 
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -277,8 +277,7 @@ def _leaves_a_host(data: Rehearsed, ranks_per_host: int) -> dict[str, int]:
     }
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """A checkpoint folder at a moment of a save. names: in it, without what is random; resumes_at: what a run that starts now loads"""
 
     what: tuple[str, str]

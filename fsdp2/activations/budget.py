@@ -30,6 +30,10 @@ from ..errors import OrderError
 from .checkpoint import Checkpoint
 from .storages import StorageMap, has_storage, parameter_storages
 
+_OUTSIDE = (
+    "a budget of activations measures modules outside of the graph: compile without fullgraph, or use a policy without max_nbytes"
+)
+
 
 @dataclass
 class Measured:
@@ -50,8 +54,8 @@ class Budget:
         self.measured: weakref.WeakKeyDictionary[nn.Module, Measured] = weakref.WeakKeyDictionary()
         self._is_chosen = True
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Budget:
-        return Budget(self.max_nbytes)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Budget, (self.max_nbytes,)  # a copied or loaded model measures anew
 
     @compat.dynamo_skips
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -60,7 +64,7 @@ class Budget:
             return self._run_measured(module, args, kwargs)
         return forward(*args, **kwargs)
 
-    @compat.dynamo_disabled
+    @functools.partial(compat.dynamo_disabled, reason=_OUTSIDE)
     def _is_to_measure(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         known = self.measured.get(module)
         if known is None or _nbytes_of((args, kwargs)) > known.inputs:
@@ -72,6 +76,12 @@ class Budget:
     @compat.dynamo_disabled
     def _run_measured(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse_units_below(module)
+        if compat.is_compiled_whole(module):
+            raise OrderError(
+                f"a budget of activations is for {type(module).__name__}, which is compiled with fullgraph=True",
+                expected="a module that may run without the compiler: what autograd saves in it is measured so",
+                fix="compile it without fullgraph, or use a policy without max_nbytes",
+            )
         for each in self.measured:
             checkpoint_of(each).saves_all = False
         self._is_chosen = False

@@ -8,6 +8,7 @@ Source: Chen et al. 2016; torch's non-reentrant checkpoint, whose selective form
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,10 @@ class Checkpoint:
         self.save_ops = save_ops
         self.saves_all = False
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Operators by name; and nothing is chosen yet in a copy, whose budget has measured nothing."""
+        return _with_operators, ([str(each) for each in self.save_ops],)
+
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """``forward(*args, **kwargs)``."""
         if self.saves_all or not torch.is_grad_enabled():
@@ -37,3 +42,7 @@ class Checkpoint:
             return checkpoint(forward, *args, use_reentrant=False)
         contexts = functools.partial(create_selective_checkpoint_contexts, list(self.save_ops))
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts)
+
+
+def _with_operators(names: list[str]) -> Checkpoint:
+    return Checkpoint(tuple(operator.attrgetter(name)(torch.ops) for name in names))

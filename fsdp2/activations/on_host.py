@@ -130,8 +130,8 @@ class HostMemory:
         self._num_calls = 0
         self._before: weakref.ref[Call] | None = None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> HostMemory:
-        return HostMemory(self.max_nbytes, self.min_nbytes, self.pin_memory)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return HostMemory, (self.max_nbytes, self.min_nbytes, self.pin_memory)
 
     def begin(self, module: nn.Module) -> Call:
         """``module`` is about to run, with autograd."""

@@ -538,8 +538,8 @@ def levels_of(tensor: Tensor) -> list[Tensor]:
 _SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
 
 
-def dynamo_disabled(hook: _F) -> _F:
-    """``hook`` such that the compiler neither traces into it nor compiles what it calls.
+def dynamo_disabled(hook: _F, reason: str = "fsdp2 hooks run outside of the graph") -> _F:
+    """``hook`` such that the compiler neither traces into it nor compiles what it calls; with ``fullgraph`` it says ``reason``.
 
     Costs one comparison while no compiled code is around, and does not import the compiler: its own wrapper is made at the
     first call that happens under it. (Making that wrapper at each call costs a tenth of upstream's host time.)
@@ -552,13 +552,13 @@ def dynamo_disabled(hook: _F) -> _F:
             return hook(*args, **kwargs)
         if not guarded:
             disable: Any = torch._dynamo.disable
-            guarded.append(disable(hook, recursive=True, reason="fsdp2 hooks run outside of the graph"))
+            guarded.append(disable(hook, recursive=True, reason=reason))
         return guarded[0](*args, **kwargs)
 
     # As a frame, too: not compiled when code that the compiler runs calls it.
     set_code_exec_strategy(run.__code__, _SKIP)  # type: ignore[attr-defined]
     run._torchdynamo_disable = True  # type: ignore[attr-defined]  # read by the tracer
-    run._torchdynamo_disable_msg = "fsdp2 hooks run outside of the graph"  # type: ignore[attr-defined]
+    run._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     run._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
     run._torchdynamo_orig_callable = hook  # type: ignore[attr-defined]
     run._guarded = guarded  # type: ignore[attr-defined]  # read by ``has_met_compiler``
@@ -582,6 +582,15 @@ def is_tracing() -> bool:
 def has_met_compiler(hook: Callable[..., Any]) -> bool:
     """Whether code that the compiler runs has called ``hook``, a ``dynamo_disabled`` function."""
     return bool(hook._guarded)  # type: ignore[attr-defined]
+
+
+def is_compiled_whole(module: nn.Module) -> bool:
+    """Whether ``module.compile(fullgraph=True)`` was called; where torch does not show it, False."""
+    compiled: Any = module._compiled_call_impl
+    code = getattr(compiled, "__code__", None)
+    if code is None or "self" not in code.co_freevars:
+        return False
+    return getattr(compiled.__closure__[code.co_freevars.index("self")].cell_contents, "fullgraph", False) is True
 
 
 def compiled_modules(root: nn.Module) -> list[nn.Module]:

@@ -59,8 +59,20 @@ class FlatOptimizer(Optimizer):
     _steps_at_once = True  # ``_step`` is a step of the inner optimizer, of all runs
 
     def __init__(self, optimizer_class: type[Optimizer], params: list[Any], options: Mapping[str, Any]) -> None:
+        tried = check_elementwise(optimizer_class, options, _device_of(params))
+        self._begin(optimizer_class, dict(options), tried.block)
+        if self._block > 1 and not self._steps_at_once:
+            raise ArgumentError(
+                f"{optimizer_class.__name__} quantises its states in blocks of {self._block} elements",
+                expected="an optimizer whose states are ordinary tensors, which can lie in files",
+                fix="fsdp2.optim.flat, whose states stay in memory",
+            )
+        super().__init__(params, tried.defaults)
+
+    def _begin(self, optimizer_class: type[Optimizer], options: dict[str, Any], block: int) -> None:
         self._class = optimizer_class
-        self._options = dict(options)
+        self._options = options
+        self._block = block
         self._inner: Optimizer | None = None
         self._runs: list[list[Run]] = []
         self._flats: list[tuple[ParamGroup, Tensor | None]] = []
@@ -69,15 +81,10 @@ class FlatOptimizer(Optimizer):
         self._loaded: defaultdict[Tensor, State] | None = None  # what runs take over when they are next asked for
         self.grad_norm: Tensor | None = None  # of the last step's gradients, if it clipped them
         self._values: dict[Run, State] = {}  # of each run whose state is shown: what is shown are views of these
-        tried = check_elementwise(optimizer_class, options, _device_of(params))
-        self._block = tried.block
-        if self._block > 1 and not self._steps_at_once:
-            raise ArgumentError(
-                f"{optimizer_class.__name__} quantises its states in blocks of {self._block} elements",
-                expected="an optimizer whose states are ordinary tensors, which can lie in files",
-                fix="fsdp2.optim.flat, whose states stay in memory",
-            )
-        super().__init__(params, tried.defaults)
+        self._removed: dict[Tensor, State] = {}  # of parameters that no group has any more, for whoever puts them back
+
+    def _made_of(self) -> tuple[Any, ...]:
+        return self._class, self._options, self._block
 
     def __repr__(self) -> str:
         return f"Flat{self._class.__name__}" + super().__repr__().removeprefix(type(self).__name__)
@@ -172,6 +179,9 @@ class FlatOptimizer(Optimizer):
     def _rebuild(self, state: Mapping[Tensor, State]) -> None:
         """Cut runs anew, with ``state`` of the parameters."""
         known = sharded_parameters()
+        listed = set(self._params())
+        state = {**self._removed, **state}
+        self._removed = {param: values for param, values in state.items() if values and param not in listed}
         groups = {id(group): group for param in self._params() if id(param) in known for group in [known[id(param)][1]]}
         self._flats = [(group, group.flat) for group in groups.values()]
         missing = [f"parameter {tuple(param.shape)}" for param in self._params() if param.is_meta]
@@ -184,9 +194,9 @@ class FlatOptimizer(Optimizer):
             self._runs[index] = [run for run, _ in pairs]
             kept += [(run, self._as_kept(values, index, run)) for run, values in pairs if values]
         data = [[run.data for run in runs] for runs in self._runs]
-        inner = self._class(
-            [{"params": each, **_options_of(group)} for each, group in zip(data, self.param_groups, strict=True)], **self._options
-        )
+        inner_groups = [{"params": each, **_options_of(group)} for each, group in zip(data, self.param_groups, strict=True)]
+        inner = self._class(inner_groups or [{"params": []}], **self._options)
+        inner.param_groups = inner.param_groups[: len(inner_groups)]  # an optimizer cannot begin with none
         inner.state.update({run.data: values for run, values in kept})
         _pass_options(inner.param_groups, self.param_groups)  # torchao's make tensors of learning rates
         self._listed = [list(group["params"]) for group in self.param_groups]
@@ -208,7 +218,8 @@ class FlatOptimizer(Optimizer):
     def state(self) -> defaultdict[Tensor, State]:
         """By parameter, as with the ordinary optimizer: DTensors over the flat state, made when they are asked for after a step.
 
-        The next step takes over what was written into it. A step ends what was shown before it: ask again then.
+        The next step takes over what was written into it. A step ends what was shown before it: ask again then. That of a parameter
+        which was taken out of ``param_groups`` is kept and not shown; it goes on when the parameter is put back.
         """
         if self._shown is None:
             self._shown = self._state_now()
@@ -251,9 +262,16 @@ class FlatOptimizer(Optimizer):
                 found[piece.param] = {key: _shown(key, value, run, piece) for key, value in values.items()}
         return found
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What ``copy.deepcopy`` and pickle take: no runs, for a copy has other parameters."""
+        state = {**self._removed, **self.state}
+        return {**super().__getstate__(), "state": state, _MADE_OF: self._made_of()}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """How ``load_state_dict`` ends: ``state`` by parameter, and the groups with their options."""
-        others = {key: value for key, value in state.items() if key != "state"}
+        """How ``load_state_dict`` ends: ``state`` by parameter, and the groups with their options; and how a copy begins."""
+        if _MADE_OF in state:
+            self._begin(*state[_MADE_OF])
+        others = {key: value for key, value in state.items() if key not in ("state", _MADE_OF)}
         super().__setstate__(others)
         if "state" in state:
             reader: Any = object.__new__(self._class)
@@ -283,6 +301,8 @@ class FlatOptimizer(Optimizer):
 
 
 _NAMES = ("params", "param_names")
+_MADE_OF = "fsdp2: made of"
+"""Key of a copied optimizer's state: what ``_begin`` takes."""
 
 
 def _device_of(params: list[Any]) -> torch.device:

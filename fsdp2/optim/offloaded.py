@@ -115,6 +115,11 @@ class OffloadedOptimizer(FlatOptimizer):
         step_in_backward: bool,
         options: Mapping[str, Any],
     ) -> None:
+        self._keep_by(policy, fraction, step_in_backward)
+        super().__init__(optimizer_class, params, options)
+        self._watch()
+
+    def _keep_by(self, policy: CPUOffloadPolicy | DiskOffloadPolicy, fraction: float, step_in_backward: bool) -> None:
         self._in_backward = BackwardSteps(self._begin_backward, self._step_one) if step_in_backward else None
         self.policy = policy
         self.fraction = fraction
@@ -123,8 +128,14 @@ class OffloadedOptimizer(FlatOptimizer):
         self._stepper: Optimizer | None = None  # of the class, which is given one run after another
         self._options_of: dict[Tensor, dict[str, Any]] = {}  # by the data of a run, when this step began
         self._done: list[tuple[HostRun, dict[str, Any]]] = []  # in backward, and not yet in the inner optimizer
-        super().__init__(optimizer_class, params, options)
-        self._watch()
+
+    def _made_of(self) -> tuple[Any, ...]:
+        return *super()._made_of(), (self.policy, self.fraction, self._in_backward is not None)
+
+    def _begin(self, optimizer_class: type[Optimizer], options: dict[str, Any], block: int, kept_by: Any = None) -> None:
+        super()._begin(optimizer_class, options, block)
+        if kept_by is not None:  # of the one of which this is a copy
+            self._keep_by(*kept_by)
 
     def __repr__(self) -> str:
         return f"Offloaded{self._class.__name__}" + super().__repr__().removeprefix(f"Flat{self._class.__name__}")

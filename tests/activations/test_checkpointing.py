@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
+import io
 from collections import Counter
 from typing import Any
 from unittest import mock
@@ -120,7 +123,7 @@ def test_keyword_arguments_evaluation_and_copies_go_as_before():
     model.train()
     copied = copy.deepcopy(model)
     assert_same_bits(fed_own_chunk(copied, batches(), iteration=seeded), fed_in_chunks(dropping(), batches(), iteration=seeded))
-    assert copied.blocks[0].forward.__self__ is copied.blocks[0]
+    assert copied.blocks[0].forward.__self__.module is copied.blocks[0]
     assert DroppingBlock.num_forwards > 4 + 2 + 3 * 4 * 3  # the copy is checkpointed
 
 
@@ -150,6 +153,57 @@ def test_a_budget_is_kept_and_used(max_nbytes):
     saved = saved_bytes(model, x) - saved_bytes(nn.Sequential(model.first, model.last), x)
     assert saved <= max(max_nbytes, 4 * 256 * 10 * 4)
     assert saved == of_blocks or saved + each > max_nbytes
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "save"])
+def test_a_copy_of_a_model_that_has_measured_keeps_its_budget_too(way):
+    """The copies of those that saved everything went on to do so, whatever the copied budget had measured then."""
+    model = mlp(num_blocks=4)
+    apply_activation_checkpointing(model, ActivationCheckpointPolicy(max_nbytes=75_000))
+    for _ in range(2):
+        model(torch.randn(2, 7)).sum().backward()
+    copied = copy.deepcopy(model) if way == "deepcopy" else saved_and_loaded(model)
+    x = torch.randn(256, 7)
+    for _ in range(2):
+        copied(x)
+    assert saved_bytes(copied, x) - saved_bytes(nn.Sequential(copied.first, copied.last), x) <= 75_000
+
+
+def saved_and_loaded(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded: nn.Module = torch.load(file, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_checkpointed_model_is_saved_whole_and_the_loaded_one_is_checkpointed(name):
+    """Pickle looks methods up by their names, and found none that is called "forward of DroppingBlock"; nor does it take operators."""
+    model = dropping()
+    apply_activation_checkpointing(model, POLICIES[name])
+    fsdp2.apply_activation_offload(model, min_nbytes=0)
+    seeded(model, batches(1)[0])
+    loaded = saved_and_loaded(model)
+    DroppingBlock.num_forwards = 0
+    seeded(loaded, batches(1)[0])
+    assert DroppingBlock.num_forwards == 4 + (2 if name == "every" else 4)
+    for param, expected in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert torch.equal(param.grad, expected.grad)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_signature_of_a_forward_is_the_blocks_own(own):
+    """Trainers of other libraries read it to find out which columns of a dataset a model takes."""
+    model = dropping()
+    block = model.blocks[0]
+    if own:
+        block.forward = functools.partial(block.forward, scale=2.0)
+    before = inspect.signature(block.forward)
+    apply_activation_checkpointing(model, ActivationCheckpointPolicy(max_nbytes=0))
+    fsdp2.apply_activation_offload(model)
+    assert inspect.signature(block.forward) == before
+    assert list(before.parameters) == ["x", "scale"]
 
 
 def test_a_budget_checkpoints_everything_again_where_an_input_is_larger_than_those_that_were_measured():
@@ -195,6 +249,19 @@ def test_a_mistake_is_an_error_by_name_and_changes_nothing(prepare, policy, erro
     with pytest.raises(error, match=text):
         apply_activation_checkpointing(model, policy)
     assert {name: vars(module).get("forward") for name, module in model.named_modules()} == before
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_budget_for_blocks_that_are_compiled_with_fullgraph_is_refused(order):
+    """The compiler found "no compiled frames"."""
+    model = mlp()
+    for step in ("budget", "compile") if order == "before" else ("compile", "budget"):
+        if step == "budget":
+            apply_activation_checkpointing(model, ActivationCheckpointPolicy(max_nbytes=2500))
+        else:
+            model.blocks[0].compile(fullgraph=True, backend="eager")
+    with pytest.raises(fsdp2.OrderError, match="a budget of activations is for Block, which is compiled with fullgraph=True"):
+        model(batches(1)[0])
 
 
 @on_ranks(2)

@@ -1,7 +1,7 @@
 """What runs around a module's own forward, inside of all its hooks, and without a module around it: every name stays.
 
 The module gets an attribute ``forward`` of its own, which hides its class's. Hooks, those of ``fully_shard`` included, run around it,
-whichever came first. It refuses to know what runs there.
+whichever came first. ``inspect.signature`` finds that of the forward which it hides. It refuses to know what runs there.
 
 Note: code of its own. The compiler counts how often it has compiled a function, and gives up at eight times. So each class of
 modules gets a copy of ``_traced``, as each has a forward of its own; what is ``outer`` runs outside of the graph.
@@ -9,14 +9,18 @@ modules gets a copy of ``_traced``, as each has a forward of its own; what is ``
 Worked example, ``outer`` offloads what autograd saves, ``inner`` checkpoints
 
     block(x)    hooks of fully_shard( offload( checkpoint( Block.forward(block, x) ) ) )
+
+Note: bound to no module. The attribute is a method of the ``AroundForward``, not of the module: pickle looks a method up by its name
+in what it is bound to, and in the module it would find the class's.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from torch import nn
@@ -32,22 +36,49 @@ class Around(Protocol):
         """What ``forward(*args, **kwargs)`` returns. ``forward`` is the module's, or what else runs around that."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AroundForward:
     """All that runs around one module's forward, from the outside to the inside.
 
-    traced: runs ``inner`` and the forward
+    cls:    that of the module, without what ``fully_shard`` makes of it
     own:    a forward that the module, not its class, had before
     outer:  outside of the graph, if the module is compiled
     middle: also
     inner:  what the compiler can trace
+    traced: runs ``inner`` and the forward
     """
 
-    traced: Callable[..., Any]
+    module: nn.Module
+    cls: Any
     own: Callable[..., Any] | None
     outer: Around | None = None
     middle: Around | None = None
     inner: Around | None = None
+    traced: Callable[..., Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        vars(self)["traced"] = _traced_for(self.cls)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "traced"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, traced=_traced_for(state["cls"]))
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """What hides the module's forward. Pickle asks for it by this name, before the module has its attributes."""
+        shared = self.traced if self.outer is None and self.middle is None else _outside
+        made = types.FunctionType(shared.__code__, globals(), "forward")
+        vars(made).update(vars(shared))
+        hidden = self.cls.forward if self.own is None else self.own
+        signature = inspect.signature(hidden)
+        if self.own is not None:
+            first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+            signature = signature.replace(parameters=[first, *signature.parameters.values()])
+        made.__signature__ = signature  # type: ignore[attr-defined]
+        made.__doc__ = hidden.__doc__
+        return types.MethodType(made, self)
 
 
 _ATTRIBUTE = "_fsdp2_around_forward"
@@ -59,16 +90,15 @@ def around_forward(module: nn.Module) -> AroundForward:
     if isinstance(found, AroundForward):
         return found
     cls = original_class(type(module)) if compat.module_state(module) is not None else type(module)
-    return AroundForward(traced=_traced_for(cls), own=vars(module).get("forward"))
+    return AroundForward(module, cls, own=vars(module).get("forward"))
 
 
 def put_around_forward(module: nn.Module, **places: Around) -> None:
     """Let the values of ``places``, which are names of ``AroundForward``, run there from now on."""
     changed = replace(around_forward(module), **places)  # type: ignore[arg-type]
-    is_traced = changed.outer is None and changed.middle is None
     # Past the module's own ``__setattr__``.
     vars(module)[_ATTRIBUTE] = changed
-    vars(module)["forward"] = types.MethodType(changed.traced if is_traced else _outside, module)
+    vars(module)["forward"] = changed.forward
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
@@ -78,11 +108,10 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
     return functools.partial(type(module).forward, module) if own is None else own
 
 
-def _traced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    around: Any = self._fsdp2_around_forward
+def _traced(around: AroundForward, /, *args: Any, **kwargs: Any) -> Any:
     inner = around.inner
-    forward = own_forward(self)
-    return forward(*args, **kwargs) if inner is None else inner.run(self, forward, args, kwargs)
+    forward = own_forward(around.module)
+    return forward(*args, **kwargs) if inner is None else inner.run(around.module, forward, args, kwargs)
 
 
 @functools.cache
@@ -93,12 +122,12 @@ def _traced_for(cls: type) -> Callable[..., Any]:
 
 
 @compat.dynamo_skips
-def _outside(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    around: Any = self._fsdp2_around_forward
-    run: Callable[..., Any] = functools.partial(around.traced, self)
+def _outside(around: AroundForward, /, *args: Any, **kwargs: Any) -> Any:
+    module = around.module
+    run: Callable[..., Any] = functools.partial(around.traced, around)
     if around.middle is not None:
-        run = functools.partial(_run, around.middle, self, run)
-    return run(*args, **kwargs) if around.outer is None else around.outer.run(self, run, args, kwargs)
+        run = functools.partial(_run, around.middle, module, run)
+    return run(*args, **kwargs) if around.outer is None else around.outer.run(module, run, args, kwargs)
 
 
 @compat.dynamo_skips

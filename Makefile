@@ -99,9 +99,9 @@ $(VENV)/.docs-installed: $(INSTALLED)
 	$(BIN)/python -m pip install -c $(CONSTRAINTS) -e '.[docs]'
 	touch $@
 
-# The wheel in a bare environment, and the README's program: TORCH=2.15.0 for the torch that people install.
+# The wheel in a bare environment, and the README's program: TORCH=2.15.0 for the torch that people install, DIST=dist to keep what was built.
 release-check: $(INSTALLED)
-	$(BIN)/python constraints/release_check.py
+	$(BIN)/python constraints/release_check.py $(DIST)
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/run.py

@@ -1,14 +1,16 @@
 """``make release-check``: what a user gets who installs fsdp2 works, beside one version of torch and with nothing else.
 
-It builds the sdist, and the wheel out of that; installs the wheel into a bare environment, far from the checkout, that has only what
-fsdp2 itself requires (torch and what torch requires are linked from the environment that runs this, since they are gigabytes); imports
-every module that needs no extra; and runs the README's program on two processes.
+It builds the sdist, and the wheel out of that; asks twine whether a package index can show them; installs the wheel into a bare
+environment, far from the checkout, that has only what fsdp2 itself requires (torch and what torch requires are linked from the
+environment that runs this, since they are gigabytes); imports every module that needs no extra; and runs the README's program on two
+processes. An argument names a folder for the sdist and the wheel.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -74,10 +76,11 @@ def main() -> None:
         folder = Path(made).resolve()
         builder, bare = folder / "builder", folder / "bare"
         venv.create(builder, with_pip=True)
-        run(builder / "bin/python", "-m", "pip", "install", "-q", "build", cwd=folder)
+        run(builder / "bin/python", "-m", "pip", "install", "-q", "build", "twine", cwd=folder)
         run(builder / "bin/python", "-m", "build", "--outdir", folder / "dist", ROOT, cwd=folder)
         (wheel,) = (folder / "dist").glob("*.whl")
         (sdist,) = (folder / "dist").glob("*.tar.gz")
+        run(builder / "bin/twine", "check", "--strict", wheel, sdist, cwd=folder)
         venv.create(bare, with_pip=True)
         python = bare / "bin/python"
         site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip())
@@ -91,6 +94,8 @@ def main() -> None:
         losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]
         if len(losses) != 20 or not losses[-1] < losses[0]:
             raise SystemExit(f"the README's program did not train: {losses}")
+        for target in map(Path, sys.argv[1:]):
+            shutil.copytree(folder / "dist", ROOT / target, dirs_exist_ok=True)
         print(f"{sdist.name} and {wheel.name} are fine with Python {sys.version.split()[0]}")
 
 

@@ -4,6 +4,7 @@
     memory.svg      what a rank's memory holds in the same step
     strategies.svg  bytes a parameter by strategy, by the formula of ``fsdp2.state_bytes``
     hsdp.svg        which ranks each collective of a step joins under HSDP, and what leaves a host, beside zero3
+    steps.svg       a step's duration beside torch's, as benchmarks/strategies.py has measured it and docs/strategies.md tells
     checkpoint.svg  a checkpoint folder during a save, and where a run resumes that crashes then
 
 Each is a function from data to SVG. Colours are readable on light and dark pages; text has one grey for both.
@@ -11,6 +12,7 @@ Each is a function from data to SVG. Colours are readable on light and dark page
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -277,6 +279,29 @@ def _leaves_a_host(data: Rehearsed, ranks_per_host: int) -> dict[str, int]:
     }
 
 
+def measured_steps() -> dict[str, tuple[str, int, int]]:
+    """From the page's table "Step time": for each strategy of ours torch's counterpart, our milliseconds and torch's."""
+    page = (HERE.parent / "strategies.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \| ([^|]+) \| (\d+) \|", page.partition("## Step time")[2], re.MULTILINE)
+    return {name: (other.replace("`", "").partition(" (")[0], int(ms), int(torchs)) for name, ms, other, torchs in rows}
+
+
+def steps(data: dict[str, tuple[str, int, int]]) -> Svg:
+    svg = Svg(860, 60 + 40 * len(data), "Duration of a step, fsdp2 and torch")
+    left, width = 110.0, 480.0
+    colours = {"fsdp2": KINDS["sharded parameters"], "torch": "#9aa3ad"}
+    most = max(max(ms, torchs) for _, ms, torchs in data.values())
+    for row, (name, (other, ms, torchs)) in enumerate(data.items()):
+        y = 14.0 + 40 * row
+        svg.text(left - 8, y + 18, name, "end")
+        svg.rect(left, y, width * ms / most, 13, colours["fsdp2"])
+        svg.text(left + width * ms / most + 8, y + 11, f"{ms} ms")
+        svg.rect(left, y + 15, width * torchs / most, 13, colours["torch"])
+        svg.text(left + width * torchs / most + 8, y + 26, f"{torchs} ms: {other}")
+    svg.legend(left, 46 + 40 * len(data), colours)
+    return svg
+
+
 class Moment(NamedTuple):
     """A checkpoint folder at a moment of a save. names: in it, without what is random; resumes_at: what a run that starts now loads"""
 
@@ -359,6 +384,7 @@ def main() -> None:
         "memory": memory(data),
         "strategies": strategies(),
         "hsdp": hsdp(data, rehearsed("hsdp", shard_size=4)),
+        "steps": steps(measured_steps()),
         "checkpoint": checkpoint(moments_of_a_save()),
     }
     for name, svg in pictures.items():

@@ -281,7 +281,7 @@ def _leaves_a_host(data: Rehearsed, ranks_per_host: int) -> dict[str, int]:
 
 def measured_steps() -> dict[str, tuple[str, int, int]]:
     """From the page's table "Step time": for each strategy of ours torch's counterpart, our milliseconds and torch's."""
-    page = (HERE.parent / "strategies.md").read_text()
+    page = (Path(__file__).parents[1] / "strategies.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (\d+) \| ([^|]+) \| (\d+) \|", page.partition("## Step time")[2], re.MULTILINE)
     return {name: (other.replace("`", "").partition(" (")[0], int(ms), int(torchs)) for name, ms, other, torchs in rows}
 

@@ -90,13 +90,14 @@ def fully_shard(
     shard_placement_fn:     the dim to shard for a parameter, even or not; None is Shard(0). A ShardPlacementResult also names
                             another mesh; parameters of one mesh and dtype become one group.
     mp_policy:              dtypes of parameters, reduction, inputs and outputs
-    offload_policy:         where sharded parameters and gradients live; None: on the device, as by default
+    offload_policy:         where sharded parameters and gradients live: CPUOffloadPolicy, DiskOffloadPolicy; None: on the device
     ignored_params:         parameters to leave alone: not moved, not sharded, their gradients not reduced
     dp_mesh_dims:           ``mesh`` is a full SPMD mesh, on which all parameters are DTensors, and these of its axes carry data
                             parallelism. A gradient that is Partial over one of them is averaged; one that is Replicate counts
                             once, however many ranks hold it.
     Returns:                ``module``, now of class ``FSDP<Name>``, which is an FSDPModule and still its own class
-    Collective:             no, except for ``mesh=None`` and an int ``reshard_after_forward``, which make process groups
+    Collective:             no, except for ``mesh=None`` and an int ``reshard_after_forward``, which make process groups, and a
+                            DiskOffloadPolicy, whose folder all ranks find fit or none
     Raises:                 an FSDPError that names parameter and rank, before anything is changed
     Source:                 ZeRO stage 3 (Rajbhandari et al. 2020); per-parameter sharding as in PyTorch FSDP2
 

@@ -88,15 +88,17 @@ class CPUOffloadPolicy(OffloadPolicy, torch_fsdp.CPUOffloadPolicy):
     pin_memory: bool = True
 
 
-@dataclass(frozen=True)
-class DiskOffloadPolicy:
-    """Optimizer states live in unnamed files, which end with the process (``fsdp2.optim.offloaded``).
+@dataclass(unsafe_hash=True)
+class DiskOffloadPolicy(OffloadPolicy):
+    """Given to ``fully_shard``: sharded parameters live in files, and gradients in host memory. Given to
+    ``fsdp2.optim.offloaded``: optimizer states live in files. The files have no names, and end with the process.
 
     path:       a folder on a local disk, that exists; ranks of a host may share it
-    read_ahead: how many parts are read before their turn, and how many may be on their way back
+    read_ahead: how many units' parameters, or states, are read before their turn; and how many states may be on their way back
 
     Example:
         policy = fsdp2.DiskOffloadPolicy(folder, read_ahead=1)
+        fsdp2.fully_shard(model, offload_policy=policy)
         optimizer = fsdp2.optim.offloaded(torch.optim.AdamW, model, policy)
     """
 

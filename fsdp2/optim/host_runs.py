@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from ..core import torch_compat as compat
 from ..core.comm.streams import Event, streams_of
+from ..core.group.mapped_file import MappedFile
 from ..policy import CPUOffloadPolicy, DiskOffloadPolicy
 from .runs import Run, is_elementwise
 from .state_files import StateFile, WriteBehind
@@ -36,12 +37,14 @@ class HostRun:
     data:  of the run, on a device or on the host
     state: of the optimizer for it
     file:  where the state is; None: in memory, or there is none yet
+    param_file: where ``data`` is; None: in memory
     """
 
     def __init__(self, run: Run, state: State, pin_memory: bool) -> None:
         self.data = run.data
         self.state = state
         self.file: StateFile | None = None
+        self.param_file: MappedFile | None = None
         self.is_sent = False
         self._is_here = run.data.device.type == "cpu"
         self._pin_memory = pin_memory
@@ -128,11 +131,14 @@ class HostStates:
 
     def ask_for(self, run: HostRun) -> None:
         """The turn of ``run`` comes soon."""
-        if run.file is not None:
-            self.files.ask_for(run.file)
+        for file in (run.file, run.param_file):
+            if file is not None:
+                self.files.ask_for(file)
 
     def put_back(self, run: HostRun) -> None:
-        """``run`` was stepped, or loaded: put its states into its file, if they are not there, and have it written."""
+        """``run`` was stepped, or loaded: put its states into its file, if they are not there, and have its files written."""
+        if run.param_file is not None:
+            self.files.write(run.param_file)
         if self.folder is None:
             return
         values = run.values()

@@ -8,7 +8,6 @@ ZeRO-Offload++'s twin flow.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -19,14 +18,15 @@ from torch.optim import Optimizer
 
 from ..core.comm.agreement import agree_on_meshes
 from ..core.comm.streams import streams_of
+from ..core.group.mapped_file import check_disk_policy
 from ..core.group.param import as_sharded
+from ..core.iteration.module_state import group_with
 from ..errors import ArgumentError, FSDPError
 from ..policy import CPUOffloadPolicy, DiskOffloadPolicy, TorchCPUOffloadPolicy
 from .flat import FlatOptimizer
 from .host_runs import HostRun, HostStates
 from .in_backward import BackwardSteps, in_turn
 from .runs import Run
-from .state_files import check_folder
 
 _ALL_FIRST = "no clipping and no loss scaling: they need all gradients before the first step"
 _FIX = "leave step_in_backward out of offloaded(...), or the clipping and scaling"
@@ -80,12 +80,7 @@ def check_policy(policy: Any) -> None:
             fix='offloaded(AdamW, model, DiskOffloadPolicy("/scratch"))',
         )
     if isinstance(policy, DiskOffloadPolicy):
-        read_ahead: Any = policy.read_ahead
-        if not isinstance(read_ahead, int) or read_ahead < 0:
-            raise ArgumentError(
-                f"DiskOffloadPolicy got read_ahead={read_ahead!r}", expected="an int, 0 or more", fix="pass another read_ahead"
-            )
-        check_folder(os.fspath(policy.path))
+        check_disk_policy(policy)
 
 
 def _check_fraction(fraction: Any) -> None:
@@ -246,7 +241,9 @@ class OffloadedOptimizer(FlatOptimizer):
             left -= run.data.numel()
             found = known.get(run.data)
             if found is None:
+                sharded = run.pieces[0].sharded
                 found = HostRun(run, inner.state.get(run.data, {}), pin_memory)
+                found.param_file = None if sharded is None else group_with(sharded).file
                 found.move_state()
             self._host_runs[run.data] = found
         for run in runs:

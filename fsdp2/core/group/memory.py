@@ -31,6 +31,7 @@ from ..plan.placement import in_dtype
 from .all_gather import Waiting
 from .gradient_dtypes import gradient_dtypes
 from .group_plan import GroupPlan, have_mixed_dtypes, plan_group
+from .mapped_file import READ_AHEAD, MappedFile
 from .options import GroupOptions
 from .own_memory import has_extension
 from .param import Owner, ShardedParam, shard_view
@@ -79,7 +80,7 @@ MOVES = {
 
 
 class GroupMemory:
-    """Parameters that are all-gathered together.
+    """Parameters that are all-gathered together. Its sixteen attributes are what it was made of, its state, and its memory.
 
     fqn:             of the module that fully_shard was called on, from the root
     registry:        set by whoever touches the modules, before the first unshard
@@ -87,6 +88,7 @@ class GroupMemory:
     smaller_mesh:    for ``reshard_after_forward=<int>``
     plan, flat:      replaced when parameters were moved or cast; ``flat`` is None on the meta device, and where parameters have
                      memory of their own
+    file:            of which ``flat`` is the memory; None: it has memory of its own
     unsharded:       None until the first unshard by this plan
     keeps_storage:   ``reshard`` leaves the unsharded memory allocated
     """
@@ -104,6 +106,7 @@ class GroupMemory:
         self.smaller_mesh: DataParallelMesh | None = None
         self.plan: GroupPlan
         self.flat: Tensor | None = None
+        self.file: MappedFile | None = None
         self.unsharded: Unsharded | None = None
         self.keeps_storage = False
         self._reads_host = False  # an offloaded flat shard is copied to the device, and the host has not waited for that
@@ -139,6 +142,8 @@ class GroupMemory:
                 shard = shard_view(self.flat, slot, param.spec, param.rank)
                 shard.copy_(param.local_now())
                 param.move_to(shard)
+        if self.file is not None:
+            self.file.write_back()
 
     def align_to(self, block: int) -> None:
         """From now on no block of so many elements of the flat shard has elements of two parameters. Every rank has to ask for it."""
@@ -170,6 +175,9 @@ class GroupMemory:
         return [f"{param.fqn} {tuple(param.sharded.shape)}" for param in self.params if param.local_now().is_meta]
 
     def _new_flat(self, numel: int, dtype: torch.dtype) -> Tensor:
+        if self.options.folder is not None:
+            self.file = MappedFile(self.options.folder, numel * dtype.itemsize, f"parameters of {self.params[0].fqn} and others")
+            return self.file.tensor(dtype, numel)
         device = torch.device("cpu") if self.options.offload else self.device
         return torch.zeros(numel, dtype=dtype, device=device, pin_memory=self.options.offload and self.options.pin_memory)
 
@@ -225,6 +233,8 @@ class GroupMemory:
             unsharded = self.unsharded or self._make_unsharded()
             if collective_log.current is not None:
                 self._log_gather(collective_log.current, self.mesh)
+            if self.file is not None:
+                READ_AHEAD.begin(self.file, self.options.read_ahead)
             unsharded.gather.start(self.flat, copy, together)
             unsharded.num_steps = OPTIMIZER_STEPS.value
             self._reads_host = self.options.offload
@@ -272,6 +282,8 @@ class GroupMemory:
             unsharded.smaller.finish()
         else:
             unsharded.gather.finish()
+            if self.file is not None:
+                READ_AHEAD.end(self.file)
         if log is not None:
             log.done(self, "all-gather", self.streams, self.streams.compute)
         return unsharded

@@ -25,6 +25,7 @@ class GroupOptions:
     mp_policy:            as the user gave it, for all-gather extensions
     semantics:            whose numbers it has, torch 2.13's or 2.15's (``setup/semantics.py``)
     offload, pin_memory:  keep the flat shard in (page-locked) host memory
+    folder, read_ahead:   with ``offload``, keep it in a file there, and how many groups' files are read before their turn
     block:                elements that an optimizer quantises together, none of which may be of two parameters
     gather:               "auto", "direct", "packed" or "mixed"
     all_gather, reduce_scatter, all_reduce: the collective algorithm; None lets ``collectives`` choose
@@ -34,6 +35,8 @@ class GroupOptions:
     reduce_dtype: torch.dtype | None = None
     offload: bool = False
     pin_memory: bool = False
+    folder: str | None = None
+    read_ahead: int = 0
     block: int = 1
     mp_policy: Any = None
     semantics: Literal["2.13", "2.15"] = "2.13"

@@ -5,6 +5,7 @@ Everything that can be refused is refused before the first change. It refuses to
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,8 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...errors import ArgumentError, DeviceError, MeshError, ModuleError, OrderError, ParameterError
+from ...errors import ArgumentError, DeviceError, FSDPError, MeshError, ModuleError, OrderError, ParameterError
+from ...policy import DiskOffloadPolicy
 from .. import torch_compat as compat
+from ..comm.agreement import agree_on_meshes
+from ..group.mapped_file import check_disk_policy
 from ..group.options import GroupOptions
 from ..group.own_memory import cut_out, needs_own_memory, refuse_unextendable
 from ..group.param import Owner, ShardedParam, new_sharded_param, sharded_from
@@ -36,6 +40,19 @@ private_options: dict[str, Any] = {}
 """Fields of GroupOptions that tests and benchmarks force: gather, all_gather, reduce_scatter, all_reduce."""
 
 
+def _disk_options(offload_policy: Any, mesh: DataParallelMesh) -> dict[str, Any]:
+    """Fields of GroupOptions. Collective: for a DiskOffloadPolicy, over ``mesh``. Raises: ArgumentError on all its ranks"""
+    if not isinstance(offload_policy, DiskOffloadPolicy):
+        return {}
+    problem: FSDPError | None = None
+    try:
+        check_disk_policy(offload_policy)
+    except FSDPError as error:
+        problem = error
+    agree_on_meshes([mesh.mesh], problem)
+    return {"folder": os.fspath(offload_policy.path), "read_ahead": offload_policy.read_ahead}
+
+
 def build_unit(
     modules: Sequence[nn.Module],
     mesh: DataParallelMesh,
@@ -48,7 +65,7 @@ def build_unit(
     semantics: Semantics | None = None,
     state_class: type[ModuleState] = ModuleState,
 ) -> ModuleState:
-    """Shard what ``modules`` own and hook them. Collective: only for an int ``reshard_after_forward``.
+    """Shard what ``modules`` own and hook them. Collective: only for an int ``reshard_after_forward`` or a DiskOffloadPolicy.
 
     mesh:        of parameters for which ``shard_placement_fn`` names no other
     semantics:   None: what the user chose
@@ -64,8 +81,9 @@ def build_unit(
     options = GroupOptions(
         param_dtype=mp_policy.param_dtype,
         reduce_dtype=mp_policy.reduce_dtype,
-        offload=hasattr(offload_policy, "pin_memory"),
+        offload=hasattr(offload_policy, "pin_memory") or isinstance(offload_policy, DiskOffloadPolicy),
         pin_memory=getattr(offload_policy, "pin_memory", False) and device.type != "cpu",
+        **_disk_options(offload_policy, mesh),
         mp_policy=mp_policy,
         semantics=semantics or chosen_semantics(),
         **private_options,
@@ -314,7 +332,7 @@ def _borrow(tied: _Tied, place: Placer, options: GroupOptions) -> list[ParamGrou
             for what, differs in (
                 ("another mesh", not group.mesh.same_ranks(mesh)),
                 ("another param_dtype or reduce_dtype", dtypes_differ),
-                ("another offload policy", theirs.offload != ours.offload),
+                ("another offload policy", (theirs.offload, theirs.folder) != (ours.offload, ours.folder)),
                 ("another placement", sharded.spec.dim not in (None, dim)),
             )
             if differs

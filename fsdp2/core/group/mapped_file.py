@@ -1,0 +1,166 @@
+"""Memory-mapped files without names: a crash, at whatever moment, leaves none, and the system gives their room back.
+
+Pages come into memory when they are touched, or asked for before, and leave it when they are let go. So no half-written state is
+left that a later run could take for good; checkpoints are what outlives a process. ``ReadAhead`` knows which file is touched next. This
+file refuses to know what files hold.
+
+Worked example, parameters of units a, b, c, one ahead; the second forward and backward
+
+    read        a      | b      | c      | c      | b      | a
+    asked for   b      | c      | c (it followed b, c in the first) | b | a | a (of the next forward)
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import tempfile
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ArgumentError, FSDPError
+from ...policy import DiskOffloadPolicy
+
+
+class MappedFile:
+    """Bytes of a file. nbytes: of them"""
+
+    def __init__(self, folder: str, nbytes: int, what: str) -> None:
+        """what: it will hold, for the message. Raises: FSDPError if the folder has no room"""
+        self.nbytes = max(nbytes, 1)
+        self.number = next(_numbers)
+        self._file = -1
+        try:
+            self._file = _unnamed_file(folder)
+            # Now: a page that the disk has no room for kills the process when it is written.
+            os.posix_fallocate(self._file, 0, self.nbytes)
+            self._map = mmap.mmap(self._file, self.nbytes)
+        except OSError as error:
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
+            raise FSDPError(
+                f"{folder} does not take {self.nbytes:,} bytes of {what}: {error}",
+                expected="a folder on a disk with room for this rank's, beside those of others on its host",
+                fix="make room, or name another folder: DiskOffloadPolicy(path)",
+            ) from error
+
+    def tensor(self, dtype: torch.dtype, numel: int, offset: int = 0) -> Tensor:
+        """(numel,) over the bytes from ``offset`` on."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
+
+    def ask_for(self) -> None:
+        """Start to read it; the system does that while we go on."""
+        os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_WILLNEED)
+        self._map.madvise(mmap.MADV_WILLNEED)
+
+    def let_go(self) -> None:
+        """Give the memory back, but of what has changed and is not written yet. Values stay: touched again, they are read again."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+        os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def write_back(self) -> None:
+        """Write what has changed, and give the memory back."""
+        os.fdatasync(self._file)
+        self.let_go()
+
+    def __del__(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+
+
+_numbers = itertools.count()
+
+
+def _unnamed_file(folder: str) -> int:
+    """Open for reading and writing. Raises: OSError"""
+    file, path = tempfile.mkstemp(dir=folder)
+    os.unlink(path)
+    return file
+
+
+def check_disk_policy(policy: DiskOffloadPolicy) -> None:
+    """Raises: ArgumentError if it says what cannot be."""
+    read_ahead: Any = policy.read_ahead
+    if not isinstance(read_ahead, int) or read_ahead < 0:
+        raise ArgumentError(
+            f"DiskOffloadPolicy got read_ahead={read_ahead!r}", expected="an int, 0 or more", fix="pass another read_ahead"
+        )
+    _check_folder(os.fspath(policy.path))
+
+
+def _check_folder(folder: str) -> None:
+    """Make a file there, of one byte. Raises: ArgumentError if that fails. Rights do not tell: /proc takes no files."""
+    try:
+        file = _unnamed_file(folder)
+        try:
+            os.posix_fallocate(file, 0, 1)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise ArgumentError(
+            f"DiskOffloadPolicy got path={folder!r}, which takes no files: {error}",
+            expected="a folder that exists, and that this process may write to",
+            fix="make the folder, or name another one: on a local disk, with room for this host's ranks",
+        ) from error
+
+
+class ReadAhead:
+    """Asks for the files that are read next: those that followed the last two files when these were read before.
+
+    in_memory, peak: bytes of the files that were asked for or are read, and not let go yet; the most so far
+    """
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[int, int], int] = {}
+        self._last = (-1, -1)
+        self._files: weakref.WeakValueDictionary[int, MappedFile] = weakref.WeakValueDictionary()
+        self._asked: deque[MappedFile] = deque()  # and not read yet
+        self._in_memory: set[MappedFile] = set()
+        self.in_memory = self.peak = 0
+
+    def begin(self, file: MappedFile, num_ahead: int) -> None:
+        """``file`` is read now; ask for the ``num_ahead`` behind it."""
+        self._files[file.number] = file
+        self._next[self._last] = file.number
+        self._last = (self._last[1], file.number)
+        if file in self._asked:
+            self._asked.remove(file)
+        self._count(file)
+        last = self._last
+        for _ in range(num_ahead):
+            number = self._next.get(last)
+            following = None if number is None else self._files.get(number)
+            if number is None or following is None:
+                return
+            last = (last[1], number)
+            if following not in self._in_memory:
+                while len(self._asked) >= num_ahead:  # the order has changed
+                    self.end(self._asked.popleft())
+                following.ask_for()
+                self._asked.append(following)
+                self._count(following)
+
+    def _count(self, file: MappedFile) -> None:
+        if file not in self._in_memory:
+            self._in_memory.add(file)
+            self.in_memory += file.nbytes
+            self.peak = max(self.peak, self.in_memory)
+
+    def end(self, file: MappedFile) -> None:
+        """``file`` was read."""
+        if file in self._in_memory:
+            self._in_memory.discard(file)
+            self.in_memory -= file.nbytes
+            file.let_go()
+
+
+READ_AHEAD = ReadAhead()
+"""Of the flat shards in files of this process."""

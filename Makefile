@@ -43,7 +43,8 @@ endif
 	touch $@
 
 demo: $(INSTALLED)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 examples/train_lm.py
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} KINETO_LOG_LEVEL=6 TORCH_CPP_LOG_LEVEL=ERROR \
+	    $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 examples/train_lm.py --inspect
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not slow and not full"

@@ -12,6 +12,9 @@ a traceback of its own). The same command with `--resume` goes on from the last 
 never stopped: batches and learning rate are functions of the step, and nothing else that is random happens while training.
 `--batch` counts the sequences of all ranks together, so that losses compare across world sizes.
 
+With `--inspect` the run writes down what each step communicated and kept, traces its third step, and ends with a page that shows
+both beside what fsdp2 had planned for AdamW (docs/inspecting.md).
+
 On several hosts, with `--hsdp`, each host shards the parameters over its own ranks and the hosts add up gradients
 (docs/clusters.md).
 """
@@ -19,6 +22,7 @@ On several hosts, with `--hsdp`, each host shards the parameters over its own ra
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -40,8 +44,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.checkpoint import Checkpointer, CheckpointError
+from fsdp2.inspector.report import write_report
 from fsdp2.optim import AnyPrecisionAdamW, Muon, flat
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)  # Ctrl-C; Kubernetes and hosts about to be taken away; Slurm
@@ -239,6 +245,23 @@ def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Op
     return torch.optim.AdamW(model.parameters(), **options)
 
 
+def planned(args: argparse.Namespace, device: torch.device) -> Any:
+    """What a rank will need, rehearsed without memory; None on other ranks than 0, which only have to agree on what they do."""
+    if dist.get_rank() != 0 or args.hsdp:
+        return None
+    on_gpu = device.type == "cuda"
+    return fsdp2.plan(
+        GPT(args.layers, args.width, args.heads),
+        dist.get_world_size(),
+        wrap=fsdp2.wrap.by_class(Block),
+        param_dtype=torch.bfloat16 if on_gpu else None,
+        reduce_dtype=torch.float32 if on_gpu else None,
+        batch=args.batch // dist.get_world_size(),
+        sequence=args.context,
+        backend="nccl" if on_gpu else "gloo",
+    )
+
+
 def train(args: argparse.Namespace, device: torch.device) -> int:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if args.batch % world_size or args.width % (2 * args.heads):
@@ -269,6 +292,12 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
 
     numel, histogram = sum(parameter.numel() for parameter in model.parameters()), histogram_bits(validation)
     console.print(f"{numel:,} parameters on {world_size} x {device.type}; {len(training):,} bytes to learn from")
+    inspecting, plan, run_folder = contextlib.ExitStack(), None, args.out / "run"
+    if args.inspect:
+        plan = planned(args, device)
+        console.print(str(fsdp2.summary(model, optimizer)))
+        tokens = args.batch // world_size * args.context
+        inspecting.enter_context(fsdp2.ledger(run_folder, model, optimizer, tokens=tokens, first_step=done + 1, plan=plan))
     if resumed:
         console.print(f"going on after step {done}, from {resumed.path}")
     stop, seconds = False, []
@@ -277,11 +306,12 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
         began = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
-        loss = next_byte_loss(model, batch_at(step, training, args).to(device))
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip).full_tensor().item()
-        optimizer.step()
-        optimizer.zero_grad()
+        with fsdp2.trace(run_folder) if args.inspect and step == done + 3 else contextlib.nullcontext():
+            loss = next_byte_loss(model, batch_at(step, training, args).to(device))
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip).full_tensor().item()
+            optimizer.step()
+            optimizer.zero_grad()
         # The wish to stop travels with the loss: all ranks leave after the same step, whoever heard of it first.
         mean_loss, wish = mean_over_ranks(loss.detach(), bool(told), device=device)
         stop = wish > 0
@@ -304,6 +334,7 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
         if stop:
             break
     bar.stop()
+    inspecting.close()
     latest = checkpointer.latest()
     checkpointer.close()
     for number in STOP_SIGNALS:
@@ -314,6 +345,10 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
         return 128 + signal.SIGINT
     written = sample(model, args, device)
     console.print(f"checkpoint {latest}\nsample:\n\n{written}\n")
+    if plan is not None:
+        report = write_report(run_folder)
+        console.print(f"peak of a step: {plan.memory.peak.nbytes / 2**20:.1f} MiB planned, {report.peak / 2**20:.1f} MiB measured")
+        console.print(f"report: {report.page}")
     return 0
 
 
@@ -330,6 +365,7 @@ def parse_args() -> argparse.Namespace:
     flag("--out", type=Path, default=Path("runs/train_lm"), help="folder of the checkpoints, seen by all ranks")
     resume = "go on from the last checkpoint in --out; auto: if there is one"
     flag("--resume", nargs="?", const="must", choices=["must", "auto"], help=resume)
+    flag("--inspect", action="store_true", help="write down each step, trace the third, and end with a report in --out/run")
     flag("--hsdp", action="store_true", help="shard within a host, replicate between hosts")
     flag("--json", type=Path, help="file for the same numbers, a JSON line a step, in full precision")
     flag("--steps", type=count, default=400)

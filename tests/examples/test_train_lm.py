@@ -134,6 +134,18 @@ def test_one_rank_gives_the_losses_of_two(uninterrupted: tuple[Path, str], tmp_p
 
 
 @pytest.mark.slow
+def test_an_inspected_run_ends_with_its_peak_beside_the_planned_one_and_a_report(tmp_path: Path) -> None:
+    done = run(2, "--inspect", "--steps", 4, "--eval-batches", 1, "--sample-bytes", 1, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"blocks.0 to blocks.1 +2 x FSDPBlock", done.stdout)
+    said = re.search(r"peak of a step: ([\d.]+) MiB planned, ([\d.]+) MiB measured", done.stdout)
+    assert said is not None
+    assert float(said[1]) == pytest.approx(float(said[2]), rel=0.05)
+    assert f"report: {tmp_path}/run/report.html" in done.stdout
+    assert (tmp_path / "run" / "report.html").stat().st_size > 1_000_000  # plotly is in it
+
+
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_checkpoint_from_which_resume_goes_on(tmp_path: Path) -> None:
     """It saves after every step, so that the signal may well arrive while it does."""
     out = tmp_path / "interrupted"

@@ -6,3 +6,31 @@ tables     values to rows of text
 page       figures and tables to HTML
 command    the command
 """
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .page import page_of
+from .reading import read_run
+from .tables import measured_peak
+
+
+@dataclass(frozen=True)
+class Report:
+    """page: the file; peak: the most bytes of a rank that were measured, if anything could"""
+
+    page: Path
+    peak: int | None
+
+
+def write_report(folder: Path, output: Path | None = None) -> Report:
+    """Write the page of the run in ``folder`` to ``output``; None: to report.html there.
+
+    Collective: no; one rank calls it.
+    Raises:     ArgumentError where there is nothing to show, or without plotly
+    """
+    page, run = output or folder / "report.html", read_run(folder)
+    page.write_text(page_of(run))
+    return Report(page, measured_peak(run))

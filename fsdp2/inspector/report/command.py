@@ -9,8 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from .page import page_of
-from .reading import read_run
+from . import write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +19,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the page, and print where. Returns 0. Raises: ArgumentError where there is nothing to show, or without plotly"""
-    output: Path = options.output or options.folder / "report.html"
-    output.write_text(page_of(read_run(options.folder)))
-    sys.stdout.write(f"{output}\n")
+    sys.stdout.write(f"{write_report(options.folder, options.output).page}\n")
     return 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..chrome import MAIN
 from ..run_folder import Values
 from .reading import Run, last_step
 
@@ -76,7 +77,7 @@ def _bars(events: list[Values]) -> Iterable[tuple[str, str, str, float, float]]:
     """(row, kind, name, begin, length), in us."""
     ends = {each["id"]: each["ts"] for each in events if each["ph"] == "e"}
     for each in events:
-        if each["ph"] == "X" and (each["tid"] == 2 or each["cat"] == "optimizer"):
+        if each["ph"] == "X" and (each["tid"] == MAIN or each["cat"] == "optimizer"):
             yield "main thread", each["cat"], each["name"], each["ts"], each["dur"]
         elif each["ph"] == "b":
             row = each["cat"] if each["cat"] in _ROWS else "other collectives"
@@ -120,20 +121,28 @@ def _line(name: str, x: Iterable[float], y: Iterable[float], colour: str) -> Val
 
 
 def _planned(run: Run, events: list[Values], begin: float, end: float) -> tuple[list[float], list[float]] | None:
-    """What the plan says of each unit and phase, at the time at which it ran. Both lists are in the order of the step."""
-    moments = (run.plan or {}).get("moments")
-    if not moments:
-        return None
+    """What the plan says of each unit and phase, at the time at which it ran.
+
+    Both lists are in the order of the step; the root runs between any two units, and a plan has a moment of it only where it allocates.
+    """
+    moments: list[tuple[tuple[str, str], int]] = []
+    for each in (run.plan or {}).get("moments", ()):
+        key = each["phase"], each["where"] or "the root"
+        if moments and moments[-1][0] == key:
+            moments[-1] = key, max(moments[-1][1], each["nbytes"])
+        else:
+            moments.append((key, each["nbytes"]))
     x: list[float] = []
     y: list[float] = []
     ahead = 0
-    for span in sorted((each for each in events if each["ph"] == "X" and each["ts"] >= begin), key=lambda each: each["ts"]):
-        key = span["cat"], span["args"]["unit"] or "the root"
-        found = next((i for i in range(ahead, len(moments)) if (moments[i]["phase"], moments[i]["where"] or "the root") == key), None)
-        if found is not None:
-            ahead = found
-            x.append((span["ts"] - begin) / 1e3)
-            y.append(moments[found]["nbytes"] / MIB)
+    spans = [each for each in events if each["ph"] == "X" and each["tid"] == MAIN and each["ts"] >= begin]
+    for span in sorted(spans, key=lambda each: each["ts"]):
+        for index in range(ahead, min(ahead + 2, len(moments))):
+            if moments[index][0] == (span["cat"], span["args"]["unit"]):
+                ahead = index
+                x.append((span["ts"] - begin) / 1e3)
+                y.append(moments[index][1] / MIB)
+                break
     return ([*x, (end - begin) / 1e3], [*y, y[-1]]) if x else None
 
 

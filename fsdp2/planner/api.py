@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,9 @@ from ..errors import ArgumentError, got
 from ..testing.clock.cards import CARDS, Card
 from . import recorder as labels
 from .duration import duration_of
-from .memory import memory_of
-from .rehearsal import Optimizer, Setting, rehearse
+from .memory import memory_of, visits_of
+from .rehearsal import Optimizer, Setting, rehearse, wrapping_of
+from .repetition import Figures, NotAlikeError, fewer_blocks, figures_of_many
 from .result import Plan
 from .traffic import traffic_of
 from .workload import Workload, workload_of
@@ -94,19 +96,43 @@ def plan(
 def plan_of(workload: Workload, setting: Setting, ranks_per_host: int = 8, card: str | Card | None = None) -> Plan:
     """The same from values."""
     chosen = _card(card, setting)
-    rehearsed = rehearse(workload, setting)
-    on_host = (labels.PARAMETERS, labels.GRADIENTS, labels.OPTIMIZER) if setting.offload else ()
+    figures = _figures(workload, setting, ranks_per_host, chosen)
     return Plan(
         name=workload.name,
         setting=setting,
+        numel=figures.numel,
+        state=figures.state,
+        groups=figures.groups,
+        memory=memory_of(figures.visits, _on_host(setting)),
+        traffic=figures.traffic,
+        wrapping=str(wrapping_of(workload, setting)),
+        duration=figures.duration,
+    )
+
+
+def _figures(workload: Workload, setting: Setting, ranks_per_host: int, card: Card | None) -> Figures:
+    fewer = fewer_blocks(workload, setting.prefetch)
+    if fewer is not None:
+        small, middle, large = (_rehearsed_figures(each, setting, ranks_per_host, card) for each in fewer.workloads)
+        with contextlib.suppress(NotAlikeError):
+            return figures_of_many((small, middle, large), workload.repeated, fewer.times)
+    return _rehearsed_figures(workload, setting, ranks_per_host, card)
+
+
+def _rehearsed_figures(workload: Workload, setting: Setting, ranks_per_host: int, card: Card | None) -> Figures:
+    rehearsed = rehearse(workload, setting)
+    return Figures(
         numel=rehearsed.numel,
         state=rehearsed.state,
         groups=rehearsed.groups,
-        memory=memory_of(rehearsed.before, rehearsed.blocks, rehearsed.entries, rehearsed.unit_of_node, on_host),
+        visits=visits_of(rehearsed.before, rehearsed.blocks, rehearsed.entries, rehearsed.unit_of_node, _on_host(setting)),
         traffic=traffic_of(rehearsed.entries, rehearsed.process_groups, ranks_per_host),
-        wrapping=rehearsed.wrapping,
-        duration=None if chosen is None else duration_of(rehearsed.entries, rehearsed.process_groups, chosen),
+        duration=None if card is None else duration_of(rehearsed.entries, rehearsed.process_groups, card),
     )
+
+
+def _on_host(setting: Setting) -> tuple[str, ...]:
+    return (labels.PARAMETERS, labels.GRADIENTS, labels.OPTIMIZER) if setting.offload else ()
 
 
 def _card(card: Any, setting: Setting) -> Card | None:

@@ -47,23 +47,44 @@ class Memory:
     moments: tuple[Moment, ...] = ()
 
 
-def memory_of(
+@dataclass(frozen=True)
+class Visit:
+    """A stretch of a step in which one unit allocates.
+
+    moments: bytes by kind behind its first allocation, at its peak, and behind its last allocation
+    most:    by kind, the most at a time; host: the most in host memory
+    """
+
+    phase: str
+    where: str
+    moments: tuple[dict[str, int], ...]
+    most: dict[str, int]
+    host: int
+
+
+def visits_of(
     before: Sequence[Block],
     blocks: Sequence[Block],
     entries: Sequence[Entry],
     unit_of_node: Callable[[int], str],
     on_host: Collection[str] = (),
-) -> Memory:
-    """on_host: kinds that lie in host memory"""
+) -> list[Visit]:
+    """The step as visits, in order; the first one is what was there before. on_host: kinds that lie in host memory"""
     kinds = _kinds(before, blocks, entries)
     now = Counter[str]()
     for block in before:
         now[kinds[block.id]] += block.nbytes
-    host = highest_host = sum(now[kind] for kind in on_host)
+    host = sum(now[kind] for kind in on_host)
     total = sum(now.values()) - host
-    most = Counter(now)
-    peak, at_peak, culprit = total, Counter(now), None
-    moments: list[Moment] = []
+    visits = [Visit("between steps", "", (dict(now),) * 3, dict(now), host)]
+    phase = where = ""
+    first = highest = last = most = Counter(now)
+    peak, highest_host, has_begun = total, host, False
+
+    def end_visit() -> None:
+        if has_begun:
+            visits.append(Visit(phase, where, (dict(first), dict(highest), dict(last)), dict(most), highest_host))
+
     for entry in entries:
         if entry.kind not in ("alloc", "free"):
             continue
@@ -71,34 +92,42 @@ def memory_of(
         kind = kinds[block.id]
         nbytes = block.nbytes if entry.kind == "alloc" else -block.nbytes
         now[kind] += nbytes
-        most[kind] = max(most[kind], now[kind])
         if kind in on_host:
             host += nbytes
-            highest_host = max(highest_host, host)
+        else:
+            total += nbytes
+        if entry.kind == "free":
             continue
-        total += nbytes
-        if entry.kind == "alloc":
-            _note(moments, Moment(block.phase, _where(block, unit_of_node), total))
-        if total > peak:
-            peak, at_peak, culprit = total, Counter(now), block
-    phase = where = ""
-    if culprit is not None:
-        phase, where = culprit.phase, _where(culprit, unit_of_node)
-    by_kind = {kind: nbytes for kind, nbytes in at_peak.most_common() if nbytes and kind not in on_host}
-    return Memory(Peak(peak, by_kind, phase or "between steps", where), dict(most.most_common()), highest_host, tuple(moments))
+        unit = block.where if block.node is None else unit_of_node(block.node) or block.where
+        if not has_begun or (block.phase, unit) != (phase, where):
+            end_visit()
+            phase, where, has_begun = block.phase, unit, True
+            first = highest = Counter(now)
+            most, peak, highest_host = Counter(now), total, host
+        last = Counter(now)
+        most[kind] = max(most[kind], now[kind])
+        highest_host = max(highest_host, host)
+        if total > peak and kind not in on_host:
+            peak, highest = total, last
+    end_visit()
+    return visits
 
 
-def _where(block: Block, unit_of_node: Callable[[int], str]) -> str:
-    return block.where if block.node is None else unit_of_node(block.node) or block.where
+def memory_of(visits: Sequence[Visit], on_host: Collection[str] = ()) -> Memory:
+    """on_host: kinds that lie in host memory"""
 
+    def on_device(moment: dict[str, int]) -> int:
+        return sum(nbytes for kind, nbytes in moment.items() if kind not in on_host)
 
-def _note(moments: list[Moment], moment: Moment) -> None:
-    """Add it to the last one, if that is of the same unit and phase."""
-    last = moments[-1] if moments else None
-    if last is None or (last.phase, last.where) != (moment.phase, moment.where):
-        moments.append(moment)
-    elif last.nbytes < moment.nbytes:
-        moments[-1] = moment
+    candidates = [(visit, moment) for visit in visits for moment in visit.moments]
+    visit, at_peak = max(candidates, key=lambda each: on_device(each[1]))
+    by_kind = {kind: nbytes for kind, nbytes in Counter(at_peak).most_common() if nbytes and kind not in on_host}
+    most = Counter[str]()
+    for each in visits:
+        most |= Counter(each.most)
+    peak = Peak(on_device(at_peak), by_kind, visit.phase, visit.where)
+    course = tuple(Moment(each.phase, each.where, max(map(on_device, each.moments))) for each in visits[1:])
+    return Memory(peak, dict(most.most_common()), max(each.host for each in visits), course)
 
 
 def _kinds(before: Sequence[Block], blocks: Sequence[Block], entries: Sequence[Entry]) -> dict[int, str]:

@@ -100,7 +100,6 @@ class Rehearsed:
     blocks: list[Block]
     entries: list[Entry]
     process_groups: list[Ranks]
-    wrapping: str
     unit_of_node: Callable[[int], str]
 
 
@@ -112,7 +111,7 @@ def rehearse(workload: Workload, setting: Setting) -> Rehearsed:
         cpu = torch.device("cpu")
         is_device = setting.backend == "nccl"
         stack.enter_context(use_streams(cpu, WrittenStreams(recorder) if is_device else WrittenHost(recorder)))
-        model, wrapping = _sharded(workload, setting)
+        model = _sharded(workload, setting)
         stack.enter_context(recorder)
         model.to_empty(device="cpu")
         for block in recorder.alive():
@@ -136,18 +135,26 @@ def rehearse(workload: Workload, setting: Setting) -> Rehearsed:
             blocks=recorder.blocks,
             entries=entries,
             process_groups=recorder.groups,
-            wrapping=str(wrapping),
             unit_of_node=units.unit_of,
         )
 
 
-def _sharded(workload: Workload, setting: Setting) -> tuple[Any, Wrapping]:
+def wrapping_of(workload: Workload, setting: Setting) -> Wrapping:
+    """Which modules become groups."""
+    return plan_wrapping(_built(workload, setting), setting.wrap)
+
+
+def _built(workload: Workload, setting: Setting) -> nn.Module:
     with torch.device("meta"):
         model = workload.build()
     for param in model.parameters():
         if param.is_floating_point():
             param.data = param.data.to(setting.dtype)
-    wrapping = plan_wrapping(model, setting.wrap)
+    return model
+
+
+def _sharded(workload: Workload, setting: Setting) -> Any:
+    model = _built(workload, setting)
     if setting.checkpointing != "none":
         apply_activation_checkpointing(model, setting.checkpointing)
     offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=False) if setting.offload else OffloadPolicy()
@@ -163,7 +170,7 @@ def _sharded(workload: Workload, setting: Setting) -> tuple[Any, Wrapping]:
     )
     if setting.prefetch != 1:
         model.set_prefetch_depth(setting.prefetch)  # type: ignore[operator]
-    return model, wrapping
+    return model
 
 
 def _optimizer(chosen: str | Optimizer) -> Optimizer:

@@ -69,7 +69,7 @@ def named(model: str) -> Workload:
 def of_shape(name: str, shape: DecoderShape | T5Shape) -> Workload:
     if isinstance(shape, T5Shape):
         return Workload(name, lambda: T5(shape), lambda batch, sequence: tokens(batch, sequence) * 2, next_token_loss)
-    return Workload(name, lambda: Decoder(shape), tokens, next_token_loss)
+    return Workload(name, lambda: Decoder(shape), tokens, next_token_loss, repeated="blocks")
 
 
 def _of_transformers(path: Path) -> Workload:

@@ -19,12 +19,16 @@ from ..errors import ModuleError, ParameterError, got_object
 
 @dataclass(frozen=True)
 class Workload:
-    """inputs: from batch and sequence, what the model is called with; loss: from what it returns and what it was given"""
+    """inputs: from batch and sequence, what the model is called with; loss: from what it returns and what it was given
+
+    repeated: the name of a ModuleList whose blocks forward runs one after another, whatever their number; "": nobody promises that
+    """
 
     name: str
     build: Callable[[], nn.Module]
     inputs: Callable[[int, int], tuple[Any, ...]]
     loss: Callable[[Any, tuple[Any, ...]], Tensor]
+    repeated: str = ""
 
 
 def tokens(batch: int, sequence: int) -> tuple[Any, ...]:

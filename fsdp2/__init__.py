@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from . import activations, checkpoint, compat, doctor, optim, state_bytes, wrap
     from .activations import ActivationCheckpointPolicy, apply_activation_checkpointing, apply_activation_offload
     from .compiled import compile, uncompile  # noqa: A004 (named after torch.compile)
+    from .core.comm.lookout import set_missing_rank_timeout
     from .hangs import watchdog
     from .inspector.ledger_file import ledger
     from .inspector.trace_file import trace
@@ -58,6 +59,7 @@ _ELSEWHERE = {
     "install": "installation",
     "ledger": "inspector.ledger_file",
     "plan": "planner.api",
+    "set_missing_rank_timeout": "core.comm.lookout",
     "summary": "model_summary",
     "trace": "inspector.trace_file",
     "uncompile": "compiled",
@@ -108,6 +110,7 @@ __all__ = [
     "parallelize",
     "plan",
     "register_fsdp_forward_method",
+    "set_missing_rank_timeout",
     "set_semantics",
     "share_comm_ctx",
     "state_bytes",

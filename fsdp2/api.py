@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from .clients.state import ClientState
+from .core.comm import lookout
 from .core.iteration.finalization import CommContext
 from .core.iteration.module_state import schedule_of, sharded_unit, unit_of
 from .core.modules.sharded_class import sharded_class, swap_class
@@ -125,6 +126,7 @@ def fully_shard(
     )
     for each in unit.modules:
         swap_class(each, FSDPModule)
+    lookout.start()
     return module
 
 

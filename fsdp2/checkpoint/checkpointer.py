@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from ..core.comm.agreement import LostRankError, agree, default_group
 from ..core.comm.collective_log import at_disk
+from ..core.comm.joint_calls import joint
 from ..errors import ArgumentError, FSDPError, OrderError, got
 from .checkpoint_folder import CheckpointFolder
 from .checkpointer_load import Restored, read_state
@@ -131,8 +132,14 @@ class Checkpointer:
         # Whoever forgets to close must not keep others out; the thread holds on to this object until a save is written.
         weakref.finalize(self, self._folder.unlock).atexit = False  # the lock ends with the process
 
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The ranks that save and load together; None: all."""
+        return self._process_group
+
     # --- saving ---
 
+    @joint
     def save(self, step: int) -> None:
         """Begin to save the state as it is now; when this returns, training may go on. One that is under way is waited for first.
 
@@ -222,6 +229,7 @@ class Checkpointer:
         found = from_rank_0(self._group, f"cannot read {self._folder.path}", self._folder.latest)
         return None if found is None else self._folder.path / found.name  # a rank may see the folder at another path
 
+    @joint
     def load(self, checkpoint: str | os.PathLike[str] | None = None, *, verify: bool = False) -> Resumed:
         """Go on from a checkpoint. Everything is read and checked before anything is changed.
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..core.comm.agreement import agree_on_meshes, agree_over, default_group
+from ..core.comm.joint_calls import joint
 from ..core.plan.mesh import device_of
 from ..errors import FSDPError
 from .bands import BandStream
@@ -46,6 +47,7 @@ from .safetensors_plan import Band, PlannedTensor
 BAND_NBYTES = 64 << 20
 
 
+@joint
 def full_state_dict(model: nn.Module) -> State:
     """The model's state on rank 0, in host memory; {} on the other ranks.
 
@@ -72,6 +74,7 @@ def full_state_dict(model: nn.Module) -> State:
     return _on_rank_0(model, "cannot gather the model's state", take)
 
 
+@joint
 def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, *, by_name: bool = False) -> State:
     """The optimizer's state on rank 0, in host memory; {} on the other ranks.
 
@@ -94,6 +97,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, *, by_name
     return _on_rank_0(model, "cannot gather the optimizer's state", take)
 
 
+@joint
 def save_full_state(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> None:
     """Write the full state to one file with ``torch.save``, for ``torch.load(path, weights_only=True)``.
 

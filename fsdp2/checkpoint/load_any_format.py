@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..core.comm.joint_calls import joint
 from .key_map import KeyMap, Tensors
 from .lazy import LazyTensor
 from .model_tensors import checked_model
@@ -21,6 +22,7 @@ from .safetensors_load import LoadOptions, LoadReport, load_opened, share_of
 from .verify import verify as verify_checkpoint
 
 
+@joint
 def load_checkpoint(
     model: nn.Module,
     path: str | os.PathLike[str],

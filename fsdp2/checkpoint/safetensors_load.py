@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..core import torch_compat as compat
 from ..core.comm.agreement import agree_on_meshes, outermost
+from ..core.comm.joint_calls import joint
 from ..core.iteration.unit import Unit
 from ..errors import FSDPError, MaterializationError
 from ..materialize import RESET_NAMES, materialize
@@ -108,6 +109,7 @@ class LoadOptions:
     progress: bool | None
 
 
+@joint
 def load_safetensors(
     model: nn.Module,
     path_or_index: str | os.PathLike[str],

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..core.comm.agreement import LostRankError, agree, agree_over, default_group
+from ..core.comm.joint_calls import joint
 from ..core.plan.mesh import device_of
 from ..errors import ArgumentError, FSDPError, MaterializationError
 from .bands import BandStream, Ready
@@ -63,6 +64,7 @@ class SavedCheckpoint:
     nbytes: int
 
 
+@joint
 def save_safetensors(
     model: nn.Module,
     folder: str | os.PathLike[str],

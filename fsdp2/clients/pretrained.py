@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor
 
 from ..core.comm.agreement import agree, default_group
+from ..core.comm.joint_calls import joint
 from ..errors import CheckpointError, ModuleError
 
 
@@ -31,6 +32,7 @@ def saving_whole_tensors(inherited: Callable[..., Any]) -> Callable[..., Any]:
     Raises:     on all ranks: CheckpointError with what went wrong on rank 0, ModuleError for a model that not all ranks have
     """
 
+    @joint
     @functools.wraps(inherited)
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _has_its_own_way(self, inspect.signature(inherited).bind(self, *args, **kwargs).arguments):

@@ -139,6 +139,15 @@ def own_connection_to_the_store(prefix: str) -> Any:
     return c10d.PrefixStore(prefix, c10d._get_default_store().clone())
 
 
+def ranks_meet_over_tcp() -> bool:
+    """Whether the default process group's store is a TCPStore, below its prefixes."""
+    torch_dist: Any = dist
+    store = torch_dist.distributed_c10d._get_default_store()
+    while isinstance(store, torch_dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, torch_dist.TCPStore)
+
+
 def new_named_group(ranks: list[int], backend: str | None, description: str, name: str) -> dist.ProcessGroup:
     """A process group under a name that its ranks have agreed on, whatever each has made before; torch's count of groups stays.
 

@@ -1,0 +1,57 @@
+"""Which call that all ranks must make the main thread is in: ``full_state_dict``, ``save``, ``clip_grad_norm_``, ...
+
+    @joint
+    def full_state_dict(model): ...
+
+    current is JointCall("full_state_dict", number=3, ...)      inside its third call; None outside
+
+A call within another one counts as that. Each costs two writes to this module, and nothing is sent. This file refuses to know who looks
+at it (``lookout.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@dataclass(slots=True, eq=False)
+class JointCall:
+    """number: how often this rank has called it, from 1; arguments: those of the call, by place and by name"""
+
+    name: str
+    number: int
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+
+
+current: JointCall | None = None
+"""Of the main thread. Read as an attribute of this module, each time."""
+
+counts: Counter[str] = Counter()
+"""How often this rank has called each."""
+
+
+def joint(function: Callable[P, R]) -> Callable[P, R]:
+    """``function``, which all ranks must call, seen by a lookout while it runs."""
+    name = function.__name__
+
+    @functools.wraps(function)
+    def seen(*args: P.args, **kwargs: P.kwargs) -> R:
+        global current
+        if current is not None or threading.current_thread() is not threading.main_thread():
+            return function(*args, **kwargs)
+        counts[name] += 1
+        current = JointCall(name, counts[name], (args, kwargs))
+        try:
+            return function(*args, **kwargs)
+        finally:
+            current = None
+
+    return seen

@@ -1,0 +1,150 @@
+"""Calls that all ranks must make, made by some: who waits in what is said, who has not come, and where that rank is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+import fsdp2
+from fsdp2.checkpoint import full_state_dict
+from fsdp2.core.comm import joint_calls
+from fsdp2.core.comm.lookout import EXIT_STATUS, Limits, Lookout
+from harness import on_ranks
+
+PROGRAM = """
+import threading
+import torch, torch.distributed as dist
+from torch import nn
+import fsdp2
+from fsdp2.checkpoint import full_state_dict
+
+dist.init_process_group("gloo")
+model = fsdp2.fully_shard(nn.Linear(4, 4))
+fsdp2.set_missing_rank_timeout(2, notice=0.2)
+
+def something_else():
+    threading.Event().wait()  # until the test ends
+
+if dist.get_rank() == 0:
+    full_state_dict(model)
+something_else()
+"""
+
+
+def sharded() -> nn.Module:
+    torch.manual_seed(0)
+    return fsdp2.fully_shard(nn.Linear(4, 4))
+
+
+def store_of(name: str) -> dist.Store:
+    return dist.PrefixStore(name, dist.distributed_c10d._get_default_store().clone())
+
+
+def in_something_else(store: dist.Store, look_out: Lookout) -> None:
+    while not store.check(["told"]):
+        look_out.look()
+        store.add("looks of rank 1", 1)
+
+
+def look_beside(store: dist.Store, look_out: Lookout) -> None:
+    """Rank 1 has looked from beginning to end between any two looks of this rank."""
+    while not store.check(["told"]):
+        look_out.look()
+        before = store.add("looks of rank 1", 0)
+        while store.add("looks of rank 1", 0) < before + 2 and not store.check(["told"]):
+            pass
+
+
+@on_ranks(2)
+def test_a_rank_that_waits_says_who_has_not_come_and_where_that_rank_is():
+    model = sharded()
+    store, own = store_of("lookout_alone"), store_of("lookout_alone")
+    said: list[str] = []
+    look_out = Lookout(own, tell=lambda text: (said.append(text), own.set("told", "1")))
+    if dist.get_rank() == 0:
+        thread = threading.Thread(target=look_beside, args=(own, look_out))
+        thread.start()
+        full_state_dict(model)  # until rank 1 comes, too
+        thread.join()
+        (text,) = said
+        assert text.startswith("fsdp2: rank 0 has waited in full_state_dict for "), text
+        assert "Rank 1 has not come: it is in none such call, and has called full_state_dict 0 times; this is call 1 here." in text
+        assert "in in_something_else" in text  # where rank 1's main thread is
+        assert "test_lookout.py" in text
+    else:
+        in_something_else(store, look_out)
+        full_state_dict(model)
+        assert said == []
+    joint_calls.counts.clear()
+
+
+@on_ranks(2)
+def test_nobody_is_blamed_while_all_ranks_are_in_the_call_or_in_none():
+    """A save of a large model takes long on all ranks."""
+    store = store_of("lookout_all")
+    said: list[str] = []
+    look_out = Lookout(store, tell=said.append)
+
+    @joint_calls.joint
+    def slow_call(model: nn.Module) -> None:
+        for _ in range(6):
+            look_out.look()
+            dist.barrier()
+
+    slow_call(sharded())
+    for _ in range(6):
+        look_out.look()
+        dist.barrier()
+    assert said == []
+    joint_calls.counts.clear()
+
+
+@on_ranks(2)
+def test_ranks_outside_of_the_models_mesh_are_not_expected():
+    store = store_of("lookout_mesh")
+    said: list[str] = []
+    look_out = Lookout(store, tell=said.append)
+
+    @joint_calls.joint
+    def alone(model: nn.Module) -> None:
+        for _ in range(6):
+            look_out.look()
+
+    mesh = DeviceMesh("cpu", [0], mesh_dim_names=("alone",), _init_backend=False)
+    if dist.get_rank() == 0:
+        holder = nn.Module()
+        holder.weight = nn.Parameter(DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False))
+        alone(holder)
+    assert said == []
+    joint_calls.counts.clear()
+
+
+@pytest.mark.parametrize("wrong", [{"timeout": 0}, {"timeout": "a"}, {"notice": -1}, {"notice": None}])
+def test_times_that_are_none_are_refused(wrong):
+    with pytest.raises(fsdp2.ArgumentError, match=next(iter(wrong))):
+        fsdp2.set_missing_rank_timeout(**wrong)
+    assert Limits.ends is None
+
+
+@pytest.mark.slow
+def test_under_torchrun_the_waiting_rank_ends_with_the_explanation(tmp_path: Path):
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    path = os.pathsep.join(sys.path)
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode != 0
+    assert "fsdp2: rank 0 has waited in full_state_dict" in done.stderr
+    assert "in something_else" in done.stderr
+    assert f"exitcode  : {EXIT_STATUS}" in done.stderr

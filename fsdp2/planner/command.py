@@ -39,6 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--param-dtype", choices=list(DTYPES), default="bf16", help="in which they are computed with (default: bf16)")
     parser.add_argument("--reduce-dtype", choices=list(DTYPES), default="fp32", help="in which gradients are reduced (default: fp32)")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="default: adamw")
+    parser.add_argument(
+        "--inputs",
+        metavar="package.module:function",
+        help="from batch and sequence to the tuple of what the model is called with (default: numbers of words)",
+    )
     parser.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch of one rank (default: 1)")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence (default: 2048)")
     parser.add_argument("--micro-batches", type=int, default=1, help="between two optimizer steps (default: 1)")
@@ -51,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the plan. Returns 0."""
-    planned = plan_of(named(options.model), setting_of(options), options.ranks_per_host, options.card)
+    planned = plan_of(named(options.model, options.inputs), setting_of(options), options.ranks_per_host, options.card)
     show(headline(planned), tables(planned))
     return 0
 

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import contextlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.modules.module as module_hooks
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..activations import apply_activation_checkpointing
 from ..core.comm.streams import use_streams
 from ..core.group.param_group import ParamGroup
+from ..core.iteration import reductions
 from ..core.iteration.module_state import units_in
-from ..errors import ArgumentError
+from ..errors import ArgumentError, FSDPError, ModuleError, short
 from ..grouping.planning import Plan as Wrapping
 from ..grouping.planning import plan as plan_wrapping
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -112,6 +114,7 @@ def rehearse(workload: Workload, setting: Setting) -> Rehearsed:
         is_device = setting.backend == "nccl"
         stack.enter_context(use_streams(cpu, WrittenStreams(recorder) if is_device else WrittenHost(recorder)))
         model = _sharded(workload, setting)
+        stack.enter_context(mock.patch.object(reductions, "read_flags", _unused_everywhere))
         stack.enter_context(recorder)
         model.to_empty(device="cpu")
         for block in recorder.alive():
@@ -137,6 +140,11 @@ def rehearse(workload: Workload, setting: Setting) -> Rehearsed:
             process_groups=recorder.groups,
             unit_of_node=units.unit_of,
         )
+
+
+def _unused_everywhere(flags: Sequence[Tensor]) -> list[float]:
+    """What this rank has not used, no rank has: all do the same."""
+    return [0.0] * sum(each.numel() for each in flags)
 
 
 def wrapping_of(workload: Workload, setting: Setting) -> Wrapping:
@@ -195,7 +203,12 @@ def _step(
     for index in range(setting.micro_batches):
         with accumulate(model, last=index == setting.micro_batches - 1):
             recorder.mark("forward")
-            loss = workload.loss(model(*inputs), inputs)
+            try:
+                loss = workload.loss(model(*inputs), inputs)
+            except FSDPError:
+                raise
+            except Exception as error:
+                raise _not_rehearsed(workload, inputs, error) from error
             recorder.mark("backward")
             loss.backward()  # type: ignore[no-untyped-call]
             del loss
@@ -207,6 +220,23 @@ def _step(
     recorder.relabel((each for each in values if isinstance(each, torch.Tensor)), labels.OPTIMIZER)
     optimizer.zero_grad()
     return StateBytes(state.compute, state.gradients, state.master, measured_state_bytes(model, optimizer).optimizer)
+
+
+def _not_rehearsed(workload: Workload, inputs: tuple[Any, ...], error: Exception) -> ModuleError:
+    """The user's forward, or loss, has raised."""
+    given = ", ".join(f"{tuple(each.shape)} {each.dtype}" if isinstance(each, Tensor) else short(each) for each in inputs)
+    if compat.reads_values(error):
+        return ModuleError(
+            f"{workload.name} reads values of tensors, which a plan does not have: {error}",
+            expected="a forward whose Python does not depend on values (.item(), if mask.any(), boolean indexing)",
+            fix="leave that out while planning, for instance by an option of the model",
+        )
+    return ModuleError(
+        f"{workload.name} raised {type(error).__name__} when it was called with ({given}): {short(str(error))}",
+        expected="a model that takes what inputs gives it, and a loss that takes what it returns",
+        fix="pass inputs=, a function from batch and sequence to the tuple of its arguments (fsdp2 plan --inputs "
+        "package.module:function), and loss=",
+    )
 
 
 def _facts(group: ParamGroup) -> GroupFacts:

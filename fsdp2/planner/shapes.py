@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,24 +46,30 @@ SHAPES: dict[str, DecoderShape | T5Shape] = {
 }
 
 
-def named(model: str) -> Workload:
+def named(model: str, inputs: str | None = None) -> Workload:
     """A shape by name; ``hf:CONFIG.json``: transformers' model of that configuration; ``package.module:function``: what it returns.
 
     The function returns a module, or a Workload, and is called without arguments on the meta device.
+    inputs: ``package.module:function`` from batch and sequence to what the model is called with; None: token numbers
     Raises: ArgumentError if there is no such thing
     """
+    found = _named(model)
+    return found if inputs is None else replace(found, inputs=_function(inputs))
+
+
+def _named(model: str) -> Workload:
     if model in SHAPES:
         return of_shape(model, SHAPES[model])
     kind, colon, rest = model.partition(":")
     if kind == "hf" and rest:
         return _of_transformers(Path(rest))
     if colon and rest.isidentifier():
-        return _of_function(kind, rest)
-    close = difflib.get_close_matches(model, SHAPES, n=1)
+        return _of_function(model)
+    close = difflib.get_close_matches(model, SHAPES, n=1, cutoff=0.8)  # another model's name is no slip of the pen
     raise ArgumentError(
         f"there is no model {model!r}",
         expected=f"one of {list(SHAPES)}, hf:CONFIG.json, or package.module:function",
-        fix=f"{close[0]}" if close else "fsdp2 plan --help says what each is",
+        fix=f"{close[0]}" if close else "for a model of transformers download its config.json, and pass hf: and the file's path",
     )
 
 
@@ -96,18 +103,23 @@ def _of_transformers(path: Path) -> Workload:
     return Workload(str(text.get("_name_or_path") or path.stem), build, tokens, next_token_loss)
 
 
-def _of_function(module: str, function: str) -> Workload:
+def _function(name: str) -> Any:
+    module, _, function = name.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
-        made = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
         raise ArgumentError(
-            f"{module}:{function} was not found: {error}",
+            f"{name} was not found: {error}",
             expected="a function of a module that can be imported from here",
             fix="pass package.module:function",
         ) from None
     finally:
         sys.path.pop(0)
+
+
+def _of_function(name: str) -> Workload:
+    made = _function(name)
     with torch.device("meta"):
         model = made()
     return model if isinstance(model, Workload) else workload_of(model)

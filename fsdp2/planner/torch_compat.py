@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode  # private module, and the only place of both
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
@@ -69,6 +70,11 @@ def number_of_running_node() -> int | None:
     """The sequence number of the node whose backward runs; None outside of one."""
     node: Any = torch._C._current_autograd_node()
     return None if node is None else int(node._sequence_nr())
+
+
+def reads_values(error: Exception) -> bool:
+    """Whether it is what fake tensors raise where a result depends on values that they do not have."""
+    return isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
 
 
 def name_of_operator(func: Any) -> str:

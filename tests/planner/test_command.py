@@ -67,4 +67,42 @@ def test_a_configuration_of_transformers_is_planned(tmp_path, capsys):
 
 def test_a_model_that_nobody_knows_is_refused_with_the_closest_name(capsys):
     assert main(["plan", "lama3-8b", "--ranks", "8"]) == 1
-    assert "llama3-8b" in capsys.readouterr().err
+    assert "fix:      llama3-8b" in capsys.readouterr().err
+    assert main(["plan", "gpt2", "--ranks", "8"]) == 1
+    assert "hf: and the file's path" in capsys.readouterr().err
+
+
+MODELS = """
+import torch
+from torch import nn
+
+class Picture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.unused = nn.Conv2d(3, 8, 3), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.first(x).relu().flatten(1)
+
+class Reading(Picture):
+    def forward(self, x):
+        return super().forward(x) * (2.0 if x.sum() > 0 else 1.0)
+
+def pictures(batch, sequence):
+    return (torch.zeros(batch, 3, 8, 8),)
+"""
+
+
+def test_a_model_that_takes_no_tokens_needs_inputs_and_says_so(tmp_path, capsys, monkeypatch):
+    (tmp_path / "pictures_to_plan.py").write_text(MODELS)
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "pictures_to_plan:Picture", "--ranks", "4"]) == 1
+    said = capsys.readouterr().err
+    assert "Picture raised RuntimeError when it was called with ((1, 2048) torch.int64)" in said
+    assert "--inputs package.module:function" in said
+    assert main(["plan", "pictures_to_plan:Picture", "--ranks", "4", "--inputs", "pictures_to_plan:pictures"]) == 0
+    assert "296 parameters" in capsys.readouterr().out, "with a layer that no rank uses"
+    assert main(["plan", "pictures_to_plan:Reading", "--ranks", "4", "--inputs", "pictures_to_plan:pictures"]) == 1
+    assert "Reading reads values of tensors, which a plan does not have" in capsys.readouterr().err
+    assert main(["plan", "pictures_to_plan:Picture", "--ranks", "4", "--inputs", "pictures_to_plan:absent"]) == 1
+    assert "pictures_to_plan:absent was not found" in capsys.readouterr().err

@@ -124,9 +124,15 @@ def _hand_out_late(reductions: Sequence[Reduction]) -> None:
         if flags is not None:
             by_device.setdefault(flags.device, []).append((reduction, flags))
     for late in by_device.values():
-        read = iter(torch.cat([flags for _, flags in late]).tolist())
+        read = iter(read_flags([flags for _, flags in late]))
         for reduction, flags in late:
             reduction.hand_out_late(list(itertools.islice(read, len(flags))))
+
+
+def read_flags(flags: Sequence[Tensor]) -> list[float]:
+    """Their values, on the host. The planner, whose tensors have none, has a function of its own in this place."""
+    read: list[float] = torch.cat(list(flags)).tolist()
+    return read
 
 
 def finish_all() -> None:

@@ -79,15 +79,15 @@ def fully_shard(
 ) -> Any:
     """Shard the parameters of ``module`` over data-parallel ranks, in place.
 
-    The parameters that no earlier call on a submodule took become one group, gathered and reduced together: call it bottom-up,
+    The parameters that no earlier call on a submodule has sharded become one group, gathered and reduced together: call it bottom-up,
     on each block and last on the root. Between steps ``module.parameters()`` are DTensors, in forward and backward plain tensors.
 
     module:                 a module, or a list of modules that become one group
     mesh:                   1-D: shard over it; 2-D with named axes: replicate over axis 0, shard over axis 1; None: 1-D over all
-                            ranks. Its device type is where parameters and buffers are moved to.
+                            ranks. Parameters and buffers move to its device type.
     reshard_after_forward:  True: free the unsharded parameters after forward and gather them again in backward; False: keep
-                            them; an int that divides the shard axis: keep them sharded over that many ranks; None: True, but
-                            False for the root of a forward that backward may follow.
+                            them; an int that divides the shard axis: keep them sharded over that many ranks; None: False
+                            for the root if a backward may follow its forward, else True.
     shard_placement_fn:     the dim to shard for a parameter, even or not; None is Shard(0). A ShardPlacementResult also names
                             another mesh; parameters of one mesh and dtype become one group.
     mp_policy:              dtypes of parameters, reduction, inputs and outputs
@@ -95,7 +95,7 @@ def fully_shard(
     ignored_params:         parameters to leave alone: not moved, not sharded, their gradients not reduced
     dp_mesh_dims:           ``mesh`` is a full SPMD mesh, on which all parameters are DTensors, and these of its axes carry data
                             parallelism. A gradient that is Partial over one of them is averaged; one that is Replicate counts
-                            once, however many ranks hold it.
+                            once, on however many ranks it is.
     Returns:                ``module``, now of class ``FSDP<Name>``, which is an FSDPModule and still its own class
     Collective:             no, except for ``mesh=None`` and an int ``reshard_after_forward``, which make process groups, and a
                             DiskOffloadPolicy, whose folder all ranks find fit or none
@@ -170,10 +170,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Let several roots share communication streams, which they always do here (one set a device).
+    """Let several roots share communication streams. In fsdp2 all roots of a device share them anyway.
 
-    While the handle of ``finalize_backward(async_op=True)`` of one is open, the others may not run forward or finalize, either.
-    Raises: ModuleError if one is not an FSDPModule.
+    While the handle of one root's ``finalize_backward(async_op=True)`` is open, the others may not run forward or finalize, either.
+    Raises: ModuleError if a module is not an FSDPModule.
 
     Example:
         fsdp2.share_comm_ctx([model, fsdp2.fully_shard(net)])

@@ -49,8 +49,8 @@ def clip_grad_norm_(
     norm_type:  any number, "inf" or "-inf". As in torch, the norm of the parameters' norms: with 0, how many of them are not zero.
     foreach:    False computes one tensor after another
     Returns:    the norm before clipping: a plain 0-d tensor, fp32 (fp64 if a gradient is), on the first gradient's device, the same
-                on every rank; torch returns a DTensor, whose ``full_tensor()`` is this. A plain parameter counts on each rank as
-                what that rank has.
+                on every rank; torch returns a DTensor, whose ``full_tensor()`` is this norm. For a plain parameter each rank counts its
+                own gradient.
     Collective: yes, over every mesh axis over which a parameter is cut; one all-reduce each, of a few numbers.
     Raises:     RuntimeError on all ranks if ``error_if_nonfinite`` and the norm is; ArgumentError for a mesh without this rank.
 

@@ -59,7 +59,7 @@ class UnshardHandle(compat.TorchUnshardHandle):
 
 
 class FSDPModule:
-    """Mixed into every module that ``fully_shard`` took. Methods marked *recursive* also apply to FSDP modules below."""
+    """The methods of a module that ``fully_shard`` has sharded. Methods marked *recursive* also apply to FSDP modules below."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Making an instance of ``FSDP<Name>``, as slicing a Sequential does, makes one of the original class."""
@@ -80,7 +80,7 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather this module's parameters, in ``param_dtype`` if that is set, and register them. Not recursive.
 
-        async_op:   return a handle at once. The forward of the module waits for it if nobody did.
+        async_op:   return a handle at once. If the program does not wait for it, the forward of the module does.
         Collective: yes, over the shard axis.
 
         Example:
@@ -117,11 +117,11 @@ class FSDPModule:
         unit.reshard()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """``nn.Module.named_parameters``, and ``parameters()``, that show what gradients belong to.
+        """``nn.Module.named_parameters``, and ``parameters()``, which show the parameters that gradients belong to.
 
-        Of what a forward has left unsharded for a backward, the sharded parameters are shown if they have gradients: whoever clips or
-        steps in between must not miss them. Between micro-batches (``set_is_last_backward(False)``) what is unsharded is shown so:
-        zero-bubble schedules ask here for what they differentiate.
+        Where a forward has left parameters unsharded for a backward, they show the sharded ones if these have gradients, so that
+        clipping or a step in between misses none. Between micro-batches (``set_is_last_backward(False)``) they show the unsharded ones, which
+        zero-bubble schedules differentiate.
         Collective: no.
 
         Example:
@@ -138,8 +138,8 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """After an exception in forward or backward: make the next iteration valid. Call it on the root.
 
-        Waits for what is under way, reshards everything, and discards gradients that were accumulated without sync; after a failed
-        backward, which may have added to some of them, all gradients. Safe to call twice, and before the first forward.
+        Waits for collectives under way, reshards all parameters, and discards gradients accumulated without sync; after a failed
+        backward, which may have added to some gradients, it discards all. You may call it twice, and before the first forward.
         Collective: no.
         Raises: OrderError on a module that is not the root of its last forward.
 
@@ -159,7 +159,7 @@ class FSDPModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward is the last of this iteration: only then does the device's current stream wait for reductions.
 
-        Gradients are there after every backward. Where several roots train together, it is enough to tell one of them.
+        Parameters have their gradients after every backward. Where several roots train together, call it on one of them.
         Collective: as ``set_requires_gradient_sync``.
 
         Example:
@@ -175,8 +175,8 @@ class FSDPModule:
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Let ``finalize_backward`` end each iteration, not the end of a backward (``set_is_last_backward`` is then void). Root only.
 
-        A backward then reduces what its hooks pass, if sync is on; the rest waits for ``finalize_backward``: gradients without sync,
-        and those of modules whose inputs need no gradient.
+        A backward then reduces, if sync is on, the modules that its hooks reach. Gradients without sync, and those of modules whose
+        inputs need no gradient, wait for ``finalize_backward``.
         Raises: OrderError on a module that is not the root, and between a backward and its ``finalize_backward``.
 
         Example:
@@ -189,9 +189,9 @@ class FSDPModule:
         schedule_of(unit).set_manual(unit, enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduce and reshard what is pending, by the flags as they are now, and end the iteration. Root only; no-op before a forward.
+        """Reduce pending gradients, by the flags as they are now, reshard, and end the iteration. Root only; no-op before a forward.
 
-        With sync off nothing is reduced, and a later call with sync on does it.
+        With sync off it reduces no gradients, and a later call with sync on reduces them.
         async_op:   return a handle at once. Until its ``wait()``, this root (and roots that share its communication context) may
                     neither run forward nor finalize again.
         Collective: yes, over the shard axis, then the replicate axis.
@@ -221,7 +221,7 @@ class FSDPModule:
 
         Collective: no; yes, over the shard axis, between a forward that resharded and a backward that is now neither the last nor
         reduces nor reshards, which is how a pipeline stage begins one: zero-bubble schedules differentiate what ``parameters()``
-        shows, so what such a backward keeps is unsharded already here.
+        shows, so this call unshards the parameters that such a backward keeps.
 
         Example:
             model.set_requires_gradient_sync(False)
@@ -306,7 +306,7 @@ class FSDPModule:
                 group.keep_storage(keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward needs the parameters at all (an embedding's does not).
+        """Whether backward gathers the parameters; an embedding's backward does not need them.
 
         Example:
             embedding = nn.Embedding(100, 16)
@@ -320,7 +320,7 @@ class FSDPModule:
     # --- prefetch ---
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Gather these as soon as this module's own parameters are there in forward, instead of the recorded next one.
+        """In forward, gather ``modules`` as soon as this module has its parameters, instead of the next one of the recorded order.
 
         Example:
             model[0].set_modules_to_forward_prefetch([model[1]])
@@ -328,7 +328,7 @@ class FSDPModule:
         sharded_unit(self).choose(prefetch_forward=checked_units(modules, "set_modules_to_forward_prefetch"))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """The same in backward, instead of the module that ran before.
+        """In backward, gather ``modules`` as soon as this module has its parameters, instead of the module that ran before it.
 
         Example:
             model[1].set_modules_to_backward_prefetch([model[0]])
@@ -345,7 +345,7 @@ class FSDPModule:
 
         forward:    0: none
         backward:   None: as in forward
-        max_nbytes: of the unsharded parameters that are gathered ahead; the next module's are in any case
+        max_nbytes: of the unsharded parameters that are gathered ahead; the next module is gathered whatever its size
 
         Example:
             model.set_prefetch_depth(2, max_nbytes=4 << 30)
@@ -430,7 +430,7 @@ class FSDPModule:
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """How many modules' reduce-scatter inputs may be in flight, which bounds their memory; the largest value below a root counts.
 
-        With 1, the default, a module's reduce-scatter has the backward of one module to finish in before it is waited for. Recursive.
+        With 1, the default, backward waits for a module's reduce-scatter after the backward of one more module. Recursive.
 
         Example:
             model.set_reduce_scatter_max_input_buffers(2)

@@ -92,15 +92,15 @@ class Installation:
 
 
 def install(*, fsdp1: bool = False) -> Installation:
-    """Let the names of torch's FSDP2 mean fsdp2's, in all of this process, for what is imported from now on and what has been.
+    """Let the names of torch's FSDP2 mean fsdp2's in this process, in modules imported before and after this call.
 
     It covers ``torch.distributed.fsdp``, ``torch.distributed._composable.fsdp``, the private modules in which torch defines the names,
-    and all modules outside of torch that have imported them. What torch's own functions have sharded before, or ``replicate`` shards
-    later, goes on with torch's.
+    and all modules outside of torch that have imported them. Models that torch's own functions have sharded before, or that
+    ``replicate`` shards later, go on with torch's.
 
     fsdp1:      FSDP1's names as well (``FullyShardedDataParallel`` and what belongs to it), by ``fsdp2.compat``
-    Returns:    the handle that undoes it, by ``uninstall()`` or as a context manager. A call that finds everything installed changes
-                nothing, and so does its handle.
+    Returns:    the handle that undoes it, by ``uninstall()`` or as a context manager. A second call changes nothing, and neither does
+                its handle.
     Collective: no. Thread-safe.
 
     Example:

@@ -38,20 +38,20 @@ def materialize(
     """Give every parameter and buffer of ``model`` that is on the meta device storage and its initial value.
 
     The values, and the generators afterwards, are bitwise those of ``model.apply(init_fn)`` on the unsharded model on the same
-    kind of device with the same seed. Seed all ranks alike before: nothing compares their generators. What is not on the meta
-    device keeps its values; modules that own only such tensors are not visited. Parameters keep their identity.
+    kind of device with the same seed. Seed all ranks alike before: fsdp2 does not compare their generators. Tensors that are not on the
+    meta device keep their values, and ``init_fn`` does not visit modules that own only such tensors. Parameters keep their identity.
 
     init_fn:    called under ``no_grad`` on every module, children first (as ``nn.Module.apply`` does), with the module's own
                 parameters whole; None calls ``reset_parameters()``, or ``_reset_parameters()``, of each module that has one
     device:     for parameters that ``fully_shard`` does not manage; None: the mesh's device, or the default one if there is no mesh
-    strict:     raise if there is a parameter or buffer that nothing wrote; False fills it with NaN (integers with 0), for
-                values that a checkpoint brings
+    strict:     raise if ``init_fn`` writes a parameter or buffer nowhere; False fills it with NaN (integers with 0), for values that a
+                checkpoint brings
     Memory:     beside the sharded parameters, those that one call of ``init_fn`` has in use, then one group's shard
     Collective: only where a function reaches into parameters that an earlier one wrote (another module's, or tied ones):
                 each is all-gathered over the shard axis
-    Returns:    names of the parameters and buffers that nothing wrote, in the model's order
-    Raises:     MaterializationError naming modules that own parameters and cannot initialise them, before anything is changed, or
-                what nothing wrote; that then still is on the meta device, and another call can complete it
+    Returns:    names of the parameters and buffers that no function wrote, in the model's order
+    Raises:     MaterializationError naming modules that own parameters and cannot initialise them, before it changes anything; or
+                naming tensors that no function wrote, which then still are on the meta device, so that another call can complete them
     Source:     deferred initialisation as in torchdistX and FSDP1's ``param_init_fn``
 
     Example:

@@ -77,7 +77,7 @@ class OffloadPolicy(_Frozen, torch_fsdp.OffloadPolicy):
 
 @dataclass(unsafe_hash=True)
 class CPUOffloadPolicy(OffloadPolicy, torch_fsdp.CPUOffloadPolicy):
-    """Sharded parameters, gradients and so optimizer state live in host memory.
+    """Keeps sharded parameters and gradients, and so optimizer state, in host memory.
 
     pin_memory: page-locked host memory, which lets copies overlap with compute; takes it away from other processes.
 
@@ -146,7 +146,7 @@ class DataParallelMeshDims(_Frozen, getattr(torch_fsdp, "DataParallelMeshDims", 
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What ``shard_placement_fn`` may return: where to cut one parameter, and over which ranks.
+    """A result of ``shard_placement_fn``: the dim on which to cut one parameter, and the ranks over which.
 
     placement:  Shard(dim); None is Shard(0).
     mesh_info:  a DeviceMesh (1-D: shard, 2-D: replicate and shard) instead of the one given to ``fully_shard``, so that, say,

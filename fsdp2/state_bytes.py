@@ -44,7 +44,7 @@ class StateBytes:
 
 
 def measured_state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> StateBytes:
-    """What ``model``, sharded by ``parallelize`` or ``fully_shard``, and ``optimizer`` keep on this rank now.
+    """Bytes that ``model``, sharded by ``parallelize`` or ``fully_shard``, and ``optimizer`` keep on this rank now.
 
     Storages count in full, each once: with the gaps of alignment, and behind the gradients of a group one flag per parameter. Of the
     optimizer, state of the shape of its parameter counts, not step counters. Collective: no.
@@ -87,7 +87,7 @@ def expected_state_bytes(
     optimizer_nbytes: int = 8,
     moment: Moment = "accumulating",
 ) -> StateBytes:
-    """The same by formula, for ``numel`` parameters that divide evenly; without alignment and flags.
+    """Bytes by formula, for ``numel`` parameters that divide evenly; without alignment and flags.
 
     shard_size:             ranks of a node, for hybrid strategies
     dtype:                  of the parameters as they are stored

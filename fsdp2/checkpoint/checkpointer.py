@@ -59,9 +59,9 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Resumed:
-    """What ``Checkpointer.load`` found.
+    """The checkpoint that ``Checkpointer.load`` has loaded.
 
-    step:            what ``save`` was given
+    step:            the step that ``save`` got
     path:            of the checkpoint
     world_size:      of the run that saved it
     random_restored: whether the random number generators continue; False on another number of ranks
@@ -141,7 +141,7 @@ class Checkpointer:
 
     @joint
     def save(self, step: int) -> None:
-        """Begin to save the state as it is now; when this returns, training may go on. One that is under way is waited for first.
+        """Begin to save the state as it is now; when this returns, training may go on. It first waits for a save under way.
 
         step:   counts from 0
         Raises: CheckpointError, also of the save before
@@ -231,7 +231,7 @@ class Checkpointer:
 
     @joint
     def load(self, checkpoint: str | os.PathLike[str] | None = None, *, verify: bool = False) -> Resumed:
-        """Go on from a checkpoint. Everything is read and checked before anything is changed.
+        """Go on from a checkpoint. Every rank reads and checks all of its part before it changes anything.
 
         checkpoint: a folder, or the name of one in ours; None: the latest
         verify:     compare its files with their digests before, each rank a part of them
@@ -290,7 +290,7 @@ class Checkpointer:
     # --- the end ---
 
     def close(self) -> None:
-        """Wait for the save under way; after this nothing else can be called. Again: no-op."""
+        """Wait for the save under way, and end this checkpointer: other methods then raise. A second call is a no-op."""
         if self._closed:
             return
         try:

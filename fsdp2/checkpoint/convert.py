@@ -51,13 +51,13 @@ TARGETS = ("dcp", "safetensors", "torch")
 
 @dataclass(frozen=True)
 class Converted:
-    """What ``convert`` did.
+    """A conversion that ``convert`` has made.
 
     source:      the format that was found
     num_tensors: of the model
     nbytes:      that were read, of all tensors
     optimizer:   whether the target has the optimizer's state
-    left_out:    what the source has and the target has not
+    left_out:    entries of the source that the target lacks
     """
 
     path: Path
@@ -85,7 +85,7 @@ def convert(
     verify: bool = False,
     progress: bool | None = None,
 ) -> Converted:
-    """Write the checkpoint ``src`` to ``dst`` in another format, as if nothing had been sharded.
+    """Write the checkpoint ``src`` to ``dst`` in another format, with whole tensors.
 
     to:             "dcp": a folder for ``dcp.load`` of ``{"model": ..., "optimizer": ...}``, whose parts are named as by
                     ``get_model_state_dict`` and ``get_optimizer_state_dict``; "torch": one file for ``torch.load``, the model's state

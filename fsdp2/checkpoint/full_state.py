@@ -51,7 +51,7 @@ BAND_NBYTES = 64 << 20
 def full_state_dict(model: nn.Module) -> State:
     """The model's state on rank 0, in host memory; {} on the other ranks.
 
-    What FSDP1's ``FullStateDictConfig(offload_to_cpu=True, rank0_only=True)`` gave. Tied tensors are one tensor under several names.
+    It has the form of FSDP1's ``FullStateDictConfig(offload_to_cpu=True, rank0_only=True)``. Tied names share one tensor.
 
     Collective: yes, over the meshes of the parameters
     Memory:     rank 0's result in host memory; beside it and its shards a rank holds two bands of 64 MiB

@@ -35,7 +35,7 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
 class KeyRule(ABC):
-    """A rule of a key map. Write one by hand for what ``Concat``, ``Split``, ``Stack`` and ``Transpose`` cannot say.
+    """A rule of a key map. Subclass it where ``Concat``, ``Split``, ``Stack`` and ``Transpose`` do not suffice.
 
     Example:
         class Student(fsdp2.checkpoint.KeyRule):
@@ -137,7 +137,7 @@ def _put(tensors: Tensors, key: str, tensor: LazyTensor) -> None:
 
 @dataclass(frozen=True)
 class Rename(KeyRule):
-    """A renaming that can be undone: each direction is a function of a key, or a pair of a regular expression and its replacement.
+    """A renaming in both directions: each is a function of a key, or a pair of a regular expression and its replacement.
 
     ``Rename((r"^model\\.", ""), (r"^(?!lm_head)", "model."))``
 
@@ -159,9 +159,9 @@ class Rename(KeyRule):
 
 @dataclass(frozen=True)
 class Concat(KeyRule):
-    """Several tensors become one, one behind another along ``dim``; all have to be there, or none.
+    """Concatenates several tensors along ``dim``; the checkpoint must have all of them, or none.
 
-    sizes: of the sources along ``dim``, which only saving needs
+    sizes: of the sources along ``dim``; only saving needs them
 
     Example:
         rule = fsdp2.checkpoint.Concat(["*.q.weight", "*.k.weight"], "*.qk.weight", sizes=[64, 64])
@@ -187,7 +187,7 @@ class Concat(KeyRule):
 
 @dataclass(frozen=True)
 class Split(KeyRule):
-    """One tensor becomes several along ``dim``.
+    """Splits one tensor into several along ``dim``.
 
     sizes: of the parts along ``dim``; None: those that the model's parameters of these names have
 
@@ -239,7 +239,7 @@ class Split(KeyRule):
 
 @dataclass(frozen=True)
 class Stack(KeyRule):
-    """Tensors numbered 0, 1, ... at ``#`` become one with a new dim ``dim``, as ``torch.stack`` does.
+    """Stacks tensors numbered 0, 1, ... at ``#`` along a new dim ``dim``, as ``torch.stack`` does.
 
     Example:
         rule = fsdp2.checkpoint.Stack("*.experts.#.weight", "*.experts.weight")
@@ -270,7 +270,7 @@ class Stack(KeyRule):
 
 @dataclass(frozen=True)
 class Unstack(KeyRule):
-    """One tensor becomes several without its dim ``dim``, numbered 0, 1, ... at ``#``, as ``torch.unbind`` does.
+    """Cuts one tensor along its dim ``dim`` into tensors without that dim, numbered 0, 1, ... at ``#``, as ``torch.unbind`` does.
 
     Example:
         rule = fsdp2.checkpoint.Unstack("*.experts.weight", "*.experts.#.weight")
@@ -298,7 +298,7 @@ class Unstack(KeyRule):
 
 @dataclass(frozen=True)
 class Transpose(KeyRule):
-    """Tensors of these names have two dims exchanged, as ``torch.transpose`` does.
+    """Exchanges two dims of the tensors of these names, as ``torch.transpose`` does.
 
     Example:
         rule = fsdp2.checkpoint.Transpose("*.weight")

@@ -41,7 +41,7 @@ from .verify import verify as verify_checkpoint
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A tensor that is there, and does not fit.
+    """A tensor of the checkpoint that does not fit the model's.
 
     scale: of a float8 tensor that would be converted without it: the name of the tensor that it would have to be multiplied by
     """
@@ -65,11 +65,11 @@ class Mismatch:
 
 @dataclass(frozen=True, repr=False)
 class LoadReport:
-    """What a load did; names are the model's, of tied tensors the first one; the same on every rank, but for ``bytes_read``.
+    """Lists of a load, by the model's names (the first one of tied tensors); the same on every rank, except ``bytes_read``.
 
     loaded:        read from the checkpoint
     missing:       parameters and persistent buffers that the checkpoint does not have
-    unexpected:    what the checkpoint has after the key map, and the model has not
+    unexpected:    names that the checkpoint has after the key map, and the model has not
     mismatched:    of another shape, or of a dtype that cannot be converted
     initialized:   were on the meta device, not in the checkpoint, and have got values by ``init_fn`` or their module's own reset
     uninitialized: still are on the meta device: the first forward refuses them by name

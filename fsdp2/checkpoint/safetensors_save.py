@@ -53,7 +53,7 @@ BUFFER_NBYTES = 64 << 20
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """What was written; the same on every rank.
+    """A checkpoint that ``save_safetensors`` has written; the same on every rank.
 
     files:  names in the folder
     nbytes: of the tensors

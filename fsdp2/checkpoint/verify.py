@@ -36,10 +36,10 @@ _NOWHERE = -1
 
 @dataclass(frozen=True)
 class Verified:
-    """What was compared, and is as it was written.
+    """A checkpoint whose bytes are as they were written.
 
     nbytes:    that were read and compared
-    unchecked: what has no digest to compare with
+    unchecked: names of files without digests
     """
 
     path: Path

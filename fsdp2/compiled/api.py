@@ -28,8 +28,8 @@ def compile(  # noqa: A001 (named after torch.compile)
 ) -> _Module:
     """Let ``model`` run in full-graph mode: forward, backward and all collectives captured in one graph.
 
-    The first forward captures; parameters, gradients, state dicts, checkpoints and the optimizer are those of eager mode. The
-    unsharded parameters of a unit are gathered again in backward as its ``reshard_after_forward`` says (an int counts as True).
+    The first forward captures; parameters, gradients, state dicts, checkpoints and the optimizer are those of eager mode. Backward
+    gathers a unit again if its ``reshard_after_forward`` is True or an int.
     Every backward reduces: with ``set_requires_gradient_sync(False)`` gradients accumulate sharded, and their sum is the same.
 
     model:          the root that ``fully_shard`` was applied to, on a 1-D or a (replicate, shard) mesh
@@ -43,7 +43,7 @@ def compile(  # noqa: A001 (named after torch.compile)
     Returns:        ``model``
     Collective:     no. The first forward is, also where it fails: then CompileError is raised on every rank, naming the place, and
                     the model runs eagerly from then on.
-    Raises:         CompileError if something about the model cannot be part of a graph; ModuleError, OrderError, ArgumentError
+    Raises:         CompileError if a part of the model cannot be in a graph; ModuleError, OrderError, ArgumentError
     Source:         SimpleFSDP (Zhang et al. 2024), for parameters that are computed in the graph. Here the graph of the unsharded
                     model is captured and its parameter inputs are then replaced, a unit's flat shard at a time.
 

@@ -202,7 +202,7 @@ def by_predicate(fn: Callable[[nn.Module], bool]) -> WrapPolicy:
 
 
 def by_name(*names_or_regexes: str | re.Pattern[str]) -> WrapPolicy:
-    """Modules by name, as ``model.named_modules()`` gives it; what is no name is a regular expression for the whole name.
+    """Modules by name, as ``model.named_modules()`` gives it; any other string is a regular expression for whole names.
 
     by_name("embedding", r"layers\\.\\d+") is the embedding and each layer, not what is inside of them.
     Raises: ArgumentError for anything else, and when planning for a name that matches nothing.

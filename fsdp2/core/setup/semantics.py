@@ -21,7 +21,7 @@ _chosen: Semantics | None = None
 
 
 def set_semantics(semantics: Literal["torch", "2.13", "2.15"]) -> None:
-    """From now on, ``fully_shard`` makes units with the numbers of that version of FSDP2; those that it has made keep theirs.
+    """Let later ``fully_shard`` calls give the numbers of that version of torch's FSDP2; modules that are sharded already keep theirs.
 
     ``set_semantics("2.13")`` keeps bf16 gradients on the wire with torch 2.15: half of the bytes of the default there.
     Collective: no; all ranks must choose the same.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from .clip import clip_grad_norm_, get_total_norm
+from .core.comm.backends import set_collective_algorithms
 from .core.iteration.finalization import GradientReductionHandle
 from .core.setup.semantics import set_semantics
 from .errors import (
@@ -110,6 +111,7 @@ __all__ = [
     "parallelize",
     "plan",
     "register_fsdp_forward_method",
+    "set_collective_algorithms",
     "set_missing_rank_timeout",
     "set_semantics",
     "share_comm_ctx",

@@ -10,6 +10,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from ...errors import ArgumentError, got
+
 AllGatherAlgorithm = Literal["stock", "broadcast"]
 ReduceScatterAlgorithm = Literal["stock", "all_to_all", "pairwise", "all_reduce"]
 AllReduceAlgorithm = Literal["stock", "all_gather"]
@@ -70,9 +72,44 @@ def moves_data(backend: str) -> bool:
     return backend not in ("fake", "fake_gloo")
 
 
+_stock_alone = False
+
+
+def set_collective_algorithms(algorithms: Literal["measured", "stock"]) -> None:
+    """Which algorithms carry the collectives of units that ``fully_shard`` makes from now on, where there is a choice: gloo on CPU.
+
+    "measured" takes for each size what was fastest: broadcasts for an all-gather, all-to-all for a reduce-scatter. "stock" takes the
+    backend's own, for tools that count: ``CommDebugMode``, profilers and the flight recorder then see one ``_allgather_base_`` and one
+    ``_reduce_scatter_base_`` where torch's FSDP2 has one. The comparison of ranks before a backward is an ``allreduce_`` then.
+
+    Collective: no; all ranks must choose the same.
+    Raises:     ArgumentError for any other word
+
+    Example:
+        fsdp2.set_collective_algorithms("stock")
+        fsdp2.fully_shard(net)
+        fsdp2.set_collective_algorithms("measured")
+    """
+    global _stock_alone
+    if algorithms not in ("measured", "stock"):
+        raise ArgumentError(
+            got("set_collective_algorithms", "algorithms", algorithms),
+            expected='"measured" or "stock"',
+            fix='for instance fsdp2.set_collective_algorithms("stock")',
+        )
+    _stock_alone = algorithms == "stock"
+
+
+def is_stock_alone(device_type: str = "cpu") -> bool:
+    """Whether a user wants the backend's own algorithms. gloo has no reduce-scatter of device memory."""
+    return _stock_alone and device_type == "cpu"
+
+
 def choose_all_gather(backend: str, world_size: int, nbytes: int, device_type: str = "cpu") -> AllGatherAlgorithm:
     """The default all-gather; ``nbytes`` is that of the gathered buffer."""
     # gloo's own packs into temporaries of the output's size: at 50 MiB three times as slow. Small ones cost a launch a rank.
+    if is_stock_alone(device_type):
+        return "stock"
     if is_gloo(backend) and (nbytes >= world_size * (128 << 10) or device_type != "cpu"):
         return "broadcast"
     return "stock"
@@ -80,7 +117,7 @@ def choose_all_gather(backend: str, world_size: int, nbytes: int, device_type: s
 
 def choose_reduce_scatter(backend: str, world_size: int, nbytes: int, device_type: str = "cpu") -> ReduceScatterAlgorithm:
     """The default reduce-scatter; ``nbytes`` is that of the input."""
-    if not is_gloo(backend):
+    if not is_gloo(backend) or is_stock_alone(device_type):
         return "stock"
     if device_type != "cpu":  # gloo's all-to-all takes host memory only
         return "all_reduce"
@@ -92,6 +129,8 @@ def choose_reduce_scatter(backend: str, world_size: int, nbytes: int, device_typ
 
 def choose_all_reduce(backend: str, world_size: int, nbytes: int, device_type: str = "cpu") -> AllReduceAlgorithm:
     """The default all-reduce; ``nbytes`` is that of the buffer."""
+    if is_stock_alone(device_type):
+        return "stock"
     if is_gloo(backend) and device_type == "cpu" and nbytes * world_size <= 256 << 10:  # latency is all that it costs
         return "all_gather"
     return "stock"

@@ -120,8 +120,8 @@ class FSDPModule:
         """``nn.Module.named_parameters``, and ``parameters()``, which show the parameters that gradients belong to.
 
         Where a forward has left parameters unsharded for a backward, they show the sharded ones if these have gradients, so that
-        clipping or a step in between misses none. Between micro-batches (``set_is_last_backward(False)``) they show the unsharded ones, which
-        zero-bubble schedules differentiate.
+        clipping or a step in between misses none. Between micro-batches (``set_is_last_backward(False)``) they show the unsharded
+        ones, which zero-bubble schedules differentiate.
         Collective: no.
 
         Example:

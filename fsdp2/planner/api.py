@@ -95,7 +95,7 @@ def plan(
 
 def plan_of(workload: Workload, setting: Setting, ranks_per_host: int = 8, card: str | Card | None = None) -> Plan:
     """The same from values."""
-    chosen = _card(card, setting)
+    chosen = card_of(card, setting)
     figures = _figures(workload, setting, ranks_per_host, chosen)
     return Plan(
         name=workload.name,
@@ -135,7 +135,8 @@ def _on_host(setting: Setting) -> tuple[str, ...]:
     return (labels.PARAMETERS, labels.GRADIENTS, labels.OPTIMIZER) if setting.offload else ()
 
 
-def _card(card: Any, setting: Setting) -> Card | None:
+def card_of(card: Any, setting: Setting) -> Card | None:
+    """Raises: ArgumentError for what is no card, and for one with the schedule of a CPU"""
     if isinstance(card, str) and card in CARDS:
         card = CARDS[card]
     if not isinstance(card, (Card, type(None))) or (card is not None and setting.backend != "nccl"):

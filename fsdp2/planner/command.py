@@ -19,6 +19,7 @@ from ..wrap import by_class
 from .api import plan_of
 from .rehearsal import OPTIMIZERS, Setting
 from .result import headline, tables
+from .search import search
 from .shapes import SHAPES, named
 from .text import Table, as_text
 
@@ -50,13 +51,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpointing", choices=["none", "full"], default="none", help="full: blocks are computed again in backward")
     parser.add_argument("--offload", action="store_true", help="keep sharded state in host memory")
     parser.add_argument("--prefetch", type=int, default=1, help="units that are gathered ahead (default: 1)")
+    parser.add_argument("--search", action="store_true", help="propose settings that fit the card's memory, the fastest first")
+    parser.add_argument(
+        "--memory-limit", type=float, metavar="GB", help="with --search: of a rank (default: nine tenths of the card's)"
+    )
     parser.add_argument("--card", choices=list(CARDS), help="also say how long a step takes on it, by a model")
     parser.add_argument("--backend", choices=["nccl", "gloo"], default="nccl", help="whose algorithms (default: nccl)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan. Returns 0."""
-    planned = plan_of(named(options.model, options.inputs), setting_of(options), options.ranks_per_host, options.card)
+    """Print the plan, or what a search has found. Returns 0."""
+    workload, setting = named(options.model, options.inputs), setting_of(options)
+    if options.search:
+        limit = None if options.memory_limit is None else options.memory_limit * 1e9
+        found = search(workload, setting, options.card, memory_limit=limit, ranks_per_host=options.ranks_per_host)
+        show(headline(found.asked.plan), [found.table])
+        return 0
+    planned = plan_of(workload, setting, options.ranks_per_host, options.card)
     show(headline(planned), tables(planned))
     return 0
 

@@ -116,14 +116,15 @@ class BackwardSteps:
         self._under_way.append((host, self._thread.submit(step, host)))
 
     def wait(self) -> list[tuple[HostRun, Options]]:
-        """Until all that was sent is stepped: the runs, and the options as the optimizer left them. Ends what belongs to a backward."""
-        try:
-            return [(host, done.result()) for host, done in self._under_way]
-        finally:
-            self._under_way.clear()
-            self._leaving.clear()
-            self._waiting = None
-            self._stepped.clear()
+        """Until all that was sent so far is stepped: the runs, each once, and the options as the optimizer left them."""
+        under_way, self._under_way = self._under_way, []
+        return [(host, done.result()) for host, done in under_way]
+
+    def end(self) -> None:
+        """The step is taken: forget what belongs to its backward."""
+        self._leaving.clear()
+        self._waiting = None
+        self._stepped.clear()
 
     def refuse_changed(self) -> None:
         """After a backward without steps: raise OrderError if gradients were changed since."""

@@ -8,7 +8,8 @@ ZeRO-Offload++'s twin flow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from ..core.group.param import as_sharded
 from ..core.iteration.module_state import group_with
 from ..errors import ArgumentError, FSDPError
 from ..policy import CPUOffloadPolicy, DiskOffloadPolicy, TorchCPUOffloadPolicy
-from .flat import FlatOptimizer
+from .flat import FlatOptimizer, State
 from .host_runs import HostRun, HostStates
 from .in_backward import BackwardSteps, in_turn
 from .runs import Run
@@ -122,7 +123,7 @@ class OffloadedOptimizer(FlatOptimizer):
         self._host_runs: dict[Tensor, HostRun] = {}  # by the data of a run, in the order of their turns
         self._stepper: Optimizer | None = None  # of the class, which is given one run after another
         self._options_of: dict[Tensor, dict[str, Any]] = {}  # by the data of a run, when this step began
-        self._done: list[tuple[HostRun, dict[str, Any]]] = []  # in backward, and not yet in the inner optimizer
+        self._after: dict[int, dict[str, Any]] = {}  # options of groups, by index, as the steps of their runs in backward left them
 
     def _made_of(self) -> tuple[Any, ...]:
         return *super()._made_of(), (self.policy, self.fraction, self._in_backward is not None)
@@ -146,9 +147,10 @@ class OffloadedOptimizer(FlatOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._done = steps.wait()
+        self._take_over_steps()
         steps.refuse_changed()
         super().step()
+        steps.end()
         steps.is_armed = bool(steps.order)
         return loss
 
@@ -161,24 +163,20 @@ class OffloadedOptimizer(FlatOptimizer):
 
     def _step(self, inner: Optimizer) -> None:
         """The runs whose states stayed in one step of the inner optimizer, the others one by one; but for what backward has stepped."""
-        done, self._done = self._done, []
         self._choose(inner)
         self._note_options()
+        group_of = {run.data: index for index, runs in enumerate(self._runs) for run in runs}
         turns = [run for run in self._host_runs.values() if run.data.grad is not None]
         self._look_ahead(turns, 0)  # beside the step of the others
         self._step_others(inner)
         for position, run in enumerate(turns):
             self._look_ahead(turns, position)
-            done.append((run, self._step_one(run)))
-        group_of = {run.data: group for group, runs in zip(inner.param_groups, self._runs, strict=True) for run in runs}
-        for run, options in done:
-            group_of[run.data].update(options)
+            self._after[group_of[run.data]] = self._step_one(run)
             inner.state[run.data] = run.state
-        for device in {run.data.device for run, _ in done}:
-            streams = streams_of(device)
-            streams.order(streams.compute, streams.mark(streams.offload))
-        for run, _ in done:
-            run.let_go()
+        for index, options in self._after.items():
+            inner.param_groups[index].update(options)
+        self._after = {}
+        _order_behind(turns)
         self.states.files.wait()
 
     def _look_ahead(self, turns: list[HostRun], position: int) -> None:
@@ -216,6 +214,26 @@ class OffloadedOptimizer(FlatOptimizer):
 
     # --- in backward ---
 
+    @FlatOptimizer.state.getter  # type: ignore[attr-defined, untyped-decorator]
+    def state(self) -> defaultdict[Tensor, State]:
+        """As ``FlatOptimizer.state``, behind the steps that backward has begun."""
+        self._take_over_steps()
+        return super().state
+
+    def _take_over_steps(self) -> None:
+        """Wait for what backward has stepped."""
+        done = [] if self._in_backward is None else self._in_backward.wait()
+        if not done:
+            return
+        assert self._inner is not None
+        group_of = {run.data: index for index, runs in enumerate(self._runs) for run in runs}
+        for run, options in done:
+            self._inner.state[run.data] = run.state
+            self._after[group_of[run.data]] = options
+        _order_behind([run for run, _ in done])
+        self.states.files.wait()
+        self._shown = None  # it was of a step before
+
     def _watch(self) -> None:
         if self._in_backward is not None:
             self._in_backward.watch(as_sharded(self._params()))
@@ -223,6 +241,7 @@ class OffloadedOptimizer(FlatOptimizer):
     def _begin_backward(self) -> list[tuple[Run, HostRun]]:
         """The first gradient since the last step has arrived: the runs that are stepped on the host."""
         self._current()
+        self._shown = None  # a step begins
         self._note_options()
         runs = {run.data: run for runs in self._runs for run in runs}
         return [(runs[data], run) for data, run in self._host_runs.items()]
@@ -261,3 +280,12 @@ class OffloadedOptimizer(FlatOptimizer):
         for run in self._host_runs.values():
             self.states.put_back(run)
         self.states.files.wait()
+
+
+def _order_behind(runs: Sequence[HostRun]) -> None:
+    """Let devices go on behind the copies back of ``runs``, which were stepped."""
+    for device in {run.data.device for run in runs}:
+        streams = streams_of(device)
+        streams.order(streams.compute, streams.mark(streams.offload))
+    for run in runs:
+        run.let_go()

@@ -173,11 +173,18 @@ def test_steps_in_backward_give_the_ordinary_optimizers_values(on_disk, fraction
     policy = DiskOffloadPolicy(tmp_path) if on_disk else fsdp2.CPUOffloadPolicy()
     optimizer = offloaded(torch.optim.AdamW, model, policy, fraction=fraction, step_in_backward=True, lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+    def with_a_look_at_the_state(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = forward_backward(model, x)
+        counts = {int(state["step"]) for state in optimizer.state.values()}  # of those on the host this step is taken
+        assert not counts or max(counts) in (len(steps), len(steps) + 1)
+        return loss
+
     steps, expected = [], []
     plain = adamw(reference.parameters())
     its_schedule = torch.optim.lr_scheduler.StepLR(plain, 2)
     for x in batches(5):
-        steps += fed_own_chunk(model, [x], optimizer=optimizer)
+        steps += fed_own_chunk(model, [x], optimizer=optimizer, iteration=with_a_look_at_the_state)
         schedule.step()
         expected += fed_in_chunks(reference, [x], lambda _: plain)
         its_schedule.step()

@@ -155,7 +155,7 @@ def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ModuleError(
             got_object("parallelize", model),
-            expected="one nn.Module; wrap= says which modules inside of it become groups",
+            expected="one nn.Module; wrap= chooses the modules inside of it that become groups",
             fix="pass the model itself",
         )
     checked_modules(model)
@@ -168,7 +168,7 @@ def _strategy(name: Any) -> Strategy:
     raise ArgumentError(
         f"parallelize got strategy={name!r}",
         expected=f"one of {list(STRATEGIES)}",
-        fix=f"strategy={close[0]!r}" if close else "see docs/strategies.md for what each keeps on a rank",
+        fix=f"strategy={close[0]!r}" if close else "docs/strategies.md lists the bytes that each keeps on a rank",
     )
 
 

@@ -166,6 +166,6 @@ def _refuse_units_below(module: nn.Module) -> None:
         raise OrderError(
             f"a budget of activations is for {type(module).__name__}, below which fully_shard took {len(below)} modules",
             items=below,
-            expected="each rank to checkpoint by what it measures, and so no collective inside of a module that is measured",
+            expected="no collective inside of a measured module: each rank checkpoints by its own measurement",
             fix="call fully_shard on the modules that are checkpointed, or use a policy without max_nbytes",
         )

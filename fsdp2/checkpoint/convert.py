@@ -181,7 +181,7 @@ def _check_target(src: Path, target: Path, to: str, force: bool) -> None:
     source = Path(os.path.abspath(src))
     if target == source or target in source.parents or source in target.parents:
         raise failure(
-            f"{target} is, or has, or is in, what is to be converted",
+            f"{target} is the source of the conversion, contains it, or lies in it",
             expected="a place of its own",
             fix="name another",
             file=target,

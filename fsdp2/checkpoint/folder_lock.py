@@ -88,7 +88,7 @@ def _locked(file: int, path: Path) -> str | None:
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             return _NO_LOCKS
-        return os.pread(file, 200, 0).decode(errors="replace") or "it has not said who it is"
+        return os.pread(file, 200, 0).decode(errors="replace") or "an unknown process"
     try:
         if os.stat(path).st_ino != os.fstat(file).st_ino:
             return ""

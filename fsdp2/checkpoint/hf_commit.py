@@ -193,7 +193,7 @@ def commit(folder: Path, names: Names, nbytes: Sequence[int], weight_map: Mappin
                 pass  # it has read and checked the header
         except SafetensorError as error:
             raise failure(
-                f"{path} is refused by the safetensors library: {error}", expected="what it opens", fix=UNCHANGED, file=path
+                f"the safetensors library refuses {path}: {error}", expected="a file that it opens", fix=UNCHANGED, file=path
             ) from error
     earlier = _files_of_index(folder)
     if len(names.final) == 1:

@@ -140,7 +140,7 @@ def check_pickle(data: bytes) -> None:
             elif kind == _STOP:
                 return
     except (IndexError, KeyError, ValueError) as error:
-        raise pickle.UnpicklingError(f"it is no whole pickle: {type(error).__name__} at byte {at} of {end}") from error
+        raise pickle.UnpicklingError(f"it is not a whole pickle: {type(error).__name__} at byte {at} of {end}") from error
 
 
 def _underflow() -> int:

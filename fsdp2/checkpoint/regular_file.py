@@ -21,5 +21,5 @@ def open_descriptor(path: Path) -> int:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # not to wait for a pipe's writer
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise OSError(0, "it is no regular file", str(path))
+        raise OSError(0, "it is not a regular file", str(path))
     return file

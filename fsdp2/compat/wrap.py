@@ -109,7 +109,7 @@ class CustomPolicy:
             raise ArgumentError(
                 f"the function of CustomPolicy returned {result!r} for a {type(module).__name__}",
                 expected="True, False, or a dict of FSDP arguments",
-                fix="return bool(...) of what it returns now",
+                fix="return bool(...) of its present result",
             )
         if not result:
             return None

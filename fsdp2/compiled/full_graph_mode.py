@@ -177,7 +177,7 @@ class FullGraph:
             raise CompileError(
                 f"forward of {type(self._model).__name__} returns {len(names)} parameters inside of a {type(output).__name__}",
                 items=names,
-                expected="parameters in outputs only inside of what torch.utils._pytree knows: tuples, lists, dicts, ...",
+                expected="parameters in outputs only inside of containers that torch.utils._pytree knows: tuples, lists, dicts, ...",
                 fix="return a copy, parameter.clone(), or run this model eagerly",
             )
 

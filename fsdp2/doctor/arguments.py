@@ -53,7 +53,7 @@ def ignored_checks(caller: str, ignore: Any) -> frozenset[str]:
             f"{caller} got {len(unknown)} names in ignore that no check has",
             items=map(short, unknown),
             expected=f"names of checks: {', '.join(CHECKS)}",
-            fix=f"ignore=[{close[0]!r}]" if close else "docs/doctor.md says what each looks for",
+            fix=f"ignore=[{close[0]!r}]" if close else "docs/doctor.md describes each check",
         )
     return frozenset(names)
 

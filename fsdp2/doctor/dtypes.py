@@ -90,7 +90,7 @@ def _casts(inspected: Inspected) -> Iterator[Finding]:
             "wide-parameters-cast-down",
             "warning",
             f"{len(names)} parameters are kept in {_short(dtype)} beside narrower ones, and computed with in {_short(param_dtype)}",
-            f"what somebody keeps in {_short(dtype)} on purpose (norms, routers) loses that in forward",
+            f"parameters that the program keeps in {_short(dtype)} on purpose (norms, routers) lose that precision in forward",
             "keep them by MixedPrecisionPolicy(param_dtype_override_fn=...), or give all parameters one dtype",
             tuple(names),
         )

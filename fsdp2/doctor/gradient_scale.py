@@ -211,7 +211,7 @@ def _certificate(
                 "gradient-scale",
                 "error",
                 f"the gradients of {len(names)} parameters are divided by {found}, and not by {expected}",
-                f"they are {float(expected) / float(found):.3g} times what was declared: these parameters train with another "
+                f"they are {float(expected) / float(found):.3g} times the declared ones: these parameters train with another "
                 "learning rate than the rest, or clipping scales all by their norm",
                 "for experts and context parallelism call set_gradient_divide_factor with the number of ranks whose tokens their "
                 "gradients have; for all parameters divide the loss by the micro-batches, or by the tokens of all ranks",

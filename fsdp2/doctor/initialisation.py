@@ -70,8 +70,8 @@ def initialisation_findings(inspected: Inspected) -> Iterator[Finding]:
         yield Finding(
             "uninitialised",
             "error",
-            f"{len(unwritten)} parameters or buffers hold NaN, as nobody has written them since to_empty, or as they were loaded so",
-            "every loss that they take part in is NaN; without fsdp2.doctor.canaries() they would hold what was in memory before",
+            f"{len(unwritten)} parameters or buffers hold NaN: no code has written them since to_empty, or a checkpoint holds NaN",
+            "every loss that they take part in is NaN; without fsdp2.doctor.canaries() they would hold old values of the memory",
             "initialise them after to_empty: parameters by reset_parameters() or a checkpoint, non-persistent buffers (rotary tables, "
             "masks) by their own function, for no checkpoint has them; or call fsdp2.materialize(model) in the place of to_empty",
             unwritten,

@@ -50,7 +50,7 @@ def migrate_config(text: str) -> Migrated:
         config: Any = YAML().load(text)
     except YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        left = Finding(mark.line + 1 if mark is not None else 1, Kind.LEFT, "not migrated: it is no YAML")
+        left = Finding(mark.line + 1 if mark is not None else 1, Kind.LEFT, "not migrated: it is not YAML")
         return Migrated(text, text, (left,) if "fsdp_config" in text else ())
     fsdp: Any = config.get("fsdp_config") if isinstance(config, dict) else None
     is_mapping = isinstance(fsdp, dict) and bool(fsdp)

@@ -29,7 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--parity", type=Path, metavar="SCRIPT", help="run SCRIPT and its rewritten copy side by side, on CPU processes")
     parser.add_argument("--steps", type=int, default=5, help="with --parity: optimizer steps to compare (default: 5)")
     parser.add_argument("--ranks", type=int, default=2, help="with --parity: processes of each run (default: 2)")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="with --parity: relative difference that is none (default: 1e-4)")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-4,
+        help="with --parity: the largest relative difference that counts as equal (default: 1e-4)",
+    )
     parser.add_argument(
         "--in-place", action="store_true", help="with --parity: run in the current folder, not in a copy of it for each run"
     )

@@ -36,7 +36,7 @@ _DROPPED = {
     "device_ids": "parallelize moves the model to the device of its mesh.",
     "output_device": "outputs are where forward put them.",
     "dim": "inputs are not scattered.",
-    "bucket_cap_mb": "a group of parameters is reduced together; wrap= says which.",
+    "bucket_cap_mb": "fsdp2 reduces groups of parameters; wrap= chooses them.",
     "gradient_as_bucket_view": "gradients always are views of the reduced buffer.",
     "static_graph": "nothing has to be known about the graph.",
     "check_reduction": "nothing to check.",

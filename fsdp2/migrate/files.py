@@ -49,7 +49,7 @@ def _checked(text: str, path: Path) -> Migrated:
     try:
         return migrate_source(text, path)
     except ParserSyntaxError as error:
-        return Migrated(text, text, (Finding(error.raw_line, Kind.LEFT, f"not migrated: it is no Python: {error.message}"),))
+        return Migrated(text, text, (Finding(error.raw_line, Kind.LEFT, f"not migrated: it is not Python: {error.message}"),))
 
 
 def _neighbours(path: Path, texts: dict[Path, str]) -> list[Path]:

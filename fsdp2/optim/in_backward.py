@@ -159,7 +159,7 @@ def _norm(grad: Tensor) -> Tensor:
 def _second_backward() -> OrderError:
     return OrderError(
         "a second backward began before optimizer.step() of an optimizer that steps in backward",
-        expected="one backward a step: the first one's gradients are used up",
+        expected="one backward a step: the step has consumed the gradients of the first backward",
         fix="add up gradients inside fsdp2.accumulate(model, last=...), which reduces them once; or " + _FIX,
     )
 

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--inputs",
         metavar="package.module:function",
-        help="from batch and sequence to the tuple of what the model is called with (default: numbers of words)",
+        help="a function from batch and sequence to the model's arguments (default: numbers of words)",
     )
     parser.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch of one rank (default: 1)")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence (default: 2048)")

@@ -233,7 +233,7 @@ def _not_rehearsed(workload: Workload, inputs: tuple[Any, ...], error: Exception
         )
     return ModuleError(
         f"{workload.name} raised {type(error).__name__} when it was called with ({given}): {short(str(error))}",
-        expected="a model that takes what inputs gives it, and a loss that takes what it returns",
+        expected="a model that takes the tuple of inputs, and a loss that takes the model's result",
         fix="pass inputs=, a function from batch and sequence to the tuple of its arguments (fsdp2 plan --inputs "
         "package.module:function), and loss=",
     )

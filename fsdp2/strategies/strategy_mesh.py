@@ -96,7 +96,7 @@ def node_size(name: str, num_ranks: int, shard_size: int | None, by_default: int
     if given is None:
         raise ArgumentError(
             f"strategy {name!r} got neither shard_size nor a 2-D mesh",
-            expected="how many ranks share one copy of the parameters; torchrun says it in LOCAL_WORLD_SIZE, which is not set",
+            expected="the number of ranks that share one copy of the parameters, or torchrun's LOCAL_WORLD_SIZE",
             fix="pass shard_size, the number of ranks on a node",
         )
     if isinstance(given, bool) or not isinstance(given, int) or given < 1 or num_ranks % given:

@@ -116,7 +116,7 @@ def test_what_is_no_python_is_listed_and_left(file: Any, capsys: pytest.CaptureF
     binary.write_bytes(b"x = '\xe9'\n")
     assert main(["migrate", "--write", str(path), str(binary)]) == 1
     listed = capsys.readouterr().out
-    assert f"{path}:1: left: not migrated: it is no Python" in listed
+    assert f"{path}:1: left: not migrated: it is not Python" in listed
     assert f"{binary}:1: left: not migrated: it is not UTF-8" in listed
 
 
@@ -152,7 +152,7 @@ def test_a_configuration_that_is_no_yaml_is_listed(file: Any, capsys: pytest.Cap
     path = file("fsdp.yaml", "fsdp_config:\n  names: [a\n")
     assert main(["migrate", str(path), str(file("other.yaml", "a: [1\n"))]) == 1
     assert (listed := capsys.readouterr().out).startswith(f"{path}:")
-    assert listed.endswith("left: not migrated: it is no YAML\n")
+    assert listed.endswith("left: not migrated: it is not YAML\n")
 
 
 @pytest.mark.parametrize("made", ["partial(FSDP)(net)", "shard(net)"])

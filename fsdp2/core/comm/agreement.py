@@ -66,7 +66,7 @@ def _packed(problem: FSDPError | None, said: object) -> bytes:
     try:
         return pickle.dumps((problem, said))
     except Exception as error:
-        text = f"this rank cannot tell the others what it has: {type(error).__name__}: {error}"
+        text = f"this rank cannot send its state to the others: {type(error).__name__}: {error}"
         problem = problem or CheckpointError(text, expected="values that can be pickled", fix="mend the cause")
         return pickle.dumps((CheckpointError(str(problem)), None))
 

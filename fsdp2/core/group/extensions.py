@@ -515,7 +515,7 @@ def _error(param: ShardedParam, method: str, what: str, expected: str) -> Extens
     return ExtensionError(
         f"{method} of {param.fqn} ({type(param.local).__name__} {tuple(param.local.shape)}) {what}",
         expected=expected,
-        fix=f"change {method}; the docstring of fsdp2.core.group.extensions says what it has to do",
+        fix=f"change {method}; the docstring of fsdp2.core.group.extensions describes it",
     )
 
 

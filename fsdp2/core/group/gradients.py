@@ -152,7 +152,7 @@ class Gradients:
             f"{what} changed while gradients accumulate without sync",
             items=toggled or [f"{param.fqn} {param.dtype}" for param in group.params],
             expected="the same trainable parameters, as they were, from the first backward without sync to the one that reduces",
-            fix="change them after that backward, or drop what was accumulated with model.zero_grad()",
+            fix="change them after that backward, or drop the accumulated gradients with model.zero_grad()",
         )
 
     def _compact_plan(self, used: list[bool]) -> ReducePlan:

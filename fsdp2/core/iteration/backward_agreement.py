@@ -332,7 +332,7 @@ class Agreement:
             f"{len(items)} units are not in the same backward on all ranks" if items else "ranks ran units in different orders",
             items=items,
             expected="forward to call the same units in the same order on every rank, and each loss to use what they return",
-            fix="make one group of what encloses modules that some ranks leave out (wrap=None: the whole model), or, if only the"
+            fix="make one group of the module around those that some ranks leave out (wrap=None: the whole model), or, if only the"
             " losses differ, call set_reduce_scatter_unused_params(True) on the root; go on after reset_iter_state()",
         )
 

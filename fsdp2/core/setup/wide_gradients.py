@@ -36,7 +36,7 @@ def tell_of_wide_gradients(module: str, plans: Iterable[GroupPlan], has_reduce_d
         "%s is computed in %s, and its gradients are reduced in %s: from torch 2.15 on, FSDP2 without reduce_dtype reduces them in "
         "the dtype of the parameters. This %s reduces %.0f KiB of gradients a step, where torch 2.14 reduced %.0f. "
         'MixedPrecisionPolicy(param_dtype=%s, reduce_dtype=%s), or fsdp2.set_semantics("2.13") before fully_shard, keeps the old '
-        "traffic; reduce_dtype=%s says that you want the new one. (Said once.)",
+        "traffic; reduce_dtype=%s keeps the new traffic. (Logged once.)",
         module,
         first.param_dtype,
         first.reduce_dtype,

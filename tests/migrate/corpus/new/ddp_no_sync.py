@@ -28,7 +28,7 @@ class Trainer:
         #   others call. Where all ranks call the same modules, drop it: several groups are reduced while
         #   backward goes on.
         # fsdp2: gradient_as_bucket_view=True dropped: gradients always are views of the reduced buffer.
-        # fsdp2: bucket_cap_mb=5 dropped: a group of parameters is reduced together; wrap= says which.
+        # fsdp2: bucket_cap_mb=5 dropped: fsdp2 reduces groups of parameters; wrap= chooses them.
         self.ddp = fsdp2.parallelize(
             net,
             "ddp",

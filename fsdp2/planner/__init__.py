@@ -13,6 +13,7 @@
     duration     from what was written down and a card: how long a step takes, by a model
     result       the plan, as plain values
     api          ``plan``; command: ``fsdp2 plan``
+    card_file    device cards as files; measure: such a file of this machine, by ranks that it starts
     search       settings that fit a memory limit, the fastest first
 
 Nothing is derived by formula: ``parallelize``, the hooks, the schedule, autograd and the optimizer run as they do in training, on

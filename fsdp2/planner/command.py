@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from ..strategy import STRATEGIES
 from ..testing.clock.cards import CARDS
 from ..wrap import by_class
 from .api import plan_of
+from .card_file import card_named
+from .measure import measure_in_ranks
 from .rehearsal import OPTIMIZERS, Setting
 from .result import headline, tables
 from .search import search
@@ -29,9 +32,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``fsdp2 plan``."""
     parser.add_argument(
-        "model", metavar="MODEL", help=f"{', '.join(SHAPES)}; hf:CONFIG.json; or package.module:function, which returns a module"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        help=f"{', '.join(SHAPES)}; hf:CONFIG.json; or package.module:function, which returns a module",
     )
-    parser.add_argument("--ranks", type=int, required=True, help="how many")
+    parser.add_argument("--ranks", type=int, help="how many; a plan needs it")
     parser.add_argument("--ranks-per-host", type=int, default=8, help="default: 8")
     parser.add_argument("--strategy", choices=list(STRATEGIES), default="zero3", help="as in fsdp2.parallelize (default: zero3)")
     parser.add_argument("--shard-size", type=int, help="ranks of a node, for hybrid strategies (default: ranks per host)")
@@ -55,19 +61,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory-limit", type=float, metavar="GB", help="with --search: of a rank (default: nine tenths of the card's)"
     )
-    parser.add_argument("--card", choices=list(CARDS), help="also say how long a step takes on it, by a model")
+    parser.add_argument("--card", help=f"also say how long a step takes on it, by a model: {', '.join(CARDS)}, or a file of --measure")
+    parser.add_argument("--measure", type=Path, metavar="FILE", help="plan nothing: measure this machine, and write a card for --card")
     parser.add_argument("--backend", choices=["nccl", "gloo"], default="nccl", help="whose algorithms (default: nccl)")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan, or what a search has found. Returns 0."""
+    """Print the plan, or what a search has found. Returns 0, or the status of ranks that were to measure."""
+    if options.measure is not None:
+        return measure_in_ranks(options.measure)
+    if options.model is None or options.ranks is None:
+        raise ArgumentError(
+            "a plan got no model, or no number of ranks", expected="both", fix="for instance: fsdp2 plan llama3-8b --ranks 16"
+        )
+    card = None if options.card is None else card_named(options.card)
     workload, setting = named(options.model, options.inputs), setting_of(options)
     if options.search:
         limit = None if options.memory_limit is None else options.memory_limit * 1e9
-        found = search(workload, setting, options.card, memory_limit=limit, ranks_per_host=options.ranks_per_host)
+        found = search(workload, setting, card, memory_limit=limit, ranks_per_host=options.ranks_per_host)
         show(headline(found.asked.plan), [found.table])
         return 0
-    planned = plan_of(workload, setting, options.ranks_per_host, options.card)
+    planned = plan_of(workload, setting, options.ranks_per_host, card)
     show(headline(planned), tables(planned))
     return 0
 

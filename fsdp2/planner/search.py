@@ -72,7 +72,7 @@ class Found:
 def search(
     model: nn.Module | Workload,
     setting: Setting,
-    card: str | Card,
+    card: str | Card | None,
     *,
     memory_limit: float | None = None,
     ranks_per_host: int = 8,

@@ -67,7 +67,7 @@ def test_wrong_arguments_of_a_search_are_our_errors(capsys):
 
 @pytest.mark.slow
 def test_proposals_of_a_small_decoder_are_plans_of_their_settings():
-    shape = DecoderShape("llama", dim=1024, layers=4, heads=8, kv_heads=8, hidden=4096, vocabulary=8192, context=1024)
+    shape = DecoderShape("llama", dim=1024, layers=2, heads=8, kv_heads=8, hidden=4096, vocabulary=8192, context=1024)
     workload = of_shape("small", shape)
     asked = Setting(world_size=8, param_dtype=torch.bfloat16, reduce_dtype=torch.float32, batch=2)
     limit = 0.9 * plan_of(workload, asked).memory.peak.nbytes

@@ -1,0 +1,141 @@
+"""``fsdp2 plan --measure FILE``: a device card of this machine, measured by as many ranks as it has devices (two on a CPU).
+
+Each rate is what a loop reaches, so that the card's shares are 1. Every number is the median of several rounds: on a machine that does
+other work at the same time, they are this machine's with that work. What one host cannot show is taken from what it can: the bandwidth
+between hosts is written as that inside of one, and is for the reader to edit.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ..core import torch_compat as compat
+from ..testing.clock.cards import Card, HostCosts, Protocol
+from .card_file import write_card
+
+_ROUNDS = 7
+_DTYPES = {"BFloat16": torch.bfloat16, "Half": torch.float16, "Float": torch.float32}
+
+
+def measure_in_ranks(path: Path) -> int:
+    """Start ranks, one for each device, or two on a CPU, which measure and write ``path``. Returns: their exit status"""
+    kind = compat.default_device_type()
+    num_ranks = 2 if kind == "cpu" else compat.device_module(kind).device_count()
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    return subprocess.run([*launcher, "-m", "fsdp2.planner.measure", str(path)], env=environment, check=False).returncode
+
+
+def main(path: str) -> None:
+    """One rank."""
+    kind = compat.default_device_type()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device(kind) if kind == "cpu" else torch.device(kind, local_rank)
+    if kind != "cpu":
+        compat.device_module(kind).set_device(device)
+    dist.init_process_group("gloo" if kind == "cpu" else None)
+    card = measured_card(device)
+    if dist.get_rank() == 0:
+        write_card(card, Path(path))
+        sys.stdout.write(f"{path}: {card.name}, {dist.get_world_size()} ranks\n")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measured_card(device: torch.device) -> Card:
+    """Of ``device``, and of the default process group. Collective: yes, over all ranks"""
+    is_cpu = device.type == "cpu"
+    size = 256 if is_cpu else 8192
+    nbytes = (16 if is_cpu else 1024) << 20
+    flops = {}
+    for name, dtype in _DTYPES.items():
+        left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+        flops[name] = 2.0 * size**3 / _seconds(lambda left=left, right=right: left @ right, device)  # type: ignore[misc]
+    source, target = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=not is_cpu)
+    one = torch.ones(1, device=device)
+    operator = _seconds(lambda: one.add_(1), device, times=100, waits=is_cpu)
+    base, bandwidth = _collectives(device)
+    kernel = 0.0 if is_cpu else _seconds(lambda: one.add_(1), device, times=100)
+    return Card(
+        name="CPU, measured" if is_cpu else f"{compat.device_module(device.type).get_device_name(device)}, measured",
+        flops=flops,
+        memory_bandwidth=2 * nbytes / _seconds(lambda: target.copy_(source), device),
+        memory_nbytes=float(_memory_of(device)),
+        inside=bandwidth,
+        between=bandwidth,
+        to_host=nbytes / _seconds(lambda: host.copy_(source), device),
+        ranks_per_host=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        matmul_share=1.0,
+        attention_share=min(_attention_flops(device) / flops["BFloat16"], 1.0),
+        memory_share=1.0,
+        link_share=1.0,
+        kernel_s=kernel,
+        protocols=(Protocol("measured", base_s=base, inside_s=0.0, between_s=0.0, share=1.0),),
+        host=HostCosts(operator=operator),
+    )
+
+
+def _attention_flops(device: torch.device) -> float:
+    """FLOP/s of causal attention, half of the square."""
+    batch, heads, sequence, head = (1, 2, 256, 64) if device.type == "cpu" else (4, 16, 4096, 128)
+    q, k, v = (torch.ones(batch, heads, sequence, head, dtype=torch.bfloat16, device=device) for _ in range(3))
+    seconds = _seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), device)
+    return 4.0 * batch * heads * sequence * sequence * head / 2 / seconds
+
+
+def _collectives(device: torch.device) -> tuple[float, float]:
+    """Seconds of an all-gather of next to nothing, and bytes/s of a rank in a large one."""
+    size = dist.get_world_size()
+    nbytes = (4 if device.type == "cpu" else 256) << 20
+
+    def seconds_of(numel: int) -> float:
+        own = torch.ones(numel, dtype=torch.uint8, device=device)
+        whole = torch.empty(numel * size, dtype=torch.uint8, device=device)
+        return _seconds(lambda: dist.all_gather_into_tensor(whole, own), device)
+
+    base, large = seconds_of(16), seconds_of(nbytes // size)
+    moved = nbytes * (size - 1) / size if size > 1 else 2.0 * nbytes
+    return base, moved / max(large - base, 1e-9)
+
+
+def _memory_of(device: torch.device) -> int:
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    properties: Any = compat.device_module(device.type).get_device_properties(device)
+    return int(properties.total_memory)
+
+
+def _seconds(run: Callable[[], object], device: torch.device, times: int = 3, waits: bool = True) -> float:
+    """The median of one call's time. waits: for the device, behind ``times`` calls; else it is the host's time to give them"""
+
+    def synchronize() -> None:
+        if device.type != "cpu":
+            compat.device_module(device.type).synchronize(device)
+
+    run()
+    found = []
+    for _ in range(_ROUNDS):
+        synchronize()
+        begin = time.perf_counter()
+        for _ in range(times):
+            run()
+        if waits:
+            synchronize()
+        found.append((time.perf_counter() - begin) / times)
+    return statistics.median(found)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

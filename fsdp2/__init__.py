@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .core.comm.lookout import set_missing_rank_timeout
     from .hangs import watchdog
     from .inspector.ledger_file import ledger
+    from .inspector.record_file import record
     from .inspector.trace_file import trace
     from .installation import install, uninstall
     from .model_summary import summary
@@ -62,6 +63,7 @@ _ELSEWHERE = {
     "plan": "planner.api",
     "set_missing_rank_timeout": "core.comm.lookout",
     "summary": "model_summary",
+    "record": "inspector.record_file",
     "trace": "inspector.trace_file",
     "uncompile": "compiled",
     "uninstall": "installation",
@@ -110,6 +112,7 @@ __all__ = [
     "optim",
     "parallelize",
     "plan",
+    "record",
     "register_fsdp_forward_method",
     "set_collective_algorithms",
     "set_missing_rank_timeout",

@@ -16,6 +16,7 @@ COMMANDS = {
     "convert": ("fsdp2.checkpoint.convert", "turn a checkpoint of one format into another"),
     "verify": ("fsdp2.checkpoint.verify", "compare a checkpoint's bytes with the digests that were written with them"),
     "plan": ("fsdp2.planner.command", "say what a training run will need: bytes, their peak, communication"),
+    "diff": ("fsdp2.inspector.diff_command", "say where two recorded runs part first, and whether by rounding"),
     "report": ("fsdp2.inspector.report.command", "show what a run has written down as an HTML page"),
     "doctor": ("fsdp2.doctor.command", "run a script's first steps on CPU ranks and report its faults"),
     "migrate": ("fsdp2.migrate.command", "rewrite scripts written for FSDP1, DDP, DeepSpeed or torch's FSDP2"),

@@ -91,7 +91,10 @@ def all_kept_bytes() -> int:
         add_storage(local_of(tensor).untyped_storage())
 
     def add_storage(storage: torch.UntypedStorage) -> None:
-        found[storage.data_ptr()] = storage.nbytes()
+        try:
+            found[storage.data_ptr()] = storage.nbytes()
+        except RuntimeError:  # it has no memory: what a compiler, or a plan, has traced
+            return
 
     for group in groups:
         for storage in () if group.unsharded is None else group.unsharded.storages():

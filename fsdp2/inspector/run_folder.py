@@ -3,6 +3,7 @@
     run/
       run.json               of rank 0: world size, versions, the plan, findings
       ledger.rank0.jsonl     a line for each step of that rank
+      record.rank0.jsonl     fingerprints of each step of that rank
       trace.rank0.json       spans and samples of that rank, in Chrome's trace format
       trace.json             those of all ranks
 

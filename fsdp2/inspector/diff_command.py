@@ -1,0 +1,51 @@
+"""``fsdp2 diff RUN_A RUN_B``: where two runs that ``fsdp2.record`` wrote down part first, and whether by rounding or by more.
+
+fsdp2 diff runs/monday runs/tuesday
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from ..errors import ArgumentError
+from .difference import Lines, common_steps, partings
+from .run_folder import rank_files, read_lines
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("first", type=Path, metavar="RUN_A", help="a folder that fsdp2.record was given")
+    parser.add_argument("second", type=Path, metavar="RUN_B", help="another one")
+
+
+def run(options: argparse.Namespace) -> int:
+    """1 if they part, as diff does; else 0. Raises: ArgumentError where there is nothing to compare"""
+    first, second = _recorded(options.first), _recorded(options.second)
+    steps = common_steps(first, second)
+    if not steps:
+        raise ArgumentError(
+            f"{options.first} and {options.second} have no step in common",
+            expected="steps that all ranks of both runs have recorded",
+            fix="record both with the same first_step= and every=",
+        )
+    found = list(partings(first, second))
+    for each in found[:1]:
+        sys.stdout.write(f"{each}\n")
+        more = next((other for other in found if not other.is_rounding), None)
+        if each.is_rounding:
+            sys.stdout.write(f"by more than rounding first: {more}\n" if more else "nowhere by more than rounding\n")
+    if not found:
+        sys.stdout.write(f"no bit differs in steps {steps[0]} to {steps[-1]}\n")
+    return 1 if found else 0
+
+
+def _recorded(folder: Path) -> Lines:
+    found = {rank: read_lines(path) for rank, path in rank_files(folder, "record", "jsonl")}
+    if not found:
+        raise ArgumentError(
+            f"diff found no recording in {folder}",
+            expected="the folder that fsdp2.record was given",
+            fix='train with: with fsdp2.record("run", model, optimizer): ...',
+        )
+    return found

@@ -1,0 +1,119 @@
+"""Where two recorded runs part first: step, phase, unit and parameter, and whether by rounding. Pure.
+
+Gathered parameters are compared rank by rank, since each rank has a copy of its own; gradients and updated parameters as whole tensors,
+summed up over the ranks that have a part of one copy. A rank, or a copy, that one run lacks is compared with its first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .fingerprint import NOTHING, Fingerprint
+from .run_folder import Values
+
+PHASES = ("parameters", "gradients", "update")
+"""In the order of a step; that of units within one is recorded."""
+
+Lines = Mapping[int, Sequence[Values]]
+"""Of one run, by rank."""
+
+
+@dataclass(frozen=True)
+class Parting:
+    """distance: about the norm of the difference; others: parameters that part in the same phase of the same step
+
+    who: "rank 1" of gathered parameters, "replica 1" of the others; "" where there is but one
+    """
+
+    step: int
+    phase: str
+    unit: str
+    param: str
+    who: str
+    distance: float
+    norm: float
+    is_rounding: bool
+    others: int
+
+    def __str__(self) -> str:
+        what = {"parameters": "gathered parameters", "gradients": "reduced gradients", "update": "updated parameters"}[self.phase]
+        how = "by rounding" if self.is_rounding else "by more than rounding"
+        where = f" on {self.who}" if self.who else ""
+        more = f"; {self.others} more parameters part in that phase" if self.others else ""
+        return (
+            f"step {self.step}, {what} of {self.unit}{where}: {self.param} parts {how}, "
+            f"by about {self.distance:.3g} at a norm of {self.norm:.3g}{more}"
+        )
+
+
+def partings(first: Lines, second: Lines) -> Iterator[Parting]:
+    """In order, of each phase of each step of both runs: the first parameter that parts, and the first by more than rounding.
+
+    One that a run does not have parts by more.
+    """
+    by_step = [{step: _at(lines, step) for step in _steps(lines)} for lines in (first, second)]
+    for step in sorted(by_step[0].keys() & by_step[1].keys()):
+        for phase in PHASES:
+            found = list(_of_phase(step, phase, by_step[0][step], by_step[1][step]))
+            if found:
+                others = len({each.param for each in found}) - 1
+                by_more = next((each for each in found if not each.is_rounding), found[0])
+                for each in dict.fromkeys([found[0], by_more]):
+                    yield replace(each, others=others)
+
+
+def common_steps(first: Lines, second: Lines) -> list[int]:
+    return sorted(_steps(first) & _steps(second))
+
+
+def _steps(lines: Lines) -> set[int]:
+    """That all ranks have."""
+    return set.intersection(*({line["step"] for line in each} for each in lines.values())) if lines else set()
+
+
+def _at(lines: Lines, step: int) -> dict[int, Values]:
+    return {rank: next(line for line in each if line["step"] == step) for rank, each in lines.items()}
+
+
+@dataclass(frozen=True)
+class _Whole:
+    made: Fingerprint
+    eps: float
+
+
+def _wholes(phase: str, by_rank: Mapping[int, Values]) -> dict[tuple[str, str], dict[int, _Whole]]:
+    """By (unit, parameter) in the order of the lowest rank, by rank or replica."""
+    found: dict[tuple[str, str], dict[int, _Whole]] = {}
+    for rank, line in sorted(by_rank.items()):
+        for unit, params in line[phase].items():
+            for param, said in params.items():
+                who = rank if phase == "parameters" else said["replica"]
+                copies = found.setdefault((unit, param), {})
+                before = copies.get(who, _Whole(NOTHING, 0.0))
+                made = Fingerprint(said["checksum"], said["squares"], tuple(said["sketch"]))
+                copies[who] = _Whole(before.made + made, max(before.eps, said["eps"]))
+    return found
+
+
+def _of_phase(step: int, phase: str, first: Mapping[int, Values], second: Mapping[int, Values]) -> Iterator[Parting]:
+    ours, theirs = _wholes(phase, first), _wholes(phase, second)
+    kind = "rank" if phase == "parameters" else "replica"
+    for unit, param in dict.fromkeys([*ours, *theirs]):
+        pair = ours.get((unit, param), {}), theirs.get((unit, param), {})
+        several = max(map(len, pair)) > 1
+        for who in sorted({*pair[0], *pair[1]}):
+            one, other = (copies.get(who, copies.get(min(copies))) if copies else None for copies in pair)
+            if one is None or other is None:
+                has = one or other
+                assert has is not None
+                yield Parting(step, phase, unit, param, f"{kind} {who}" if several else "", has.made.norm, has.made.norm, False, 0)
+            elif one.made.checksum != other.made.checksum:
+                distance, norm = one.made.distance(other.made), max(one.made.norm, other.made.norm)
+                is_rounding = distance <= limit(max(one.eps, other.eps)) * norm
+                yield Parting(step, phase, unit, param, f"{kind} {who}" if several else "", distance, norm, is_rounding, 0)
+
+
+def limit(eps: float) -> float:
+    """Up to which part of its norm a tensor may be off by rounding: 64 units of fp32, which sums collect; 4 of a coarser dtype."""
+    return 64 * eps if eps < 1e-4 else 4 * eps

@@ -1,0 +1,171 @@
+"""``record``: fingerprints of gathered parameters, reduced gradients and updated parameters of each step, for ``fsdp2 diff``.
+
+It hears where units begin and where a backward ends from the collective log, as the ledger does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..checkpoint.boxes import Cut, pieces_of
+from ..checkpoint.model_tensors import cuts_of
+from ..core import torch_compat as compat
+from ..core.comm import collective_log
+from ..core.group.param_group import ParamGroup
+from ..core.group.step_count import OPTIMIZER_STEPS
+from ..doctor.inspected import inspect
+from .fingerprint import fingerprint
+from .run_folder import Lines, Values, folder_of, rank_file
+
+
+def record(
+    folder: Any,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    *,
+    every: int = 1,
+    first_step: int = 1,
+) -> Recording:
+    """Write fingerprints of each step of this rank into ``folder``, until the end of the ``with`` block or until ``stop()``.
+
+    folder:     one for a run, seen by all ranks or copied together; an earlier recording of this rank is dropped
+    optimizer:  one, or all that train it: the step of the last one ends a step; None: each step of any optimizer
+    every:      record the first step, and each of this number
+    first_step: number of the step that comes first; of a run that goes on, the next one
+    Collective: no. In a recorded step each rank reads all gathered parameters once, and its shards twice
+    Raises:     ModuleError if ``model`` is not sharded; ArgumentError for something else than optimizers
+
+    Example:
+        with fsdp2.record(folder, model, optimizer):
+            model(x).sum().backward()
+            optimizer.step()
+    """
+    return Recording(folder, model, optimizer, every=every, first_step=first_step)
+
+
+class Recording(collective_log.Listener):
+    """See ``record``."""
+
+    def __init__(
+        self,
+        folder: Any,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None,
+        *,
+        every: int,
+        first_step: int,
+    ) -> None:
+        self.folder = folder_of(folder, "record")
+        inspected = inspect(model, optimizer, "record")
+        self._units = [unit for _, unit in inspected.units]
+        self._every, self._step, self._first = every, first_step, first_step
+        self._forward: dict[str, Values] = {}
+        self._backward: dict[str, Values] = {}
+        self._begun: list[str] = []  # units in the order of this backward
+        self._at = ("", "")
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self._lines = Lines(rank_file(self.folder, "record", rank, "jsonl"))
+        self._undo = contextlib.ExitStack()
+        self._undo.callback(self._lines.close)
+        collective_log.listen(self, lambda: OPTIMIZER_STEPS.value + 1)
+        self._undo.callback(collective_log.ignore, self)
+        end_step = compat.dynamo_disabled(self._end_step)
+        if inspected.optimizers:
+            self._undo.callback(inspected.optimizers[-1].register_step_post_hook(end_step).remove)
+        else:
+            self._undo.callback(register_optimizer_step_post_hook(end_step).remove)
+
+    def stop(self) -> None:
+        """End it; what was recorded stays. A second time: nothing."""
+        self._undo.close()
+
+    def __enter__(self) -> Recording:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.stop()
+
+    @property
+    def _is_on(self) -> bool:
+        return (self._step - self._first) % self._every == 0
+
+    # --- moments of a step ---
+
+    def begins(self, phase: str, unit: str) -> None:
+        self._at = phase, unit
+        if phase == "backward" and unit not in self._begun:
+            self._begun.append(unit)
+
+    def resumes(self) -> None:
+        """A unit's parameters are gathered, and it runs next. Of several micro-batches the first one is recorded."""
+        phase, name = self._at
+        self._at = ("", "")
+        if phase != "forward" or name in self._forward or not self._is_on or not torch.is_grad_enabled():
+            return
+        for unit in self._units:
+            if (unit.fqn or "the root") == name:
+                self._forward[name] = {
+                    param.fqn: _said(param.unsharded, _coarsest(group, param.unsharded.dtype))
+                    for group in unit.groups
+                    for param in group.params
+                    if param.unsharded is not None
+                }
+
+    def leaves(self) -> None:
+        """All gradients of this backward are reduced; of several in a step the last one's are kept."""
+        if not self._begun or not self._is_on:
+            self._begun.clear()
+            return
+        found = {unit.fqn or "the root": unit for unit in self._units}
+        order = [name for name in self._begun if name in found] + [name for name in found if name not in self._begun]
+        self._begun.clear()
+        self._backward = {name: said for name in order if (said := dict(_gradients(found[name].groups)))}
+
+    def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_on:
+            updated = {
+                unit.fqn or "the root": {
+                    param.fqn: _said(param.sharded, _coarsest(group, param.dtype)) for group in unit.groups for param in group.params
+                }
+                for unit in self._units
+            }
+            self._lines.write({"step": self._step, "parameters": self._forward, "gradients": self._backward, "update": updated})
+        self._forward, self._backward = {}, {}
+        self._step += 1
+
+
+def _gradients(groups: Iterable[ParamGroup]) -> Iterator[tuple[str, Values]]:
+    for group in groups:
+        for param in group.params:
+            grad = param.sharded.grad
+            if grad is not None:
+                yield param.fqn, _said(grad, _coarsest(group, grad.dtype))
+
+
+def _coarsest(group: ParamGroup, dtype: torch.dtype) -> float:
+    """The rounding unit of what a value went through."""
+    dtypes = (dtype, group.plan.param_dtype, group.plan.reduce_dtype)
+    return max(torch.finfo(each).eps for each in dtypes if each.is_floating_point)
+
+
+def _said(tensor: Tensor, eps: float) -> Values:
+    """replica: which of several copies this rank has a part of; all copies have numbers from 0"""
+    local, replica = tensor, 0
+    cuts: list[Cut] = []
+    if isinstance(tensor, DTensor):
+        coordinate = tensor.device_mesh.get_coordinate() or ()
+        local, cuts = compat.local_tensor(tensor), cuts_of(tensor, coordinate)
+        for axis, placement in enumerate(tensor.placements):
+            if compat.shard_dim(placement) is None:
+                replica = replica * tensor.device_mesh.size(axis) + coordinate[axis]
+    made = fingerprint(local.detach(), tensor.shape, pieces_of(tensor.shape, cuts))
+    return {"checksum": made.checksum, "squares": made.squares, "sketch": made.sketch, "replica": replica, "eps": eps}

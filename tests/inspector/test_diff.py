@@ -1,0 +1,150 @@
+"""Recorded runs that part at a value that the test has planted are found to part there; equal ones do not."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp2
+from fsdp2.cli import main
+from fsdp2.core.group.memory import GroupMemory
+from fsdp2.inspector.difference import Lines, partings
+from fsdp2.inspector.fingerprint import fingerprint
+from fsdp2.inspector.run_folder import rank_files, read_lines
+from harness import on_ranks
+from harness.inspected import folder_for_all
+
+STEPS = 3
+LAYERS = 4
+
+
+def built(strategy: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(LAYERS)])
+    return fsdp2.parallelize(model, strategy, wrap=fsdp2.wrap.by_class(nn.Sequential))
+
+
+class Fault:
+    """One value of one parameter is wrong on one rank, in one phase of one step."""
+
+    def __init__(self, phase: str, step: int, layer: int, name: str, rank: int, by: float) -> None:
+        self.phase, self.step, self.param, self.rank, self.by = phase, step, f"{layer}.0.{name}", rank, by
+        self.unit = str(layer)
+        self.now = 1
+
+    @property
+    def is_due(self) -> bool:
+        return self.now == self.step and dist.get_rank() == self.rank
+
+    def plant(self, tensor: torch.Tensor) -> None:
+        with torch.no_grad():
+            tensor.data.view(-1)[-1] += self.by
+
+    @contextlib.contextmanager
+    def planted(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        (sharded,) = [param for name, param in model.named_parameters() if name == self.param]
+        with contextlib.ExitStack() as undo:
+            if self.phase == "gradients":
+                grad = sharded.register_post_accumulate_grad_hook(lambda param: self.is_due and self.plant(param.grad.to_local()))
+                undo.callback(grad.remove)
+            elif self.phase == "update":
+                hook = optimizer.register_step_post_hook(lambda *_: self.is_due and self.plant(sharded.detach().to_local()))
+                undo.callback(hook.remove)
+            else:
+                finish = GroupMemory._finish_gather
+
+                def wrong(group: GroupMemory) -> Any:
+                    made = finish(group)
+                    for param in group.params:
+                        if self.is_due and param.fqn == self.param:
+                            self.plant(param.unsharded.detach())
+                    return made
+
+                undo.enter_context(patch.object(GroupMemory, "_finish_gather", wrong))
+            yield
+
+
+def recorded(folder: Path, strategy: str = "zero3", fault: Fault | None = None) -> Lines:
+    model = built(strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    planted = contextlib.nullcontext() if fault is None else fault.planted(model, optimizer)
+    with planted, fsdp2.record(folder, model, optimizer):
+        for step in range(1, STEPS + 1):
+            if fault is not None:
+                fault.now = step
+            x = torch.randn(8, 16, generator=torch.Generator().manual_seed(step * 10 + dist.get_rank()))
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    dist.barrier()
+    return {rank: read_lines(path) for rank, path in rank_files(folder, "record", "jsonl")}
+
+
+@on_ranks(2)
+def test_a_planted_value_is_named_by_step_phase_unit_parameter_and_rank(world_size):
+    folders = folder_for_all(), folder_for_all()
+    first = recorded(folders[0])
+    fault = Fault("parameters", 2, 1, "weight", rank=1, by=0.01)
+    second = recorded(folders[1], fault=fault)
+    found = next(partings(first, second))
+    assert (found.step, found.phase, found.unit, found.param, found.who) == (2, "parameters", "1", "1.0.weight", "rank 1")
+    assert found.distance == pytest.approx(0.01, rel=1e-3)
+    assert not found.is_rounding
+    if dist.get_rank() == 0:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            assert main(["diff", *map(str, folders)]) == 1
+        assert "step 2, gathered parameters of 1 on rank 1: 1.0.weight parts by more than rounding" in printed.getvalue()
+
+
+@on_ranks(2)
+def test_a_run_has_the_bits_of_itself_and_the_values_of_another_strategy(world_size):
+    first, again, replicated = (recorded(folder_for_all(), strategy) for strategy in ("zero3", "zero3", "ddp"))
+    assert list(partings(first, again)) == []
+    assert all(each.is_rounding for each in partings(first, replicated))  # an all-reduce may add up in another order
+    lines = first[0][0], replicated[0][0]
+    assert lines[0]["parameters"] == lines[1]["parameters"]
+    assert len(lines[0]["gradients"]) == len(lines[1]["gradients"]) == LAYERS
+
+
+@on_ranks(2)
+def test_what_ranks_record_adds_up_to_the_whole_tensor(world_size):
+    lines = recorded(folder_for_all())
+    model = built("zero3")
+    for layer in range(LAYERS):
+        for name in ("weight", "bias"):
+            said = [lines[rank][0]["parameters"][str(layer)][f"{layer}.0.{name}"] for rank in range(world_size)]
+            tensor = model.get_parameter(f"{layer}.0.{name}").full_tensor().detach()
+            made = fingerprint(tensor, tensor.shape, fsdp2.checkpoint.boxes.pieces_of(tensor.shape, ()))
+            assert [each["checksum"] for each in said] == [made.checksum] * world_size
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_twenty_planted_values_are_all_found_where_they_are(world_size):
+    draw = random.Random(0)
+    first = recorded(folder_for_all())
+    for number in range(20):
+        phase = ("parameters", "gradients", "update")[number % 3]
+        step, layer, name = draw.randint(1, STEPS), draw.randrange(LAYERS), draw.choice(["weight", "bias"])
+        fault = Fault(phase, step, layer, name, rank=draw.randrange(2), by=draw.choice([0.5, 1e-3]))
+        found = next(partings(first, recorded(folder_for_all(), fault=fault)))
+        who = f"rank {fault.rank}" if phase == "parameters" else ""
+        assert (found.step, found.phase, found.unit, found.param, found.who) == (fault.step, phase, fault.unit, fault.param, who)
+        assert found.distance == pytest.approx(fault.by, rel=0.01)
+        assert not found.is_rounding
+
+
+def test_a_folder_without_a_recording_is_an_error(tmp_path, capsys):
+    assert main(["diff", str(tmp_path), str(tmp_path)]) == 1
+    assert "no recording" in capsys.readouterr().err

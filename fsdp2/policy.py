@@ -98,8 +98,8 @@ class DiskOffloadPolicy(OffloadPolicy):
 
     Example:
         policy = fsdp2.DiskOffloadPolicy(folder, read_ahead=1)
-        fsdp2.fully_shard(model, offload_policy=policy)
-        optimizer = fsdp2.optim.offloaded(torch.optim.AdamW, model, policy)
+        fsdp2.fully_shard(net, offload_policy=policy)
+        optimizer = fsdp2.optim.offloaded(torch.optim.AdamW, net, policy)
     """
 
     path: str | os.PathLike[str]

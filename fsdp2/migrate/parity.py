@@ -1,8 +1,8 @@
 """``fsdp2 migrate --parity``: the old script and the rewritten one run for a few steps; the first difference is shown with its place.
 
-Both run on CPU processes (gloo), so a script that asks for a GPU or for NCCL by name has to have a switch for it. Compared are, at each
-optimizer step and in this order: the loss of every rank, the norm of the gradients, each whole parameter. A run that takes too long is
-ended, and counts as a difference. It refuses to know torch.
+Both run on CPU processes (gloo), also a script that asks for GPUs and NCCL (``on_cpu.py``). Compared are, at each optimizer
+step and in this order: the loss of every rank, the norm of the gradients, each whole parameter. A run that takes too long is ended, and
+counts as a difference. It refuses to know torch.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..clip import get_total_norm
+from . import on_cpu
 
 _WRAPPERS = ("module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
@@ -138,6 +139,9 @@ def main(arguments: list[str]) -> None:
     stack = (Path(folder) / f"rank{os.environ.get('RANK', '0')}.stack").open("w")
     faulthandler.dump_traceback_later(float(seconds), exit=True, file=stack)
     faulthandler.register(signal.SIGTERM, file=stack, chain=True)  # which torchrun sends to the others when the first one has ended
+    texts = [file.read_text() for file in (Path(source), *Path(overlay).glob("*.py"))]
+    if not torch.cuda.is_available() and any(map(on_cpu.asks_for_gpus, texts)):
+        on_cpu.stand_in()
     Probe(Path(folder), int(num_steps)).install()
     sys.argv = [claimed, *rest]
     sys.path[:0] = [overlay, str(Path(claimed).resolve().parent)]

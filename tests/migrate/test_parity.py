@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from fsdp2.cli import main
 from fsdp2.migrate import working_copy
@@ -149,3 +150,38 @@ def test_what_counts_as_a_difference(norm: float, losses: list[float], said: str
     old = Run(tmp_path, 0, "", [[{"losses": [0.5], "norm": 1.0}]])
     new = Run(tmp_path, 0, "", [[{"losses": losses, "norm": norm}]])
     assert first_difference(old, new, 1e-4) == said
+
+
+ON_GPUS = """
+import os
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+rank = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(rank)
+device = torch.device("cuda", rank)
+dist.init_process_group(backend="nccl", device_id=device)
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).cuda()
+model = DDP(net.to(rank), device_ids=[rank], output_device=rank)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    x = torch.full((2, 4), 0.5, device=device) + torch.tensor(dist.get_rank()).to("cuda", non_blocking=True)
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=False):
+        loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a computer without GPUs")
+def test_a_script_for_gpus_is_compared_on_cpu_processes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It failed in its first lines, on both sides, so that nobody without GPUs could compare it."""
+    (tmp_path / "train.py").write_text(ON_GPUS)
+    assert main(["migrate", "--parity", "train.py"]) == 0, capsys.readouterr().out
+    assert "the same for 3 steps" in capsys.readouterr().out

@@ -6,6 +6,8 @@ import math
 import os
 from functools import cache
 
+import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 _DEFAULT_NAMES = {1: ("shard",), 2: ("replicate", "shard")}
@@ -14,6 +16,16 @@ _DEFAULT_NAMES = {1: ("shard",), 2: ("replicate", "shard")}
 def device_type() -> str:
     """``"cpu"`` (gloo), or what the environment variable FSDP2_TEST_DEVICE says: ``"cuda"`` (NCCL, one GPU a rank)."""
     return os.environ.get("FSDP2_TEST_DEVICE", "cpu")
+
+
+def moved_to(device_type: str, model: nn.Module) -> nn.Module:
+    """``model.to``, which leaves tied parameters tied: on devices that torch does not know, as on meta, it makes one for each place."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        return model.to(device_type)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
 def cpu_mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:

@@ -82,9 +82,7 @@ FILES: dict[str, set[str]] = {
     },
     "numerics/test_reuse.py": set(),
     "numerics/test_shapes.py": set(),
-    "numerics/test_steps.py": {
-        "test_training_a_transformer_equals_the_unsharded_model",
-    },
+    "numerics/test_steps.py": set(),
     "numerics/test_toggled_parameters.py": set(),
     "numerics/test_unused_parameters.py": {
         "test_a_backward_that_reaches_only_a_part_of_the_model",
@@ -108,11 +106,13 @@ AMONG_TWO = {"meshes/test_hybrid_sharding.py"}
 """Files of tests on four ranks, each of whose collectives that add is between two."""
 QUICK = {"test_gradients_reduced_at_every_micro_batch_add_up", "test_negative_dims_of_shard_placement_fn_count_from_the_end"}
 LEFT_OUT = {
-    "test_a_transformer": "the gradient of a tied embedding differs in its last bits; why is not known",
     "test_channels_last_parameters_keep_their_memory_format": "the accelerator has no convolutions",
     "test_every_algorithm_gives_the_gradients_of_the_unsharded_model": "the algorithms that it forces are for the host",
     "test_inputs_that_are_not_cast_and_do_not_fit_are_the_users_error_in_both": "torch's does not take the module from the CPU there",
     "test_torch_gives_its_own_class_to_a_module_whose_class_we_had_before": "torch's does not take the module from the CPU there",
+    "test_training_an_mlp_equals_the_unsharded_model": "Adam's steps come close to their bound, in which a rank's rows lie in the batch. "
+    "Compared between devices they are copied, and the CPU's product of rows of seven floats rounds by their address modulo 64 bytes: "
+    "`fed_in_chunks` under `kept()` misses that bound on the CPU alone, by the same number",
     "test_parameters_of_several_dtypes_in_one_call": "there, optimizers round an update in half precision elsewhere",
 }
 

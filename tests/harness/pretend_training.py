@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2.testing import pretend
+from harness.mesh import moved_to
 from harness.models import batches, mlp
 from harness.subclasses import RowInt8, RowInt8ForBoth, wrap_weights
 from harness.training import Step, fed_own_chunk, forced, forward_backward, sgd
@@ -321,7 +322,7 @@ def train(scenario: Scenario, device_type: str, fully_shard: Any = fsdp2.fully_s
     """A few steps of a model on ``device_type``; what came of them, on the host."""
     shape = scenario.mesh or (dist.get_world_size(),)
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    model: Any = scenario.model().to(device_type)
+    model: Any = moved_to(device_type, scenario.model())
     options = dict(scenario.options)
     if fully_shard is torch_fsdp.fully_shard:
         translate = {"mp_policy": torch_fsdp.MixedPrecisionPolicy, "offload_policy": torch_fsdp.CPUOffloadPolicy}

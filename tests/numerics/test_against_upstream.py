@@ -17,6 +17,7 @@ from torch.distributed.tensor import Shard
 
 import fsdp2
 from harness import cpu_mesh, device_type, on_ranks
+from harness.mesh import moved_to
 from harness.models import Block, batches, mlp, token_batches, transformer
 from harness.training import (
     adamw,
@@ -31,7 +32,7 @@ from harness.training import (
 
 
 def shard(api: types.ModuleType, model: nn.Module, mesh=None, **options) -> nn.Module:
-    model.to(device_type())  # where torch's does not take it from the CPU
+    moved_to(device_type(), model)  # where torch's does not take it from the CPU
     for block in model.blocks:
         api.fully_shard(block, mesh=mesh or cpu_mesh(), **options)
     return api.fully_shard(model, mesh=mesh or cpu_mesh(), **options)

@@ -72,5 +72,5 @@ def test_adam_turns_the_rounding_of_a_zero_gradient_into_steps_and_of_no_other(w
     assert_equal_training(steps, whole_steps, bound=1e-5, ulps=64, but=["key.bias"])
     for name, value in model.named_parameters():
         if name.endswith("key.bias"):  # far past the bound, in the unsharded model as well
-            for other in (value.full_tensor(), whole_steps[-1].params[name]):
+            for other in (value.full_tensor().cpu(), whole_steps[-1].params[name]):
                 assert (other - oracle[-1].params[name]).abs().max() > 1e-5

@@ -21,6 +21,7 @@ from fsdp2.core.comm.streams import DeviceStreams
 from fsdp2.core.iteration import late_comparison
 from fsdp2.testing import pretend
 from harness import on_ranks
+from harness.mesh import moved_to
 from harness.models import Block as MLPBlock
 from harness.models import batches, mlp, token_batches, transformer
 from harness.pretend_training import halve_in_a_hook, in_partly_reduced_micro_batches, in_two_micro_batches
@@ -256,7 +257,7 @@ def test_no_rank_is_told_where_all_reduce_the_same(name):
 
 @on_ranks(2, device="pretend")
 def test_tied_weights_across_units_are_compared_once():
-    model = transformer(tied=True).to("pretend")
+    model = moved_to("pretend", transformer(tied=True))
     mesh = init_device_mesh("pretend", (2,))
     for module in (model.embedding, *model.blocks, model):
         fsdp2.fully_shard(module, mesh=mesh)

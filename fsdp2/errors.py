@@ -138,6 +138,17 @@ def meta_error(items: Iterable[str], device: str) -> MaterializationError:
     )
 
 
+def misplaced_error(items: Iterable[str], device: str) -> MaterializationError:
+    """The error to raise where a call needs values on ``device`` and parameters are elsewhere."""
+    missing = list(items)
+    return MaterializationError(
+        f"{len(missing)} parameters were moved, or loaded, to another device",
+        items=missing,
+        expected=f"storage on {device}, where their gradients will be",
+        fix=f'call model.to("{device.split(":")[0]}") behind load_state_dict(..., assign=True), or load without assign=True',
+    )
+
+
 def message(headline: str, *, expected: str, fix: str, items: Iterable[str] = ()) -> str:
     """One error text: rank, headline, offenders (of many, the first ``MAX_ITEMS``), what was expected, how to fix it."""
     rank = f"[rank {dist.get_rank()}] " if dist.is_available() and dist.is_initialized() else ""

@@ -110,7 +110,7 @@ LEFT_OUT = {
     "test_every_algorithm_gives_the_gradients_of_the_unsharded_model": "the algorithms that it forces are for the host",
     "test_inputs_that_are_not_cast_and_do_not_fit_are_the_users_error_in_both": "torch's does not take the module from the CPU there",
     "test_torch_gives_its_own_class_to_a_module_whose_class_we_had_before": "torch's does not take the module from the CPU there",
-    "test_training_an_mlp_equals_the_unsharded_model": "Adam's steps come close to their bound, in which a rank's rows lie in the batch. "
+    "test_training_an_mlp_equals_the_unsharded_model": "Adam's steps come close to their bound where a rank's rows lie in the batch. "
     "Compared between devices they are copied, and the CPU's product of rows of seven floats rounds by their address modulo 64 bytes: "
     "`fed_in_chunks` under `kept()` misses that bound on the CPU alone, by the same number",
     "test_parameters_of_several_dtypes_in_one_call": "there, optimizers round an update in half precision elsewhere",

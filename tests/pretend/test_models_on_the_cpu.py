@@ -117,3 +117,21 @@ def test_under_offload_the_shards_stay_on_the_host_and_are_computed_with_on_the_
     assert model.seen == {"pretend"}
     assert {param.grad.device.type for param in model.parameters() if param.grad is not None} == {"cpu"}
     pretend.synchronize()
+
+
+@on_ranks(2, device="pretend")
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "shards"])
+def test_values_of_the_cpu_that_were_assigned_are_refused_before_the_first_gather_until_they_are_moved(whole):
+    values = {name: value.cpu() for name, value in (mlp() if whole else shard(mlp())).state_dict().items()}
+    with torch.device("meta"):
+        model = shard(mlp())
+    model.load_state_dict(values, assign=True)
+    x = batches(1, (4, 7))[0]
+    pretend.reset_counts()
+    with pytest.raises(fsdp2.MaterializationError, match="storage on pretend:0") as raised:
+        model(x)
+    assert "first.weight on cpu" in str(raised.value)
+    assert pretend.launches() == {}
+    model.to("pretend")
+    model(x).square().mean().backward()
+    assert devices_of(model) == {"pretend"}

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ...errors import meta_error
+from ...errors import meta_error, misplaced_error
 from ...policy import AllGather
 from ..comm import collective_log
 from ..comm.streams import streams_of
@@ -174,6 +174,11 @@ class GroupMemory:
         """Names and shapes of the parameters that have no values yet."""
         return [f"{param.fqn} {tuple(param.sharded.shape)}" for param in self.params if param.local_now().is_meta]
 
+    def _misplaced(self) -> list[str]:
+        """Names and devices of the parameters that say that they are elsewhere; their values have been moved."""
+        kept_on = "cpu" if self.options.offload else self.device.type
+        return [f"{param.fqn} on {param.sharded.device}" for param in self.params if param.sharded.device.type != kept_on]
+
     def _new_flat(self, numel: int, dtype: torch.dtype) -> Tensor:
         if self.options.folder is not None:
             self.file = MappedFile(self.options.folder, numel * dtype.itemsize, f"parameters of {self.params[0].fqn} and others")
@@ -183,6 +188,8 @@ class GroupMemory:
 
     def _make_unsharded(self) -> Unsharded:
         plan = self.plan
+        if misplaced := self._misplaced():
+            raise misplaced_error(misplaced, "cpu" if self.options.offload else str(self.device))
         if gradient_dtypes(self.params, self.options, plan.dtype, plan.param_dtype) != plan.gradients:
             self.rebuild()  # ``grad_dtype`` was set on sharded parameters
         elif not plan.has_own_memory and any(has_extension(param.local) for param in self.params):

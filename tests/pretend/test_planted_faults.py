@@ -184,7 +184,6 @@ def goes_wrong(name: str, seed: int) -> bool:
 
 
 NEEDED_BY = {
-    "all_gather.finish mark 1": "replicated_bf16",
     "all_gather.finish order 1": "plain",
     "all_gather.finish order 2": "unshard_on_a_side_stream",
     "all_gather.land mark 1": "plain",
@@ -193,6 +192,8 @@ NEEDED_BY = {
     "all_gather.start mark 1": "bf16_mixed",
     "all_gather.start order 1": "bf16_mixed",
     "all_gather.start mark 2": "plain",
+    "all_gather.start mark 3": "replicated_bf16",
+    "all_gather.start mark 4": "replicated_bf16",
     "all_gather.start order 2": "plain",
     "extensions.finish order 1": "extensions_direct",
     "extensions.finish mark 1": "extensions_unsharded_before_backward",

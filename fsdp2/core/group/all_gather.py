@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .. import torch_compat as compat
 from ..comm import backends, collectives
-from ..comm.streams import Stream, Streams
+from ..comm.streams import Event, Stream, Streams
 from ..plan.layout import Cut, GroupLayout
 from .param import storage_view
 
@@ -271,12 +271,13 @@ class LocalGather:
     share its memory from the start; else one copy fills them, as long as they are unsharded.
     """
 
-    __slots__ = ("_streams", "_target", "_whole")
+    __slots__ = ("_event", "_streams", "_target", "_whole")
 
     def __init__(self, flat: Tensor, target: GatherTarget, streams: Streams) -> None:
         self._target = target
         self._streams = streams
         like = torch.empty(0, dtype=target.dtype, device=target.device)
+        self._event: Event = None
         shares = compat.address_of(target.storage) == compat.address_of(flat.untyped_storage())
         self._whole = None if shares else storage_view(target.storage, like, 0, (flat.numel(),))
 
@@ -285,15 +286,18 @@ class LocalGather:
         assert flat is not None
         streams = self._streams
         if self._whole is None:
+            self._event = streams.mark(streams.gather)  # which may wait for an optimizer's event
             return
         if self._target.storage.nbytes() == 0:
             streams.resize(self._target.storage, self._target.nbytes)
         if copy or streams.host_waits:  # on compute, where the user's writes are
             self._fill(flat, non_blocking=False)
+            self._event = streams.mark(streams.compute)  # which may be a side stream of the user's
             return
         streams.order(streams.gather, streams.mark(streams.compute))
         with streams.on(streams.gather):
             self._fill(flat, non_blocking=True)
+        self._event = streams.mark(streams.gather)
 
     def _fill(self, flat: Tensor, non_blocking: bool) -> None:
         whole = self._whole
@@ -303,8 +307,9 @@ class LocalGather:
         whole.copy_(flat, non_blocking=non_blocking)
 
     def finish(self) -> None:
-        """Afterwards the compute stream may use the storage; what the gather stream waits for, an optimizer's event, is waited for."""
-        self._streams.order(self._streams.compute, self._streams.mark(self._streams.gather))
+        """Afterwards the compute stream may use the storage. What was given to the gather stream behind ``start`` is not waited for."""
+        self._streams.order(self._streams.compute, self._event)
+        self._event = None
 
 
 class Sender(Protocol):

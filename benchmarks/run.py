@@ -33,6 +33,7 @@ SCRIPTS = (
     "load_safetensors",
     "checkpoints",
     "doctor",
+    "inspector",
 )
 
 

@@ -59,7 +59,7 @@ def ledger(
 
 
 class Ledger:
-    """See ``ledger``."""
+    """See ``ledger``. Most of its attributes are what it was given, or found when it began; four change with each step."""
 
     def __init__(
         self,
@@ -77,7 +77,8 @@ class Ledger:
         self._model, self._optimizers = model, inspected.optimizers
         self._tokens, self._plan, self._findings = tokens, plan, findings
         self._device = inspected.groups[0][1].device if inspected.groups else torch.device("cpu")
-        self._step = first_step
+        self._step, self._num_steps = first_step, 0
+        self._kept: dict[str, int] = {}
         self._rank, self._num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._meter = Meter()
         self._lines = Lines(rank_file(self.folder, "ledger", self._rank, "jsonl"))
@@ -108,7 +109,9 @@ class Ledger:
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         now = time.perf_counter()
         counts = self._meter.take()
-        memory = dict(kept_bytes(self._model, self._optimizers or [optimizer])) | self._meter.memory.most
+        if self._num_steps < 3 or self._num_steps % 50 == 0:  # it walks over all parameters, and changes seldom
+            self._kept = kept_bytes(self._model, self._optimizers or [optimizer])
+        memory = self._kept | self._meter.memory.most
         line = {
             "step": self._step,
             "rank": self._rank,
@@ -124,6 +127,7 @@ class Ledger:
         forget_allocator_peak(self._device)
         self._began = now
         self._step += 1
+        self._num_steps += 1
 
     def _write_run(self) -> None:
         """At the beginning, for a run that crashes, and at the end, when a watch knows more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from fsdp2 import fully_shard
 from fsdp2.errors import ArgumentError, ParameterError
 from fsdp2.optim import Muon
 from fsdp2.optim.muon import orthogonalized
-from fsdp2.optim.whole_matrices import rounds_of
+from fsdp2.optim.whole_matrices import Cut, Job, compute_by_owners, rounds_of
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
 
@@ -179,3 +180,40 @@ def test_owners_are_balanced_by_cost():
     assert sorted(index for owners in rounds for index in owners if index is not None) == list(range(12))
     assert max(loads) <= math.ceil(sum(costs) / 3 * 4 / 3)
     assert rounds_of([], 2) == []
+
+
+@on_ranks(2)
+def test_the_next_matrix_is_on_its_way_while_this_one_is_made_orthogonal_and_results_return_beside_the_next():
+    """Five equal matrices of two owners are three rounds; each is sent before the one ahead is computed, and no result is awaited."""
+    happened: list[str] = []
+    exchange = dist.all_to_all_single
+
+    class Returning:
+        """The handle of an exchange."""
+
+        def __init__(self, work: Any, name: str) -> None:
+            self.work, self.name = work, name
+
+        def wait(self) -> None:
+            happened.append(f"wait {self.name}")
+            self.work.wait()
+
+    names = iter(["0 out", "1 out", "0 back", "2 out", "1 back", "2 back"])
+
+    def recorded(*args: Any, **options: Any) -> Returning:
+        name = next(names)
+        happened.append(name)
+        return Returning(exchange(*args, **options), name)
+
+    def function(matrix: Tensor) -> Tensor:
+        happened.append("compute")
+        return 2 * matrix
+
+    pieces = [torch.full((2, 3), float(number)) for number in range(5)]
+    cut = Cut(cpu_mesh(2).get_group(), 0, (2, 2))
+    with mock.patch.object(dist, "all_to_all_single", recorded):
+        results = compute_by_owners([Job(piece, torch.Size((4, 3)), cut, 1.0) for piece in pieces], function)
+    assert all(torch.equal(result, 2 * piece) for result, piece in zip(results, pieces, strict=True))
+    rounds = ["0 out", "1 out", "wait 0 out", "compute", "0 back", "2 out", "wait 1 out", "compute", "1 back", "wait 2 out"]
+    last = ["compute"] if dist.get_rank() == 0 else []
+    assert happened == [*rounds, *last, "2 back", "wait 0 back", "wait 1 back", "wait 2 back"]

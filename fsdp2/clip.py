@@ -112,22 +112,20 @@ def total_norm(
     device = (there[0] if there else likes[0]).device if likes else None
     spreads = _spreads(likes)
     column_of, columns = _columns(spreads, each_alone=norm_type == 0)
-    dense: list[Tensor] = []
-    kinds: list[int] = []
+    dense, kinds = there, column_of
     partial: list[Tensor] = []
     kinds_of_partial: list[int] = []
-    dtype = torch.float32
-    for tensor, spread, column in zip(tensors, spreads, column_of, strict=True):
-        if tensor is None:
-            continue
-        if tensor.dtype in _WIDE:
-            dtype = torch.float64
-        (partial if spread.is_partial else dense).append(tensor)
-        (kinds_of_partial if spread.is_partial else kinds).append(column)
+    if len(there) < len(likes) or True in [spread.is_partial for spread in spreads]:
+        dense, kinds = [], []
+        for tensor, spread, column in zip(tensors, spreads, column_of, strict=True):
+            if tensor is not None:
+                (partial if spread.is_partial else dense).append(tensor)
+                (kinds_of_partial if spread.is_partial else kinds).append(column)
     locals_ = compat.complete_locals(dense)
     if norm_type > 0:  # zeros between them do not count
         locals_, kinds = joined(locals_, kinds)
     wholes = compat.complete_locals([_reduced(tensor) for tensor in partial])
+    dtype = torch.float64 if any(tensor.dtype in _WIDE for tensor in (*locals_, *wholes)) else torch.float32
     terms = _terms([*locals_, *wholes], [*kinds, *kinds_of_partial], len(columns), norm_type, dtype, device, foreach)
     for process_group, device_type, indices in _groups(columns):
         terms = _all_reduce(terms, indices, process_group, device_type, norm_type)
@@ -160,11 +158,10 @@ def _spreads(likes: Sequence[Tensor]) -> list[_Spread]:
     found: list[_Spread] = []
     last: compat.DTensorSpec | None = None
     each = _PLAIN
-    for like in likes:
-        if not isinstance(like, DTensor):
+    for like, spec in zip(likes, compat.specs_of(likes), strict=True):
+        if spec is None:
             found.append(_PLAIN)
             continue
-        spec = compat.spec_of(like)
         if last is None or spec.mesh is not last.mesh or spec.placements != last.placements:
             last = spec
             key = id(spec.mesh), spec.placements
@@ -173,7 +170,8 @@ def _spreads(likes: Sequence[Tensor]) -> list[_Spread]:
     return found
 
 
-def _spread_over(like: DTensor) -> _Spread:
+def _spread_over(like: Tensor) -> _Spread:
+    assert isinstance(like, DTensor)
     mesh = like.device_mesh
     if mesh.get_coordinate() is None:
         raise ArgumentError(

@@ -294,6 +294,11 @@ def complete_locals(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [local.wait() if isinstance(local, AsyncCollectiveTensor) else local for local in locals_]
 
 
+def specs_of(tensors: Sequence[Tensor]) -> list[DTensorSpec | None]:
+    """Of each that is a DTensor its spec. In one call, as these are all gradients of a model."""
+    return [tensor._spec if isinstance(tensor, DTensor) else None for tensor in tensors]
+
+
 def spec_of(tensor: Tensor) -> DTensorSpec:
     """The spec of what is known to be a DTensor."""
     assert isinstance(tensor, DTensor)
@@ -372,11 +377,13 @@ def is_same_memory(tensor: Tensor, other: Tensor) -> bool:
     return tensor.data_ptr() == other.data_ptr()
 
 
-def first_byte(tensor: Tensor) -> int:
-    """The address of ``tensor``. Of a fake one, which has none, a number that differs by bytes within a storage, as addresses do."""
-    if isinstance(tensor, FakeTensor):
+def first_byte_of(tensors: Sequence[Tensor]) -> Callable[[Tensor], int]:
+    """What gives the address of each of ``tensors``, in C. Fake ones have none, but numbers that differ by bytes within a storage."""
+
+    def of_fake(tensor: Tensor) -> int:
         return (storage_key(tensor) << 64) + int(tensor.storage_offset()) * tensor.element_size()
-    return int(tensor.data_ptr())
+
+    return of_fake if tensors and isinstance(tensors[0], FakeTensor) else Tensor.data_ptr
 
 
 def have_equal_values(one: Tensor, other: Tensor) -> bool:

@@ -107,17 +107,18 @@ class Run:
         """The buffer of which ``locals_`` are views, if that is laid out like this run."""
         first: Tensor | None = None
         begin = 0
+        first_byte = compat.first_byte_of(locals_)
         for local, (offset, stride) in zip(locals_, self._places, strict=True):
             if local.numel() == 0:
                 continue
-            address = compat.first_byte(local) - offset * local.element_size()
+            address = first_byte(local) - offset * local.element_size()
             if first is None:
                 first, begin = local, address
             if address != begin or local.dtype is not first.dtype or local.stride() != stride:
                 return None
         if first is None:
             return None
-        start = first.storage_offset() - (compat.first_byte(first) - begin) // first.element_size()
+        start = first.storage_offset() - (first_byte(first) - begin) // first.element_size()
         end = start + self.data.numel()
         if start < 0 or end * first.element_size() > first.untyped_storage().nbytes():
             return None

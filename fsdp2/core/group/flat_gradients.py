@@ -51,24 +51,36 @@ def joined(grads: Sequence[Tensor], kinds: Sequence[int]) -> tuple[list[Tensor],
     tensors: list[Tensor] = []
     kinds_found: list[int] = []
     places: dict[int, tuple[Tensor, _Gradients, dict[int, int]]] = {}
-    last, found = None, None
-    for grad, kind in zip(grads, kinds, strict=True):
-        buffer = grad._base
-        if buffer is not last:
-            last = buffer
-            noted = None if buffer is None else vars(buffer).get(_MARK)
-            found = None if noted is None else places.setdefault(id(buffer), (buffer, noted, {}))  # type: ignore[arg-type]
-        if found is not None:
-            _, noted, kind_at = found
-            offset = int(grad.storage_offset())
-            if offset not in kind_at and noted.strides.get(offset) == grad.stride():
-                kind_at[offset] = kind
-                continue
-        tensors.append(grad)
-        kinds_found.append(kind)
+    buffers = [grad._base for grad in grads]
+    starts = [0, *(index for index in range(1, len(grads)) if buffers[index] is not buffers[index - 1])]
+    for start, stop in zip(starts, [*starts[1:], len(grads)], strict=True) if grads else ():
+        part, part_kinds, buffer = grads[start:stop], kinds[start:stop], buffers[start]
+        noted: _Gradients | None = None if buffer is None else vars(buffer).get(_MARK)
+        if buffer is None or noted is None:
+            tensors += part
+            kinds_found += part_kinds
+        elif id(buffer) not in places and _are_all(part, part_kinds, noted):
+            tensors.append(buffer[next(iter(noted.strides)) : noted.stop])
+            kinds_found.append(part_kinds[0])
+        else:
+            _, _, kind_at = places.setdefault(id(buffer), (buffer, noted, {}))
+            for grad, kind in zip(part, part_kinds, strict=True):
+                offset = int(grad.storage_offset())
+                if offset not in kind_at and noted.strides.get(offset) == grad.stride():
+                    kind_at[offset] = kind
+                else:
+                    tensors.append(grad)
+                    kinds_found.append(kind)
     for buffer, noted, kind_at in places.values():
         _join_in(buffer, noted, kind_at, tensors, kinds_found)
     return tensors, kinds_found
+
+
+def _are_all(grads: Sequence[Tensor], kinds: Sequence[int], noted: _Gradients) -> bool:
+    """Whether ``grads`` are all gradients of their buffer, of one kind: what a step has, found without a loop."""
+    if len(grads) != len(noted.strides) or kinds.count(kinds[0]) != len(kinds):
+        return False
+    return dict(zip(map(Tensor.storage_offset, grads), map(Tensor.stride, grads), strict=True)) == noted.strides
 
 
 def _join_in(buffer: Tensor, noted: _Gradients, kind_at: dict[int, int], tensors: list[Tensor], kinds: list[int]) -> None:

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..core.comm.agreement import agree_on_meshes
 from ..core.comm.streams import streams_of
 from ..core.group.mapped_file import check_disk_policy
 from ..core.group.param import as_sharded
-from ..core.iteration.module_state import group_with
+from ..core.iteration.module_state import group_with, sharded_parameters
 from ..errors import ArgumentError, FSDPError
 from ..policy import CPUOffloadPolicy, DiskOffloadPolicy, TorchCPUOffloadPolicy
 from .flat import FlatOptimizer, State
@@ -94,7 +93,8 @@ def _meshes_of(listed: list[Any]) -> list[Any]:
     groups = [each["params"] if isinstance(each, dict) else [each] for each in listed]
     tensors = [tensor for group in groups for tensor in ([group] if isinstance(group, Tensor) else group)]
     params = as_sharded([tensor[1] if isinstance(tensor, tuple) else tensor for tensor in tensors])
-    return list(dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)))
+    known = sharded_parameters()  # their meshes have process groups; one of a DTensor may be an equal one of an earlier world
+    return list(dict.fromkeys(known[id(param)][1].mesh.mesh for param in params if id(param) in known))
 
 
 class OffloadedOptimizer(FlatOptimizer):

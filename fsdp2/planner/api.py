@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ..testing.clock.cards import CARDS, Card
 from . import recorder as labels
 from .duration import duration_of
 from .memory import memory_of, visits_of
-from .rehearsal import Optimizer, Setting, rehearse, wrapping_of
+from .rehearsal import Offload, Optimizer, Setting, rehearse, wrapping_of
 from .repetition import Figures, NotAlikeError, fewer_blocks, figures_of_many
 from .result import Plan
 from .traffic import traffic_of
@@ -37,7 +38,7 @@ def plan(
     sequence: int = 1024,
     micro_batches: int = 1,
     checkpointing: Any = "none",
-    offload: bool = False,
+    offload: Offload = False,
     prefetch: int = 1,
     backend: Backend = "nccl",
     ranks_per_host: int = 8,
@@ -55,7 +56,8 @@ def plan(
     optimizer:      "adamw", "adam", "sgd", or a function from parameters to an optimizer
     batch, sequence: of one micro-batch of one rank
     checkpointing:  "none", or a policy of ``apply_activation_checkpointing``: "full" computes each repeated block again in backward
-    offload:        as CPUOffloadPolicy: sharded parameters, gradients and optimizer state are kept in host memory
+    offload:        True: as CPUOffloadPolicy, sharded parameters, gradients and optimizer state are kept in host memory;
+                    "optimizer": as ``offloaded(..., CPUOffloadPolicy())``, the state alone, beside the copies of two groups under way
     prefetch:       units that are gathered ahead
     backend:        whose algorithms and schedule: "nccl" for accelerators, "gloo" for the CPU
     card:           "a100-40gb", "a100-80gb", "h100", "h200", or a ``fsdp2.testing.clock.cards.Card``: how long a step takes, by a model
@@ -72,6 +74,8 @@ def plan(
     given: Any = world_size
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
         raise ArgumentError(got("plan", "world_size", world_size), expected="a number of ranks, 1 or more", fix="world_size=8")
+    if offload not in (False, True, "optimizer"):
+        raise ArgumentError(got("plan", "offload", offload), expected='False, True or "optimizer"', fix='offload="optimizer"')
     workload = model if isinstance(model, Workload) else workload_of(model, inputs, loss)
     setting = Setting(
         world_size=world_size,
@@ -97,13 +101,16 @@ def plan_of(workload: Workload, setting: Setting, ranks_per_host: int = 8, card:
     """The same from values."""
     chosen = card_of(card, setting)
     figures = _figures(workload, setting, ranks_per_host, chosen)
+    memory = memory_of(figures.visits, _on_host(setting))
+    if setting.offload == "optimizer":  # of a gradient and a parameter each
+        memory = replace(memory, host=memory.host + 2 * 2 * max((group.sharded for group in figures.groups), default=0))
     return Plan(
         name=workload.name,
         setting=setting,
         numel=figures.numel,
         state=figures.state,
         groups=figures.groups,
-        memory=memory_of(figures.visits, _on_host(setting)),
+        memory=memory,
         traffic=figures.traffic,
         wrapping=str(wrapping_of(workload, setting)),
         duration=figures.duration,
@@ -132,6 +139,8 @@ def _rehearsed_figures(workload: Workload, setting: Setting, ranks_per_host: int
 
 
 def _on_host(setting: Setting) -> tuple[str, ...]:
+    if setting.offload == "optimizer":
+        return (labels.OPTIMIZER,)
     return (labels.PARAMETERS, labels.GRADIENTS, labels.OPTIMIZER) if setting.offload else ()
 
 

@@ -55,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence (default: 2048)")
     parser.add_argument("--micro-batches", type=int, default=1, help="between two optimizer steps (default: 1)")
     parser.add_argument("--checkpointing", choices=["none", "full"], default="none", help="full: blocks are computed again in backward")
-    parser.add_argument("--offload", action="store_true", help="keep sharded state in host memory")
+    offload = parser.add_mutually_exclusive_group()
+    offload.add_argument("--offload", action="store_true", help="keep sharded state in host memory")
+    offload.add_argument("--offload-optimizer", action="store_true", help="keep the optimizer's state alone in host memory")
     parser.add_argument("--prefetch", type=int, default=1, help="units that are gathered ahead (default: 1)")
     parser.add_argument("--search", action="store_true", help="propose settings that fit the card's memory, the fastest first")
     parser.add_argument(
@@ -107,7 +109,7 @@ def setting_of(options: argparse.Namespace) -> Setting:
         sequence=options.sequence,
         micro_batches=options.micro_batches,
         checkpointing=options.checkpointing,
-        offload=options.offload,
+        offload="optimizer" if options.offload_optimizer else options.offload,
         prefetch=options.prefetch,
         backend=options.backend,
     )

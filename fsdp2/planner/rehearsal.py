@@ -10,7 +10,7 @@ import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -38,6 +38,7 @@ from .workload import Workload
 from .world import Backend, world
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
+Offload = bool | Literal["optimizer"]
 OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": lambda params: torch.optim.AdamW(params, fused=True),
     "adam": lambda params: torch.optim.Adam(params, fused=True),
@@ -70,7 +71,7 @@ class Setting:
     sequence: int = 1024
     micro_batches: int = 1
     checkpointing: Any = "none"
-    offload: bool = False
+    offload: Offload = False
     prefetch: int = 1
     backend: Backend = "nccl"
 
@@ -165,7 +166,7 @@ def _sharded(workload: Workload, setting: Setting) -> Any:
     model = _built(workload, setting)
     if setting.checkpointing != "none":
         apply_activation_checkpointing(model, setting.checkpointing)
-    offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=False) if setting.offload else OffloadPolicy()
+    offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=False) if setting.offload is True else OffloadPolicy()
     parallelize(
         model,
         setting.strategy,

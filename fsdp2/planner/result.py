@@ -55,8 +55,14 @@ def headline(plan: Plan) -> str:
     return (
         f"{plan.name}: {plan.numel:,} parameters, {setting.strategy} over {setting.world_size} ranks, {dtypes}, {optimizer}, "
         f"batch {setting.batch} x {setting.sequence} a rank, {setting.micro_batches} micro-batches, "
-        f"checkpointing {setting.checkpointing}, prefetch {setting.prefetch}" + (", offload" if setting.offload else "")
+        f"checkpointing {setting.checkpointing}, prefetch {setting.prefetch}" + _offload_words(setting.offload)
     )
+
+
+def _offload_words(offload: bool | str) -> str:
+    if offload == "optimizer":
+        return ", offload of the optimizer's state"
+    return ", offload" if offload else ""
 
 
 def tables(plan: Plan) -> list[Table]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, accumulate, parallelize
 from fsdp2.core.iteration.module_state import units_in
+from fsdp2.optim import offloaded
 from fsdp2.state_bytes import measured_state_bytes
 from fsdp2.strategy import STRATEGIES
 from harness import on_ranks
@@ -89,3 +90,24 @@ def test_state_bytes_are_those_that_ranks_allocate(strategy, micro_batches, worl
         assert [each.numel for each in planned.groups] == [sum(param.spec.cut.numel for param in group.params) for group in groups]
         assert [each.sharded for each in planned.groups] == [group.flat.nbytes for group in groups]
         assert [each.unsharded for each in planned.groups] == [group.unsharded.storage.nbytes() for group in groups]
+
+
+@on_ranks(2)
+def test_states_on_the_host_are_those_that_an_offloaded_optimizer_has_there():
+    """And the copies of two groups that are on their way: of a gradient and a parameter each."""
+    model = parallelize(Model(), "zero3", wrap=[Block])
+    optimizer = offloaded(torch.optim.AdamW, model, fsdp2.CPUOffloadPolicy())
+    model(torch.ones(2, 37)).square().mean().backward()
+    optimizer.step()
+    on_host = sum(run.values()[key].nbytes for run in optimizer._host_runs.values() for key in run.values())
+    planned, resident = (
+        fsdp2.plan(
+            Model(), 2, "zero3", wrap=[Block], backend="gloo", inputs=lambda batch, sequence: (torch.ones(2, 37),), offload=offload
+        )
+        for offload in ("optimizer", False)
+    )
+    states, staged = planned.memory.most["optimizer state"], 4 * max(group.sharded for group in planned.groups)
+    assert planned.memory.host == states + staged
+    assert planned.memory.peak.nbytes == resident.memory.peak.nbytes - states
+    if dist.get_rank() == 0:  # it has padding between parameters, two moments of fp32, which the ordinary one has not that is planned
+        assert 0 <= on_host - planned.state.optimizer <= 2 * 4 * 32 * sum(1 for _ in model.parameters())

@@ -109,7 +109,7 @@ def searched(plan: Callable[[Setting], Plan], setting: Setting, limit: float, ra
     tried = {_key(setting): asked}
     while True:
         here = best
-        for other in _neighbours(here.plan.setting, setting, ranks_per_host):
+        for other in _neighbours(here.plan.setting, setting, ranks_per_host, fits=here.peak <= limit):
             if _key(other) in tried:
                 continue
             with contextlib.suppress(FSDPError):  # a mesh that ranks cannot form
@@ -121,15 +121,17 @@ def searched(plan: Callable[[Setting], Plan], setting: Setting, limit: float, ra
     return Found(asked, tuple(fitting[:keep]), limit, len(tried))
 
 
-def _neighbours(setting: Setting, asked: Setting, ranks_per_host: int) -> Iterator[Setting]:
+def _neighbours(setting: Setting, asked: Setting, ranks_per_host: int, fits: bool) -> Iterator[Setting]:
     """Settings with one other choice."""
     for strategy in ("zero3", "hsdp", "zero2", "ddp"):
         hybrid = strategy == "hsdp"
         if not hybrid or (setting.world_size > ranks_per_host and setting.world_size % ranks_per_host == 0):
             yield replace(setting, strategy=strategy, shard_size=ranks_per_host if hybrid else None)
     yield replace(setting, strategy=asked.strategy, shard_size=asked.shard_size)
-    for wrap in (asked.wrap, "auto", LINEAR_LAYERS):
+    for wrap in (asked.wrap, "auto"):
         yield replace(setting, wrap=wrap)
+    if not fits:  # small groups save memory, and cost launches
+        yield replace(setting, wrap=LINEAR_LAYERS)
     for checkpointing in (asked.checkpointing, "none", "full"):
         yield replace(setting, checkpointing=checkpointing)
     for prefetch in {max(setting.prefetch - 1, 0), setting.prefetch + 1}:

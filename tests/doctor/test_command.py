@@ -76,16 +76,28 @@ def test_a_script_that_fails_is_not_the_end_of_what_was_found(tmp_path: Path, fa
     assert found in done.stdout
 
 
+TINY = ["--layers=2", "--width=64", "--heads=2", "--context=32", "--text-bytes=300000"]
+HEALTHY = [
+    ("train_lm.py", 2, ["--out={}", *TINY]),
+    ("finetune_hf.py", 2, ["--out={}", "--pairs=80", "--input-length=40", "--width=32", "--batch=8"]),
+    ("tutorial/step3_stop_and_resume.py", 2, ["--folder={}"]),
+]
+MORE_HEALTHY = [
+    *(("train_lm.py", 2, ["--out={}", *TINY, f"--optimizer={name}"]) for name in ("flat-adamw", "anyprecision", "muon")),
+    ("train_lm.py", 2, ["--out={}", *TINY, "--hsdp"]),
+    ("tutorial/step2_large_models.py", 2, []),
+    ("tutorial/step4_many_hosts.py", 2, []),
+    ("clients/experts.py", 4, []),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("example", "flags"),
-    [
-        ("train_lm.py", ["--layers=2", "--width=64", "--heads=2", "--context=32", "--text-bytes=300000"]),
-        ("finetune_hf.py", ["--pairs=80", "--input-length=40", "--width=32", "--batch=8"]),
-    ],
+    ("example", "ranks", "flags"), [*HEALTHY, *(pytest.param(*each, marks=pytest.mark.full) for each in MORE_HEALTHY)]
 )
-def test_the_examples_have_no_finding(tmp_path: Path, example: str, flags: list[str]) -> None:
-    done = doctor("--strict", str(ROOT / "examples" / example), "--", f"--out={tmp_path}", *flags)
+def test_the_examples_have_no_finding(tmp_path: Path, example: str, ranks: int, flags: list[str]) -> None:
+    flags = [flag.format(tmp_path) for flag in flags]
+    done = doctor("--strict", f"--ranks={ranks}", str(ROOT / "examples" / example), "--", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the doctor found nothing" in done.stdout
 

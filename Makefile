@@ -59,7 +59,7 @@ test-full: $(INSTALLED)
 
 # The clients' packages in an environment of their own, which takes all else from the other: some hold back versions that dev wants newer.
 test-clients: $(VENV)-clients/.installed
-	$(VENV)-clients/bin/python -m pytest -m "slow or full" tests/examples/test_clients.py
+	$(VENV)-clients/bin/python -m pytest -m "slow or full" tests/examples/test_clients.py tests/clients
 
 $(VENV)-clients/.installed: $(INSTALLED)
 	$(PYTHON) -m venv $(VENV)-clients

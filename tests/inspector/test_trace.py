@@ -74,7 +74,7 @@ def test_a_trace_has_each_collective_as_a_range_from_its_issue_to_its_end(world_
 @on_ranks(2)
 def test_the_most_that_a_trace_sees_allocated_is_what_is_alive(world_size):
     gc.collect()  # models of other tests, which a trace counts as well
-    _, _, step = training(width=256, rows=1024)
+    _, _, step = training(width=256, rows=4096)
     with PeakBytes() as live:
         step()
         live.reset()

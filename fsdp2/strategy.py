@@ -83,6 +83,19 @@ STRATEGIES = {
 }
 """By the name that ``parallelize`` takes."""
 
+_ELSEWHERE = {
+    "fsdp": "zero3",
+    "fsdp2": "zero3",
+    "fully_shard": "zero3",
+    "full_shard": "zero3",
+    "shard_grad_op": "zero2",
+    "no_shard": "ddp",
+    "replicate": "ddp",
+    "hybrid_shard": "hsdp",
+    "hybrid_shard_zero2": "hsdp_zero2",
+}
+"""Ours by the names that torch and FSDP1 have for them: "fsdp" looks most like "hsdp", which is another strategy."""
+
 
 def parallelize(
     model: _Module,
@@ -164,7 +177,8 @@ def _check_model(model: Any) -> None:
 def _strategy(name: Any) -> Strategy:
     if isinstance(name, str) and name in STRATEGIES:
         return STRATEGIES[name]
-    close = difflib.get_close_matches(str(name).lower(), STRATEGIES, n=1)
+    said = str(name).lower().rpartition(".")[2].strip("_")  # ShardingStrategy.FULL_SHARD is FSDP1's
+    close = [_ELSEWHERE[said]] if said in _ELSEWHERE else difflib.get_close_matches(said, STRATEGIES, n=1)
     raise ArgumentError(
         f"parallelize got strategy={name!r}",
         expected=f"one of {list(STRATEGIES)}",

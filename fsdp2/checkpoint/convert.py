@@ -96,7 +96,7 @@ def convert(
     max_shard_size: of a safetensors file
     force:          replace ``dst``, at the end; False: an error if it exists
     verify:         compare the source with its digests before, as ``fsdp2.checkpoint.verify`` does
-    progress:       a bar; None: where there is a terminal and rich is installed
+    progress:       a bar; None: after a second, where there is a terminal and rich is installed
 
     Memory:     beside descriptions of the tensors, bands of 64 MiB together and three buffers of 16 MiB; a tensor that was saved
                 with other strides than contiguous ones is read whole

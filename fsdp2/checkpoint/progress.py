@@ -1,19 +1,24 @@
-"""A progress bar on rank 0, if somebody is there to see it."""
+"""A progress bar on rank 0, if somebody is there to see it, for work that takes longer than a moment."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
+
+_PATIENCE_S = 1.0
+"""Whoever waits for less than this asks for no bar; one that flashes up and goes is only noise."""
 
 
 @contextlib.contextmanager
 def progress_bar(what: str, nbytes: int, wanted: bool | None) -> Iterator[Callable[[int], None]]:
     """A function to call with every number of bytes that are done.
 
-    wanted: None shows it where the error output is a terminal and ``rich`` is installed; True needs rich; other ranks never show it
+    wanted: None shows it where the error output is a terminal and ``rich`` is installed, once the work has taken a second; True shows
+            it from the start, and needs rich; other ranks never show it
     """
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     if rank != 0 or wanted is False or (wanted is None and not sys.stderr.isatty()):
@@ -34,6 +39,25 @@ def progress_bar(what: str, nbytes: int, wanted: bool | None) -> Iterator[Callab
         rich.progress.TransferSpeedColumn(),
         rich.progress.TimeRemainingColumn(),
     )
-    with rich.progress.Progress(*columns, console=rich.console.Console(stderr=True)) as progress:
-        task = progress.add_task(what, total=nbytes)
-        yield lambda nbytes: progress.advance(task, nbytes)
+    progress = rich.progress.Progress(*columns, console=rich.console.Console(stderr=True))
+    task = progress.add_task(what, total=nbytes)
+    begin = time.monotonic()
+    is_shown = False
+
+    def show() -> None:
+        nonlocal is_shown
+        is_shown = True
+        progress.start()
+
+    def advance(done: int) -> None:
+        progress.advance(task, done)
+        if not is_shown and time.monotonic() - begin >= _PATIENCE_S:
+            show()
+
+    if wanted:
+        show()
+    try:
+        yield advance
+    finally:
+        if is_shown:
+            progress.stop()

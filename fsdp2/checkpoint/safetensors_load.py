@@ -135,7 +135,7 @@ def load_safetensors(
     device:            for parameters on the meta device that are not sharded; None: the mesh's device, or the default one
     in_place:          read over the values that the model has, without a copy aside: if reading fails, it is left partly loaded
     verify:            compare the checkpoint with its digests before, as ``verify`` does; the ranks of one mesh share that work
-    progress:          a bar on rank 0; None: where there is a terminal and rich is installed
+    progress:          a bar on rank 0; None: after a second, where there is a terminal and rich is installed
 
     Values are converted to the model's dtypes: floating-point ones to any, integers to wider ones; a float8 tensor with a scale beside
     it (``weight_scale_inv``) to none, since nothing here applies the scale: it is mismatched. Tied parameters are read once, under

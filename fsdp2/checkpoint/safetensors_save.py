@@ -90,7 +90,7 @@ def save_safetensors(
     config:         write the ``config.json`` (and ``generation_config.json``) of a transformers model, which ``from_pretrained`` needs
                     beside; None: if ``model.config`` can write one
     process_group:  the ranks that hold the model; None: all
-    progress:       a bar on rank 0; None: where there is a terminal and rich is installed
+    progress:       a bar on rank 0; None: after a second, where there is a terminal and rich is installed
 
     Of tied parameters, the first name in the model's order is written, once. Non-persistent buffers and ``get_extra_state`` are not.
 

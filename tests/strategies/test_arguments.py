@@ -30,6 +30,8 @@ def last_bias(param: nn.Parameter) -> Shard | None:
     ("arguments", "error", "words"),
     [
         ({"strategy": "zero4"}, ArgumentError, ["'zero4'", "'zero1', 'zero2', 'zero3', 'hsdp'", "fix:      strategy='zero"]),
+        ({"strategy": "fsdp"}, ArgumentError, ["fix:      strategy='zero3'"]),
+        ({"strategy": "ShardingStrategy.HYBRID_SHARD"}, ArgumentError, ["fix:      strategy='hsdp'"]),
         ({"strategy": None}, ArgumentError, ["None", "docs/strategies.md"]),
         ({"strategy": ["zero3"]}, ArgumentError, ["['zero3']"]),
         ({"strategy": "zero2", "shard_size": 2}, ArgumentError, ["shard_size=2", "['hsdp', 'hsdp_zero2', 'hsdp_global']"]),

@@ -79,7 +79,7 @@ def set_collective_algorithms(algorithms: Literal["measured", "stock"]) -> None:
     """Which algorithms carry the collectives of units that ``fully_shard`` makes from now on, where there is a choice: gloo on CPU.
 
     "measured" takes for each size what was fastest: broadcasts for an all-gather, all-to-all for a reduce-scatter. "stock" takes the
-    backend's own, for tools that count: ``CommDebugMode``, profilers and the flight recorder then see one ``_allgather_base_`` and one
+    backend's own, for tools that count: ``CommDebugMode`` and profilers then see one ``_allgather_base_`` and one
     ``_reduce_scatter_base_`` where torch's FSDP2 has one. The comparison of ranks before a backward is an ``allreduce_`` then.
 
     Collective: no; all ranks must choose the same.

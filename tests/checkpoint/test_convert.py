@@ -362,7 +362,7 @@ def test_targets_that_would_harm_the_source_are_refused(tmp_path: Path) -> None:
     folder.mkdir()
     save_file({"weight": torch.ones(3)}, folder / "model.safetensors")
     for target in (folder, folder / "in", tmp_path):
-        with pytest.raises(CheckpointError, match="what is to be converted"):
+        with pytest.raises(CheckpointError, match="is the source of the conversion, contains it, or lies in it"):
             convert(folder, target, to="dcp", force=True)
     (tmp_path / "file").write_text("precious")
     with pytest.raises(CheckpointError, match="is a file"):

@@ -7,7 +7,7 @@ instance, and others may have to wait for it. So they may for one that writes a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 
@@ -35,8 +35,10 @@ class Patience:
         self._heard_at: dict[int, float] = {}
         self._moved_at = self._communicated_at = now
 
-    def hear(self, signs: Mapping[int, Sign], now: float) -> None:
-        """The last signs of all ranks that have given one."""
+    def hear(self, signs: Mapping[int, Sign], left: Iterable[int], now: float) -> None:
+        """The last signs of all ranks that have given one. left: ranks that have been there, and give none any more"""
+        for rank in left:
+            self._heard_at.setdefault(rank, now)
         for rank, sign in signs.items():
             before = self._signs.get(rank)
             if before is None or before.looks != sign.looks:
@@ -55,6 +57,10 @@ class Patience:
             why = "though Python runs on some" if len(self._heard_at) == self._num_ranks else "and some ranks have not begun"
             return f"no collective has moved on any rank for {now - self._communicated_at:.0f} s, {why}"
         return ""
+
+    def still_for(self, now: float) -> float:
+        """Seconds since something has moved on a rank that was heard."""
+        return now - self._moved_at
 
     def silent_for(self, rank: int, now: float) -> float | None:
         """Seconds since the rank last looked; None: it never has."""

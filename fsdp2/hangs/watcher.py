@@ -4,9 +4,10 @@
         train()
 
 Threads talk over the store of the process group; nothing is added to what ranks send each other. Each thread looks ten times in a
-``timeout``, and writes a sign. Rank 0's reads the signs of all; when nothing has moved for too long it asks all for reports, prints an
-explanation, and lets all of them end. The others watch rank 0. In between they listen for asks, so that a user's signal is answered
-within a second. This file refuses to know what collectives are.
+``timeout``, and writes a sign. The *judge* is the lowest rank that still watches: rank 0, unless it has left. Its thread reads the
+signs of all; when nothing has moved for too long it asks all for reports, prints an explanation, and lets all of them end. The others
+watch the judge. In between they listen for asks, so that a user's signal is answered within a second. This file refuses to know what
+collectives are.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,14 +40,14 @@ EXIT_STATUS = 75
 _LEFT = "left"  # begins the sign of a rank that watches no longer; why it left follows
 
 PATIENCE_WITH_ANSWERS = 10.0
-"""Seconds after which rank 0 explains what a user has asked about, without the ranks that have not answered."""
+"""Seconds after which the judge explains what a user has asked about, without the ranks that have not answered."""
 
 _num_made = 0  # equal on all ranks, so that two watchdogs of one process do not read each other's keys
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Reports are wanted. number: of the ask; why: in words; until: when rank 0 goes on without those who do not answer"""
+    """Reports are wanted. number: of the ask; why: in words; until: when the judge goes on without those who do not answer"""
 
     number: int
     why: str
@@ -81,12 +82,12 @@ class Watchdog:
         self._patience = Patience(timeout, patience, self._world_size, clock())
         self._main_thread = MainThread(clock, cpu_time_of_main_thread)
         self._looks = 0
-        self._wanted = 0  # how many explanations users have asked for, of those that rank 0 has begun to give
+        self._judge_rank = 0
+        self._wanted = 0  # how many explanations users have asked for, of those that the judge has begun to give
         self._answered = 0  # the last ask that this rank has answered
         self._ask: Ask | None = None
-        self._num_asks = 0
         self._left: dict[int, str] = {}  # ranks that watch no longer, and why
-        self._looks_to_end: int | None = None  # rank 0 ends last: the others would find broken connections, not its word
+        self._looks_to_end: int | None = None  # the judge ends last: the others would find broken connections, not its word
 
     def look(self) -> None:
         """Write a sign, answer what is asked, and judge what the others' signs say. Local: it never waits for another rank."""
@@ -97,27 +98,30 @@ class Watchdog:
             if self._looks_to_end == 0:
                 self._end()
             return
+        own = Sign(self._looks, self._log.moves, self._looks if self._log.at_disk else self._main_thread.at())
         try:
-            at = self._looks if self._log.at_disk else self._main_thread.at()
-            self._write(f"sign/{self.rank}", f"{self._looks} {self._log.moves} {at}")
+            self._write(f"sign/{self.rank}", f"{own.looks} {own.moves} {own.at}")
             self._answer()
-            if self.rank != 0 and self._read("end") is not None:
+            if self._read("end") is not None:
                 self._end()
-            self._patience.hear(self._signs(range(self._world_size) if self.rank == 0 else range(1)), now)
-            if self.rank == 0:
+            self._patience.hear(self._signs_to_judge(), self._left, now)
+            if self._judge_rank == self.rank:
                 self._judge(now)
-                return
+            else:
+                self._watch_the_judge(now)
         except RuntimeError:  # the store is gone, and with it, most often, the process that had it
-            pass
-        self._judge_without_rank_0(now)
+            self._patience.hear({self.rank: own}, self._left, now)
+            still = self._patience.still_for(now)
+            if still >= 2 * self._patience.timeout:
+                self._end_alone(f"the ranks' store is out of reach, and rank {self.rank} has stood still for {still:.0f} s")
 
     def listen(self) -> None:
-        """Answer what is asked, and explain what a user has asked about. Local; it asks the store once, on rank 0 a few times."""
+        """Answer what is asked, and explain what a user has asked about. Local; it asks the store once, the judge a few times."""
         if self._looks_to_end is not None:
             return
         with contextlib.suppress(RuntimeError):  # the store is gone: the next look says so
             self._answer()
-            if self.rank == 0 and (self._ask is None or not self._ask.ends):  # whether a hang has ended, looks say
+            if self._judge_rank == self.rank and (self._ask is None or not self._ask.ends):  # whether a hang has ended, looks say
                 self._serve(self._clock())
 
     def leave(self, why: str = "") -> None:
@@ -133,7 +137,7 @@ class Watchdog:
             return False
 
     def ask(self) -> None:
-        """Let rank 0 print an explanation, and go on. Any rank may ask."""
+        """Let the judge print an explanation, and go on. Any rank may ask."""
         with contextlib.suppress(RuntimeError):
             self._store.add("wanted", 1)
 
@@ -146,19 +150,31 @@ class Watchdog:
         """None: nobody has written it. A plain ``get`` would wait for that."""
         return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
 
-    def _signs(self, ranks: range) -> dict[int, Sign]:
+    def _signs(self, ranks: Iterable[int]) -> dict[int, Sign]:
+        """Of those that watch; who has left is written down."""
         told = {rank: text for rank in ranks if (text := self._read(f"sign/{rank}")) is not None}
-        self._left = {rank: text.removeprefix(_LEFT) for rank, text in told.items() if text.startswith(_LEFT)}
+        self._left |= {rank: text.removeprefix(_LEFT) for rank, text in told.items() if text.startswith(_LEFT)}
         return {rank: Sign(*map(int, text.split())) for rank, text in told.items() if rank not in self._left}
 
+    def _signs_to_judge(self) -> dict[int, Sign]:
+        """Of all ranks if this one is the judge, else of the judge."""
+        while self._judge_rank < self.rank:
+            signs = self._signs([self._judge_rank])
+            if self._judge_rank not in self._left:
+                return signs
+            self._judge_rank += 1
+            if self._judge_rank == self.rank:
+                self._wanted = int(self._read("given") or 0)
+        return self._signs(range(self._world_size))
+
     def _answer(self) -> None:
-        """What rank 0 has asked, once."""
+        """What the judge has asked, once."""
         asked = self._read("ask")
         if asked is not None and int(asked) != self._answered:
             self._answered = int(asked)
             self._write(f"report/{asked}/{self.rank}", report_of(self.rank, self._log).to_json())
 
-    # --- rank 0 ---
+    # --- the judge ---
 
     def _judge(self, now: float) -> None:
         why = self._patience.is_over(now)
@@ -170,9 +186,9 @@ class Watchdog:
         self._serve(now)
 
     def _begin_ask(self, why: str, until: float, ends: bool) -> None:
-        self._num_asks += 1
-        self._ask = Ask(self._num_asks, why, until, ends)
-        self._write("ask", str(self._num_asks))
+        number = self._store.add("asks", 1)  # another rank may have judged, and asked, before this one
+        self._ask = Ask(number, why, until, ends)
+        self._write("ask", str(number))
         self._answer()
 
     def _serve(self, now: float) -> None:
@@ -196,29 +212,34 @@ class Watchdog:
         if ask.ends:
             self._write("end", "1")
             self._looks_to_end = 3
+        else:
+            self._write("given", str(self._wanted))
 
     # --- the others ---
 
-    def _judge_without_rank_0(self, now: float) -> None:
-        """Rank 0 judges, unless it is gone: then every rank says where it is itself."""
-        silent = self._patience.silent_for(0, now)
-        if 0 not in self._left and silent is not None and silent >= 2 * self._patience.timeout:
-            own = {self.rank: report_of(self.rank, self._log)}
-            self._tell(
-                f"fsdp2.watchdog: rank 0 has given no sign for {silent:.0f} s; rank {self.rank} alone says:\n{explain(own, 0, {})}"
-            )
-            self._end()
+    def _watch_the_judge(self, now: float) -> None:
+        silent = self._patience.silent_for(self._judge_rank, now)
+        if silent is not None and silent >= 2 * self._patience.timeout:
+            self._end_alone(f"rank {self._judge_rank} has given no sign for {silent:.0f} s")
+
+    def _end_alone(self, why: str) -> None:
+        """No rank can explain: every rank says where it is itself."""
+        own = {self.rank: report_of(self.rank, self._log)}
+        self._tell(f"fsdp2.watchdog: {why}; rank {self.rank} alone says:\n{explain(own, 0, {})}")
+        self._end()
 
 
 @contextlib.contextmanager
 def watchdog(timeout: float = 600.0, *, patience: float | None = None) -> Iterator[None]:
     """Inside, record collectives and watch them: a hang is explained on rank 0, and ends all ranks with status ``EXIT_STATUS``.
 
+    Where rank 0 has left, the lowest rank that still watches explains.
+
     timeout:    seconds without a collective that begins, is waited for or ends, and without Python code that runs in the main thread,
                 on any rank: after these the job hangs. Longer than the longest kernel, and than the longest wait for a disk
     patience:   seconds without a collective, on any rank, even if Python runs; None: ten times ``timeout``
 
-    SIGUSR1 to any rank makes rank 0 print the explanation, and nothing ends; from the main thread only, and not on Windows.
+    SIGUSR1 to any rank makes that rank print the explanation, and nothing ends; from the main thread only, and not on Windows.
     Raises:     OrderError without a process group, ArgumentError if ``timeout`` is not a positive number or ``patience`` shorter
     Collective: no, but all ranks must enter at the same place: collectives are numbered from there
 
@@ -266,7 +287,7 @@ def watchdog(timeout: float = 600.0, *, patience: float | None = None) -> Iterat
 
 
 def between_listening(num_ranks: int) -> float:
-    """Seconds. An ask goes from a rank to rank 0, to all ranks, and back: within a second, on up to 1,000 ranks.
+    """Seconds. An ask goes from a rank to the judge, to all ranks, and back: within a second, on up to 1,000 ranks.
 
     With more the store would have over 4,000 requests a second to answer.
     """

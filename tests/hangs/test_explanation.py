@@ -87,11 +87,11 @@ def test_equal_stacks_are_printed_once_and_reports_travel_as_text():
 
 def test_patience_ends_when_neither_collectives_nor_python_move_on_any_rank():
     patience = Patience(timeout=10, patience=100, num_ranks=2, now=0)
-    patience.hear({0: Sign(1, 5, 7), 1: Sign(1, 5, 7)}, 0)
-    patience.hear({0: Sign(2, 5, 7), 1: Sign(2, 5, 7)}, 9)  # they look on, which is no move
+    patience.hear({0: Sign(1, 5, 7), 1: Sign(1, 5, 7)}, (), 0)
+    patience.hear({0: Sign(2, 5, 7), 1: Sign(2, 5, 7)}, (), 9)  # they look on, which is no move
     assert patience.is_over(9) == ""
     assert patience.is_over(10) == "nothing has moved on any rank for 10 s"
-    patience.hear({0: Sign(3, 5, 7), 1: Sign(3, 6, 7)}, 10)
+    patience.hear({0: Sign(3, 5, 7), 1: Sign(3, 6, 7)}, (), 10)
     assert patience.is_over(19) == ""
 
 
@@ -99,20 +99,20 @@ def test_python_that_runs_on_one_rank_buys_time_but_not_for_ever():
     """Rank 0 evaluates, or a step is slow: the others wait for it."""
     patience = Patience(timeout=10, patience=100, num_ranks=2, now=0)
     for now in range(0, 100, 5):
-        patience.hear({0: Sign(now, 5, at=now), 1: Sign(now, 5, at=0)}, now)
+        patience.hear({0: Sign(now, 5, at=now), 1: Sign(now, 5, at=0)}, (), now)
         assert patience.is_over(now) == ""
     assert patience.is_over(100) == "no collective has moved on any rank for 100 s, though Python runs on some"
 
 
 def test_a_rank_that_looks_no_longer_is_known_to_be_silent():
     patience = Patience(timeout=10, patience=100, num_ranks=2, now=0)
-    patience.hear({0: Sign(1, 5, 7), 1: Sign(1, 5, 7)}, 1)
-    patience.hear({0: Sign(2, 5, 7), 1: Sign(1, 5, 7)}, 9)
+    patience.hear({0: Sign(1, 5, 7), 1: Sign(1, 5, 7)}, (), 1)
+    patience.hear({0: Sign(2, 5, 7), 1: Sign(1, 5, 7)}, (), 9)
     assert (patience.silent_for(0, 9), patience.silent_for(1, 9), patience.silent_for(2, 9)) == (0, 8, None)
 
 
 def test_a_rank_that_has_not_begun_is_waited_for_longer():
     patience = Patience(timeout=10, patience=100, num_ranks=2, now=0)
-    patience.hear({0: Sign(1, 5, 7)}, 0)
+    patience.hear({0: Sign(1, 5, 7)}, (), 0)
     assert patience.is_over(99) == ""
     assert patience.is_over(100) == "no collective has moved on any rank for 100 s, and some ranks have not begun"

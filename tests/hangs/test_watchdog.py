@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -206,6 +207,57 @@ def test_an_ask_is_answered_between_looks_without_the_ranks_that_do_not_answer_i
             clock.now += 11
             dog.listen()
             assert "rank 1 does not answer" in said[1]
+        dist.barrier()
+
+
+class StoreThatGoes:
+    """A store whose process ends when the test says so."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store, self.is_gone = store, False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.is_gone:
+            raise RuntimeError("the connection is closed")
+        return getattr(self._store, name)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("store_goes_too", [False, True])
+def test_a_rank_that_waits_ends_after_rank_0_has_left_with_an_exception(store_goes_too):
+    """The main thread of rank 1 waits for a thread, as it would in a collective; its watchdog looks a thousand times at most."""
+    store, clock, said, ended = store_of(f"rank 0 leaves {store_goes_too}"), Clock(), [], []
+    with collective_log.switched_on(lambda: 1) as log:
+        dogs_store = StoreThatGoes(store_of(f"dog of those who stay {store_goes_too}"))
+        dog = Watchdog(dogs_store, log, 60, 600, clock=clock, tell=said.append, end=lambda: ended.append(True))
+        dog.look()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            dog.leave(" with ValueError: no more data")
+            store.set("left", "")
+        else:
+            store.wait(["left"])
+
+            def look_for_long() -> None:
+                for number in range(1000):
+                    dogs_store.is_gone = store_goes_too and number > 2
+                    clock.now += 10
+                    if not ended:
+                        dog.look()
+
+            thread = threading.Thread(target=look_for_long)
+            thread.start()
+            thread.join()
+            assert ended == [True]
+            first, *others = said[0].splitlines()
+            if store_goes_too:
+                assert re.match(
+                    r"fsdp2.watchdog: the ranks' store is out of reach, and rank 1 has stood still for 1\d\d s; rank 1 alone", first
+                )
+            else:
+                assert re.fullmatch(r"fsdp2.watchdog: nothing has moved on any rank for \d\d s", first)
+                assert others[0] == "rank 0 has left the watchdog with ValueError: no more data"
+            assert "in test_a_rank_that_waits_ends" in said[0], "rank 1's stack"
         dist.barrier()
 
 

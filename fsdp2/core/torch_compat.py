@@ -424,6 +424,18 @@ def unscale_and_check(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor)
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
 
 
+def step_unheard(optimizer: torch.optim.Optimizer) -> None:
+    """A step that is a part of another optimizer's, or a trial: the hooks that are registered for all optimizers do not hear it.
+
+    Hooks that the optimizer's class registers on itself do, and so does everybody then.
+    """
+    step = optimizer.step
+    if getattr(step, "hooked", False) and not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks:
+        step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+    else:
+        optimizer.step()
+
+
 def can_divide_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step of all its groups is a fused kernel, which can divide gradients by a number as it reads them."""
     are_fused = all(group.get("fused") for group in optimizer.param_groups)
@@ -434,7 +446,7 @@ def step_dividing_gradients(optimizer: torch.optim.Optimizer, divisor: Tensor) -
     """A step by gradients / divisor, a () tensor in fp32. It is a field that ``GradScaler`` sets in the same way."""
     optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
     try:
-        optimizer.step()
+        step_unheard(optimizer)
     finally:
         del optimizer.grad_scale  # type: ignore[attr-defined]
 

@@ -21,6 +21,7 @@ from ..core.group.memory import GroupMemory
 from ..core.group.reduction import Reduction
 from ..core.iteration.module_state import sharded_parameters
 from ..core.modules.optimizer_steps import optimizers_that_stepped
+from ..optim.flat import FlatOptimizer
 from ..planner.recorder import GATHERING, GRADIENTS, OPTIMIZER, PARAMETERS, REDUCING, UNSHARDED
 from ..state_bytes import measured_state_bytes
 
@@ -105,10 +106,13 @@ def all_kept_bytes() -> int:
         for tensor in [*kept, *group.gradients.unreduced]:
             add(tensor)
     for optimizer in optimizers_that_stepped():
-        for values in optimizer.state.values():
-            for value in values.values():
-                if isinstance(value, Tensor) and not isinstance(local_of(value), compat.FakeTensor):
-                    add(value)
+        if isinstance(optimizer, FlatOptimizer):
+            tensors = optimizer.state_tensors()
+        else:
+            tensors = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
+        for tensor in tensors:
+            if not isinstance(local_of(tensor), compat.FakeTensor):
+                add(tensor)
     return sum(found.values())
 
 

@@ -45,7 +45,7 @@ def quantised(values: Mapping[str, Any], data: Tensor, new_optimizer: Callable[[
     scratch.grad = torch.zeros_like(data)
     maker = new_optimizer(scratch)
     with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, for each shape
-        maker.step()
+        compat.step_unheard(maker)
     found = dict(values)
     for key, made in maker.state[scratch].items():
         if is_quantised(made) and isinstance(values.get(key), Tensor):

@@ -56,7 +56,7 @@ def _tried(optimizer_class: type[Optimizer], options: Mapping[str, Any], device:
                 for optimizer, params, given in ((of_two, two, grads), (of_one, one, [torch.cat([each.flatten() for each in grads])])):
                     for param, grad in zip(params, given, strict=True):
                         param.grad = grad.clone()
-                    optimizer.step()
+                    compat.step_unheard(optimizer)
     except Exception as error:
         raise _refusal(optimizer_class, f"a step on a vector raises {type(error).__name__}: {error}") from error
     for key, value in of_one.state[one[0]].items():

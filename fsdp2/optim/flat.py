@@ -98,6 +98,10 @@ class FlatOptimizer(Optimizer):
                     ``grad_norm`` is what their norm was. Fused kernels clip while they step; for others it is a product for each run.
         Collective: with ``max_norm``, as ``clip_grad_norm_``; no without
         """
+        return self._take_step(closure, max_norm, norm_type)
+
+    def _take_step(self, closure: Callable[[], Any] | None = None, max_norm: float | None = None, norm_type: float = 2.0) -> Any:
+        """A step. No hook of optimizers hears it, as they hear ``step``: a subclass calls this, so that they hear its ``step`` once."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -139,7 +143,7 @@ class FlatOptimizer(Optimizer):
         scale([grad for runs in self._runs for run in runs for grad in run.copied_gradients()], coefficient)
 
     def _step(self, inner: Optimizer) -> None:
-        inner.step()
+        compat.step_unheard(inner)
 
     def _cut_by_gradients(self, inner: Optimizer, index: int, run: Run) -> list[Run]:
         """Runs of group ``index`` whose parameters have gradients or have none, for good: some have made more steps from now on."""

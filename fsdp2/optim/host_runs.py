@@ -94,7 +94,7 @@ class HostRun:
         group = {**options, "params": [self._param]}
         optimizer.param_groups = [group]
         optimizer.state = defaultdict(dict, {self._param: self.state})
-        optimizer.step()
+        compat.step_unheard(optimizer)
         self.state = optimizer.state[self._param]
         self.is_sent = False
         del group["params"]

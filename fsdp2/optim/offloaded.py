@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..core import torch_compat as compat
 from ..core.comm.agreement import agree_on_meshes
 from ..core.comm.streams import streams_of
 from ..core.group.mapped_file import check_disk_policy
@@ -140,7 +141,7 @@ class OffloadedOptimizer(FlatOptimizer):
         """As ``FlatOptimizer.step``. Raises: ArgumentError for ``max_norm`` if it steps in backward"""
         steps = self._in_backward
         if steps is None:
-            return super().step(closure, max_norm=max_norm, norm_type=norm_type)
+            return self._take_step(closure, max_norm, norm_type)
         if max_norm is not None:
             raise ArgumentError(f"step got max_norm={max_norm}, of an optimizer that steps in backward", expected=_ALL_FIRST, fix=_FIX)
         loss = None
@@ -149,7 +150,7 @@ class OffloadedOptimizer(FlatOptimizer):
                 loss = closure()
         self._take_over_steps()
         steps.refuse_changed()
-        super().step()
+        self._take_step()
         steps.end()
         steps.is_armed = bool(steps.order)
         return loss
@@ -192,7 +193,7 @@ class OffloadedOptimizer(FlatOptimizer):
             {**group, "params": [data for data in group["params"] if data not in self._host_runs]} for group in groups
         ]
         try:
-            inner.step()
+            compat.step_unheard(inner)
         finally:
             for group, stepped in zip(groups, inner.param_groups, strict=True):
                 group.update({key: value for key, value in stepped.items() if key != "params"})

@@ -14,10 +14,11 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import fsdp2
 from fsdp2 import fully_shard
-from fsdp2.optim import AnyPrecisionAdamW, DiskOffloadPolicy, offloaded
+from fsdp2.optim import AnyPrecisionAdamW, DiskOffloadPolicy, flat, offloaded
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
 from harness.training import Step, adamw, assert_same_bits, assert_same_tensor, fed_in_chunks, fed_own_chunk, forward_backward
@@ -68,6 +69,27 @@ def test_state_dicts_go_from_it_to_the_ordinary_optimizer_and_back(tmp_path):
         for name in expected:
             assert_same_tensor(found[name], expected[name], name)
     assert all(run.file is not None for run in reloaded._host_runs.values())
+
+
+@on_ranks(2)
+def test_hooks_hear_each_step_once_and_no_step_of_a_part():
+    model = sharded()
+    heard: list[Any] = []
+    handle = register_optimizer_step_post_hook(lambda optimizer, *_: heard.append(optimizer))
+    try:
+        for make, options in (
+            (flat, {}),
+            (offloaded, {"policy": fsdp2.CPUOffloadPolicy(), "fraction": 0.5}),
+            (offloaded, {"policy": fsdp2.CPUOffloadPolicy(), "step_in_backward": True}),
+        ):
+            optimizer = make(torch.optim.AdamW, model, lr=0.01, **options)
+            own: list[Any] = []
+            optimizer.register_step_post_hook(lambda optimizer, *_, own=own: own.append(optimizer))
+            fed_own_chunk(model, batches(3), optimizer=optimizer)
+            assert own == heard == [optimizer] * 3
+            heard.clear()
+    finally:
+        handle.remove()
 
 
 @on_ranks(2)

@@ -241,7 +241,11 @@ def save_checkpoint(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExp
 
 def load_checkpoint(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
     if _is_engine(editor, old) and editor.of(Engine).plan is not None:
-        editor.refuse("deepspeed", old, "load_checkpoint: its files have another layout; use fsdp2.checkpoint.Checkpointer")
+        editor.refuse(
+            "deepspeed",
+            old,
+            "load_checkpoint: use fsdp2.checkpoint.Checkpointer; for DeepSpeed's files, `fsdp2 convert OLD NEW --to dcp`",
+        )
     return None
 
 

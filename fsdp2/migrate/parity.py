@@ -1,45 +1,28 @@
 """``fsdp2 migrate --parity``: the old script and the rewritten one run for a few steps; the first difference is shown with its place.
 
 Both run on CPU processes (gloo), also a script that asks for GPUs and NCCL (``on_cpu.py``). Compared are, at each optimizer
-step and in this order: the loss of every rank, the norm of the gradients, each whole parameter. A run that takes too long is ended, and
-counts as a difference. It refuses to know torch.
+step and in this order: the loss of every rank, the norm of the gradients, each whole gradient and parameter (``differences.py``). A run
+that takes too long is ended, and counts as a difference. It refuses to know torch.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import ArgumentError
+from .differences import Run, first_difference
 from .files import imported_names, migrate_files
 from .working_copy import working_copies
 
 
-@dataclass(frozen=True)
-class Run:
-    """What the processes of one side wrote: by rank, then by step."""
-
-    folder: Path
-    status: int
-    said: str
-    ranks: list[list[dict[str, Any]]]
-    hangs: str = ""  # where, and what it printed last, if it was ended because it took too long
-
-    @property
-    def num_steps(self) -> int:
-        return min((len(steps) for steps in self.ranks), default=0)
-
-
 def compare(
-    script: Path, arguments: list[str], num_steps: int, num_ranks: int, tolerance: float, timeout: float, in_place: bool = False
+    script: Path, arguments: list[str], num_steps: int, num_ranks: int, tolerance: float | None, timeout: float, in_place: bool = False
 ) -> int:
     """0: the same within ``tolerance``; 1: different, or a side failed, or nothing was recorded. Says which, and where.
 
@@ -70,7 +53,7 @@ def compare(
     if found:
         sys.stdout.write(f"{script}: different: {found}\n")
         return 1
-    sys.stdout.write(f"{script}: the same for {old.num_steps} steps on {num_ranks} ranks: losses, gradient norms, parameters\n")
+    sys.stdout.write(f"{script}: the same for {old.num_steps} steps on {num_ranks} ranks: losses, gradients, parameters\n")
     return 0
 
 
@@ -174,55 +157,3 @@ def _failure(which: str, run: Run) -> str:
     lines = [line for line in run.said.splitlines() if "Error" in line and "torch.distributed.elastic" not in line]
     errors = [line for line in lines if "Error: " in line] or lines  # before lines that raise it
     return f"the {which} script failed before its first step: {errors[0].strip() if errors else run.said.strip()[-500:]}"
-
-
-def first_difference(old: Run, new: Run, tolerance: float) -> str:
-    """The first place where two runs differ by more than ``tolerance``, relative; "" if there is none."""
-    import torch
-
-    for step in range(min(old.num_steps, new.num_steps)):
-        place = f"step {step + 1}"
-        for rank, (before, after) in enumerate(zip(old.ranks, new.ranks, strict=True)):
-            losses, others = before[step]["losses"], after[step]["losses"]
-            if len(losses) != len(others):
-                return f"{place}, rank {rank}: {len(losses)} backward passes, and {len(others)} in the new script"
-            for index, (mine, other) in enumerate(zip(losses, others, strict=True)):
-                if not _close(mine, other, tolerance):
-                    return f"{place}, rank {rank}: loss {index + 1} is {mine:.8g}, and {other:.8g} in the new script"
-        norm, other_norm = old.ranks[0][step]["norm"], new.ranks[0][step]["norm"]
-        if not _close(norm, other_norm, tolerance):
-            return f"{place}: the gradient norm is {norm:.8g}, and {other_norm:.8g} in the new script"
-        params = torch.load(old.folder / f"step{step + 1}.pt", weights_only=True)
-        others = torch.load(new.folder / f"step{step + 1}.pt", weights_only=True)
-        for name in [*params, *(each for each in others if each not in params)]:
-            found = _parameter_difference(params.get(name), others.get(name), tolerance)
-            if found:
-                return f"after {place}: parameter {name}: {found}"
-    if old.num_steps != new.num_steps:
-        return f"the old script took {old.num_steps} steps, the new one {new.num_steps}: {_last_error(old) or _last_error(new)}"
-    return ""
-
-
-def _last_error(run: Run) -> str:
-    return next((line.strip() for line in run.said.splitlines() if "Error:" in line), "")
-
-
-def _close(mine: float, other: float, tolerance: float) -> bool:
-    if math.isnan(mine) or math.isnan(other):
-        return math.isnan(mine) and math.isnan(other)
-    return mine == other or abs(mine - other) <= tolerance * max(abs(mine), abs(other), 1e-6)
-
-
-def _parameter_difference(mine: Any, other: Any, tolerance: float) -> str:
-    if mine is None or other is None:
-        return f"is only in the {'new' if mine is None else 'old'} model"
-    if mine.shape != other.shape:
-        return f"has shape {tuple(mine.shape)}, and {tuple(other.shape)} in the new script"
-    if not mine.numel():
-        return ""
-    difference = (mine.double() - other.double()).abs()
-    bound = tolerance * max(float(mine.double().abs().max()), 1e-2)
-    worst = int(difference.argmax())
-    if float(difference.max()) <= bound:
-        return ""
-    return f"differs by up to {float(difference.max()):.3g}, at element {worst} ({float(mine.flatten()[worst]):.8g})"

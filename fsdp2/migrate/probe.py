@@ -1,4 +1,4 @@
-"""One process of one side of ``--parity``: runs a script and writes down losses, gradient norm and whole parameters at each step.
+"""One process of one side of ``--parity``: runs a script and writes down losses, gradients and whole parameters at each step.
 
     torchrun ... -m fsdp2.migrate.probe RECORDS STEPS SECONDS SOURCE CLAIMED OVERLAY ARGUMENTS...
 
@@ -40,6 +40,8 @@ class Probe:
         self._models: list[nn.Module] = []
         self._modules_deep = self._optimizers_deep = self._step = 0
         self._norm: float | None = None
+        self._gradients: dict[str, Tensor] = {}
+        self._is_narrow = False
 
     def install(self) -> None:
         backward: Callable[..., Any] = torch.Tensor.backward
@@ -64,12 +66,14 @@ class Probe:
         """Whether it is part of a model that was called before: activation checkpointing calls parts again, in backward."""
         return any(each is module for model in self._models for each in model.modules())
 
-    def _after_forward(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+    def _after_forward(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         self._modules_deep -= 1
+        self._is_narrow |= isinstance(output, Tensor) and output.is_floating_point() and output.itemsize < torch.float32.itemsize
 
     def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._optimizers_deep == 0 and self._losses:
             self._norm = _gradient_norm(self._models)
+            self._gradients = dict(_whole_gradients(self._models))
         self._optimizers_deep += 1
 
     def _after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -81,9 +85,10 @@ class Probe:
         params = dict(_whole_parameters(self._models))
         rank = dist.get_rank() if dist.is_initialized() else 0
         with (self._folder / f"rank{rank}.jsonl").open("a") as file:
-            file.write(json.dumps({"step": self._step, "losses": self._losses, "norm": self._norm}) + "\n")
+            line = {"step": self._step, "losses": self._losses, "norm": self._norm, "narrow": self._is_narrow}
+            file.write(json.dumps(line) + "\n")
         if rank == 0:
-            torch.save(params, self._folder / f"step{self._step}.pt")
+            torch.save({"params": params, "gradients": self._gradients}, self._folder / f"step{self._step}.pt")
         self._losses = []
         if self._step == self._num_steps:
             if dist.is_initialized():
@@ -125,11 +130,26 @@ def _whole_parameters(models: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
         else:
             found = [(name, _whole(param)) for name, param in model.named_parameters()]
         for name, value in found:
-            yield prefix + ".".join(part for part in name.split(".") if part not in _WRAPPERS), value
+            yield prefix + _unwrapped(name), value
 
 
-def _whole(param: Tensor) -> Tensor:
-    whole = param.full_tensor() if isinstance(param, DTensor) else param
+@torch.no_grad()
+def _whole_gradients(models: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    """As ``_whole_parameters``. Not FSDP1's, which lie in flat tensors. Collective."""
+    for index, model in enumerate(models):
+        prefix = f"model {index}: " if index else ""
+        for name, param in () if _is_fsdp1(model) else model.named_parameters():
+            if param.grad is not None:
+                yield prefix + _unwrapped(name), _whole(param.grad)
+
+
+def _unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    whole = whole.to_dense() if whole.layout != torch.strided else whole
     return whole.detach().cpu().clone()
 
 

@@ -52,7 +52,8 @@ def _wanted(editor: Editor, old: cst.Call) -> Wanted:
     if kind not in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
         what = given.text("state_dict_type")
         local = kind == "LOCAL_STATE_DICT"
-        why = "flat parameters of one rank do not exist here" if local else "which kind it is, is known only when it runs"
+        flat = "flat parameters of one rank do not exist here; `fsdp2 convert OLD NEW --to dcp --shapes shapes.json` reads old files"
+        why = flat if local else "which kind it is, is known only when it runs"
         editor.refuse("fsdp1", old, f"{what}: {why}")
     model = _config(editor, given.value("state_dict_config"), old)
     optim = _config(editor, given.value("optim_state_dict_config"), old)
@@ -228,7 +229,10 @@ def load_state(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpressi
     if tag not in SHARDED or is_use_before_wrap(editor, old):
         return None
     wanted = Wanted() if tag != "fsdp1" else _in_force(editor)
-    if wanted is None or wanted.kind != "FULL_STATE_DICT":
+    if wanted is not None and wanted.kind != "FULL_STATE_DICT":
+        editor.note(old, "a DCP folder of the old script loads as it is; files that each rank saved: `fsdp2 convert OLD NEW --to dcp`.")
+        return None
+    if wanted is None:
         return None
     if tag == "ddp" and not _is_inner(editor, old.func.value):
         editor.note(old, "keys must not begin with module. any more.")
@@ -250,12 +254,11 @@ def _optimizer_state(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseEx
         if editor.names.rewritten:
             editor.left(old, _UNKNOWN.format(f"fsdp2.checkpoint.full_optimizer_state_dict(model, {optimizer}, by_name=True)"))
         return None
-    _explain_names(editor, old)
+    editor.note(old, f"{_BY_NAME}.")
     return on_every_rank(editor, old, lambda rank0: _full_optimizer(editor, model, optimizer, rank0), "optimizer_state")
 
 
-def _explain_names(editor: Editor, old: cst.Call) -> None:
-    editor.note(old, "state by parameter name, not by number; a file that the old script wrote has numbers.")
+_BY_NAME = "state by parameter name, not by number; a file that the old script wrote has numbers"
 
 
 def _full_optimizer(editor: Editor, model: str, optimizer: str, rank0: bool) -> str:
@@ -287,7 +290,7 @@ def _load_optimizer(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExp
             if editor.names.rewritten:
                 editor.left(old, _UNKNOWN.format(f"set_optimizer_state_dict(model, {optimizer}, {state}, options={FULL})"))
             return None
-        _explain_names(editor, old)
+        editor.note(old, f"{_BY_NAME}: `fsdp2 convert OLD NEW --to torch` gives it names.")
     _needs_dcp(editor, *(["StateDictOptions"] if options else []), "set_optimizer_state_dict")
     return editor.make(f"set_optimizer_state_dict({model}, {optimizer}, {state}" + (f", options={options})" if options else ")"))
 

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from fsdp2.cli import main
 from fsdp2.migrate import working_copy
-from fsdp2.migrate.parity import Run, first_difference
+from fsdp2.migrate.differences import Run, first_difference
 
 SCRIPT = """
 import os
@@ -144,12 +145,55 @@ def test_missing_script_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_what_counts_as_a_difference(norm: float, losses: list[float], said: str, tmp_path: Path) -> None:
-    import torch
-
-    torch.save({}, tmp_path / "step1.pt")
+    torch.save({"params": {}, "gradients": {}}, tmp_path / "step1.pt")
     old = Run(tmp_path, 0, "", [[{"losses": [0.5], "norm": 1.0}]])
     new = Run(tmp_path, 0, "", [[{"losses": losses, "norm": norm}]])
     assert first_difference(old, new, 1e-4) == said
+
+
+def _adam(folder: Path, dtype: torch.dtype, change: str = "", *, is_narrow: bool) -> Run:
+    """A run of Adam in which gradients are rounded to ``dtype``, each run in its own way. The bias has no gradient but rounding.
+
+    change: "divisor" halves the gradients of the smaller weight, "lr" doubles the learning rate
+    """
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    start = {
+        "a.weight": torch.randn(16, 16, generator=generator),
+        "b.weight": torch.randn(8, generator=generator),
+        "bias": torch.zeros(8),
+    }
+    params = {name: nn.Parameter(value) for name, value in start.items()}
+    own = torch.Generator().manual_seed(sum(map(ord, folder.name)))
+    optimizer = torch.optim.Adam(params.values(), lr=2e-3 if change == "lr" else 1e-3)
+    steps = []
+    for step in range(4):
+        for name, param in params.items():
+            exact = torch.zeros(8) if name == "bias" else torch.randn(param.shape, generator=generator)
+            exact = exact * 0.3 if name == "b.weight" else exact
+            noise = torch.randn(param.shape, generator=own) * torch.finfo(dtype).eps / 4
+            factor = 0.5 if change == "divisor" and name == "b.weight" else 1
+            param.grad = factor * (exact + noise * (exact.abs() + 0.1))
+        gradients = {name: param.grad for name, param in params.items()}
+        optimizer.step()
+        norm = float(torch.cat([grad.flatten() for grad in gradients.values() if grad is not None]).norm())
+        torch.save(
+            {"params": {name: each.detach() for name, each in params.items()}, "gradients": gradients}, folder / f"step{step + 1}.pt"
+        )
+        steps.append({"losses": [0.5], "norm": norm, "narrow": is_narrow})
+    return Run(folder, 0, "", [steps])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_runs_of_adam_that_differ_by_rounding_are_the_same_and_others_are_not(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Parameters were compared relative to their size: Adam moves a bias without a gradient by a learning rate in any direction."""
+    is_narrow = dtype == torch.bfloat16
+    old = _adam(tmp_path / "old", dtype, is_narrow=is_narrow)
+    assert first_difference(old, _adam(tmp_path / "new", dtype, is_narrow=is_narrow), None) == ""
+    scaled = first_difference(old, _adam(tmp_path / "scaled", dtype, "divisor", is_narrow=is_narrow), None)
+    assert scaled.startswith("step 1: the gradient ")
+    fast = first_difference(old, _adam(tmp_path / "fast", dtype, "lr", is_narrow=is_narrow), None)
+    assert fast.startswith("after step 1: parameter a.weight: differs by up to 0.001")
 
 
 ON_GPUS = """
@@ -185,3 +229,46 @@ def test_a_script_for_gpus_is_compared_on_cpu_processes(tmp_path: Path, capsys: 
     (tmp_path / "train.py").write_text(ON_GPUS)
     assert main(["migrate", "--parity", "train.py"]) == 0, capsys.readouterr().out
     assert "the same for 3 steps" in capsys.readouterr().out
+
+
+BF16_ADAM = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 1))
+model = DDP(net)
+is_new = model is net
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+data = torch.Generator().manual_seed(dist.get_rank())
+for step in range(5):
+    x = torch.randn(16, 8, generator=data)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = (model(x).float() - x.sum(1, keepdim=True)).square().mean()
+    loss.backward()
+    for param in model.parameters():
+        param.grad *= {factor}
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("factor", "said"),
+    [
+        ("1", "the same for 5 steps"),
+        ("0.5 if is_new else 1", "different: step 1: the gradient norm is"),
+        ("0.5 if is_new and param is net[5].bias else 1", "different: step 1: the gradient "),
+    ],
+)
+def test_bf16_runs_with_adam_are_told_apart_by_their_gradients(
+    factor: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No element's move shows a wrong divisor with Adam, and the bias before a batch norm moves by a learning rate in any direction."""
+    (tmp_path / "train.py").write_text(BF16_ADAM.replace("{factor}", factor))
+    main(["migrate", "--parity", "train.py"])
+    assert said in capsys.readouterr().out

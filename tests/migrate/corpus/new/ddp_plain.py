@@ -50,7 +50,8 @@ def main():
     model, optimizer = make()
     checkpoint = torch.load(path[0], map_location="cpu", weights_only=True)
     set_model_state_dict(model, checkpoint["model"], options=StateDictOptions(full_state_dict=True))
-    # fsdp2: state by parameter name, not by number; a file that the old script wrote has numbers.
+    # fsdp2: state by parameter name, not by number; a file that the old script wrote has numbers:
+    #   `fsdp2 convert OLD NEW --to torch` gives it names.
     set_optimizer_state_dict(model, optimizer, checkpoint["optimizer"], options=StateDictOptions(full_state_dict=True))
     train(model, optimizer, 2, rank)
 

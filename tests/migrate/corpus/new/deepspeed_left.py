@@ -18,8 +18,8 @@ with deepspeed.zero.Init():
 # fsdp2: not migrated: optimizer "OneBitAdam": pass one of torch's as optimizer
 # fsdp2: not migrated: no optimizer, in the configuration or as an argument
 engine, optimizer, _, _ = deepspeed.initialize(model=net, config=config)
-# fsdp2: not migrated: load_checkpoint: its files have another layout; use
-#   fsdp2.checkpoint.Checkpointer
+# fsdp2: not migrated: load_checkpoint: use fsdp2.checkpoint.Checkpointer; for DeepSpeed's files,
+#   `fsdp2 convert OLD NEW --to dcp`
 engine.load_checkpoint("checkpoints")
 for _ in range(3):
     # fsdp2: not migrated: engine.device: the model has nothing of that name

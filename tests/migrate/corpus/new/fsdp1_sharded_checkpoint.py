@@ -41,6 +41,8 @@ dcp.save(state, checkpoint_id=folder[0])
 again, optimizer2 = make()
 state = {"model": again.state_dict()}
 dcp.load(state, checkpoint_id=folder[0])
+# fsdp2: a DCP folder of the old script loads as it is; files that each rank saved: `fsdp2 convert
+#   OLD NEW --to dcp`.
 again.load_state_dict(state["model"])
 train(again, optimizer2, 2)
 dist.barrier()

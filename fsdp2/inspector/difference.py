@@ -23,7 +23,8 @@ Lines = Mapping[int, Sequence[Values]]
 class Parting:
     """distance: about the norm of the difference; others: parameters that part in the same phase of the same step
 
-    who: "rank 1" of gathered parameters, "replica 1" of the others; "" where there is but one
+    who:     "rank 1" of gathered parameters, "replica 1" of the others; "" where there is but one
+    only_in: "first" or "second" if the other run has not recorded it, such as gradients that an optimizer takes in backward
     """
 
     step: int
@@ -35,12 +36,15 @@ class Parting:
     norm: float
     is_rounding: bool
     others: int
+    only_in: str = ""
 
     def __str__(self) -> str:
         what = {"parameters": "gathered parameters", "gradients": "reduced gradients", "update": "updated parameters"}[self.phase]
         how = "by rounding" if self.is_rounding else "by more than rounding"
         where = f" on {self.who}" if self.who else ""
         more = f"; {self.others} more parameters part in that phase" if self.others else ""
+        if self.only_in:
+            return f"step {self.step}, {what} of {self.unit}{where}: {self.param} was recorded in the {self.only_in} run only{more}"
         return (
             f"step {self.step}, {what} of {self.unit}{where}: {self.param} parts {how}, "
             f"by about {self.distance:.3g} at a norm of {self.norm:.3g}{more}"
@@ -107,7 +111,8 @@ def _of_phase(step: int, phase: str, first: Mapping[int, Values], second: Mappin
             if one is None or other is None:
                 has = one or other
                 assert has is not None
-                yield Parting(step, phase, unit, param, f"{kind} {who}" if several else "", has.made.norm, has.made.norm, False, 0)
+                norm, only_in = has.made.norm, "second" if one is None else "first"
+                yield Parting(step, phase, unit, param, f"{kind} {who}" if several else "", norm, norm, False, 0, only_in)
             elif one.made.checksum != other.made.checksum:
                 distance, norm = one.made.distance(other.made), max(one.made.norm, other.made.norm)
                 is_rounding = distance <= limit(max(one.eps, other.eps)) * norm

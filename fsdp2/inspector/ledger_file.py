@@ -26,7 +26,7 @@ from ..doctor.inspected import inspect
 from ..planner.result import Plan
 from .memory_now import allocator_peak, forget_allocator_peak, kept_bytes
 from .meter import Counts, Meter
-from .run_folder import Lines, Values, folder_of, rank_file, write_json
+from .run_folder import Lines, Values, drop_absent_ranks, folder_of, rank_file, write_json
 
 
 def ledger(
@@ -41,7 +41,7 @@ def ledger(
 ) -> Ledger:
     """Write a line for each step of this rank into ``folder``, from now until the end of the ``with`` block, or until ``stop()``.
 
-    folder:     one for a run, the same on all ranks of a host; an earlier run's lines of this rank are dropped
+    folder:     one for a run, the same on all ranks of a host; an earlier run's lines are dropped
     optimizer:  one, or all that train it: the step of the last one ends a step; None: each step of any optimizer
     tokens:     that this rank trains on in a step, or a function that says how many there were in the last one
     first_step: number of the step that comes first; of a run that goes on, the next one
@@ -81,6 +81,7 @@ class Ledger:
         self._kept: dict[str, int] = {}
         self._rank, self._num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._meter = Meter()
+        drop_absent_ranks(self.folder, "ledger", "jsonl", self._num_ranks)
         self._lines = Lines(rank_file(self.folder, "ledger", self._rank, "jsonl"))
         self._undo = contextlib.ExitStack()
         self._undo.callback(self._lines.close)

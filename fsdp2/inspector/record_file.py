@@ -23,8 +23,9 @@ from ..core.comm import collective_log
 from ..core.group.param_group import ParamGroup
 from ..core.group.step_count import OPTIMIZER_STEPS
 from ..doctor.inspected import inspect
+from ..errors import ArgumentError
 from .fingerprint import fingerprint
-from .run_folder import Lines, Values, folder_of, rank_file
+from .run_folder import Lines, Values, drop_absent_ranks, folder_of, rank_file
 
 
 def record(
@@ -37,12 +38,12 @@ def record(
 ) -> Recording:
     """Write fingerprints of each step of this rank into ``folder``, until the end of the ``with`` block or until ``stop()``.
 
-    folder:     one for a run, seen by all ranks or copied together; an earlier recording of this rank is dropped
+    folder:     one for a run, seen by all ranks or copied together; an earlier recording there is dropped
     optimizer:  one, or all that train it: the step of the last one ends a step; None: each step of any optimizer
     every:      record the first step, and each of this number
     first_step: number of the step that comes first; of a run that goes on, the next one
     Collective: no. In a recorded step each rank reads all gathered parameters once, and its shards twice
-    Raises:     ModuleError if ``model`` is not sharded; ArgumentError for something else than optimizers
+    Raises:     ModuleError if ``model`` is not sharded; ArgumentError for something else than optimizers, or an ``every`` below 1
 
     Example:
         with fsdp2.record(folder, model, optimizer):
@@ -66,13 +67,17 @@ class Recording(collective_log.Listener):
     ) -> None:
         self.folder = folder_of(folder, "record")
         inspected = inspect(model, optimizer, "record")
+        given: Any = every
+        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+            raise ArgumentError(f"record got every={every!r}", expected="an int, 1 or more", fix="every=10 records each tenth step")
         self._units = [unit for _, unit in inspected.units]
         self._every, self._step, self._first = every, first_step, first_step
         self._forward: dict[str, Values] = {}
         self._backward: dict[str, Values] = {}
         self._begun: list[str] = []  # units in the order of this backward
         self._at = ("", "")
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        drop_absent_ranks(self.folder, "record", "jsonl", num_ranks)
         self._lines = Lines(rank_file(self.folder, "record", rank, "jsonl"))
         self._undo = contextlib.ExitStack()
         self._undo.callback(self._lines.close)

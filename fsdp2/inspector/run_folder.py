@@ -69,6 +69,13 @@ def rank_files(folder: Path, kind: str, suffix: str) -> Iterator[tuple[int, Path
     yield from sorted(found.items())
 
 
+def drop_absent_ranks(folder: Path, kind: str, suffix: str, num_ranks: int) -> None:
+    """Files of ranks that this run does not have: an earlier one in the same folder had more. No rank of this run writes them."""
+    for rank, path in rank_files(folder, kind, suffix):
+        if rank >= num_ranks:
+            path.unlink(missing_ok=True)
+
+
 def folder_of(path: Any, caller: str) -> Path:
     """Raises: ArgumentError if ``path`` is no path, or a file."""
     if not isinstance(path, (str, os.PathLike)) or Path(path).is_file():

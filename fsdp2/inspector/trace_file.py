@@ -21,7 +21,7 @@ from .chrome import events_of
 from .clock import Offset, measure
 from .memory_now import all_kept_bytes, training_device
 from .moments import Moments, Sample
-from .run_folder import Values, folder_of, rank_file, rank_files, write_json
+from .run_folder import Values, drop_absent_ranks, folder_of, rank_file, rank_files, write_json
 
 
 @contextlib.contextmanager
@@ -40,7 +40,8 @@ def trace(folder: Any, *, allocations: bool = True) -> Iterator[None]:
             optimizer.step()
     """
     where = folder_of(folder, "trace")
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    drop_absent_ranks(where, "trace", "json", num_ranks)
     device = training_device()
     moments = Moments(allocated=_allocator_of(device))
     offset = measure()

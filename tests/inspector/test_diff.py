@@ -148,3 +148,29 @@ def test_twenty_planted_values_are_all_found_where_they_are(world_size):
 def test_a_folder_without_a_recording_is_an_error(tmp_path, capsys):
     assert main(["diff", str(tmp_path), str(tmp_path)]) == 1
     assert "no recording" in capsys.readouterr().err
+
+
+@on_ranks(2)
+def test_a_folder_that_had_a_run_of_more_ranks_has_the_ranks_of_the_last_one(world_size):
+    folder = folder_for_all()
+    for kind, suffix in (("record", "jsonl"), ("ledger", "jsonl"), ("trace", "json")):
+        (folder / f"{kind}.rank{world_size}.{suffix}").write_text("")
+    dist.barrier()
+    model = built("zero3")
+    with fsdp2.ledger(folder, model), fsdp2.trace(folder):
+        recorded(folder)
+    for kind, suffix in (("record", "jsonl"), ("ledger", "jsonl"), ("trace", "json")):
+        assert [rank for rank, _ in rank_files(folder, kind, suffix)] == [0, 1], kind
+
+
+def test_gradients_that_one_run_has_not_recorded_are_said_to_be_in_the_other_only():
+    said = {"checksum": 1, "squares": 4.0, "sketch": [1.0, 1.0, 1.0, 1.0], "replica": 0, "eps": 1e-7}
+    line = {"step": 1, "parameters": {}, "gradients": {"0": {"0.weight": said}}, "update": {"0": {"0.weight": said}}}
+    (found,) = partings({0: [line]}, {0: [{**line, "gradients": {}}]})
+    assert str(found) == "step 1, reduced gradients of 0: 0.weight was recorded in the first run only"
+
+
+@on_ranks(1)
+def test_a_recording_of_every_zeroth_step_is_refused():
+    with pytest.raises(fsdp2.ArgumentError, match="every=0"):
+        fsdp2.record(folder_for_all(), built("zero3"), every=0)

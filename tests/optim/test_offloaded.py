@@ -153,6 +153,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         (DiskOffloadPolicy(__file__), {}, "which takes no files: .*Not a directory"),
         (DiskOffloadPolicy("."), {"fraction": 2.0}, "fraction=2.0"),
         (DiskOffloadPolicy(".", read_ahead=-1), {}, "read_ahead=-1"),
+        (DiskOffloadPolicy(None), {}, "path=None"),
     ],
 )
 def test_a_mistake_is_an_error_by_name(policy, options, text):

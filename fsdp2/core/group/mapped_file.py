@@ -93,7 +93,10 @@ def check_disk_policy(policy: DiskOffloadPolicy) -> None:
         raise ArgumentError(
             f"DiskOffloadPolicy got read_ahead={read_ahead!r}", expected="an int, 0 or more", fix="pass another read_ahead"
         )
-    _check_folder(os.fspath(policy.path))
+    path: Any = policy.path
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError(f"DiskOffloadPolicy got path={path!r}", expected="a folder on a local disk", fix="pass another path")
+    _check_folder(os.fspath(path))
 
 
 def _check_folder(folder: str) -> None:

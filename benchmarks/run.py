@@ -23,6 +23,7 @@ SCRIPTS = (
     "optimizer",
     "muon",
     "optimizer_memory",
+    "train_step",
     "memory_passes",
     "transient_memory",
     "gloo_step",

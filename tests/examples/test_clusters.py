@@ -276,9 +276,10 @@ def test_slurm_itself_runs_the_batch_script_on_two_nodes_and_starts_it_again(tmp
         line_with(tmp_path / "log", '"step": 10,')
         hosts[0].run("scancel", "--signal=USR2", "--batch", job, environment=env)  # what --signal=B:USR2@300 does
         saved = line_with(tmp_path / "job", r"saved step_0*(\d+), the job is queued again")
-        # Slurm lets a job that was queued again wait for two minutes: this test does not.
+        # Slurm lets a job that was queued again wait for two minutes: this test takes a few seconds. In the second in which nodes have
+        # ended a job they refuse to start it ("Job credential revoked"), and it has failed then.
         until(lambda: in_state("PENDING"))
-        hosts[0].run("scontrol", "update", f"JobId={job}", "StartTime=now", environment=env)
+        hosts[0].run("scontrol", "update", f"JobId={job}", "StartTime=now+5", environment=env)
         until(lambda: in_state("COMPLETED"))
     assert f"job {job}, start 1, on node-a,node-b; checkpoint: step_" in (tmp_path / "job").read_text()
     assert f"going on after step {saved[1]}" in (tmp_path / "job").read_text()

@@ -67,6 +67,7 @@ def test_what_extensions_send_trains_bitwise_alike_gathered_straight_into_place_
         assert_same_bits(train_late(seed, MORE_SCENARIOS[name]), expected)
 
 
+@pytest.mark.slow
 @on_ranks(2, device="pretend")
 def test_extensions_gathered_straight_into_place_train_bitwise_as_with_torchs_fsdp2():
     scenario = replace(MORE_SCENARIOS["extensions_direct"], model=with_even_extensions)

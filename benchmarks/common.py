@@ -19,6 +19,8 @@ import platform
 import statistics
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,6 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: its t
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -94,6 +97,29 @@ class Spread:
             return cls(samples[0], samples[0], samples[0], 1)
         deciles = statistics.quantiles(samples, n=10, method="inclusive")
         return cls(statistics.median(samples), deciles[0], deciles[8], len(samples))
+
+
+def slowest_rank(function: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> Callable[[], float]:
+    """A sample of what ``function`` takes on the slowest rank, in ms of ``clock``: ``time.process_time`` counts all threads.
+
+    Collective: yes, over the world
+    """
+
+    def sample() -> float:
+        dist.barrier()
+        begin = clock()
+        function()
+        spent = torch.tensor((clock() - begin) * 1e3)
+        dist.all_reduce(spent, op=dist.ReduceOp.MAX)
+        return spent.item()
+
+    return sample
+
+
+def on_ranks(run_rank: Callable[[int, argparse.Namespace, str], None], options: argparse.Namespace) -> None:
+    """``run_rank(rank, options, directory)`` in ``options.world`` processes, which share the directory until all have ended."""
+    with tempfile.TemporaryDirectory() as directory:
+        torch.multiprocessing.spawn(run_rank, (options, directory), nprocs=options.world)
 
 
 Samples = dict[str, list[float]]

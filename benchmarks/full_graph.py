@@ -16,7 +16,6 @@ import argparse
 import collections
 import contextlib
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -245,8 +244,7 @@ def main() -> None:
     arguments.add_argument("--batch", type=int, default=4, help="sequences a rank")
     options = arguments.parse_args()
     common.start(options, __doc__)
-    with tempfile.TemporaryDirectory() as directory:
-        torch.multiprocessing.spawn(run_rank, (options, str(Path(directory))), nprocs=options.world)
+    common.on_ranks(run_rank, options)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,8 @@ losses of upstream and ours are compared, since a fast wrong step is worth nothi
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import common
@@ -107,8 +105,7 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, help="samples of each implementation")
     options = arguments.parse_args()
     common.start(options, __doc__)
-    with tempfile.TemporaryDirectory() as directory:
-        torch.multiprocessing.spawn(run_rank, (options, str(Path(directory))), nprocs=options.world)
+    common.on_ranks(run_rank, options)
 
 
 if __name__ == "__main__":

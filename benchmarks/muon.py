@@ -13,10 +13,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -108,20 +106,6 @@ def received_by(function: Callable[[], object]) -> int:
     return nbytes
 
 
-def timed(function: Callable[[], object]) -> Callable[[], float]:
-    """Processor time of ``function`` in ms, of all threads of the slowest rank. Collective: yes."""
-
-    def sample() -> float:
-        dist.barrier()
-        begin = time.process_time()
-        function()
-        spent = torch.tensor((time.process_time() - begin) * 1e3)
-        dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-        return spent.item()
-
-    return sample
-
-
 def run_rank(rank: int, options: argparse.Namespace, directory: str) -> None:
     """One rank; rank 0 reports. Collective: yes, over the world."""
     torch.set_num_threads(1)
@@ -140,7 +124,9 @@ def run_rank(rank: int, options: argparse.Namespace, directory: str) -> None:
         else:
             steps[name] = muon_of_package(matrices) if options.package else GatheringMuon(matrices).step
     nbytes = {name: [received_by(step) / 2**20] for name, step in steps.items()}
-    samples = common.interleave({name: timed(step) for name, step in steps.items()}, 5 if options.quick else 20, warmup=1)
+    samples = common.interleave(
+        {name: common.slowest_rank(step, time.process_time) for name, step in steps.items()}, 5 if options.quick else 20, warmup=1
+    )
     pairs = zip(trained[common.OURS], trained[common.UPSTREAM], strict=True)
     difference = max(float((one.to_local() - other.to_local()).abs().max()) for one, other in pairs)
     if rank == 0:
@@ -157,8 +143,7 @@ def main() -> None:
     arguments.add_argument("--package", action="store_true", help="beside the package muon-fsdp2")
     options = arguments.parse_args()
     common.start(options, __doc__)
-    with tempfile.TemporaryDirectory() as directory:
-        torch.multiprocessing.spawn(run_rank, (options, str(Path(directory))), nprocs=options.world)
+    common.on_ranks(run_rank, options)
 
 
 if __name__ == "__main__":

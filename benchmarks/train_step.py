@@ -8,8 +8,6 @@ one process, and the slowest rank counts.
 from __future__ import annotations
 
 import sys
-import tempfile
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -43,20 +41,6 @@ def upstream_model(args: Namespace) -> nn.Module:
     return common.shard(model, list(model.blocks), common.UPSTREAM, None)
 
 
-def timed(function: Callable[[], object]) -> Callable[[], float]:
-    """ms of the slowest rank. Collective: yes."""
-
-    def sample() -> float:
-        dist.barrier()
-        begin = time.perf_counter()
-        function()
-        spent = torch.tensor((time.perf_counter() - begin) * 1e3)
-        dist.all_reduce(spent, op=dist.ReduceOp.MAX)
-        return spent.item()
-
-    return sample
-
-
 def run_rank(rank: int, options: Namespace, directory: str) -> None:
     """One rank; rank 0 reports. Collective: yes, over the world."""
     torch.set_num_threads(1)
@@ -68,8 +52,8 @@ def run_rank(rank: int, options: Namespace, directory: str) -> None:
         ours, theirs = train_lm.sharded_model(args, device), upstream_model(args)
         adamw = train_lm.make_optimizer(Namespace(**ARGUMENTS, optimizer="adamw"), theirs)
         steps = {
-            common.UPSTREAM: timed(step_of(theirs, adamw, rows)),
-            common.OURS: timed(step_of(ours, train_lm.make_optimizer(args, ours), rows)),
+            common.UPSTREAM: common.slowest_rank(step_of(theirs, adamw, rows)),
+            common.OURS: common.slowest_rank(step_of(ours, train_lm.make_optimizer(args, ours), rows)),
         }
         samples = common.interleave(steps, 10 if options.quick else 40, warmup=3)
         if rank == 0:
@@ -82,8 +66,7 @@ def main() -> None:
     arguments.add_argument("--world", type=int, default=2, help="number of processes")
     options = arguments.parse_args()
     common.start(options, __doc__)
-    with tempfile.TemporaryDirectory() as directory:
-        torch.multiprocessing.spawn(run_rank, (options, str(Path(directory))), nprocs=options.world)
+    common.on_ranks(run_rank, options)
 
 
 if __name__ == "__main__":

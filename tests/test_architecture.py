@@ -53,6 +53,12 @@ def attributes_of(node: ast.ClassDef) -> set[str]:
     return found
 
 
+def test_threads_that_look_on_have_one_home():
+    """A daemon thread of another kind may be inside of C++ when Python ends, which aborts the process."""
+    homes = [str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py") if "threading.Thread(" in file.read_text()]
+    assert homes == ["core/comm/background.py"]
+
+
 def test_a_class_of_more_than_fifteen_attributes_says_why():
     silent = [
         f"{path.relative_to(PACKAGE)}: {node.name}"

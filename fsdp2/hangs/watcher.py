@@ -27,6 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..core import torch_compat as compat
+from ..core.comm.background import BackgroundThread
 from ..core.comm.collective_log import CollectiveLog, switched_on
 from ..core.group.step_count import OPTIMIZER_STEPS
 from ..errors import ArgumentError, OrderError, short
@@ -262,13 +263,12 @@ def watchdog(timeout: float = 600.0, *, patience: float | None = None) -> Iterat
         dog = Watchdog(store, log, timeout, patience)
         dog.look()  # the first sign: a rank that dies soon after has been there
         leaving, left = os.pipe()
-        thread = threading.Thread(
-            target=_run,
-            args=(dog, timeout / 10, between_listening(dist.get_world_size()), asked, leaving),
+        every = between_listening(dist.get_world_size())
+        thread = BackgroundThread(
+            lambda: _run(dog, timeout / 10, every, asked, leaving),
+            stop=lambda: os.write(left, b"."),
             name="fsdp2_watchdog",
-            daemon=True,
         )
-        thread.start()
         why = ""
         try:
             yield
@@ -279,8 +279,7 @@ def watchdog(timeout: float = 600.0, *, patience: float | None = None) -> Iterat
             _tell(f"fsdp2.watchdog: rank {dog.rank} leaves{why}")
             raise
         finally:
-            os.write(left, b".")
-            thread.join()
+            thread.end()
             dog.leave(why)
             os.close(left)
             os.close(leaving)

@@ -40,6 +40,19 @@ if dist.get_rank() == 0:
 something_else()
 """
 
+ENDING_PROGRAM = """
+import contextlib
+import torch.distributed as dist
+from torch import nn
+import fsdp2
+
+fsdp2.set_missing_rank_timeout(notice=1e-9)
+dist.init_process_group("gloo")
+fsdp2.fully_shard(nn.Linear(4, 4))
+never_left = contextlib.ExitStack()
+never_left.enter_context(fsdp2.watchdog(timeout=1e-3, patience=1000))
+"""
+
 
 def sharded() -> nn.Module:
     torch.manual_seed(0)
@@ -146,3 +159,12 @@ def test_under_torchrun_the_waiting_rank_ends_with_the_explanation(tmp_path: Pat
     assert "fsdp2: rank 0 has waited in full_state_dict" in done.stderr
     assert "in something_else" in done.stderr
     assert f"exitcode  : {EXIT_STATUS}" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_program_may_end_while_threads_ask_the_store(tmp_path: Path) -> None:
+    """Python unwinds a daemon thread that is inside of C++ by force, which aborts the process: 3 of 4 such programs died so."""
+    (tmp_path / "program.py").write_text(ENDING_PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr

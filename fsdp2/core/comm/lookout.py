@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from ...errors import ArgumentError
 from .. import torch_compat as compat
 from . import joint_calls
+from .background import BackgroundThread
 from .joint_calls import JointCall
 
 EXIT_STATUS = 75
@@ -196,19 +197,17 @@ def start() -> None:
     if dist.get_world_size() > 1 and compat.ranks_meet_over_tcp():
         _num_made += 1
         look_out = Lookout(compat.own_connection_to_the_store(f"fsdp2_lookout_{_num_made}"))
-        threading.Thread(target=_run, args=(look_out, world), name="fsdp2_lookout", daemon=True).start()
+        leaving = threading.Event()
+        BackgroundThread(lambda: _run(look_out, world, leaving), stop=leaving.set, name="fsdp2_lookout")
 
 
-def _run(look_out: Lookout, world: Any) -> None:
-    """Until the process group ends, or its store is gone."""
-    while not _pause.wait(Limits.notice) and dist.is_initialized() and dist.group.WORLD is world:
+def _run(look_out: Lookout, world: Any, leaving: threading.Event) -> None:
+    """Until the program or the process group ends, or its store is gone."""
+    while not leaving.wait(Limits.notice) and dist.is_initialized() and dist.group.WORLD is world:
         try:
             look_out.look()
         except RuntimeError:
             return
-
-
-_pause = threading.Event()  # never set: it waits without holding the interpreter
 
 
 def _tell(text: str) -> None:

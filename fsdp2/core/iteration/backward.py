@@ -2,12 +2,13 @@
 
 Note: order of collectives. Everything here is a function of what is equal on all ranks: the module structure, the order of forward
 calls, and which calls a backward reaches. A unit's gradients are reduced when the backward of its last call in this graph has
-passed its inputs, or at the end of backward, in reverse order of the units, if no input needs a gradient. What happened to
-arrive decides nothing. (Measured: with a parameter unused on one rank, reducing on arrival lets two groups of equal shapes swap
+passed its inputs, or at the end of backward, in reverse order of the units, if no input needs a gradient. The arrival of a gradient
+decides nothing. (Measured: with a parameter unused on one rank, reducing on arrival lets two groups of equal shapes swap
 their gradients without an error.)
 
-``Backward`` takes the order from this rank's own graph, which others share as long as every loss uses the same outputs;
-``LoggedBackward`` takes it from the log of the forward, which is equal whatever the losses use. It refuses to know hooks and buffers.
+``Backward`` takes the order from this rank's own graph, which is equal on all ranks as long as every loss uses the same outputs.
+``LoggedBackward`` takes it from the log of the forward, which is equal whichever outputs the losses use. This file refuses to know
+hooks and buffers.
 """
 
 from __future__ import annotations
@@ -28,35 +29,35 @@ from .unit_tree import UnitTree, release
 class Backward:
     """One backward under way, in the order of this rank's graph.
 
-    task: id of the outermost graph task; -1 if none runs, and only what accumulated is reduced
+    task: id of the outermost graph task; -1 if no graph task runs, and this object only reduces what accumulated
     """
 
     def __init__(self, tree: UnitTree, task: int, at_end: Callable[[], None] | None) -> None:
-        """at_end: what that graph task calls at its end; nobody else holds it, and the engine drops it if backward fails."""
+        """at_end: called by the graph task at its end. Only that task holds it, and the engine drops it if backward fails."""
         self.task = task
         self._tree = tree
         self._host_waits = tree.streams.host_waits  # see ``Forward``
         self._at_end = None if at_end is None else weakref.ref(at_end)
         self._waited_before = tree.has_unreduced()  # gradients of earlier backwards had not reached the sharded parameters
         self._prefetched: list[Unit] = []
-        self._prefetch_behind: dict[Unit, Unit] = {}  # what backward_prefetch="post" is to gather behind a unit's gradients
-        # Units that are reduced at the end. To begin with, lists of which a re-entrant checkpoint runs modules again, beside others
-        # that have a graph: where among these is not known.
+        self._prefetch_behind: dict[Unit, Unit] = {}  # the unit that backward_prefetch="post" gathers behind a unit's gradients
+        # Units that are reduced at the end. These are at first the lists of which a re-entrant checkpoint runs modules again while
+        # other modules have a graph: backward does not know at which of those modules the list is done.
         self._to_end = {unit for unit in tree.lists if unit.calls.to_rerun and unit.calls.may_follow()}
-        self._recomputed: list[tuple[Unit, int]] = []  # and how many forwards of the unit were under way
+        self._recomputed: list[tuple[Unit, int]] = []  # with the number of its forwards under way at that time
 
     def has_failed(self) -> bool:
-        """Whether an exception ended it: the engine then dropped what it was to call."""
+        """Whether an exception ended this backward: the engine then dropped the callback ``at_end``."""
         return self._at_end is not None and self._at_end() is None
 
     def lost_earlier_gradients(self) -> bool:
-        """Whether gradients of earlier backwards wait among those of this one."""
+        """Whether gradients of earlier backwards wait among those of this backward."""
         return self._waited_before and self._tree.has_unreduced()
 
     # --- moments ---
 
     def begin(self, unit: Unit, call: Call) -> None:
-        """The gradient of an output of ``call`` is there: unshard ``unit``, prefetch the one before. Collective: yes."""
+        """The gradient of an output of ``call`` has arrived: unshard ``unit``, prefetch the unit before it. Collective: yes."""
         tree = self._tree
         log = collective_log.current
         if log is not None:
@@ -103,7 +104,10 @@ class Backward:
             self._prefetched.append(unit)
 
     def end(self, unit: Unit, call: Call, task: int) -> None:
-        """The gradient of an input of ``call`` is done. Collective: yes, if it was its unit's last in this backward."""
+        """Autograd has computed the gradient of an input of ``call``.
+
+        Collective: yes, if the call was its unit's last in this backward.
+        """
         if not call.passes_last_input(task):
             return
         call.ended = task
@@ -121,28 +125,29 @@ class Backward:
             self._pause(unit)
 
     def _may_follow(self, unit: Unit) -> bool:
-        """A re-entrant checkpoint has run ``unit`` again, in a backward of its own: whether calls may follow that this does not reach.
+        """Whether calls of ``unit``, which a re-entrant checkpoint has run again in a backward of its own, may follow after it.
 
-        Of a list, it may have run one module. A unit of one module that runs in several such checkpoints is reduced behind each.
+        The checkpoint may have run one module of a list. A unit of one module that runs in several such checkpoints is reduced behind
+        each.
         """
         return len(unit.modules) > 1 and unit.calls.may_follow()
 
     def keep_to_end(self, unit: Unit) -> None:
-        """A graph that a backward has made needs ``unit``: on a device, its nodes may run behind those that end the unit's calls.
+        """Reduce ``unit`` at the end, because a graph that a backward has made needs it.
 
-        There backward has a thread, which counts its nodes anew, and the engine prefers nodes of higher numbers. On the CPU one thread
-        counts all, and nodes that were made later run first.
+        On a device, nodes of that graph may run behind those that end the unit's calls: the device's thread counts its nodes anew, and
+        the engine prefers nodes of higher numbers. On the CPU one thread counts all nodes, and nodes that were made later run first.
         """
         if not self._tree.streams.host_waits:
             self._to_end.add(unit)
 
     def _pause(self, unit: Unit) -> None:
-        """Other calls of ``unit`` are still to come, and none of them has begun."""
+        """Reshard ``unit`` for now: other calls of it are still to come, and none of them has begun."""
         if unit.options.reshard_after_forward is not False and unit not in self._to_end:
             unit.reshard()
 
     def reduce(self, unit: Unit, at_end: bool = False) -> None:
-        """Reduce the gradients of the unit's own groups: now those that nobody borrows, at the end of backward what is left."""
+        """Reduce the gradients of the unit's own groups: now those that no other unit borrows, at the end of backward the others."""
         if not at_end and (unit.calls.to_rerun or unit in self._to_end):
             return
         taken = [
@@ -152,10 +157,10 @@ class Backward:
             and not group.gradients.leave()
             and (grads := group.gradients.take())
         ]
-        if compat.functorch_is_active():  # the backward of a transform, to which parameters are constants
+        if compat.functorch_is_active():  # the backward of a functorch transform, for which parameters are constants
             taken = []
         if unit.micro_batch.reshards:
-            # First, for the unsharded parameters' memory can then hold the reduce-scatter input.
+            # First, because the unsharded parameters' memory can then hold the reduce-scatter input.
             unit.reshard(to_smaller=unit.micro_batch.reshards_to_smaller)
         if self._prefetch_behind:
             before = self._prefetch_behind.pop(unit, None)
@@ -174,7 +179,7 @@ class Backward:
         self._recomputed.append((unit, len(unit.calls.running)))
 
     def end_recomputations(self) -> None:
-        """Non-reentrant checkpointing leaves a forward as soon as it has what it needs, and its post-hooks never run."""
+        """End recomputations that non-reentrant checkpointing left as soon as it had what it needs: their post-hooks never run."""
         for unit, num_running in self._recomputed:
             del unit.calls.running[num_running:]
         self._recomputed.clear()
@@ -184,7 +189,7 @@ class Backward:
     def finish(self, is_last: bool, leaves_pending: bool = False) -> None:
         """Reduce what has not been reduced. Collective: yes.
 
-        leaves_pending: the user will finalize: what no hook has reduced, and is to be reduced, stays as it is
+        leaves_pending: the user will finalize: gradients that no hook has reduced stay as they are
         """
         tree = self._tree
         self.end_recomputations()
@@ -202,7 +207,7 @@ class Backward:
                     unit.reshard(to_smaller=unit.micro_batch.reshards_to_smaller)
             if pends or unit.micro_batch.reshards_to_smaller or not unit.micro_batch.reshards:
                 tree.leave_unsharded(unit)
-            if unit.calls.to_run:  # of a recomputation that ran a part of the list
+            if unit.calls.to_run:  # left by a recomputation that ran a part of the list
                 unit.calls.end_pass()
             if is_last and unit.calls.to_rerun:
                 unit.calls.to_rerun.clear()
@@ -212,7 +217,7 @@ class Backward:
 class LoggedBackward(Backward):
     """One backward under way, in the order of the logs of its forwards, which is the same on all ranks.
 
-    The engine knows only what this rank's backward reaches: before each moment, what others have done by then is done for them.
+    The engine knows only what this rank's backward reaches. So before each moment, this object does what other ranks have done by then.
     """
 
     def __init__(self, tree: UnitTree, task: int, at_end: Callable[[], None], logs: Sequence[ForwardLog]) -> None:
@@ -225,7 +230,7 @@ class LoggedBackward(Backward):
         elif not self._reading.is_done(call, is_end=False):
             self._do_for_others(self._reading.reach(call, is_end=False))
             super().begin(unit, call)
-        elif unit.options.unshard_in_backward:  # for others; since then it may have been resharded
+        elif unit.options.unshard_in_backward:  # unsharded for other ranks; it may have been resharded since
             unit.issue()
             unit.wait()
 

@@ -1,14 +1,14 @@
-"""Before a backward communicates, all ranks compare in which order it will: where they differ, all of them raise.
+"""Before a backward communicates, all ranks compare the order in which they will communicate; if it differs, all of them raise.
 
-Groups are gathered and reduced one after another, in an order that follows from each rank's own graph. If one rank left out a unit that
-the others have, its next group would meet their last one: a hang, or, between groups of equal size, gradients of other parameters in
-silence. So the first moment of a backward costs one all-gather of eight bytes, a checksum of what the rank will do; where these differ,
-another of one byte a unit. What a rank does without a collective is its own: how often it calls a unit that it need not gather, which
-frozen units it calls, whether its data need a gradient. A unit that some ranks reduce at the end of backward is reduced there by all,
-if nobody has to gather it. A backward that runs through several roots is compared as a whole when the first of them begins: a rank that
-leaves out a root would else not come to compare it. On stream-ordered backends (NCCL) the host would have to wait for the device to
-read the answer, so there ranks compare afterwards what they reduced (``late_comparison.py``). This file refuses to know when a backward
-begins and what is communicated in it.
+Ranks gather and reduce groups one after another, in an order that follows from each rank's own graph. If one rank left out a unit that
+the others have, its next group would meet their last one: a hang, or, between groups of equal size, wrong gradients
+without an error. So the first moment of a backward costs one all-gather of eight bytes, a checksum of what the rank will do; where the
+checksums differ, ranks gather one byte a unit as well. Ranks may differ in what they do without a collective: how often they call a
+unit that they need not gather, which frozen units they call, whether their data need a gradient. If no rank has to gather a unit that
+some ranks reduce at the end of backward, all ranks reduce it there. A backward that runs through several roots is compared as a whole
+when the first of them begins: a rank that leaves out a root would otherwise not come to compare it. On stream-ordered backends (NCCL)
+the host would have to wait for the device to read the answer, so there ranks compare afterwards what they reduced
+(``late_comparison.py``). This file refuses to know when a backward begins and what it communicates.
 
 Worked example, units 0 (the root), 1 and 2, sharded; rank 0 did not call unit 1
 
@@ -47,9 +47,9 @@ _SAID = {
 }
 
 _Moment = tuple[int, int, int]
-"""Of forward: 0 and its number, or, of a root that keeps logs, 1, the number of the log and the place there."""
+"""A moment of forward: 0 and its number, or, for a root that keeps logs, 1, the number of the log and the place there."""
 _Ways = dict[tuple[int, int], dict[int, int]]
-"""By root and unit, and by rank."""
+"""What each rank does, by root and unit."""
 
 _roots: weakref.WeakSet[Agreement] = weakref.WeakSet()
 _compared: weakref.WeakKeyDictionary[Agreement, int] = weakref.WeakKeyDictionary()
@@ -62,9 +62,9 @@ class _Part:
 
     root:   number of its first group
     ways:   what it does with each unit
-    timed:  moments of forward, of which the engine goes back through the latest first: a unit is gathered, or (True) reduced
+    timed:  moments of forward, which the engine goes through from the last to the first: it gathers a unit there, or (True) reduces it
     last:   the units that it reduces when the graph has run
-    lent:   units with groups of which others borrow some, where it reduces these when the graph has run
+    lent:   units with groups that other units borrow, if the backward reduces these groups when the graph has run
     """
 
     root: int
@@ -73,17 +73,17 @@ class _Part:
     last: list[int]
     lent: list[int] = field(default_factory=list)
     is_reached: bool = False  # the backward goes through a unit that communicates
-    recomputed: list[list[int]] = field(default_factory=list)  # of forwards whose recomputation matters: what the backward reaches
+    recomputed: list[list[int]] = field(default_factory=list)  # the forwards that the backward reaches and whose recomputation matters
 
 
 class Agreement:
     """The units of one root that communicate over the same ranks as the first of them, and those ranks.
 
-    Groups over other ranks are not compared: of these, some may rightly run a unit that others leave out.
+    Groups over other ranks are not compared: some of those ranks may rightly run a unit that others leave out.
     """
 
     def __init__(self, units: Sequence[Unit], logs: Callable[[], Sequence[ForwardLog]]) -> None:
-        """logs: of forwards whose backward may come, in order, if ranks may leave parts of them out of their backward"""
+        """logs: returns, in order, those of forwards whose backward may come, if ranks may leave parts of a forward out of it"""
         first = next((unit.groups[0].mesh for unit in units if unit.groups), None)
         groups = () if first is None else (first.shard_group, first.replicate_group)
         self._process_groups = [group for group in groups if group is not None and group.size() > 1]
@@ -95,7 +95,7 @@ class Agreement:
         uses = {unit: [group for group in unit.uses if group.mesh.ranks == ranks] for unit in units}
         self._uses = {unit: groups for unit, groups in uses.items() if groups}
         self._units = list(self._uses)
-        # A group that other units borrow is reduced at the end of backward, whichever of them it reached.
+        # A group that other units borrow is reduced at the end of backward, whichever of its units the backward reached.
         groups_of = {unit: [group for group in unit.groups if group in self._uses[unit]] for unit in self._units}
         self._own = {unit: [group for group in groups if group.holders is None] for unit, groups in groups_of.items()}
         self._lent = {unit: [group for group in groups if group.holders is not None] for unit, groups in groups_of.items()}
@@ -111,14 +111,14 @@ class Agreement:
             _roots.add(self)
 
     def retire(self) -> None:
-        """Another root has taken over its units."""
+        """Stop comparing: another root has taken over the units."""
         _roots.discard(self)
 
     def check(self) -> None:
         """Raise OrderError on every rank if this backward, which has just begun, communicates in another order on one of them.
 
-        Collective: yes, over the shard axis, then the replicate axis; not if the root communicates nothing, or is the one unit that
-        ``fully_shard`` has made over these ranks, or was compared with an earlier one.
+        Collective: yes, over the shard axis, then the replicate axis; no if the root communicates nothing, or is the only unit that
+        ``fully_shard`` has made over these ranks, or was already compared together with an earlier root.
         """
         task = compat.current_graph_task()
         if not self._process_groups or _compared.get(self) == task or not any(map(self._communicates, self._units)):
@@ -132,7 +132,7 @@ class Agreement:
             if part.is_reached:
                 parts.append(part)
                 _compared[other] = task
-        # The backward of another rank may have another root that this one does not reach, and that maybe lives no more on this rank.
+        # The backward of another rank may go through a root that this rank's backward does not reach, or that is gone on this rank.
         if (len(parts) > 1 or num_units_over(self._mesh) > 1) and not self._have_one_order(parts):
             self._join_or_refuse(parts)
 
@@ -157,9 +157,9 @@ class Agreement:
         return all(row[4:] == rows[0][4:] for row in rows)
 
     def _join_or_refuse(self, parts: Sequence[_Part]) -> None:
-        """The ranks' orders differ. What some of them leave out they reduce at the end with the others, if that makes them equal."""
+        """The ranks' orders differ: if it makes them equal that ranks reduce what they leave out at the end, do so; else raise."""
         first_roots, ways = self._gather_ways(parts)
-        # Another root is maybe in no backward of those ranks, which would have an end.
+        # Those ranks may run no backward through the other root, so there would be no end at which to reduce it.
         joined = []
         if len(first_roots) == 1:
             joined = [
@@ -207,7 +207,7 @@ class Agreement:
         return part
 
     def _add_lent(self, part: _Part, used: set[ParamGroup]) -> None:
-        """Groups that others borrow: those that are reduced when the graph has run. used: by units that the backward reaches"""
+        """Add the groups that others borrow and that are reduced when the graph has run. used: by units that the backward reaches"""
         for index, unit in enumerate(self._units):
             lent = self._lent[unit]
             is_reduced = _reduces(unit, lent) and any(group in used or group.gradients.is_due for group in lent)
@@ -221,7 +221,7 @@ class Agreement:
         part.last.sort()
 
     def _gather_ways(self, parts: Sequence[_Part]) -> tuple[set[int], _Ways]:
-        """Which roots come first in the backwards of ranks, and what each rank does with each unit. Collective: yes."""
+        """Which root comes first in each rank's backward, and what each rank does with each unit. Collective: yes."""
         mine = [dist.get_rank(), self.number] + [
             value for part in parts for index, way in enumerate(part.ways) for value in (part.root, index, way)
         ]
@@ -238,17 +238,17 @@ class Agreement:
     def _can_join(self, index: int, ways: set[int]) -> bool:
         """Whether those ranks that leave out a unit can reduce it with the others, at the end of backward."""
         unit = self._units[index]
-        # A custom communicator is not told which parameters a rank did not use.
+        # A custom communicator's buffers have no flags of the parameters that a rank did not use.
         is_told = all(group.gradients.options.comm is None for group in unit.groups)
         groups = self._own[unit] or self._lent[unit]
-        is_all = not (self._own[unit] and self._lent[unit])  # of which one rank may reduce some
+        is_all = not (self._own[unit] and self._lent[unit])  # of both, a rank may reduce one kind alone
         return ways == {LEFT_OUT, LAST} and is_all and is_told and _reduces(unit, groups) and self._is_resident(unit)
 
     def _communicates(self, unit: Unit) -> bool:
         return _reduces(unit, self._own[unit]) or _reduces(unit, self._lent[unit]) or not self._is_resident(unit)
 
     def _is_resident(self, unit: Unit) -> bool:
-        """Whether its parameters are there when backward begins, so that only reductions tell its ranks apart."""
+        """Whether the unit's parameters are unsharded when backward begins, so that ranks can differ only in its reductions."""
         return self._keeps(unit) or all(
             group.mesh.shard_size == 1 or any(map(self._keeps, self._users.get(group, ()))) for group in self._uses.get(unit, unit.uses)
         )
@@ -275,11 +275,11 @@ class Agreement:
             return IN_MIDDLE if ends else LEFT_OUT, begins, ends
         if not ends and not self._gives_gradients(unit):
             return LEFT_OUT, [], []
-        # Only one of them may be in this backward, and the user may keep the graph of an evaluation.
+        # Only some of them may be in this backward, and the user may keep the graph of an evaluation.
         return AT_END, [*begins, min(opened)], ends
 
     def _gives_gradients(self, unit: Unit) -> bool:
-        """Whether parameters in its modules' trees get gradients: so it is seen that a loss uses a call whose inputs need none."""
+        """Whether parameters in its modules' trees get gradients. This shows that a loss uses a call whose inputs need none."""
         below = self._below.get(unit)
         if below is None:
             modules = {each for module in unit.modules for each in module.modules()}
@@ -302,7 +302,7 @@ class Agreement:
         for group in self._process_groups:
             gathered = found.new_empty(group.size() * found.numel())
             with collective_log.during("comparison of ranks before backward", group, found):
-                if backends.is_stock_alone():  # gathers are counted: let this be none
+                if backends.is_stock_alone():  # a tool counts all-gathers: let this be an all-reduce
                     gathered.zero_().view(group.size(), -1)[group.rank()] = found.view(-1)
                     dist.all_reduce(gathered, group=group)
                 else:

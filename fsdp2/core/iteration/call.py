@@ -1,8 +1,8 @@
 """One forward call of a unit: when it began and ended, and what backwards have done with it.
 
-A call is a record, and a part of autograd's graph belongs to it: the nodes that its inputs pass through. That part lives as long as the
-graph, whose hooks hold it, and the record only refers to it: so lists and logs may keep the record without keeping the graph. This
-file refuses to know units, and what is done at any moment.
+A part of autograd's graph belongs to each call: the nodes that its inputs pass through. That part lives as long as the graph, whose
+hooks hold it. The call itself is a record that only refers to the part, so that lists and logs may keep the record without keeping
+the graph. This file refuses to know units, and what is done at any moment.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ next_moment = itertools.count().__next__
 
 
 class GraphPart(list[Any]):
-    """The graph nodes that a call's inputs pass through: one for each input that needs a gradient, which runs when that is done.
+    """The graph nodes that a call's inputs pass through: one for each input that needs a gradient; it runs when that gradient is done.
 
-    call:    whose they are
-    bottoms: nodes below the call's outputs, of which one runs at least in every backward that reaches one of these; only if a log is
-             kept, and only of a call that began the forward, or none of whose inputs needs a gradient. Not the outputs' own nodes:
-             these hold this object.
-    log:     the log of the forward, if one is kept, which lives as long as the graph
+    call:    the call that they belong to
+    bottoms: nodes below the call's outputs; every backward that reaches one of the outputs runs at least one of them. Kept only if
+             there is a log, and only of a call that began the forward or has no input that needs a gradient. The outputs' own nodes are
+             not among them, because those hold this object.
+    log:     the log of the forward, if there is one: it lives as long as the graph
     """
 
     __slots__ = ("__weakref__", "bottoms", "call", "log")
@@ -38,17 +38,17 @@ class GraphPart(list[Any]):
 
 
 class Call:
-    """One forward call of a unit; of a list of modules, one pass through them.
+    """One forward call of a unit; for a list of modules, one pass through them.
 
-    graph:          its part of the graph; dead once the graph is
-    entered, left:  moments of forward, of which the engine goes back through the latest first; of a list, ``left`` is its last module's
+    graph:          its part of the graph; a dead reference once the graph is gone
+    entered, left:  moments of forward (the engine goes through the latest first); for a list, ``left`` is when its last module ended
     begun, ended:   the graph task (one ``backward()``) in which its backward last began and ended on this rank
-    again:          that backward made a graph of its own, through which a later one may come back
+    again:          the backward made a graph of its own, through which a later backward may come back
     is_watched:     an output needs a gradient, so that its backward will begin
     has_inputs:     an input needs a gradient, so that its backward has an end; known when its forward has ended
-    log:            the number of the log that has the call, if one is kept
-    segment:        number of the outermost checkpointed segment that it was in, if a log is kept
-    begin_at, end_at: where its backward begins and ends there; the first is None while forward runs, and if no output needs a gradient
+    log:            the number of the log that has the call, if there is a log
+    segment:        number of the outermost checkpointed segment that it was in, if there is a log
+    begin_at, end_at: the places there; the first is None while forward runs, and if no output needs a gradient
     """
 
     __slots__ = (
@@ -82,9 +82,9 @@ class Call:
         self._inputs_left = 0
 
     def will_pass_inputs(self, task: int) -> bool:
-        """Whether the backward ``task``, which runs, reaches one of its inputs.
+        """Whether the backward ``task``, which runs, reaches one of the call's inputs.
 
-        If none needs a gradient that is unknown: yes for a call that was in no backward before, or has begun in this one.
+        If no input needs a gradient, the graph cannot tell: True for a call that was in no backward before, or has begun in this one.
         """
         part = self.graph()
         if part is None:
@@ -94,11 +94,11 @@ class Call:
         return any(map(compat.will_run_in_this_backward, part))
 
     def will_end(self, task: int) -> bool:
-        """Whether the backward ``task``, which runs, is still going to pass its inputs."""
+        """Whether the backward ``task``, which runs, has yet to pass the call's inputs."""
         return self.ended != task and bool(self.graph()) and self.will_pass_inputs(task)
 
     def passes_last_input(self, task: int) -> bool:
-        """One of its nodes runs: is it the last that runs in this backward? Yes, if its graph was freed while it ran."""
+        """A node of the call runs: is it the call's last node in this backward? True as well if the graph was freed while it ran."""
         part = self.graph()
         if part is None or len(part) == 1:
             return True
@@ -109,19 +109,19 @@ class Call:
         return self._inputs_left == 0
 
     def is_in_this_backward(self) -> bool:
-        """Whether this rank's backward, which is running, reaches its inputs, or its outputs if those need no gradient."""
+        """Whether the backward that runs on this rank reaches the call's inputs, or its outputs if no input needs a gradient."""
         part = self.graph()
         return part is not None and any(map(compat.will_run_in_this_backward, (*part, *part.bottoms)))
 
 
 class UnitCalls:
-    """The forward calls of one unit; a new one replaces it when an iteration is dropped.
+    """The forward calls of one unit. A new object replaces this one when an iteration is dropped.
 
-    running:  calls under way; None where no backward can follow
+    running:  calls under way; None for a call that no backward can follow
     awaiting: calls whose backward may come, for the first time or again
-    to_run:   modules of a list that still have to run in this pass
+    to_run:   modules of a list that have not run in this pass yet
     shared:   the call of all modules of a list that run in this pass
-    to_rerun: how often backward may run modules of a list again that ran without a graph: a re-entrant checkpoint does
+    to_rerun: how often backward may run modules of a list again that ran without a graph, because of a re-entrant checkpoint
     """
 
     __slots__ = ("awaiting", "running", "shared", "to_rerun", "to_run")
@@ -145,31 +145,31 @@ class UnitCalls:
     def _forget_old(self) -> None:
         """Forget calls whose graph is gone, or that had their backward.
 
-        A recomputation in backward is no such call: others may have begun their backward and not ended it.
+        A recomputation in backward forgets none: other calls may have begun their backward and not ended it.
         """
         in_backward = compat.current_graph_task() != -1
         alive = [call for call in self.awaiting if call.graph() is not None]
         self.awaiting = [call for call in alive if in_backward or call.begun == -1 or call.again]
 
     def note_run(self, module: nn.Module, has_graph: bool, in_backward: bool) -> None:
-        """``module``, one of a list, runs: a backward that has to come, or is under way, may run it again to have its graph."""
+        """``module``, one of a list, runs: a backward that comes later, or is under way, may run it again to make its graph."""
         times = self.to_rerun[module]
         if not in_backward:
             times += not has_graph
         elif has_graph:
             times -= 1
         else:
-            times = max(times, 1)  # this is the recomputation of one checkpoint around another
+            times = max(times, 1)  # this run is the recomputation of one checkpoint around another
         if times > 0:
             self.to_rerun[module] = times
         else:
             del self.to_rerun[module]
 
     def may_follow(self) -> bool:
-        """Whether calls have a graph whose backward has not begun, or has begun and not ended."""
+        """Whether there are calls whose backward has not begun, or has begun and not ended."""
         return any((call.begun == -1 or call.ended != call.begun) and call.graph() is not None for call in self.awaiting)
 
     def end_pass(self) -> None:
-        """The next module of the list that runs begins a new pass."""
+        """End the pass: the next module of the list that runs begins a new one."""
         self.to_run.clear()
         self.shared = None

@@ -1,6 +1,6 @@
 """Ending an iteration by hand: the handle of ``finalize_backward(async_op=True)``, and which roots have to wait for it.
 
-It refuses to know what is reduced, and when.
+This file refuses to know what is reduced, and when.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from .. import torch_compat as compat
 
 
 class CommContext:
-    """What roots share whose reductions must not get between each other: one object for each, or one for all (``share_comm_ctx``).
+    """What roots share if their reductions must not mix: each root has its own, or several have one (``share_comm_ctx``).
 
-    handle: of a reduction that nobody has waited for yet
-    roots:  those that share it
+    handle: of a reduction that the user has not waited for yet
+    roots:  the roots that share this object
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class GradientReductionHandle(compat.TorchGradientReductionHandle):
         self._is_valid = True
 
     def wait(self) -> None:
-        """Make the gradients usable on the current stream; again: no-op. Raises: OrderError after ``reset_iter_state()``."""
+        """Make the gradients usable on the current stream, once. Raises: OrderError after ``reset_iter_state()``."""
         if not self._is_valid:
             raise OrderError(
                 "this gradient reduction handle was invalidated",

@@ -1,6 +1,6 @@
-"""The first forward of a root: all units below its module share one schedule from then on, and what cannot work is refused by name.
+"""The first forward of a root: all units below its module share one schedule from then on, and errors name what cannot work.
 
-It refuses to know what the schedule does.
+This file refuses to know what the schedule does.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _refuse_manual_children(root: ModuleState, units: Sequence[ModuleState]) -> 
 
 
 def _refuse_symmetric_inputs(units: Sequence[Unit]) -> None:
-    """Each input in flight would be a segment of symmetric memory, of which there is little."""
+    """Refuse several inputs in flight: each would take a segment of symmetric memory, of which there is little."""
     several = [
         f"{unit.fqn or 'the root'}: {unit.options.max_reductions} input buffers"
         for unit in units
@@ -100,7 +100,7 @@ def refuse_meta(units: Sequence[Unit]) -> None:
     """Raise MaterializationError naming every parameter that is still on the meta device."""
     for unit in units:
         if any(group.plan.is_meta for group in unit.groups):
-            unit.notice_changes()  # ``load_state_dict(assign=True)`` may have put parameters with values in their place
+            unit.notice_changes()  # ``load_state_dict(assign=True)`` may have replaced them by parameters with values
     missing = [name for unit in units for group in unit.groups for name in group.on_meta()]
     if missing:
         raise meta_error(missing, str(units[0].device))

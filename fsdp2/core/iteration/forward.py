@@ -1,7 +1,7 @@
 """One forward of a root: it unshards each unit as its turn comes, prefetches the next, and reshards behind each.
 
-It records the order in which units run; the next forward that begins with the same unit prefetches from that record, and backward in
-the reverse of this forward's order. It refuses to know hooks and graphs.
+``Forward`` records the order in which units run. The next forward that begins with the same unit prefetches from that record, and
+backward from the reverse of this forward's order. This file refuses to know hooks and graphs.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .forward_log import ForwardLog
 from .unit import Unit, ahead
 from .unit_tree import UnitTree, release
 
-_OURS = ("fsdp2/core/", "torch/_dynamo/")  # the files of hooks and of what calls them under a compiler, whose frames end before forward
+_OURS = ("fsdp2/core/", "torch/_dynamo/")  # the frames of hooks, and of a compiler that calls them, end before forward does
 
 
 class Forward:
-    """One forward under way; nothing of it is left when it has ended, but the record of its order and the ``Step``.
+    """One forward under way. When it has ended, only the record of its order and the ``Step`` stay.
 
     root: the unit whose forward began it
-    log:  if one is kept
+    log:  its log, if there is one
     precedes_backward: it has a graph, at least outside of re-entrant checkpoints
     """
 
@@ -31,7 +31,7 @@ class Forward:
         self.root = root
         self.log = log
         self._tree = tree
-        # Compute is ordered behind this gather last: the next one's casts are behind compute, and run beside this one.
+        # Compute is ordered behind this gather last, so that the casts of the next gather follow compute and run beside this gather.
         self._host_waits = tree.streams.host_waits
         self._caller = _Caller()
         self._recorded = tree.records.get(root, [])
@@ -39,10 +39,10 @@ class Forward:
         self.precedes_backward = torch.is_grad_enabled()
         self._num_before = len(tree.step.order)
         self._prefetched: list[Unit] = []
-        self._partial: list[Unit] = []  # lists of modules of which some have run, and others may not
+        self._partial: list[Unit] = []  # lists of modules of which some have run; the others may still come
 
     def begin(self, unit: Unit) -> None:
-        """``unit`` is about to run: unshard it, then prefetch the next. Collective: yes."""
+        """``unit`` is about to run: unshard it, then prefetch the unit after it. Collective: yes."""
         log = collective_log.current
         if log is not None:
             log.enter("forward", unit.fqn or "the root")
@@ -75,7 +75,7 @@ class Forward:
             log.resume()
 
     def end(self, unit: Unit, stays: bool = False) -> None:
-        """``unit`` has run; free what backward does not need (``stays``: nothing)."""
+        """``unit`` has run: free what backward does not need (``stays``: nothing)."""
         log = collective_log.current
         if log is not None:
             log.exit("forward", unit.fqn or "the root")
@@ -96,8 +96,8 @@ class Forward:
     def end_part(self, unit: Unit) -> bool:
         """One module of the list that ``unit`` is has run, and others of it have not; True if that ends the forward.
 
-        They may follow in this forward; unless it was called by itself, for instance a head on one chunk of tokens: its backward or
-        its next chunk is what follows then.
+        The others may follow in this forward. But if the user called the module by itself, for instance a head on one chunk of tokens,
+        its backward or its next chunk follows.
         """
         if unit is not self.root:
             self._partial.append(unit)
@@ -116,7 +116,7 @@ class Forward:
                 if not unit.calls.running:
                     self.end(unit)
         tree = self._tree
-        if failed:  # no backward follows, and the next forward runs what the last whole one ran
+        if failed:  # no backward follows, and the next forward prefetches by the order of the last complete one
             tree.step.cut(self._num_before)
         else:
             tree.records[self.root] = self._recording
@@ -127,16 +127,16 @@ class Forward:
             tree.note_forward_end()
 
     def was_interrupted(self) -> bool:
-        """Whether something else than an ``Exception`` has ended it, such as ctrl-C.
+        """Whether something other than an ``Exception``, such as ctrl-C, has ended the forward.
 
-        torch calls no hook then. To hooks the next forward looks like one that the root makes of itself inside its own; only the
-        stack differs.
+        torch calls no hook then. The hooks of the next forward cannot tell it from a call that the root makes of itself inside its own
+        forward; only the stack differs.
         """
         return not self._caller.is_running()
 
 
 class _Caller:
-    """The frame that called our pre-forward hook: of ``nn.Module.__call__``, or of a method registered as a forward."""
+    """The frame that called our pre-forward hook: that of ``nn.Module.__call__``, or of a method registered as a forward."""
 
     __slots__ = ("_frame",)
 
@@ -147,7 +147,7 @@ class _Caller:
         self._frame = frame
 
     def is_running(self) -> bool:
-        """Whether it is below us on the stack."""
+        """Whether the frame is below us on the stack."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame is not self._frame:
             frame = frame.f_back

@@ -1,16 +1,16 @@
-"""What a forward did, in order, for backwards that not all ranks take the same way.
+"""The order of a forward's calls, for backwards of which ranks leave out different parts.
 
 A backward runs the nodes of its graph in the reverse of the order in which they were made. So the begin and the end of every
-unit's backward come in the reverse of the order in which its forward ended and began; a rank whose loss ignores an output leaves out
-some of these *moments*, and has no others. With the log of its own forward it knows when the other ranks have theirs, and what they
-communicate then. It refuses to know what is done at a moment.
+unit's backward come in the reverse of the order in which its forward ended and began. A rank whose loss ignores an output leaves out
+some of these *moments*, and adds none. From the log of its own forward it knows when the other ranks come to them, and what they
+communicate then. This file refuses to know what happens at a moment.
 
-Kept only where ``set_reduce_scatter_unused_params`` asks for it: what no rank reaches is then gathered and reduced all the same.
+fsdp2 keeps logs only after ``set_reduce_scatter_unused_params(True)``: ranks then also gather and reduce units that no rank reaches.
 
 Worked example, units a and b in a root; this rank's loss ignores what b returned
 
     forward     enter root, enter a, leave a, enter b, leave b, leave root
-    log         [end root, end a, begin a, end b, begin b, begin root]      to be read from behind
+    log         [end root, end a, begin a, end b, begin b, begin root]      a backward reads it from its end
     backward    begin root; begin a, and before it on behalf of the graph: begin b, end b
 """
 
@@ -39,7 +39,7 @@ class Moment(NamedTuple):
 
 
 class ForwardLog:
-    """The calls of one forward of a root, with autograd; alive as long as the graph of one of them, whose part of it has the log."""
+    """The calls of one forward of a root that has a graph. A log lives as long as the graph of one of its calls, which refers to it."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
@@ -47,7 +47,7 @@ class ForwardLog:
         self.calls: dict[Unit, list[Call]] = {}
 
     def enter(self, unit: Unit, part: GraphPart) -> None:
-        """A forward call of ``unit`` begins; once for a list of modules that run in one pass."""
+        """A forward call of ``unit`` begins. A list of modules that run in one pass enters once."""
         call = part.call
         if call.log is None:
             part.log, part.bottoms = self, []
@@ -60,7 +60,7 @@ class ForwardLog:
             self.calls.setdefault(unit, []).append(call)
 
     def leave(self, unit: Unit, part: GraphPart) -> None:
-        """A forward call of ``unit`` has ended; of a list of modules, that of each: the last one counts."""
+        """A forward call of ``unit`` has ended. In a list each module's call does; the last one counts."""
         call = part.call
         call.has_inputs = bool(part)
         if call.is_watched:
@@ -70,9 +70,9 @@ class ForwardLog:
             self.moments.append(Moment(unit, call, is_end=False))
 
     def gathers_in_other_order(self, is_gathered: Callable[[Unit], bool]) -> bool:
-        """Whether a segment's recomputation gathers units in another order than a backward that leaves it out does on its behalf.
+        """Whether a segment's recomputation gathers units in another order than the ranks whose backward leaves the segment out.
 
-        It gathers them in the order of forward: for one unit, and for one with another one in it, that makes no difference.
+        The recomputation gathers in the order of forward. For one unit, or one unit inside another, both orders are the same.
         """
         segments: dict[int, list[Call]] = {}
         around: list[Call] = []
@@ -87,11 +87,11 @@ class ForwardLog:
         return any(len(others) > 1 or (others and not _holds(first, others[0])) for first, *others in segments.values())
 
     def reached(self) -> list[int]:
-        """Places of those calls that this rank's backward reaches."""
+        """The places of the calls that this rank's backward reaches."""
         return [call.end_at for calls in self.calls.values() for call in calls if call.is_in_this_backward()]
 
     def is_in_this_backward(self) -> bool:
-        """Whether the backward that has just begun reaches anything of this forward."""
+        """Whether the backward that has just begun reaches any call of this forward."""
         return any(call.is_in_this_backward() for calls in self.calls.values() for call in calls)
 
 
@@ -124,15 +124,15 @@ class Reading:
         """task: the outermost graph task of the backward; logs: all that are alive, in order."""
         self._task = task
         self._logs = {log.number: log for log in logs}
-        self._to_come = {log.number: len(log.moments) for log in logs if log.is_in_this_backward()}  # of moments, by log
+        self._to_come = {log.number: len(log.moments) for log in logs if log.is_in_this_backward()}  # moments, by log
         self._done: set[tuple[Call, bool]] = set()
 
     def is_done(self, call: Call, is_end: bool) -> bool:
-        """Whether this moment has passed, for this rank or for others."""
+        """Whether this moment has passed, on this rank or on another."""
         return (call, is_end) in self._done
 
     def reach(self, call: Call, is_end: bool) -> Iterator[Moment]:
-        """This rank's backward has come to a moment: yields those before it that it has left out, in order."""
+        """This rank's backward has come to a moment: yields the earlier moments that it has left out, in order."""
         assert call.log is not None
         number = call.log
         log = self._logs[number]
@@ -148,10 +148,10 @@ class Reading:
         self._done.add((call, is_end))
 
     def before_recomputation(self, unit: Unit) -> Iterator[Moment]:
-        """``unit`` runs again, maybe before its backward begins: yields the moments before that which this rank has left out."""
+        """``unit`` runs again, maybe before its backward begins: yields the moments before it that this rank has left out."""
         for log in reversed(self._logs.values()):
             for call in reversed(log.calls.get(unit, ()) if log.number in self._to_come else ()):
-                # Of a call without inputs, or whose output was detached, nobody knows: then this is the one that runs again.
+                # A call without inputs, or with a detached output, may be in this backward: assume that it is what runs again.
                 is_known = bool(call.graph())
                 is_reached = call.is_in_this_backward() if is_known else call.begun in (-1, self._task)
                 begins = call.begin_at is not None and not self.is_done(call, is_end=False) and is_reached
@@ -165,12 +165,12 @@ class Reading:
                     return
 
     def left_out_at_end(self) -> Iterator[Moment]:
-        """The rest, when the graph has run."""
+        """Yields the moments that are left when the graph has run."""
         for log in reversed(self._logs.values()):
             yield from self._left_out(log, -1, in_graph=False)
 
     def _left_out(self, log: ForwardLog, stop: int, in_graph: bool) -> Iterator[Moment]:
-        """The moments of ``log`` behind that at ``stop``; only those before one that is still to come in the graph."""
+        """The moments of ``log`` behind that at ``stop``; with ``in_graph``, only those before the next that the graph reaches."""
         while self._to_come.get(log.number, 0) > stop + 1:
             moment = log.moments[self._to_come[log.number] - 1]
             if moment is not None and not self.is_done(moment.call, moment.is_end):
@@ -186,6 +186,6 @@ class Reading:
             self._to_come[log.number] -= 1
 
     def calls_left(self, unit: Unit) -> list[Call]:
-        """The calls of ``unit`` in this backward whose end is still to come, or unknown, since no input needs a gradient."""
+        """The calls of ``unit`` in this backward that have not ended, or of which that is unknown because no input needs a gradient."""
         calls = [call for number in self._to_come for call in self._logs[number].calls.get(unit, ())]
         return [call for call in calls if call.begin_at is not None and not self.is_done(call, is_end=True)]

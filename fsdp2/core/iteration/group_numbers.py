@@ -1,6 +1,6 @@
-"""Numbers by which all ranks know a group: of the groups over the same ranks, in the order of ``fully_shard`` calls.
+"""Numbers by which all ranks know a group: its place among the groups over the same ranks, in the order of ``fully_shard`` calls.
 
-A rank may have other groups over other ranks: those do not count. This file refuses to know what numbers are for.
+A rank may have other groups over other ranks; they do not count. This file refuses to know what numbers are for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _numbered: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
 
 
 def number_groups(unit: Unit) -> None:
-    """``fully_shard`` has made ``unit``."""
+    """Number the groups of ``unit``, which ``fully_shard`` has just made."""
     if unit.groups:
         _num_units[_ranks_of(unit.groups[0].mesh)] += 1
     for group in unit.groups:
@@ -35,7 +35,7 @@ def num_units_over(mesh: DataParallelMesh | None) -> int:
 
 
 def names_of(number: int, modulo: int, like: GroupMemory) -> list[str]:
-    """Names of the units whose groups over the same ranks as ``like`` have a number that leaves the rest ``number``."""
+    """Names of the units whose groups over the same ranks as ``like`` have a number that equals ``number`` modulo ``modulo``."""
     found = [
         group for group in _numbered if group.gradients.number % modulo == number and _ranks_of(group.mesh) == _ranks_of(like.mesh)
     ]
@@ -43,7 +43,7 @@ def names_of(number: int, modulo: int, like: GroupMemory) -> list[str]:
 
 
 def name_of(group: GroupMemory) -> str:
-    """Of its unit."""
+    """The name of the group's unit."""
     return group.fqn or "the root"
 
 

@@ -1,12 +1,12 @@
 """On stream-ordered backends (NCCL) ranks see afterwards whether all of them reduced the same groups in the same order.
 
-To compare orders before a backward (``backward_agreement.py``), the host would wait for the device. Here every reduction brings a tag
-with it (``core/group/order_tags.py``), which is copied to the host behind the backward. Nobody waits for that: the first forward or
-backward that finds the copy there looks at it. By then the optimizer may have written parameters by wrong gradients, so the error
-says that they are wrong. In a graph capture nothing is compared, as its replays do not come by here.
+To compare orders before a backward (``backward_agreement.py``), the host would have to wait for the device. Here every reduction
+carries a tag (``core/group/order_tags.py``), which is copied to the host behind the backward. The host does not wait for the copy: the
+first forward or backward that finds it complete reads it. By then the optimizer may have written parameters by wrong gradients, so
+the error says that they are wrong. In a graph capture ranks compare nothing, as replays run no Python.
 
-A rank whose last collective waits for one that another rank never starts learns nothing: it ends with the other, or by NCCL's timeout.
-This file refuses to know when a backward ends.
+If a rank's last collective waits for one that another rank never starts, the rank learns nothing: it ends when the other rank ends, or
+by NCCL's timeout. This file refuses to know when a backward ends.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ..group.reduction import Reduction
 from .group_numbers import name_of, names_of
 
 MAX_UNREAD = 64
-"""What is unread is pinned memory. No host comes so many backwards ahead of its device, whose queue is full before; else the oldest is
-forgotten."""
+"""How many backwards may be unread. Each takes pinned memory. A host is never so many backwards ahead of its device, because the
+device's queue is full before; if it were, the oldest one would be forgotten."""
 
 
 class _Unread(NamedTuple):
     """Tags on their way to the host, of the groups (and their numbers) that this rank reduced in a backward.
 
-    event: behind which they are there
+    event: when it has passed, the tags are on the host
     """
 
     groups: list[tuple[GroupMemory, int]]
@@ -46,14 +46,14 @@ _unread: collections.deque[_Unread] = collections.deque(maxlen=MAX_UNREAD)
 
 
 def read_later(reductions: Sequence[Reduction]) -> None:
-    """Copy the tags of ``reductions`` to the host, which compute is ordered behind, without waiting for them."""
+    """Copy the tags of ``reductions``, which compute is ordered behind, to the host, without waiting for the copy."""
     tagged = [(reduction.group, reduction.number, tag) for reduction in reductions if (tag := reduction.take_tag()) is not None]
     if not tagged:
         return
     streams = tagged[0][0].streams
     if streams.is_capturing():
         return
-    tagged.sort(key=lambda each: each[2].device.type == "cpu")  # those that are on their way to the host already come last
+    tagged.sort(key=lambda each: each[2].device.type == "cpu")  # last, those that are on the host already
     there = [tag for *_, tag in tagged if tag.device.type != "cpu"]
     tags = [tag for *_, tag in tagged if tag.device.type == "cpu"]
     if there:

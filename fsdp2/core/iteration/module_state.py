@@ -1,6 +1,6 @@
 """What ``fully_shard`` leaves on a module: its unit, and the schedule that runs it.
 
-torch and other libraries find the same object by ``fully_shard.state(module)``. It refuses to know what hooks do.
+torch and other libraries find the same object by ``fully_shard.state(module)``. This file refuses to know what hooks do.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .unit import Unit
 
 
 class ModuleState(Unit, compat.ModuleStateBase):
-    """A unit as its modules have it.
+    """A unit, as its modules refer to it.
 
-    schedule: of the root above, or one of its own until the first forward; None before anybody asked
+    schedule: that of the root above, or one of its own until the first forward; None until something needs it
     hooks:    its UnitHooks
     """
 
@@ -36,7 +36,7 @@ class ModuleState(Unit, compat.ModuleStateBase):
                 _units[param] = weakref.ref(self)
 
     def reduce_accumulated(self) -> None:
-        if self.schedule is not None:  # it has run
+        if self.schedule is not None:  # the unit has run
             self.schedule.end_of_backward()
 
     def shared_context(self) -> CommContext:
@@ -59,7 +59,7 @@ def group_with(param: ShardedParam) -> ParamGroup:
 
 
 def sharded_parameters() -> dict[int, tuple[ShardedParam, ParamGroup]]:
-    """All parameters of ``fully_shard`` that are alive, by the id of what the user sees between steps."""
+    """All living parameters of ``fully_shard``, by the id of the parameter that the user sees between steps."""
     found = {}
     for param, reference in _units.items():
         unit = reference()
@@ -70,7 +70,7 @@ def sharded_parameters() -> dict[int, tuple[ShardedParam, ParamGroup]]:
 
 
 def unit_of(module: Any) -> ModuleState | None:
-    """What the ``fully_shard`` call on ``module`` made, or None if there was no such call."""
+    """The unit that the ``fully_shard`` call on ``module`` made, or None if there was no such call."""
     state = compat.module_state(module) if hasattr(module, "__dict__") else None
     return state if isinstance(state, ModuleState) else None
 

@@ -1,6 +1,6 @@
-"""The reductions of all units under a root, under way one behind the other. It refuses to know which gradients come next.
+"""The reductions of all units under a root that are under way. This file refuses to know which gradients come next.
 
-A reduce-scatter input is memory: the reductions of at most ``limit`` units hold theirs at a time.
+A reduce-scatter input takes memory, so at most ``limit`` units may hold theirs at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..group.reduction import Reduction, launch
 from .late_comparison import read_later
 
 _behind: weakref.WeakSet[Reductions] = weakref.WeakSet()
-"""Those that compute is not ordered behind yet: the next backward that is the last of any root's iteration does it."""
+"""Reductions that compute is not ordered behind yet: the next backward that ends any root's iteration orders it."""
 
 
 class Reductions:
@@ -31,7 +31,7 @@ class Reductions:
     def __init__(self, streams: Streams) -> None:
         self.limit = 1
         self._streams = streams
-        self._started: list[Reduction] = []  # since all of them were finished
+        self._started: list[Reduction] = []  # since the last ``finish``
         self._holding: deque[list[Reduction]] = deque()
 
     def __bool__(self) -> bool:
@@ -39,11 +39,11 @@ class Reductions:
 
     @property
     def num_holding(self) -> int:
-        """How many units may hold their inputs now."""
+        """How many units hold their inputs now."""
         return len(self._holding)
 
     def poll(self) -> None:
-        """Free inputs that have been read. Local: nothing that other ranks see depends on it."""
+        """Free inputs that the collectives have read. Local: nothing that other ranks see depends on it."""
         for started in self._holding:
             for reduction in started:
                 reduction.poll()
@@ -64,7 +64,7 @@ class Reductions:
                 reduction = gradients.reduce(buffer)
                 del buffer
                 started.append(reduction)
-                self._started.append(reduction)  # now, for another group's gradients may be refused
+                self._started.append(reduction)  # before the next group, whose gradients may be refused
         if not started:
             return
         holding.append(started)
@@ -75,7 +75,7 @@ class Reductions:
             reduction.poll()
 
     def finish(self) -> None:
-        """After this, all sharded gradients are there, as compute sees them."""
+        """Wait until all sharded gradients have arrived, as compute sees them."""
         self._order(self._streams.compute)
         for reduction in self._started:
             reduction.finish()
@@ -85,22 +85,22 @@ class Reductions:
         self._holding.clear()
 
     def finish_later(self) -> None:
-        """Gradients are there in the order of the reduce stream; the next ``finish_all`` orders compute behind them.
+        """Leave the gradients in the order of the reduce stream; the next ``finish_all`` orders compute behind them.
 
-        Not where hooks have run, of an optimizer perhaps: what they wrote is gathered behind compute.
+        But where hooks have run, perhaps an optimizer's, finish now: the next gathers send what they wrote, and wait for compute only.
         """
         if any(reduction.has_run_hooks for reduction in self._started):
             self.finish()
             return
-        self._order(self._streams.reduce)  # to which held memory goes back: else it would add up over micro-batches
-        if any(reduction.is_in_place for reduction in self._started):  # there it goes back to compute
+        self._order(self._streams.reduce)  # held memory goes back to this stream; without that order it would add up over micro-batches
+        if any(reduction.is_in_place for reduction in self._started):  # held memory of these goes back to compute
             self._order(self._streams.compute)
         for reduction in self._started:
             reduction.let_go()
         _behind.add(self)
 
     def _order(self, stream: Stream) -> None:
-        """On a stream device, behind everything: behind the last event of each stream."""
+        """On a stream device, order ``stream`` behind the last event of each stream."""
         streams = self._streams
         if not streams.host_waits:
             for other, event in dict([reduction.reduced for reduction in self._started]).items():
@@ -117,7 +117,7 @@ class Reductions:
 
 
 def _hand_out_late(reductions: Sequence[Reduction]) -> None:
-    """Parameters without a gradient on this rank: did another rank have one? The host reads that from the device, once for all."""
+    """Hand out gradients of parameters that only other ranks used. The host reads from the device, once for all, which those are."""
     by_device: dict[torch.device, list[tuple[Reduction, Tensor]]] = {}  # gradients may be offloaded
     for reduction in reductions:
         flags = reduction.late_flags
@@ -130,13 +130,13 @@ def _hand_out_late(reductions: Sequence[Reduction]) -> None:
 
 
 def read_flags(flags: Sequence[Tensor]) -> list[float]:
-    """Their values, on the host. The planner, whose tensors have none, has a function of its own in this place."""
+    """The values of the flags, on the host. The planner's tensors have no values, so it puts a function of its own here."""
     read: list[float] = torch.cat(list(flags)).tolist()
     return read
 
 
 def finish_all() -> None:
-    """Finish the reductions of all roots that were left for later."""
+    """Finish the reductions that roots left to ``finish_later``."""
     for reductions in _behind:
         reductions.finish()
     _behind.clear()

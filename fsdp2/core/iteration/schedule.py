@@ -1,8 +1,8 @@
 """The life of iterations: forwards and backwards begin, end, and fail.
 
-A ``Schedule`` is shared by all units under one root and begins and ends its forwards and backwards: a ``Forward`` or a ``Backward``
-decides when each unit is unsharded, resharded and reduced. The hooks on the user's modules and graphs report here, and what an
-exception has left half done ends here. It refuses to know hooks, autograd graphs and buffers.
+All units under one root share a ``Schedule``, which begins and ends the root's forwards and backwards: a ``Forward`` or a ``Backward``
+decides when each unit is unsharded, resharded and reduced. The hooks on the user's modules and graphs report here, and the schedule
+ends what an exception has left half done. This file refuses to know hooks, autograd graphs and buffers.
 
 Worked example, units a, b, c; the second iteration (R: reduce):
 
@@ -34,16 +34,16 @@ from .unit import Unit
 from .unit_tree import Step, UnitTree
 
 _last_task = -2
-"""The graph task in which a root's last backward ended: another root's, which it runs into, may end after it."""
+"""The graph task in which a root's last backward ended. A backward of another root that contains it may end after it."""
 
 
 class Schedule:
     """The iterations of all units under one root module.
 
-    logs:     of the forwards whose backward may come, if any is kept
+    logs:     of the forwards whose backward may come, if the root keeps logs
     settled:  the first forward has found all units below the root
-    agreement: made then
-    forward, backward: under way, or None
+    agreement: compares ranks before each backward; made when settled
+    forward, backward: those under way, or None
     """
 
     def __init__(self, root: Unit, units: Sequence[Unit]) -> None:
@@ -51,7 +51,7 @@ class Schedule:
         self.settled = False
         self.is_last_backward = True
         self.share(CommContext())
-        self._to_finalize = False  # a backward has begun in manual mode, and nobody has finalized it
+        self._to_finalize = False  # a backward has begun in manual mode, and the user has not called ``finalize`` since
         self.post_optim_event: Event = None
         self._input_read: Event = None  # behind the copy of the root's inputs to the device
         self.forward: Forward | None = None
@@ -67,20 +67,20 @@ class Schedule:
         context.roots.add(self)
 
     def choose_max_reductions(self) -> None:
-        """One list holds them all, so the most generous of the units decides."""
+        """Set the limit of inputs in flight: one list holds those of all units, so the largest limit of the units counts."""
         self.tree.reductions.limit = max(unit.options.max_reductions for unit in self.tree.units)
 
     def choose_logs(self) -> None:
-        """Ranks keep the order of each other's backward, whatever they leave out of it, if any unit asks for unused parameters."""
+        """Keep logs if any unit asks for unused parameters: each rank then knows the order of backward, whatever it leaves out."""
         self._logs_forwards = any(group.gradients.options.reduce_unused for unit in self.tree.units for group in unit.groups)
 
     def alive_logs(self) -> list[ForwardLog]:
-        """Of the forwards whose backward may come, in order."""
+        """The logs of forwards whose backward may come, in order."""
         return [] if self.logs is None else self.logs.alive()
 
     @property
     def manual(self) -> bool:
-        """The user ends an iteration, with ``finalize``, not the end of a backward."""
+        """Whether the user ends an iteration with ``finalize``, instead of the end of a backward."""
         return self.tree.holds_pending
 
     @manual.setter
@@ -89,12 +89,12 @@ class Schedule:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the iteration goes on behind the next end of backward."""
+        """Whether the iteration continues behind the next end of backward."""
         return self.manual or not self.is_last_backward
 
     @property
     def is_open(self) -> bool:
-        """Whether a forward has run, in grad mode, whose iteration has not ended."""
+        """Whether a forward in grad mode has run whose iteration has not ended."""
         tree = self.tree
         return self.forward is not None or self.backward is not None or bool(tree.reductions) or bool(tree.step.order)
 
@@ -109,7 +109,7 @@ class Schedule:
         """``unit`` is about to run, in a forward or in the recomputation of a checkpointed segment. Collective: yes."""
         task = compat.current_graph_task()
         if task != -1:
-            # The first thing of ours that happens in this backward may be this recomputation, in the outermost graph task.
+            # This recomputation may be our first hook in the backward, while the outermost graph task runs.
             self._backward_of(task).begin_recomputation(unit)
             return
         forward = self.forward
@@ -137,11 +137,11 @@ class Schedule:
         return self.forward
 
     def end_forward(self, unit: Unit) -> None:
-        """``unit`` has run. In a recomputation, backward frees what it does not need."""
-        if unit.calls.running or compat.current_graph_task() != -1:  # ``running``: this was a call of it inside a call of it
+        """``unit`` has run. After a recomputation, backward frees what it does not need."""
+        if unit.calls.running or compat.current_graph_task() != -1:  # with ``running``, this call was inside another call of the unit
             return
         forward = self.forward
-        if forward is None:  # it was reset while it ran
+        if forward is None:  # the user reset it while it ran
             unit.reshard()
             return
         forward.end(unit)
@@ -149,7 +149,7 @@ class Schedule:
             self._finish_forward(forward)
 
     def end_part(self, unit: Unit) -> None:
-        """One module of the list that ``unit`` is has run, and others of it have not: they may follow in this forward."""
+        """One module of the list that ``unit`` is has run. Its other modules may follow in this forward."""
         forward = self.forward
         if forward is not None and compat.current_graph_task() == -1 and forward.end_part(unit):
             self._finish_forward(forward)
@@ -161,12 +161,12 @@ class Schedule:
             self.await_host_input()
 
     def note_host_input(self) -> None:
-        """An input is being copied from page-locked memory: the user may refill that when forward has returned.
+        """An input is being copied from page-locked memory, which the user may refill when forward has returned.
 
-        By then the copy is long past, unless the host is ahead of the device by more than a forward.
+        The copy is complete by then, unless the host is ahead of the device by more than a forward.
         """
         streams = self.tree.streams
-        if not streams.is_capturing():  # a graph reads it in each replay
+        if not streams.is_capturing():  # a captured graph reads the input in each replay
             self._input_read = streams.mark(streams.compute)
 
     def await_host_input(self) -> None:
@@ -175,7 +175,7 @@ class Schedule:
         self._input_read = None
 
     def end_failed_forward(self, unit: Unit) -> None:
-        """The forward of ``unit`` raised: keep or free its parameters as if it had ended, for on other ranks it may have.
+        """The forward of ``unit`` raised: keep or free its parameters as if it had returned, as it may have on other ranks.
 
         Collective: no.
         """
@@ -185,14 +185,14 @@ class Schedule:
             collective_log.current.fail("forward", unit.fqn or "the root")
         self.tree.reshard_after_forward(unit)
         if unit.max_norm_weights:
-            unit.reshard()  # what forward shrank, it shrank on this rank alone
+            unit.reshard()  # embeddings may have shrunk their rows in forward on this rank alone
         if any(group.state is GroupState.UNSHARDING for group in unit.uses):
             unit.release()
         if self.forward is not None and self.forward.root is unit:
             self._finish_forward(self.forward, failed=True)
 
     def end_interrupted_forward(self) -> None:
-        """End a forward that something else than an ``Exception`` has ended, such as ctrl-C: torch calls no hook then."""
+        """End a forward that something other than an ``Exception``, such as ctrl-C, has ended: torch calls no hook then."""
         if self.forward is None or compat.current_graph_task() != -1 or not self.forward.was_interrupted():
             return
         for unit in reversed(self.tree.units):  # the root last
@@ -200,12 +200,12 @@ class Schedule:
                 unit.calls.running.clear()
                 unit.calls.end_pass()
                 self.end_failed_forward(unit)
-                unit.reshard()  # its shards may have been written since: nobody knows their version then
+                unit.reshard()  # its shards may have been written since, and their version at that time is unknown
 
     # --- between forward and backward ---
 
     def unshard_for_weights(self) -> None:
-        """The flags of the next backward were set: see Note: weights differentiated apart. Collective: yes, over the shard axis."""
+        """The user set flags of the next backward: see Note: weights differentiated apart. Collective: yes, over the shard axis."""
         if not self.goes_on or self.forward is not None or compat.current_graph_task() != -1:
             return
         positions = self.tree.step.positions
@@ -218,12 +218,12 @@ class Schedule:
 
     @compat.dynamo_disabled
     def before_listing(self) -> None:
-        """Parameters are about to be listed, maybe on one rank alone: show those that gradients belong to.
+        """The user is about to list parameters, maybe on one rank alone: show the sharded ones, which have the gradients.
 
         See ``FSDPModule.named_parameters``.
         """
         if self.forward is not None or compat.current_graph_task() != -1 or self.goes_on:
-            return  # whoever asks inside of forward and backward, or between micro-batches, gets what they compute with
+            return  # the user gets the parameters that the module computes with
         left_by_forward = self.tree.step.left_by_forward
         for unit in left_by_forward:
             if unit.has_gradients():
@@ -233,7 +233,7 @@ class Schedule:
     # --- backward ---
 
     def begin_backward(self, call: Call, unit: Unit) -> None:
-        """The gradient of an output of ``call`` is there. Collective: yes."""
+        """The gradient of an output of ``call`` has arrived. Collective: yes."""
         task = compat.current_graph_task()
         if call.begun == task:
             return
@@ -245,7 +245,7 @@ class Schedule:
         backward.begin(unit, call)
 
     def end_backward_of(self, call: Call, unit: Unit) -> None:
-        """The gradient of an input of ``call`` is done. Collective: yes, if it was its unit's last in this backward."""
+        """Autograd has computed the gradient of an input of ``call``. Collective: yes, if it was its unit's last in this backward."""
         task = compat.current_graph_task()
         log = collective_log.current
         if log is not None:
@@ -255,7 +255,7 @@ class Schedule:
             log.resume()
 
     def _backward_of(self, task: int) -> Backward:
-        """The backward under way, of which ``task`` may be an inner graph task; a new one if there is none, or the last one failed."""
+        """The backward under way, of which ``task`` may be an inner graph task; a new one if none is, or if the last one failed."""
         if self.backward is not None and self.backward.task != task and self.backward.has_failed():
             self._end_failed_backward()
         if self.backward is not None:
@@ -296,15 +296,15 @@ class Schedule:
         tree.await_host_reads()
         if log is not None:
             log.leave()
-        self.backward = None  # last of ours: what raises here has made the backward fail
+        self.backward = None  # last, because an exception before this line makes the backward a failed one
         for watcher in tree.root.watchers:
             watcher()
 
     def _end_failed_backward(self) -> None:
-        """Drop what a failed backward has not handed out: ``zero_grad`` did not reach it, and it must not be added to a retry.
+        """Drop the gradients that a failed backward has not handed out: ``zero_grad`` cannot reach them, and a retry would add to them.
 
         Collective: no.
-        Raises: OrderError if gradients of earlier micro-batches are among it: whether they are still wanted, nobody has said.
+        Raises: OrderError if gradients of earlier micro-batches are among them, because the user may still want those.
         """
         assert self.backward is not None
         if self.backward.lost_earlier_gradients():
@@ -325,7 +325,10 @@ class Schedule:
     # --- an iteration that the user ends ---
 
     def set_manual(self, unit: Unit, manual: bool) -> None:
-        """Whether the user ends iterations, with ``finalize``. Raises: OrderError on another unit than the root; while one is open."""
+        """Let the user end iterations with ``finalize``, or not.
+
+        Raises: OrderError if ``unit`` is not the root, or while an iteration is open
+        """
         if self.settled:
             self.check_root(unit, "set_manual_backward_finalization")
         if manual is self.manual:
@@ -340,9 +343,9 @@ class Schedule:
         self.manual = manual
 
     def finalize(self, is_async: bool) -> GradientReductionHandle:
-        """End the iteration: reduce and reshard what is pending, by the flags as they are now. Collective: yes, if something is.
+        """End the iteration: reduce and reshard what is pending, by the flags as they are now. Collective: yes, if anything is pending.
 
-        Raises: OrderError where that cannot be done
+        Raises: OrderError outside of manual mode, inside of a backward, or while all-reduce is off
         """
         self.comm_ctx.refuse_open("finalizing backward again")
         problem = None
@@ -379,7 +382,7 @@ class Schedule:
         finish_all()
 
     def finish_reductions(self) -> None:
-        """After this, all sharded gradients are there, as compute sees them."""
+        """Wait until all sharded gradients have arrived, as compute sees them."""
         self.tree.reductions.finish()
 
     # --- recovery ---
@@ -395,7 +398,7 @@ class Schedule:
     def reset(self) -> None:
         """Make the next iteration valid after an exception.
 
-        What a failed backward has already added to earlier gradients nobody can take out again: then the whole step is discarded.
+        A gradient that a failed backward has added to earlier ones cannot be taken out again: then the whole step is dropped.
         """
         tree = self.tree
         handle = self.comm_ctx.handle
@@ -415,13 +418,13 @@ class Schedule:
                 group.await_host_read()
             unit.calls = UnitCalls()
         tree.step = Step()
-        tree.records.clear()  # ranks may have failed in different places, or because they went different ways
+        tree.records.clear()  # ranks may have failed in different places, or because they ran different units
         self.forward = self.backward = None
         self.logs = None
 
 
 def _compiled_autograd_error() -> CompileError:
-    """There a parameter's gradient is put into place behind the end of backward: it would not be reduced, and nobody would notice."""
+    """That engine writes a parameter's gradient only behind the end of backward: fsdp2 would not reduce it, and no error would tell."""
     return CompileError(
         "backward runs under compiled autograd",
         expected="torch.compile on modules, whose backward is compiled with them; the rest of backward by the usual engine",

@@ -36,14 +36,14 @@ from .call import UnitCalls
 class UnitOptions:
     """When a unit is unsharded and resharded, as the user asked for it; setters replace the value as a whole.
 
-    reshard_after_forward: True, False, or a number of ranks: each group then reshards to its own ``smaller`` mesh
-    reshard_is_default:    the user left it to us: a root then keeps its parameters from forward to backward
+    reshard_after_forward: True, False, or a number of ranks: then each group reshards to its own ``smaller`` mesh
+    reshard_is_default:    the user did not choose: a root then keeps its parameters from forward to backward
     unshard_in_backward:   backward needs the parameters
     accumulates_whole:     over micro-batches gradients stay unsharded, without communication
     max_reductions:        reduce-scatter inputs in flight; the largest of all units under a root counts
-    prefetch_forward, prefetch_backward: units to gather behind this one, instead of the next of the recorded order
-    forward_depth, backward_depth: how many units of that order are gathered ahead
-    backward_prefetch:     the unit before is gathered before the gradients of this one are computed, after that, or not at all
+    prefetch_forward, prefetch_backward: the units to gather behind this one, in the place of the next ones of the recorded order
+    forward_depth, backward_depth: how many units of that order to gather ahead
+    backward_prefetch:     when to gather the unit before this one: before this one's gradients are computed, after that, or not at all
     """
 
     reshard_after_forward: bool | int = True
@@ -61,13 +61,13 @@ class UnitOptions:
 class Unit:
     """What one ``fully_shard`` call made.
 
-    groups:           its own
-    uses:             its own and those it borrows
+    groups:           its own groups
+    uses:             its own groups and those it borrows
     max_norm_weights: embeddings that shrink their rows in forward
-    ignored:          where parameters are that the user takes care of
-    fqn:              of its first module, from the root
-    summoned:         its modules show whole parameters that are not its own; forward takes them as they are
-    watchers:         of a root: called at each end of backward
+    ignored:          where the parameters are that the user manages
+    fqn:              the name of its first module, from the root
+    summoned:         its modules show whole parameters that ``summon_full_params`` put there; forward uses them as they are
+    watchers:         functions that a root calls at each end of backward
     """
 
     watchers: tuple[Callable[[], None], ...] = ()
@@ -107,11 +107,11 @@ class Unit:
         return sum(group.plan.unsharded_nbytes for group in self.uses)
 
     def choose(self, **changes: Any) -> None:
-        """From now on, go by these ``UnitOptions``; the others stay."""
+        """Replace these ``UnitOptions`` from now on; the others stay."""
         self.options = replace(self.options, **changes)
 
     def set_micro_batch(self, micro_batch: MicroBatch) -> None:
-        """From the next backward on, do what ``micro_batch`` says."""
+        """Let the next backwards do as ``micro_batch`` says."""
         self.micro_batch = micro_batch
         for group in self.groups:
             group.gradients.set_micro_batch(micro_batch)
@@ -128,7 +128,7 @@ class Unit:
                 group.issue(copy, together)
                 if group.holders is not None:
                     group.holders.add(self)
-        finally:  # also if another group could not be issued
+        finally:  # also if the gather of another group failed
             if together:
                 send_together(together, self._streams)
             if profiled is not None:
@@ -153,7 +153,7 @@ class Unit:
             group.wait()
 
     def release(self) -> None:
-        """End gathers that nobody has waited for."""
+        """Wait for the gathers under way."""
         for group in self.uses:
             if group.holders is not None:
                 group.holders.discard(self)
@@ -163,7 +163,7 @@ class Unit:
                 group.release()
 
     def reshard(self, to_smaller: bool = False) -> None:
-        """Reshard what no other unit holds; each group to its smaller mesh, if that is asked for and it has one."""
+        """Reshard the groups that no other unit holds; each to its smaller mesh, if ``to_smaller`` and the group has one."""
         for group in self.uses:
             if group.holders is not None:
                 group.holders.discard(self)
@@ -175,13 +175,13 @@ class Unit:
                 group.reshard()
 
     def reshard_for_all(self) -> None:
-        """Reshard whoever holds it: the user's modules must show sharded parameters now."""
+        """Reshard the groups even if other units hold them: the user's modules must show sharded parameters now."""
         for group in self.uses:
             group.reshard_for_all()
             group.await_host_read()
 
     def hide(self) -> None:
-        """The user's modules show sharded parameters; what is unsharded stays so, if a backward comes next."""
+        """Let the user's modules show sharded parameters, and keep what is unsharded so for a backward that may come."""
         for group in self.uses:
             group.hide()
 
@@ -195,7 +195,7 @@ class Unit:
         return any(param.sharded.grad is not None for group in self.groups for param in group.params)
 
     def notice_changes(self, more_may_come: bool = False) -> None:
-        """Parameters may have been moved or cast: take them over now, so that memory holds one group more at most.
+        """Parameters may have been moved or cast: take them over now, so that memory holds at most one group more.
 
         more_may_come: the modules of a list are cast one after another; a group that is half cast waits for its last module. If
                        that never comes, the next unshard refuses it.

@@ -1,6 +1,6 @@
 """All units under one root, and what they hand on from forward to backward and from step to step.
 
-It refuses to know hooks, autograd graphs and buffers, and when a forward or a backward begins and ends.
+This file refuses to know hooks, autograd graphs and buffers, and when a forward or a backward begins and ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .unit import Unit
 
 
 class ForwardEnd(NamedTuple):
-    """Where compute was when a forward ended: behind that, and beside the loss, backward may gather its first unit.
+    """Where compute was when a forward ended. Backward may gather its first unit behind that point, beside the loss.
 
     unit:     the last that ran and was resharded
     event:    on compute
@@ -32,13 +32,13 @@ class ForwardEnd(NamedTuple):
 
 
 class Step:
-    """What forwards leave to the backward and the forward that follow; replaced as a whole when it is used up, or dropped.
+    """What forwards leave to the backward and the forward that follow. A new ``Step`` replaces it when it is used up or dropped.
 
     order:     units in the order in which their forward calls ended since the last backward, for backward prefetch
-    positions: of each unit there, the last one last
+    positions: the places of each unit in ``order``, the last one last
     unsharded: groups that stay unsharded (or on the smaller mesh) until the next forward, and the version of their shards
-    left_by_forward: units that the last forward left so
-    forward_end: of the last forward, on a stream device, until something is gathered for backward
+    left_by_forward: units that the last forward left unsharded
+    forward_end: of the last forward, on a stream device, until backward gathers its first unit
     """
 
     __slots__ = ("forward_end", "left_by_forward", "order", "positions", "unsharded")
@@ -57,7 +57,7 @@ class Step:
         del self.order[num_calls:]
 
     def after_backward(self, is_last: bool) -> Step:
-        """What a backward leaves: the order is read to the end by the last one."""
+        """The step that follows a backward; the last backward uses up the order."""
         new = Step()
         if not is_last:
             new.order, new.positions = self.order, self.positions
@@ -68,8 +68,8 @@ class UnitTree:
     """All units under one root.
 
     units:         in the order of named_modules(); the root first
-    lists:         those of several modules
-    holds_pending: the user ends iterations, and what the end of a backward has left waits for that
+    lists:         the units of several modules
+    holds_pending: the user ends iterations, and what a backward has left pending waits for that
     records:       for each unit whose forward began an iteration, the order in which units ran in the last one
     step:          the one under way
     """
@@ -86,19 +86,19 @@ class UnitTree:
         self._offloaded = [group for unit in units for group in unit.groups if group.options.offload]
 
     def leave_unsharded(self, unit: Unit) -> None:
-        """``unit`` is not fully resharded until the next forward, if nobody writes its shards before."""
+        """Leave ``unit`` unsharded until the next forward, unless its shards are written before."""
         for group in unit.uses:
             self.step.unsharded[group] = group.shards_version()
 
     def reshard_what_is_out_of_date(self, groups: Iterable[ParamGroup] | None = None) -> None:
-        """Of ``groups``, or of all: shards of what stayed unsharded may have been written since."""
+        """Reshard those of ``groups`` (None: all) that stayed unsharded and whose shards have been written since."""
         unsharded = self.step.unsharded
         for group in list(unsharded) if groups is None else groups:  # a forward that begins may run only some of them
             version = unsharded.get(group)
             if version is None:
                 continue
             group.take_over_toggles()
-            if group.is_out_of_date(version):  # all ranks see that alike; whether one is HIDDEN may depend on who looked
+            if group.is_out_of_date(version):  # all ranks see this alike, while HIDDEN may depend on which rank listed its parameters
                 group.reshard_for_all()
                 del unsharded[group]
 
@@ -107,11 +107,11 @@ class UnitTree:
         options = unit.options
         after = options.reshard_after_forward
         if after is True:
-            # A root is needed again as soon as backward begins; where none can follow, nothing must be left unsharded,
-            # for clipping would then miss its parameters.
+            # Backward needs a root as soon as it begins. If no backward can follow, nothing may stay unsharded, because clipping would
+            # miss those parameters.
             stays = stays or (options.reshard_is_default and unit is self.root and torch.is_grad_enabled())
         else:
-            # If no backward follows that would, and whoever looks for gradients must find them, it is resharded now.
+            # If no backward follows to reshard it, a user who looks for gradients must find sharded parameters: reshard it now.
             stays = torch.is_grad_enabled() or not unit.has_gradients()
         if not stays:
             unit.reshard()
@@ -125,7 +125,7 @@ class UnitTree:
         """A forward whose backward may come has ended, on a stream device."""
         for unit in reversed(self.step.order):
             if any(group.state is GroupState.SHARDED for group in unit.uses):
-                if not self.streams.is_capturing():  # the graph of a backward cannot wait for an event of another
+                if not self.streams.is_capturing():  # the graph of a backward cannot wait for an event of another graph
                     versions = [group.shards_version() for group in unit.uses]
                     self.step.forward_end = ForwardEnd(unit, self.streams.mark(self.streams.compute), versions)
                 return
@@ -135,7 +135,7 @@ class UnitTree:
 
         See Note: beside the loss. Collective: yes, over the shard axis.
         """
-        if all(group.state is not GroupState.SHARDED for group in unit.uses):  # a root that stayed unsharded, or has no parameters
+        if all(group.state is not GroupState.SHARDED for group in unit.uses):  # it stayed unsharded, or has no parameters
             unit.issue()
             return
         end, self.step.forward_end = self.step.forward_end, None
@@ -152,7 +152,7 @@ class UnitTree:
         if self.reductions:
             return True
         for unit in self.units:
-            for group in unit.groups:  # no generator: it would cost each unit of every backward a call more
+            for group in unit.groups:  # a loop: a generator would cost every unit a call more in each backward
                 if group.gradients.has_unreduced or (self.holds_pending and group.gradients.is_waiting()):
                     return True
         return False
@@ -164,7 +164,7 @@ class UnitTree:
 
 
 def release(units: list[Unit]) -> None:
-    """End the gathers that nobody has waited for: after this, sharded parameters may be written."""
+    """Wait for the gathers of ``units`` under way: after this, sharded parameters may be written."""
     for unit in units:
         for group in unit.uses:
             if group.state is GroupState.UNSHARDING or group.holders is not None:

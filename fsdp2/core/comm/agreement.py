@@ -23,20 +23,20 @@ from .collective_log import during
 
 T = TypeVar("T")
 Axis = tuple[dist.ProcessGroup, torch.device]
-"""Ranks, and the device on which they communicate."""
+"""A process group, and the device on which its ranks communicate."""
 
 
 class LostRankError(CheckpointError):
-    """A rank is gone or cannot be reached: there is nobody left to agree with, and nothing collective may follow."""
+    """A rank is gone or cannot be reached: the ranks cannot agree any more, and must start no other collective."""
 
 
 def default_group() -> dist.ProcessGroup | None:
-    """All ranks; None if there is but this one."""
+    """The process group of all ranks; None if this rank is the only one."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else None
 
 
 def agree(process_group: dist.ProcessGroup | None, problem: FSDPError | None, said: T) -> list[T]:
-    """What every rank says, by rank of the group. Collective: yes.
+    """What every rank has ``said``, by rank of the group. Collective: yes.
 
     Raises: the problem of the lowest rank that has one, on every rank; LostRankError if a rank does not answer
     """
@@ -52,7 +52,7 @@ def agree(process_group: dist.ProcessGroup | None, problem: FSDPError | None, sa
 
 
 def _told(process_group: dist.ProcessGroup, problem: FSDPError | None, said: T) -> list[tuple[FSDPError | None, T]]:
-    """What every rank has, by rank of the group. Collective: yes. Raises: LostRankError"""
+    """The problem and the ``said`` of every rank, by rank of the group. Collective: yes. Raises: LostRankError"""
     parcels = [b""] * process_group.size()
     with reached(process_group, problem), during("agreement of ranks", process_group):
         dist.all_gather_object(parcels, _packed(problem, said), group=process_group)
@@ -60,8 +60,8 @@ def _told(process_group: dist.ProcessGroup, problem: FSDPError | None, said: T) 
 
 
 def _packed(problem: FSDPError | None, said: object) -> bytes:
-    """Both as bytes that every rank can take; what cannot be pickled is a problem of this rank."""
-    if problem is not None and type(problem).__module__ != errors.__name__:  # a class of the user's, which others may not have
+    """Both as bytes that every rank can read; if pickling fails, that becomes this rank's problem."""
+    if problem is not None and type(problem).__module__ != errors.__name__:  # a class of the user's, which other ranks may not have
         problem = CheckpointError(str(problem))
     try:
         return pickle.dumps((problem, said))
@@ -73,9 +73,9 @@ def _packed(problem: FSDPError | None, said: object) -> bytes:
 
 @contextlib.contextmanager
 def reached(process_group: dist.ProcessGroup | None, problem: FSDPError | None = None) -> Iterator[None]:
-    """Around something collective: what the backend raises because a rank is gone becomes a LostRankError, now and from now on.
+    """Around something collective: turns the backend's error about a lost rank into a LostRankError, now and at each later use.
 
-    problem: of this rank, told as well
+    problem: this rank's own, which the error reports as well
     """
     if isinstance(problem, LostRankError):
         raise problem
@@ -99,20 +99,20 @@ _lost: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def is_lost(process_group: dist.ProcessGroup | None) -> bool:
-    """Whether a collective of it has failed, so that its ranks no longer are at the same one."""
+    """Whether a collective of the group has failed: its ranks are then no longer at the same one."""
     return process_group in _lost
 
 
 def agree_on_meshes(meshes: Sequence[DeviceMesh], problem: FSDPError | None) -> None:
-    """All ranks of ``meshes`` go on, or raise if one of them has a problem. No meshes: this rank decides alone.
+    """Let all ranks of ``meshes`` go on, or raise if a rank of them has a problem. No meshes: this rank decides alone.
 
-    Costs an all-reduce of 8 bytes for each axis of more than one rank; only if some rank has a problem, that is told as well.
-    A mesh that lies within another needs none of its own. Where several overlap, what a rank of one says goes through a rank of both
-    into the other: as many rounds as there are meshes reach all.
+    Costs an all-reduce of 8 bytes for each axis of more than one rank; only if a rank has a problem, ranks send it as well. A mesh that
+    lies within another needs no collective of its own. Where meshes overlap, a rank of both carries the answer from one to the other:
+    as many rounds as there are meshes reach all ranks.
 
     meshes:     the same, in the same order, on all ranks of each
     Collective: yes, over each mesh
-    Raises:     the problem of this rank, or one of those that there are
+    Raises:     this rank's problem, or else that of another rank
     """
     outer = outermost(meshes)
     axes = [(mesh, axis) for _ in outer for mesh in outer for axis in range(mesh.ndim) if mesh.size(axis) > 1]
@@ -120,10 +120,10 @@ def agree_on_meshes(meshes: Sequence[DeviceMesh], problem: FSDPError | None) -> 
 
 
 def agree_over(axes: Sequence[Axis], problem: FSDPError | None) -> None:
-    """All ranks that ``axes`` reach one after another go on, or raise if one of them has a problem.
+    """Let all ranks that ``axes`` reach one after another go on, or raise if a rank of them has a problem.
 
     Collective: yes, over each of ``axes``, in this order, which is the same on all of their ranks
-    Raises:     the problem of this rank, or one of those that there are
+    Raises:     this rank's problem, or else that of another rank
     """
     failed = problem is not None
     for group, device in axes:
@@ -142,7 +142,7 @@ def agree_over(axes: Sequence[Axis], problem: FSDPError | None) -> None:
 
 
 def outermost(meshes: Sequence[DeviceMesh]) -> list[DeviceMesh]:
-    """Those whose ranks are not all in another one."""
+    """The meshes whose ranks do not all belong to another one of ``meshes``."""
     by_ranks: dict[frozenset[int], DeviceMesh] = {}
     for mesh in meshes:
         by_ranks.setdefault(frozenset(mesh.mesh.flatten().tolist()), mesh)

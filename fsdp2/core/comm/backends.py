@@ -23,7 +23,7 @@ _GLOO = {"gloo", "fake_gloo"}
 
 
 def declare_backend(backend: str, *, averages: bool) -> None:
-    """Let a backend that was registered with torch be treated as NCCL is: ordered by the caller's stream, with coalescing.
+    """Treat a backend that was registered with torch as NCCL is treated: ordered by the caller's stream, with coalescing.
 
     averages: it knows AVG and PREMUL_SUM
     """
@@ -58,17 +58,17 @@ def is_stream_ordered(backend: str) -> bool:
 
 
 def averages(backend: str) -> bool:
-    """Whether it knows AVG and PREMUL_SUM."""
+    """Whether the backend knows AVG and PREMUL_SUM."""
     return backend in _AVERAGES
 
 
 def is_gloo(backend: str) -> bool:
-    """Whether it has gloo's algorithms."""
+    """Whether the backend has gloo's algorithms."""
     return backend in _GLOO
 
 
 def moves_data(backend: str) -> bool:
-    """Whether what ranks send arrives anywhere."""
+    """Whether the backend moves data between ranks; a fake one does not."""
     return backend not in ("fake", "fake_gloo")
 
 
@@ -76,11 +76,11 @@ _stock_alone = False
 
 
 def set_collective_algorithms(algorithms: Literal["measured", "stock"]) -> None:
-    """Which algorithms carry the collectives of units that ``fully_shard`` makes from now on, where there is a choice: gloo on CPU.
+    """Choose the algorithms of later ``fully_shard`` calls, where fsdp2 has a choice: gloo on CPU.
 
-    "measured" takes for each size what was fastest: broadcasts for an all-gather, all-to-all for a reduce-scatter. "stock" takes the
-    backend's own, for tools that count: ``CommDebugMode`` and profilers then see one ``_allgather_base_`` and one
-    ``_reduce_scatter_base_`` where torch's FSDP2 has one. The comparison of ranks before a backward is an ``allreduce_`` then.
+    "measured" takes for each size the algorithm that measured fastest: broadcasts for an all-gather, all-to-all for a reduce-scatter.
+    "stock" takes the backend's own, for tools that count: ``CommDebugMode`` and profilers then see one ``_allgather_base_`` and one
+    ``_reduce_scatter_base_`` where torch's FSDP2 has one. The comparison of ranks before a backward then is an ``allreduce_``.
 
     Collective: no; all ranks must choose the same.
     Raises:     ArgumentError for any other word
@@ -101,13 +101,14 @@ def set_collective_algorithms(algorithms: Literal["measured", "stock"]) -> None:
 
 
 def is_stock_alone(device_type: str = "cpu") -> bool:
-    """Whether a user wants the backend's own algorithms. gloo has no reduce-scatter of device memory."""
+    """Whether the user wants the backend's own algorithms. gloo has no reduce-scatter of device memory."""
     return _stock_alone and device_type == "cpu"
 
 
 def choose_all_gather(backend: str, world_size: int, nbytes: int, device_type: str = "cpu") -> AllGatherAlgorithm:
-    """The default all-gather; ``nbytes`` is that of the gathered buffer."""
-    # gloo's own packs into temporaries of the output's size: at 50 MiB three times as slow. Small ones cost a launch a rank.
+    """The default all-gather. nbytes: of the gathered buffer"""
+    # gloo's own packs into temporaries of the output's size: at 50 MiB it takes three times as long. Small broadcasts
+    # cost a launch a rank.
     if is_stock_alone(device_type):
         return "stock"
     if is_gloo(backend) and (nbytes >= world_size * (128 << 10) or device_type != "cpu"):
@@ -116,7 +117,7 @@ def choose_all_gather(backend: str, world_size: int, nbytes: int, device_type: s
 
 
 def choose_reduce_scatter(backend: str, world_size: int, nbytes: int, device_type: str = "cpu") -> ReduceScatterAlgorithm:
-    """The default reduce-scatter; ``nbytes`` is that of the input."""
+    """The default reduce-scatter. nbytes: of the input"""
     if not is_gloo(backend) or is_stock_alone(device_type):
         return "stock"
     if device_type != "cpu":  # gloo's all-to-all takes host memory only
@@ -128,9 +129,9 @@ def choose_reduce_scatter(backend: str, world_size: int, nbytes: int, device_typ
 
 
 def choose_all_reduce(backend: str, world_size: int, nbytes: int, device_type: str = "cpu") -> AllReduceAlgorithm:
-    """The default all-reduce; ``nbytes`` is that of the buffer."""
+    """The default all-reduce. nbytes: of the buffer"""
     if is_stock_alone(device_type):
         return "stock"
-    if is_gloo(backend) and device_type == "cpu" and nbytes * world_size <= 256 << 10:  # latency is all that it costs
+    if is_gloo(backend) and device_type == "cpu" and nbytes * world_size <= 256 << 10:  # only latency matters
         return "all_gather"
     return "stock"

@@ -1,9 +1,9 @@
-"""Which collectives this rank has issued, waits for, and has behind it: a ring of records, kept only while somebody wants it.
+"""Which collectives this rank has issued, waits for, and has completed: a ring of records, kept only while it has a reader.
 
-``current`` is None unless a log is switched on, and that question is all that a step pays otherwise. With it, each collective costs
-two appends. Records say what other ranks' records can be compared with: the number among the collectives of one process group, and
-what was sent. A ``Listener`` is told at once, as well as of the moments at which units begin and end. This file refuses to know who
-reads and listens, other ranks, and groups of parameters.
+``current`` is None unless a log is switched on, and testing that is all that a step pays otherwise. With a log, each collective costs
+two appends. Records hold what other ranks' records can be compared by: the number among the collectives of one process group, and
+what was sent. A ``Listener`` is called at once, also when units begin and end. This file refuses to know its readers and listeners,
+other ranks, and groups of parameters.
 
 Worked example, one group of a rank that waits in backward:
 
@@ -28,11 +28,11 @@ from .. import torch_compat as compat
 from .streams import Event, Stream, Streams
 
 LENGTH = 1024
-"""Records that are kept: a few steps of a large model."""
+"""How many records are kept: a few steps of a large model."""
 
 
 class Stage(str, Enum):
-    """How far a collective has come, as the host sees it. QUEUED: on a device's stream; its event says more."""
+    """How far a collective has come, as the host sees it. QUEUED: on a device's stream, whose event tells how far."""
 
     ISSUED = "issued"
     WAITING = "waiting"
@@ -46,8 +46,8 @@ class Issued:
 
     number: among those of its process group since the log was switched on, from 1; equal on all its ranks
     group:  name of the process group, equal on all its ranks
-    kind:   "all-gather", "reduce-scatter", "all-reduce", or what else it is for
-    unit:   name of the unit; "" where it belongs to none
+    kind:   "all-gather", "reduce-scatter", "all-reduce", or another name for its purpose
+    unit:   name of the unit; "" if it belongs to no unit
     numel:  of the whole buffer, padding included
     """
 
@@ -62,13 +62,13 @@ class Issued:
 
     @property
     def sent(self) -> tuple[str, str, str, int, str]:
-        """What must be equal on all ranks."""
+        """The fields that must be equal on all ranks."""
         return self.kind, self.unit, self.phase, self.numel, self.dtype
 
 
 @dataclass(slots=True)
 class Record(Issued):
-    """One collective of this rank, and how far it is. passed: on a device, whether its stream has passed it"""
+    """One collective of this rank, and how far it has come. passed: on a device, whether its stream has passed it"""
 
     stage: Stage = Stage.ISSUED
     passed: Callable[[], bool] | None = None
@@ -80,42 +80,42 @@ class Record(Issued):
 
 
 class Listener:
-    """Told of each moment when it comes, in the thread that it comes in. These methods do nothing."""
+    """Called at each moment when it comes, in the thread in which it comes. These methods do nothing; override them."""
 
     def issued(self, record: Record, owner: object, num_ranks: int) -> None:
         """``owner`` is about to issue a collective over so many ranks."""
 
     def waits(self, record: Record) -> None:
-        """The host is about to wait for it."""
+        """The host is about to wait for ``record``."""
 
     def done(self, record: Record) -> None:
-        """The host goes on behind it: it is complete or, on a device, ordered."""
+        """The host goes on behind ``record``: it is complete or, on a device, ordered."""
 
     def begins(self, phase: str, unit: str) -> None:
-        """A hook of ours is called: ``phase`` of ``unit`` is to begin."""
+        """A hook of ours is called: ``phase`` of ``unit`` begins."""
 
     def ends(self, phase: str, unit: str) -> None:
-        """A hook of ours is called: ``phase`` of ``unit`` has ended; "": of all units."""
+        """A hook of ours is called: ``phase`` of ``unit`` has ended; "" stands for all units."""
 
     def resumes(self) -> None:
-        """That hook returns."""
+        """The hook returns."""
 
     def leaves(self) -> None:
-        """The forward, or the backward, of a root is over."""
+        """The forward, or the backward, of a root has ended."""
 
 
 listeners: tuple[Listener, ...] = ()
-"""Those that are told."""
+"""The listeners that are called."""
 
 
 class CollectiveLog:
-    """The records of one rank. Any thread may append; another one reads copies.
+    """The records of one rank. Any thread may append; a reader on another thread gets copies.
 
-    moves:  counts what happens, so that a reader sees whether anything does
-    place:  what the main thread is in: ("forward", "layers.3"); ("", ""): neither in forward nor in backward
-    entered: such places since this forward, or backward, has begun
-    failed: the innermost such place that an exception has ended; ("", "") once something is entered again
-    at_disk: threads that write or read files: these may take long, and nothing of this rank moves meanwhile
+    moves:  counts what happens, so that a reader sees whether anything happens
+    place:  where the main thread is: ("forward", "layers.3"); ("", ""): neither in forward nor in backward
+    entered: the places entered since this forward, or backward, has begun
+    failed: the innermost place that an exception has ended; ("", "") once the main thread enters another
+    at_disk: threads that write or read files: they may take long, and meanwhile nothing else of this rank moves
     ranks:  of each process group, by its name
     """
 
@@ -133,7 +133,7 @@ class CollectiveLog:
     def issued(
         self, owner: object, kind: str, unit: str, numel: int, dtype: torch.dtype | None, process_group: dist.ProcessGroup
     ) -> None:
-        """``owner`` is about to issue a collective; it has one of each kind under way at most."""
+        """``owner`` is about to issue a collective; an owner has at most one of each kind under way."""
         group = process_group.group_name
         if group not in self.ranks:
             self.ranks[group] = tuple(dist.get_process_group_ranks(process_group))
@@ -147,7 +147,7 @@ class CollectiveLog:
             listener.issued(record, owner, len(self.ranks[group]))
 
     def waits(self, owner: object, kind: str) -> None:
-        """The host is about to wait for it."""
+        """The host is about to wait for the collective."""
         record = self._open.get((id(owner), kind))
         if record is not None:
             record.stage = Stage.WAITING
@@ -156,7 +156,7 @@ class CollectiveLog:
                 listener.waits(record)
 
     def done(self, owner: object, kind: str, streams: Streams | None = None, stream: Stream = None) -> None:
-        """It is complete for the host; on a device, once what ``stream`` was given so far has run."""
+        """The collective is complete for the host; on a device, once the work that ``stream`` has been given so far has run."""
         record = self._open.pop((id(owner), kind), None)
         if record is None:
             return
@@ -178,7 +178,7 @@ class CollectiveLog:
             listener.begins(phase, unit)
 
     def exit(self, phase: str, unit: str) -> None:
-        """A hook behind ``phase`` of ``unit`` begins; "": behind that of all units."""
+        """A hook behind ``phase`` of ``unit`` begins; "" stands for all units."""
         for listener in listeners:
             listener.ends(phase, unit)
 
@@ -188,7 +188,7 @@ class CollectiveLog:
             listener.resumes()
 
     def fail(self, phase: str, unit: str) -> None:
-        """An exception has ended ``phase`` of ``unit``. It goes on to what is around it, which calls this as well."""
+        """An exception has ended ``phase`` of ``unit``. The phase around it calls this as well when the exception reaches it."""
         if self.failed == ("", ""):
             self.failed = (phase, unit)
 
@@ -206,15 +206,15 @@ def _passed(streams: Streams, event: Event) -> Callable[[], bool]:
 
 
 current: CollectiveLog | None = None
-"""Where collectives are recorded; None: nowhere. Read as an attribute of this module, each time."""
+"""The log that records; None if there is none. Read it as an attribute of this module, each time."""
 
-_watched: CollectiveLog | None = None  # of ``switched_on``: it numbers collectives from there, so it is used before
-_heard: CollectiveLog | None = None  # of listeners, which need no numbers
+_watched: CollectiveLog | None = None  # that of ``switched_on``: it comes first, because it numbers collectives from there
+_heard: CollectiveLog | None = None  # that of listeners, which need no numbers
 
 
 @contextlib.contextmanager
 def switched_on(step: Callable[[], int]) -> Iterator[CollectiveLog]:
-    """Record inside. step: the number of the step that runs"""
+    """Record collectives inside. step: returns the number of the step that runs"""
     global current, _watched
     before, log = _watched, CollectiveLog(step)
     current = _watched = log
@@ -226,7 +226,7 @@ def switched_on(step: Callable[[], int]) -> Iterator[CollectiveLog]:
 
 
 def listen(listener: Listener, step: Callable[[], int]) -> None:
-    """Tell ``listener`` from now on, until ``ignore``; a log is kept for as long as somebody listens."""
+    """Call ``listener`` from now on until ``ignore``; a log exists as long as there is a listener."""
     global current, listeners, _heard
     listeners = (*listeners, listener)
     _heard = _heard or CollectiveLog(step)
@@ -234,7 +234,7 @@ def listen(listener: Listener, step: Callable[[], int]) -> None:
 
 
 def ignore(listener: Listener) -> None:
-    """The end of ``listen``; a second time: nothing."""
+    """Undo ``listen``; a second call does nothing."""
     global current, listeners, _heard
     listeners = tuple(each for each in listeners if each is not listener)
     _heard = _heard if listeners else None
@@ -243,7 +243,7 @@ def ignore(listener: Listener) -> None:
 
 @contextlib.contextmanager
 def at_disk() -> Iterator[None]:
-    """Around what writes or reads files. Of one thread, not one in another."""
+    """Around code that writes or reads files. A thread must not nest it."""
     log = current
     if log is None:
         yield
@@ -257,7 +257,7 @@ def at_disk() -> Iterator[None]:
 
 @contextlib.contextmanager
 def during(kind: str, process_group: dist.ProcessGroup | None, tensor: torch.Tensor | None = None) -> Iterator[None]:
-    """Around a collective that is issued and waited for at one place."""
+    """Around a collective that this rank issues and waits for at one place."""
     log = current
     if log is None or process_group is None:
         yield

@@ -1,12 +1,12 @@
 """All-gather, reduce-scatter and all-reduce of flat buffers, by the algorithm that suits the backend.
 
-Each function issues a collective and returns a ``Pending``; ``finish()`` makes the result valid. The caller names the algorithm
-(backends.py) and who divides by what (division.py). This file refuses to know parameters, layouts, streams and when to communicate.
+Each function issues a collective and returns a ``Pending``; ``finish()`` makes the result valid. The caller chooses the algorithm
+(backends.py) and the division (division.py). This file refuses to know parameters, layouts, streams and when to communicate.
 
 Worked example: reduce-scatter by "pairwise", 3 ranks, P = 2, averaged. Rank 1 holds the rows ``[[1, 1], [5, 5], [2, 2]]``; row
 d is for rank d. It sends row 2 to rank 2 while it receives ``[4, 4]`` from rank 0 into its output, then row 0 to rank 0 while
 it receives ``[3, 3]`` from rank 2 into scratch; meanwhile the caller computes. ``finish()`` adds in ascending rank order,
-``([4, 4] + [5, 5]) + [3, 3]``, and divides the 2 elements by 3: the output is ``[4, 4]``. Nobody sends a row to itself.
+``([4, 4] + [5, 5]) + [3, 3]``, and divides the 2 elements by 3: the output is ``[4, 4]``. No rank sends a row to itself.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Pending(Protocol):
         """
 
     def is_completed(self) -> bool:
-        """Whether ``finish`` would not block; differs between ranks, so nothing that other ranks see may depend on it."""
+        """Whether ``finish`` would return at once; differs between ranks, so nothing that other ranks see may depend on it."""
 
 
-# What every backend knows; other dtypes travel as bytes.
+# The dtypes that every backend knows; others travel as bytes.
 SENDABLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8})
 
 
@@ -52,7 +52,7 @@ def all_gather(
     """Gather every ``inputs[i]`` into ``outputs[i]``.
 
     outputs:    (W * P_i,), any dtype, contiguous, rank-major
-    inputs:     (P_i,), same dtype; may be this rank's own row of ``outputs[i]``, and is then not copied
+    inputs:     (P_i,), same dtype; may be this rank's own row of ``outputs[i]``: then nothing is copied
     async_op:   ``not is_stream_ordered(backend)``
     Collective: yes. Neither side may be written, nor ``outputs`` read, until ``finish``.
     """
@@ -128,7 +128,7 @@ def reduce_scatter(
         work = dist.all_to_all_single(received, input, group=process_group, async_op=async_op)
         received_rows: Sequence[Tensor] = received.view(world_size, output.numel()).unbind()
         return _issued(_Waiting([work], (input,), output, division.postdivide, received_rows), async_op)
-    # The lowest row of another rank needs no scratch: it is received where the sum will be.
+    # The lowest row of another rank needs no scratch: the output, where the sum will be, receives it.
     others = [output, *(torch.empty_like(output) for _ in range(world_size - 2))]
     received_rows = [*others[:rank], rows[rank], *others[rank:]]
     works = start_exchange(received_rows, rows, process_group, async_op)
@@ -138,7 +138,7 @@ def reduce_scatter(
 def reduce_scatter_together(buffers: Sequence[tuple[Tensor, Tensor, Division]], process_group: dist.ProcessGroup) -> None:
     """``reduce_scatter`` of several (output, input, division), of any dtypes, in one launch; stream-ordered backends only.
 
-    Collective: yes. Everything is queued on the current stream when it returns.
+    Collective: yes. When it returns, all work is queued on the current stream.
     """
     for _, input_, division in buffers:
         if division.predivide is not None:
@@ -188,7 +188,7 @@ def all_reduce(
 def all_reduce_together(buffers: Sequence[tuple[Tensor, Division]], process_group: dist.ProcessGroup) -> None:
     """``all_reduce`` of several (buffer, division), of any dtypes, in one launch; stream-ordered backends only.
 
-    Collective: yes. Everything is queued on the current stream when it returns.
+    Collective: yes. When it returns, all work is queued on the current stream.
     """
     for buffer, division in buffers:
         if division.predivide is not None:
@@ -201,11 +201,11 @@ def all_reduce_together(buffers: Sequence[tuple[Tensor, Division]], process_grou
             buffer.div_(division.postdivide)
 
 
-# ---- the parts they are made of ---------------------------------------------------------------------------------------------
+# ---- the parts of these algorithms --------------------------------------------------------------------------------------------
 
 
 def start_broadcasts(rows: Sequence[Tensor], process_group: dist.ProcessGroup, async_op: bool) -> list[dist.Work | None]:
-    """Every rank sends its own row to all others, which receive it in theirs: the all-gather "broadcast". Collective: yes."""
+    """Every rank sends its own row to all others, which receive it in place: the all-gather "broadcast". Collective: yes."""
     return [dist.broadcast(row, group=process_group, async_op=async_op, group_src=source) for source, row in enumerate(rows)]
 
 
@@ -214,7 +214,7 @@ def start_exchange(
 ) -> list[dist.Work | None]:
     """``rows[d]`` goes to rank d, ``received[s]`` comes from rank s, and nothing from a rank to itself: "pairwise". Collective: yes.
 
-    In round k everyone sends to the k-th rank after its own.
+    In round k every rank sends to the k-th rank after it.
     """
     rank, world_size = process_group.rank(), process_group.size()
     works = []
@@ -229,7 +229,7 @@ def start_exchange(
 
 
 def _issued(pending: _Waiting, async_op: bool) -> Pending:
-    """``pending`` itself; or, where streams order, its local part queued now behind the collective."""
+    """``pending`` itself; where streams order collectives, its local part is queued behind the collective now."""
     if async_op:
         return pending
     pending.finish()
@@ -243,7 +243,7 @@ def _copy_unless_same(target: Tensor, source: Tensor) -> None:
 
 
 def _sum_rows(rows: Sequence[Tensor], output: Tensor, postdivide: float | None) -> None:
-    """output = (rows[0] + rows[1] + ...) / postdivide, in that order; ``output`` may be any of the rows; clobbers rows[0]."""
+    """output = (rows[0] + rows[1] + ...) / postdivide, in that order; ``output`` may be any of the rows; overwrites rows[0]."""
     partial, *more = rows
     if more:
         for row in more[:-1]:

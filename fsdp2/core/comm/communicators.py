@@ -1,8 +1,8 @@
-"""Collectives that the user, or the process group's allocator, has a say in: buffers and calls by upstream's contract.
+"""Collectives for which the user, or the process group's allocator, provides buffers or calls, by upstream's contract.
 
-A custom communicator sees what torch's FSDP2 would show it. All-gather: one buffer for the whole output, (W * n,), of which the input
-is this rank's own slice, without gaps between parameters. Reduce-scatter: the input (W * n,), then the output (n,), both allocated by
-it, for just the parameters that have a gradient. So these groups travel packed, at the price of copies that the default does not make.
+A custom communicator sees what torch's FSDP2 would show it. All-gather: one buffer for the whole output, (W * n,), whose slice of
+this rank is the input, without gaps between parameters. Reduce-scatter: the input (W * n,), then the output (n,), both allocated by
+the communicator, for just the parameters that have a gradient. So these groups travel packed, and pay copies that others do not.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def comm_reduce_scatter(
     return CommWork(work, output, division.postdivide)
 
 
-# --- memory of the process group's own ------------------------------------------------------------------------------------------
+# --- memory that the process group allocates ------------------------------------------------------------------------------------
 
 
 class _ProcessGroupMemory:
@@ -67,7 +67,7 @@ class _ProcessGroupMemory:
         self._process_group = process_group
 
     def over(self, process_group: dist.ProcessGroup) -> Self:
-        """The same over another process group. Collective: no."""
+        """The same for another process group. Collective: no."""
         return type(self)(process_group)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -82,7 +82,7 @@ class _SymmetricMemory:
         compat.init_symmetric_memory(process_group, backend)
 
     def over(self, process_group: dist.ProcessGroup) -> Self:
-        """The same over another process group. Collective: yes, over ``process_group``."""
+        """The same for another process group. Collective: yes, over ``process_group``."""
         return type(self)(process_group, self._backend)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -124,7 +124,7 @@ _warned: set[str] = set()
 
 
 def warn_without_effect(setter: str, why: str) -> None:
-    """Say once a process that ``setter`` does nothing here."""
+    """Warn once a process that ``setter`` does nothing here."""
     if setter not in _warned:
         _warned.add(setter)
         warnings.warn(f"{setter} has no effect here: {why}", UserWarning, stacklevel=3)

@@ -1,4 +1,4 @@
-"""Who divides the gradients, by what: before, inside or after the collectives of a reduction.
+"""Who divides the gradients, and by what: before, inside or after the collectives of a reduction.
 
 This file refuses to communicate: ``divisions_for`` is pure, and collectives.py does what a ``Division`` says.
 """

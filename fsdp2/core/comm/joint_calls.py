@@ -1,12 +1,12 @@
-"""Which call that all ranks must make the main thread is in: ``full_state_dict``, ``save``, ``clip_grad_norm_``, ...
+"""The call that all ranks must make and that the main thread is in: ``full_state_dict``, ``save``, ``clip_grad_norm_``, ...
 
     @joint
     def full_state_dict(model): ...
 
     current is JointCall("full_state_dict", number=3, ...)      inside its third call; None outside
 
-A call within another one counts as that. Each costs two writes to this module, and nothing is sent. This file refuses to know who looks
-at it (``lookout.py``).
+A call within another one counts as the outer call. Each call costs two writes to this module, and sends nothing. This file refuses to
+know its reader (``lookout.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 @dataclass(slots=True, eq=False)
 class JointCall:
-    """number: how often this rank has called it, from 1; arguments: those of the call, by place and by name"""
+    """number: how often this rank has called the function, from 1; arguments: those of the call, by place and by name"""
 
     name: str
     number: int
@@ -32,14 +32,14 @@ class JointCall:
 
 
 current: JointCall | None = None
-"""Of the main thread. Read as an attribute of this module, each time."""
+"""The call that the main thread is in. Read it as an attribute of this module, each time."""
 
 counts: Counter[str] = Counter()
-"""How often this rank has called each."""
+"""How often this rank has called each function."""
 
 
 def joint(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, which all ranks must call, seen by a lookout while it runs."""
+    """``function``, which all ranks must call, such that a lookout sees it while it runs."""
     name = function.__name__
 
     @functools.wraps(function)

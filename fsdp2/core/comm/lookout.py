@@ -1,4 +1,4 @@
-"""A thread on each rank that sees when a call that all ranks must make (``joint_calls.py``) is made by some of them only, and says so.
+"""A thread on each rank notices a call that all ranks must make (``joint_calls.py``) and only some have made, and reports it.
 
     the program     if rank == 0:
                         state = full_state_dict(model)
@@ -7,12 +7,12 @@
                     Its main thread:
                       File "train.py", line 41, in <module> ...
 
-It looks every few seconds, and asks the others, over the store and a connection of its own, only when a call has lasted from one look
-to the next. Nothing is added to what ranks send each other. A call that takes long because there is much to do is known by all ranks
-being in it. It refuses to know the collectives in which ranks wait; ``fsdp2.watchdog`` explains these.
+The thread looks every few seconds. Only when a call has lasted from one look to the next, it asks the other ranks, over the store
+and a connection of its own; the program's own communication stays as it is. If all ranks are in the call, it has much to do, and the
+thread reports nothing. This file refuses to know the collectives in which ranks wait; ``fsdp2.watchdog`` explains these.
 
 Worked example, two ranks, of which only rank 0 calls: its second look in the same call adds 1 to "asked"; rank 1's next look finds
-that, and writes "call/1" and "stack/1"; rank 0's next one reads them, and prints. Once a call: of many ranks, each reads all calls.
+that, and writes "call/1" and "stack/1"; rank 0's next look reads them and prints. Each rank that waits reports once a call.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from .background import BackgroundThread
 from .joint_calls import JointCall
 
 EXIT_STATUS = 75
-"""Of a process that waits for a missing rank for too long: as that of a watchdog; "try again later" in sysexits.h."""
+"""Exit status of a process that has waited too long for a missing rank: that of a watchdog; "try again later" in sysexits.h."""
 
 
 class Limits:
-    """What ``set_missing_rank_timeout`` has set, in seconds. ends: None: the backend's time-out ends the call"""
+    """What ``set_missing_rank_timeout`` has set, in seconds. ends None: the backend's time-out ends the call"""
 
     notice = 3.0
     ends: float | None = None
 
 
 def set_missing_rank_timeout(timeout: float | None = None, *, notice: float = 3.0) -> None:
-    """How long a call that all ranks must make waits for a rank that does not make it.
+    """Set how long a call that all ranks must make waits for a rank that does not make it.
 
-    timeout: seconds after which a rank that waits ends its process, with status 75 and the explanation; its main thread is in a
-             collective, which no exception reaches. None: the backend's time-out raises, as it does without fsdp2
+    timeout: seconds after which a rank that waits ends its process, with status 75 and the explanation: no exception reaches its main
+             thread, which is in a collective. None: the backend's time-out raises, as it does without fsdp2
     notice:  seconds between two looks; the explanation comes at the second or third that finds the rank in the same call
-    Raises:  ArgumentError if one is not positive
+    Raises:  ArgumentError if timeout or notice is not positive
 
     Example:
         fsdp2.set_missing_rank_timeout(120)
@@ -73,9 +73,9 @@ def set_missing_rank_timeout(timeout: float | None = None, *, notice: float = 3.
 
 
 class Lookout:
-    """One rank's part, without the thread: a test calls ``look``, with its own time.
+    """One rank's part, without the thread: a test calls ``look`` with a clock of its own.
 
-    seen, looks: the call that the last look found, and how many have found it; asked: the store's number when this rank asked for it
+    seen, looks: the call that the last look found, and how many looks have found it; asked: the store's number when this rank asked
     answered:    the store's number at the last answer of this rank
     """
 
@@ -90,7 +90,7 @@ class Lookout:
         self._answered = 0
 
     def look(self) -> None:
-        """Local but for the store; it waits for nobody."""
+        """Look once. Collective: no; it reads and writes the store, and waits for no rank."""
         call = joint_calls.current
         if call is not self._seen:
             self._seen, self._looks, self._asked, self._has_told = call, 0, None, False
@@ -112,7 +112,7 @@ class Lookout:
             return
         told = {rank: self._answer_of(rank) for rank in sorted(_expected(call, self._world_size))}
         missing = {rank: answer for rank, answer in told.items() if answer is None or answer["call"] != call.name}
-        if not missing or (None in missing.values() and looks < 3 and not is_over):  # they may not have looked yet
+        if not missing or (None in missing.values() and looks < 3 and not is_over):  # other ranks may not have looked yet
             return
         if not self._has_told:
             self._has_told = True
@@ -127,7 +127,7 @@ class Lookout:
         return bytes(self._store.get(key)).decode()
 
     def _answer_of(self, rank: int) -> dict[str, Any] | None:
-        """What a rank has answered since this one has asked; None: nothing."""
+        """What a rank has answered since this rank asked; None if it has not answered."""
         if not self._store.check([f"call/{rank}"]):
             return None
         answer: dict[str, Any] = json.loads(self._read(f"call/{rank}"))
@@ -140,7 +140,7 @@ def _stack_of_main_thread() -> str:
 
 
 def _sentence(rank: int, call: JointCall, seconds: float, missing: dict[int, dict[str, Any] | None], stacks: dict[int, str]) -> str:
-    """stacks: of those that have answered, on the first rank that waits; the others leave them out"""
+    """The report. stacks: of the ranks that answered, on the first rank that waits; other ranks leave them out"""
     lines = [f"fsdp2: rank {rank} has waited in {call.name} for {seconds:g} s, which all ranks must call."]
     for other, answer in missing.items():
         if answer is None:
@@ -158,7 +158,7 @@ def _sentence(rank: int, call: JointCall, seconds: float, missing: dict[int, dic
 
 
 def _expected(call: JointCall, world_size: int) -> set[int]:
-    """The ranks that must make the call: those of its process group, or of its parameters' meshes; if it names none, all."""
+    """The ranks that must make the call: those of its process group, or of its parameters' meshes; all, if it names neither."""
     args, kwargs = call.arguments
     group = kwargs.get("process_group") or getattr(args[0] if args else None, "process_group", None)
     if group is not None:
@@ -173,7 +173,7 @@ def _expected(call: JointCall, world_size: int) -> set[int]:
 def _parameters(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
     for each in arguments:
         if isinstance(each, nn.Module):
-            for module in each.modules():  # not each.parameters(), which may reshard: this is another thread
+            for module in each.modules():  # not each.parameters(), which may reshard, and this is another thread
                 yield from (param for param in module._parameters.values() if param is not None)
         elif isinstance(each, Tensor):
             yield each
@@ -184,11 +184,11 @@ def _parameters(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
 # --- the thread ---------------------------------------------------------------------------------------------------------------------
 
 _watching: Any = None  # the default process group for which the thread runs
-_num_made = 0  # equal on all ranks: a second process group of a process has keys of its own
+_num_made = 0  # equal on all ranks: each process group that a process makes has keys of its own
 
 
 def start() -> None:
-    """Let a thread look, once for each default process group of several ranks that meet over TCP (as under torchrun)."""
+    """Start the thread, once for each default process group of several ranks that meet over TCP (as under torchrun)."""
     global _watching, _num_made
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None or world is _watching:

@@ -3,8 +3,8 @@
 Note: torch names a process group by how many groups the process has made, or by its ranks and that number, and ranks find each
 other under the name. So ranks that have made different numbers of groups wait for each other under different names, for ever; and
 from torch 2.14 on, a group of some ranks shifts the numbers of these ranks for all later groups (before, for later groups of some
-ranks). A group of ours has a name that its ranks agree on, and leaves torch's counts as they were: neither what was made before it nor
-what is made after it depends on it. What users' own groups do to each other is torch's.
+ranks). Our group has a name that its ranks agree on, and leaves torch's counts as they were: it neither depends on the groups that were
+made before, nor changes those that are made later. How users' own groups affect each other is up to torch.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """One interface over device streams and events, and over asynchronous collectives on the CPU.
 
-The runtime says on which stream work is put and what it waits for; here that becomes CUDA streams and events, or, on a host
-device, nothing at all: there, collectives run on the backend's own threads and the host waits for them where it needs the
-result (``host_waits``). It refuses to know parameters and collectives.
+The runtime says on which stream it puts work and what that waits for. On a device, this file makes CUDA streams and events of that; on
+the host nothing, because collectives run on the backend's own threads, and the host waits for them where it needs the
+result (``host_waits``). This file refuses to know parameters and collectives.
 
-    compute      the stream that the user's kernels run on: whatever is current
+    compute      the stream that the user's kernels run on: the current one
     copy_in      what comes before an all-gather: casts of shards, and their copies from the host
     gather       all-gathers and their copy-outs
     reduce       reduce-scatters and what follows them
     all_reduce   HSDP's second leg, which may overlap the next reduce-scatter
     offload      copies of activations to the host and back
 
-Note: buffer lifetime. A block of device memory belongs to the stream that was current when it was allocated, and is handed out
-again, without waiting, to whatever that stream runs after the last reference is dropped. So a reference is kept until the
+Note: buffer lifetime. A block of device memory belongs to the stream that was current when it was allocated. When the last reference
+is dropped, the allocator gives the block to later work of that stream, without waiting. So the runtime keeps a reference until the
 owning stream has been ordered behind the last use on any other stream.
 
 Worked example, an all-gather that compute uses:
@@ -41,10 +41,10 @@ Event = Any
 
 
 class Streams(Protocol):
-    """What the runtime needs of a device's ordering."""
+    """What the runtime needs of a device to order work."""
 
     host_waits: bool
-    """True where no stream orders collectives: their results are waited for, and finished, on the host."""
+    """True where no stream orders collectives: the host waits for their results, and finishes them."""
 
     copy_in: Stream
     gather: Stream
@@ -62,10 +62,10 @@ class Streams(Protocol):
         """Work started inside goes to ``stream``."""
 
     def mark(self, stream: Stream) -> Event:
-        """An event behind all that ``stream`` has been given so far."""
+        """An event behind the work that ``stream`` has been given so far."""
 
     def order(self, stream: Stream, event: Event) -> None:
-        """What ``stream`` is given from now on runs after ``event``; None is long past."""
+        """Run later work of ``stream`` after ``event``; None stands for an event long past."""
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Allocate (from 0) or free (to 0) ``storage`` on the current stream."""
@@ -77,7 +77,7 @@ class Streams(Protocol):
         """Whether ``synchronize`` would not block. Local: nothing that other ranks see may depend on it."""
 
     def is_capturing(self) -> bool:
-        """Whether a graph of what compute is given is being captured."""
+        """Whether a graph of compute's work is being captured."""
 
 
 class HostStreams:
@@ -159,7 +159,7 @@ _streams: dict[torch.device, Streams] = {}
 
 
 def streams_of(device: torch.device) -> Streams:
-    """The one set of streams of ``device`` in this process: roots that share them do not fragment each other's memory."""
+    """The one set of streams of ``device`` in this process: roots that share streams do not fragment each other's memory."""
     found = _streams.get(device)
     if found is None:
         found = _streams[device] = HostStreams() if device.type == "cpu" else DeviceStreams(device)
@@ -168,7 +168,7 @@ def streams_of(device: torch.device) -> Streams:
 
 @contextlib.contextmanager
 def use_streams(device: torch.device, streams: Streams) -> Any:
-    """Let ``device`` have ``streams`` inside; modules sharded inside keep them. For the recording implementation."""
+    """Use ``streams`` for ``device`` inside; modules sharded inside keep them. For the recording implementation."""
     before = streams_of(device)
     _streams[device] = streams
     try:

@@ -1,8 +1,8 @@
 """Parameters with annotations of the package ``spmd_types``: plain tensors that say how ranks differ in them, axis by axis.
 
 A user annotates the tensor that this rank computes with; fsdp2 keeps it as a DTensor on the full SPMD mesh, and forward sees a plain
-tensor with its annotations again. Nothing here imports the package: whoever annotates a parameter has imported it, and only its public
-names are used. This file refuses to know storage, groups and collectives.
+tensor with its annotations again. This file does not import the package: a program that annotates a parameter has imported it; and it
+uses only the package's public names. This file refuses to know storage, groups and collectives.
 
 Worked example, a (2, 4) weight on the mesh ("dp", "tp") of 2 x 2 ranks, annotated {tp: S(0)}, with dp_mesh_dims shard="dp":
 
@@ -33,12 +33,12 @@ from .mesh import SpmdAxes
 
 @dataclass(frozen=True)
 class Annotations:
-    """What one annotated parameter is on the full SPMD mesh, and in forward.
+    """How one annotated parameter is placed on the full SPMD mesh, and what forward sees.
 
-    placements:  of the parameter, an axis of the full mesh each, before FSDP cuts it over the data-parallel ones
+    placements:  of the parameter, one for each axis of the full mesh, before FSDP cuts it over the data-parallel axes
     gradient:    of the plain gradient that backward makes
     types:       what the plain parameter of forward is annotated with, by axis
-    partition:   which axes cut which of its dims; None: none do
+    partition:   which axes cut which of its dims; None if no axis does
     """
 
     placements: tuple[Placement, ...]
@@ -61,21 +61,21 @@ def has_types(tensor: Tensor) -> bool:
 
 
 def was_annotated(tensor: Tensor) -> bool:
-    """Whether ``tensor`` was annotated at all: the package forgets axes of one rank."""
+    """Whether ``tensor`` was annotated at all: the package drops axes of one rank."""
     return "spmd_types" in sys.modules and bool(_package().has_local_type(tensor))
 
 
 def is_annotation(value: Any, of: Tensor) -> bool:
-    """Whether ``value``, an attribute of ``of``, is where the package keeps its annotations."""
+    """Whether ``value``, an attribute of ``of``, holds the package's annotations."""
     if value is None or "spmd_types" not in sys.modules:
         return False
     return value is _package().get_local_type(of) or value is _package().get_partition_spec(of)
 
 
 def exempt_from_typechecking(functions: Iterable[Callable[..., Any]]) -> None:
-    """Let ``spmd_types.typecheck()`` skip what these functions do: they handle tensors that nobody has annotated.
+    """Let ``spmd_types.typecheck()`` skip what these functions do: they handle tensors that have no annotations.
 
-    Versions before 0.3, which programs have loaded that annotate nothing, cannot do that; nothing else of the package is missing there.
+    Versions before 0.3 cannot do that, so this call does nothing there; only programs that annotate nothing have them loaded.
     """
     register = getattr(_package(), "register_no_typecheck", None) if "spmd_types" in sys.modules else None
     if register is not None:
@@ -86,8 +86,8 @@ def exempt_from_typechecking(functions: Iterable[Callable[..., Any]]) -> None:
 def read_annotations(param: nn.Parameter, axes: SpmdAxes) -> Annotations | str:
     """The annotations of ``param`` on the full mesh of ``axes``; or, as a string, why they cannot be read. Collective: no.
 
-    An axis that the parameter was not annotated on is data-parallel, or has one rank. Types in forward may be on other axes than those
-    of the full mesh, if they span the same ranks: on the ones it was annotated on, else on those of ``spmd_types.set_current_mesh``.
+    An axis without an annotation of the parameter is data-parallel, or has one rank. Types in forward may be on other axes than those
+    of the full mesh, if they span the same ranks: on the axes of the annotation, else on those of ``spmd_types.set_current_mesh``.
     """
     spmd = _package()
     names = axes.mesh.mesh_dim_names
@@ -137,7 +137,7 @@ def read_annotations(param: nn.Parameter, axes: SpmdAxes) -> Annotations | str:
 
 
 def _axes_of(entry: Any) -> tuple[Any, ...]:
-    """Those of one dim in a PartitionSpec."""
+    """The axes of one dim in a PartitionSpec."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
@@ -146,7 +146,7 @@ def _cut_dims(partition: Any) -> dict[Any, int]:
 
 
 def _disordered(partition: Any, stored: list[Any]) -> bool:
-    """Whether a dim is cut first over a later axis: DTensor cuts in the order of the mesh."""
+    """Whether a later axis cuts a dim first: DTensor cuts in the order of the mesh."""
     orders = [[stored.index(axis) for axis in _axes_of(entry)] for entry in partition or ()]
     return any(order != sorted(order) for order in orders)
 
@@ -157,7 +157,7 @@ def _listed(axes: Iterable[Any]) -> list[str]:
 
 @functools.cache
 def _ranks(axis: Any) -> tuple[int, ...]:
-    """Those of the slice along ``axis`` that begins at rank 0."""
+    """The ranks of the slice along ``axis`` that begins at rank 0."""
     return tuple(axis.layout.all_ranks_from_zero())
 
 

@@ -69,7 +69,7 @@ class Cut:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the pieces of all ranks lie one after another in it, whatever their shape: cut on dim 0, or not cut."""
+        """Whether the pieces of all ranks lie one after another in the slots, whatever their shape: cut on dim 0, or not cut."""
         return self.num_shards == 1 or self.dim is None or self.dim == 0
 
     @property
@@ -114,9 +114,9 @@ class GroupLayout:
 
 
 def group_layout(cuts: Iterable[Cut], *, num_shards: int, align: int, block: int = 1) -> GroupLayout:
-    """Lay ``cuts`` out one after another, each slot starting at a multiple of ``align`` elements; the total is one as well.
+    """Lay ``cuts`` out one after another. Each slot starts at a multiple of ``align`` elements, and the total is a multiple as well.
 
-    block: slots start at multiples of it, too, and so does what is behind the last one: no block of so many elements has parts of two
+    block: slots also start at multiples of it, and so does the padding's end: no block of so many elements has parts of two slots
     """
     align = math.lcm(align, block)
     slots = []

@@ -1,8 +1,8 @@
 """Which mesh axes shard and which replicate: a DeviceMesh read as data parallelism.
 
-A 1-D mesh shards over its axis (FSDP); a 2-D mesh replicates over axis 0 and shards over axis 1 (HSDP). Of a *full SPMD mesh*, on
-which parameters already are DTensors, ``DataParallelMeshDims`` names the axes that shard and replicate; the others are model axes
-(tensor parallelism, ...). It refuses to know parameters and collectives.
+A 1-D mesh shards over its axis (FSDP); a 2-D mesh replicates over axis 0 and shards over axis 1 (HSDP). On a *full SPMD mesh*,
+parameters already are DTensors: ``DataParallelMeshDims`` names the axes that shard and replicate, and the others are model axes
+(tensor parallelism, ...). This file refuses to know parameters and collectives.
 
 Worked example: a (2, 4) mesh of 8 ranks, seen from rank 5:
 
@@ -45,9 +45,9 @@ class DataParallelMesh:
     """The data-parallel axes of a job as this rank sees them. Build it with ``data_parallel_mesh``.
 
     mesh:            the data-parallel DeviceMesh: (shard,), (replicate, shard) or (replicate,)
-    shard_axis:      axis of ``mesh`` over which parameters are sharded; None: they are replicated everywhere
-    replicate_axis:  axis over which they are replicated; None: none
-    spmd:            the axes of a full SPMD mesh that ``mesh`` was taken from, if parameters are DTensors on that one
+    shard_axis:      axis of ``mesh`` over which parameters are sharded; None: every rank has whole parameters
+    replicate_axis:  axis over which they are replicated; None: there is none
+    spmd:            the axes of the full SPMD mesh that ``mesh`` was taken from, if parameters are DTensors on that mesh
     """
 
     mesh: DeviceMesh
@@ -80,7 +80,7 @@ class DataParallelMesh:
 
     @property
     def groups(self) -> tuple[int, int]:
-        """Equal for two meshes that communicate over the same process groups."""
+        """A key that is equal for two meshes that communicate over the same process groups."""
         return id(self.shard_group), id(self.replicate_group)
 
     def same_ranks(self, other: DataParallelMesh) -> bool:
@@ -90,7 +90,7 @@ class DataParallelMesh:
 def data_parallel_mesh(
     mesh: DeviceMesh, *, shard_axis: int | None, replicate_axis: int | None = None, spmd: SpmdAxes | None = None
 ) -> DataParallelMesh:
-    """Read ``mesh`` with the given meaning of its axes; no collective."""
+    """Read ``mesh`` with the given meaning of its axes. Collective: no."""
     shard_group = mesh.get_group(shard_axis) if shard_axis is not None else None
     replicate_group = mesh.get_group(replicate_axis) if replicate_axis is not None else None
     return DataParallelMesh(
@@ -109,10 +109,10 @@ def data_parallel_mesh(
 def read_mesh(mesh: DeviceMesh | None, dims: Any = None) -> DataParallelMesh:
     """The mesh argument of ``fully_shard``: 1-D shards, 2-D replicates and shards, None is the whole world.
 
-    dims:       a DataParallelMeshDims: ``mesh`` is a full SPMD mesh, of which it names the data-parallel axes
+    dims:       a DataParallelMeshDims: then ``mesh`` is a full SPMD mesh, of which it names the data-parallel axes
     Collective: for None, where it makes the world's mesh (and process group, if there is none yet), and the first time that
                 several axes are flattened.
-    Raises:     MeshError for anything else.
+    Raises:     MeshError for any other value
     """
     if mesh is None:
         mesh = world_mesh()
@@ -137,7 +137,7 @@ def read_mesh(mesh: DeviceMesh | None, dims: Any = None) -> DataParallelMesh:
 
 
 def checked_mesh(mesh: Any, caller: str, argument: str = "mesh") -> DeviceMesh:
-    """``mesh`` itself. Raises: ArgumentTypeError if it is none; MeshError if this rank is not in it."""
+    """``mesh`` itself. Raises: ArgumentTypeError if it is no mesh; MeshError if this rank is not in it."""
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentTypeError(
             got(caller, argument, mesh),
@@ -154,7 +154,7 @@ def checked_mesh(mesh: Any, caller: str, argument: str = "mesh") -> DeviceMesh:
 
 
 def read_mesh_info(info: Any) -> DataParallelMesh:
-    """``ShardPlacementResult.mesh_info``: a DeviceMesh like that of ``fully_shard``, or torch's description of one."""
+    """Read ``ShardPlacementResult.mesh_info``: a DeviceMesh like that of ``fully_shard``, or torch's description of one."""
     if isinstance(info, DeviceMesh):
         return read_mesh(info)
     dims = getattr(info, "dp_mesh_dims", None)
@@ -209,7 +209,7 @@ def _names_of(dims: Any, field: str) -> tuple[str, ...]:
 def world_mesh() -> DeviceMesh:
     """A 1-D mesh over all ranks on the default device. Collective if the default process group does not exist yet.
 
-    Raises: MeshError if there is none, and no environment to make it from
+    Raises: MeshError if there is no process group, and no environment to make it from
     """
     if not dist.is_initialized():
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -224,7 +224,7 @@ def world_mesh() -> DeviceMesh:
 
 
 def device_of(mesh: DeviceMesh | DataParallelMesh) -> torch.device:
-    """This rank's device: the current one of the mesh's type."""
+    """This rank's device: the current device of the mesh's type."""
     return compat.current_device(mesh.device_type)
 
 
@@ -241,7 +241,7 @@ def post_forward_mesh(mesh: DataParallelMesh, size: int) -> DataParallelMesh:
     known = _smaller.setdefault(mesh.shard_group, {})
     if size not in known:
         names = mesh.mesh.mesh_dim_names
-        if names is None:  # then it is no slice: its ranks are all there are
+        if names is None:  # then it is no slice: its ranks are all ranks of the mesh
             ranks = mesh.mesh.mesh.reshape(-1, size)
             known[size] = data_parallel_mesh(DeviceMesh(mesh.device_type, ranks), shard_axis=1, replicate_axis=0)
         else:  # cut the axis in two, so that the result goes together with model axes of the same mesh

@@ -4,13 +4,14 @@ Such a parameter is cut on *model axes* of the job's mesh; each rank's local ten
 parameter is a DTensor over data-parallel and model axes together, the unsharded one a DTensor over its own mesh again. This file
 refuses to know groups, storage and collectives other than DTensor's own.
 
-Note: gradients on a full SPMD mesh. There, data-parallel axes are axes of the parameter's own mesh, and DTensor says what a gradient is
+Note: gradients on a full SPMD mesh. There, data-parallel axes are axes of the parameter's own mesh, and DTensor tells what a gradient
+is
 on them: Partial, if each rank holds the term of its own rows; Replicate, if DTensor has added the terms already (as it does behind
 an operation that is not linear in the parameter) or if all ranks have computed the same. FSDP averages terms. Added terms must be
 divided like the others, or that parameter's gradient comes out as many times too large as there are ranks; so a Replicate gradient
-counts once, not once a rank, over every axis over which some activation or gradient of the model was seen to vary. Where none is,
-the ranks repeat one computation, and the average of equal gradients is the gradient. With a divide factor set by the user, sums are
-what they want, and Replicate always counts once.
+counts once, not once a rank, over every axis over which some activation or gradient of the model was seen to vary. Over an axis where
+none varies, the ranks repeat one computation, and the average of equal gradients is the gradient. If the user sets a divide factor,
+they want sums, and Replicate always counts once.
 
 Worked example: a (8, 4) weight, ColwiseParallel on tp, on the mesh ("dp", "tp") of 2 x 2 ranks
 
@@ -57,7 +58,7 @@ def beside_model_axes(name: str, mesh: DataParallelMesh, model: DTensorSpec, on_
 def within_spmd_mesh(mesh: DataParallelMesh, model: DTensorSpec, on_shard_axis: Placement) -> DTensorSpec:
     """Spec of a parameter on the full SPMD mesh whose local tensor is ``on_shard_axis`` over the axes that shard.
 
-    Several of those become one flat axis, in the place of the first, with the axes that replicate in front of it.
+    Several such axes become one flat axis, in the place of the first, behind the axes that replicate.
     """
     axes = mesh.spmd
     assert axes is not None
@@ -81,7 +82,7 @@ def within_spmd_mesh(mesh: DataParallelMesh, model: DTensorSpec, on_shard_axis: 
 
 
 def without_axes(model: DTensorSpec, axes: tuple[int, ...]) -> DTensorSpec | None:
-    """``model`` on the other axes of its mesh only; None if there are none."""
+    """``model`` on the other axes of its mesh only; None if there are no others."""
     names = model.mesh.mesh_dim_names
     kept = [axis for axis in range(model.mesh.ndim) if axis not in axes]
     if len(kept) == model.mesh.ndim:
@@ -93,7 +94,7 @@ def without_axes(model: DTensorSpec, axes: tuple[int, ...]) -> DTensorSpec | Non
 
 
 def _cut_after(placement: Placement, model: DTensorSpec, axes: Iterable[int]) -> Placement:
-    """``placement`` of a cut that comes after those on ``axes``, although its own axis stands before them."""
+    """``placement`` of a cut that comes after the cuts on ``axes``, although its own axis stands before them."""
     if not isinstance(placement, Shard):
         return placement
     factor = 1
@@ -104,7 +105,7 @@ def _cut_after(placement: Placement, model: DTensorSpec, axes: Iterable[int]) ->
 
 
 def own_piece(whole: Tensor, model: DTensorSpec) -> Tensor:
-    """What this rank has of ``whole`` if it is placed as ``model`` says; a view."""
+    """This rank's piece of ``whole``, if it is placed as ``model`` says; a view."""
     for axis, placement in enumerate(model.placements):
         dim = compat.shard_dim(placement)
         if dim is not None:
@@ -116,11 +117,11 @@ def own_piece(whole: Tensor, model: DTensorSpec) -> Tensor:
 def local_gradient(
     name: str, grad: Tensor, model: DTensorSpec, data_axes: tuple[int, ...], once: frozenset[int], dtype: torch.dtype | None
 ) -> Tensor:
-    """The local tensor of a gradient: placed like its parameter on model axes; on data-parallel axes, what this rank adds.
+    """The local tensor of a gradient: placed like its parameter on model axes; on data-parallel axes, this rank's term.
 
     data_axes:  axes of ``model.mesh`` over which the gradient is going to be reduced
     once:       those of them over which a gradient that all ranks hold counts once
-    dtype:      in which it is redistributed over model axes, where terms may be added up; None: its own
+    dtype:      in which it is redistributed over model axes, where terms may be added up; None: the gradient's own
     Collective: yes, over axes where it has to be redistributed.
     """
     if not isinstance(grad, DTensor):

@@ -1,6 +1,6 @@
-"""The most memory that a step needs for a moment, as a sum over its groups: a formula, held to real steps by tests.
+"""The most memory that a step needs at any moment, as a sum over its groups. Tests compare the formula with real steps.
 
-It takes layouts and sizes, in integers, and refuses to know modules and what runs them.
+This file takes layouts and sizes, in integers, and refuses to know modules and what runs them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def transient_bytes(
 ) -> TransientBytes:
     """The terms of one group.
 
-    reduce_layout:  that of its reduce-scatter: the trainable parameters, and a slot of flags behind them
+    reduce_layout:  the layout of its reduce-scatter: the trainable parameters, and a slot of flags behind them
     num_direct:     how many of the first slots of ``layout`` are gathered directly
     casts:          the parameters are cast before the all-gather (``param_dtype`` is not the storage dtype)
     received_rows:  outputs that the reduce-scatter receives into: W - 2 pairwise, W for an all-to-all, else 0
@@ -74,7 +74,7 @@ def peak_of_step(
     allocates_early: bool,
     max_reductions: int,
 ) -> int:
-    """The most that forward and backward add to the sharded parameters and optimizer state, activations aside.
+    """The most that forward and backward add to the sharded parameters and optimizer state, without activations.
 
     groups:           one group a unit, in the order in which they run; each runs once, is resharded after forward, and its
                       parameters are all trainable and used
@@ -85,7 +85,7 @@ def peak_of_step(
     max_reductions:   reduce-scatters that may be under way while the next unit runs; 0 if they are complete when they return
 
     Where groups are equal (U unsharded, P gather buffers, G unsharded gradients, I and O reduce input and output, R received), the
-    peak is the last unit's but one, where nearly all sharded gradients exist:
+    peak comes in the backward of the second unit, when nearly all sharded gradients exist:
 
         root's U and G + the sharded gradients so far + U + (U + P of each that is prefetched, or P) + G + I + O + R
     """
@@ -123,7 +123,7 @@ def peak_of_step(
 
 
 def _on_their_way(following: Sequence[TransientBytes], prefetch: PrefetchDepth, early: bool, but_first: bool = False) -> int:
-    """Of what comes next, in its order; ``but_first``: without the first, whose turn it is."""
+    """The bytes of the units that come next, in their order; ``but_first``: without the first, whose turn it is."""
     reach = prefetch.reach(group.unsharded for group in following)
     return sum(group.gather_buffers + (group.unsharded if early else 0) for group in following[int(but_first) : reach])
 

@@ -1,7 +1,7 @@
 """How one parameter is placed: its cut over the shard axis and the DTensor specs that describe it, sharded and unsharded.
 
 A parameter is cut in its *physical* shape, the order of its dims in memory, so that channels-last and transposed parameters
-shard like any other; ``order`` leads from logical to physical dims. It refuses to know storage and collectives.
+shard like any other; ``order`` leads from logical to physical dims. This file refuses to know storage and collectives.
 
 Worked example: a (64, 3, 7, 7) channels-last weight over 8 ranks, Shard(0):
 
@@ -31,12 +31,12 @@ from .model_axes import beside_model_axes, within_spmd_mesh, without_axes
 class ShardSpec:
     """Placement of one parameter.
 
-    cut:        how the physical tensor is cut over the shard axis; of a DTensor parameter, this rank's local tensor
+    cut:        how the physical tensor is cut over the shard axis; for a DTensor parameter, how its local tensor is cut
     order:      physical dims as indices of logical ones; None if they are the same
     sharded:    spec of the parameter that the user sees between steps
     unsharded:  spec of the parameter in forward and backward, if it is a DTensor on model axes (tensor parallelism, ...)
-    data_axes:  of the mesh of ``unsharded``, the axes that are data-parallel; none unless it is a full SPMD mesh
-    annotations: of a parameter that forward sees as a plain tensor, the local one of ``unsharded``
+    data_axes:  of the mesh of ``unsharded``, the data-parallel axes; empty unless it is a full SPMD mesh
+    annotations: of a parameter that forward sees as a plain tensor, the local tensor of ``unsharded``
     """
 
     cut: Cut
@@ -48,7 +48,7 @@ class ShardSpec:
 
     @property
     def dim(self) -> int | None:
-        """The logical dim that is cut; None: every rank keeps all of the parameter."""
+        """The logical dim that is cut; None if every rank keeps all of the parameter."""
         return self.cut.dim if self.cut.dim is None or self.order is None else self.order[self.cut.dim]
 
     def over(self, name: str, mesh: DataParallelMesh, dtype: torch.dtype) -> ShardSpec:
@@ -77,13 +77,13 @@ class ShardSpec:
 
 
 def in_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """``spec`` of a tensor of another dtype."""
+    """``spec`` for a tensor of another dtype."""
     assert spec.tensor_meta is not None
     return spec if spec.tensor_meta.dtype is dtype else replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
 
 
 def refuse_unplaceable(placements: Iterable[tuple[str, nn.Parameter, DataParallelMesh, Any]]) -> None:
-    """Raise ParameterError naming every parameter that cannot be placed as ``shard_placement_fn`` says; None is Shard(0)."""
+    """Raise ParameterError naming every parameter that cannot be placed as ``shard_placement_fn`` says; None means Shard(0)."""
     found = []
     for name, param, mesh, placement in placements:
         problem = _problem(param, mesh, placement)
@@ -135,12 +135,12 @@ def _problem_on_spmd_mesh(param: nn.Parameter, axes: SpmdAxes) -> str | None:
 
 
 def is_lazy(param: nn.Parameter) -> bool:
-    """Whether it is a lazy module's, which learns its shape at the first forward."""
+    """Whether the parameter is a lazy module's, which learns its shape at the first forward."""
     return isinstance(param, nn.UninitializedParameter)
 
 
 def shard_spec(name: str, param: nn.Parameter, mesh: DataParallelMesh, placement: Shard | None) -> ShardSpec:
-    """Place ``param`` over ``mesh``; ``placement`` None means Shard(0). ``refuse_unplaceable`` has let it pass.
+    """Place ``param`` over ``mesh``; ``placement`` None means Shard(0). ``refuse_unplaceable`` has accepted it.
 
     Raises: MeshError for a DTensor whose mesh does not go with ``mesh``.
     """
@@ -149,7 +149,7 @@ def shard_spec(name: str, param: nn.Parameter, mesh: DataParallelMesh, placement
     local = compat.local_tensor(param) if isinstance(param, DTensor) else param
     order = memory_order(local)
     shape, strides = param.shape, param.stride()
-    if order is None and not local.is_contiguous():  # overlapping or sliced: it becomes contiguous
+    if order is None and not local.is_contiguous():  # overlapping or sliced: the shard becomes contiguous
         strides = torch.empty(shape, device="meta").stride()
     meta = TensorMeta(shape, strides, param.dtype)
     cut_dim = None
@@ -173,7 +173,7 @@ def shard_spec(name: str, param: nn.Parameter, mesh: DataParallelMesh, placement
 def _of_annotated(
     param: nn.Parameter, order: tuple[int, ...] | None, cut: Cut, mesh: DataParallelMesh, on_shard_axis: Placement
 ) -> ShardSpec:
-    """Of a plain parameter on a full SPMD mesh: this rank's part of a DTensor."""
+    """Place a plain parameter on a full SPMD mesh, as this rank's part of a DTensor."""
     assert mesh.spmd is not None
     full = mesh.spmd.mesh
     annotations = read_annotations(param, mesh.spmd)

@@ -1,6 +1,6 @@
-"""How many units are gathered ahead of the one that runs. It takes counts and bytes, and refuses to know units.
+"""How many units are gathered ahead of the one that runs. This file takes counts and bytes, and refuses to know units.
 
-Worked example: three units ahead, at most 1000 bytes; those that come next have 400, 500 and 300 bytes unsharded: two are gathered.
+Worked example: depth of three units and at most 1000 bytes; the next units have 400, 500 and 300 bytes unsharded: two are gathered.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PrefetchDepth:
-    """units: at most so many; 0: none. max_nbytes: of their unsharded parameters together, but the next one always comes."""
+    """units: at most so many, 0 for none. max_nbytes: bound of their unsharded parameters together, but the next unit always fits."""
 
     units: int = 1
     max_nbytes: int | None = None
 
     def reach(self, nbytes: Iterable[int]) -> int:
-        """How many of those that come next are gathered ahead. nbytes: unsharded, in their order."""
+        """How many of the next units are gathered ahead. nbytes: of their unsharded parameters, in their order"""
         count = total = 0
         for each in nbytes:
             total += each

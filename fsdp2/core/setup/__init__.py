@@ -1,1 +1,1 @@
-"""Once, at ``fully_shard``: arguments are checked, modules are read, units are built or copied."""
+"""What happens once, at ``fully_shard``: it checks arguments, reads modules, and builds or copies units."""

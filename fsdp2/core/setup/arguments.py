@@ -1,6 +1,7 @@
-"""What a user passed: checked before anything is changed, and refused by name where it cannot work.
+"""Checks of the user's arguments, before anything is changed; errors name what cannot work.
 
-Each check is of one kind of argument and says what was expected, what came, and the fix. It refuses to know what the arguments do.
+Each check is of one kind of argument; its error names the expected value, the one it got, and the fix. This file refuses to know what
+the arguments do.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy  # ours descends from it
+from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy  # our class descends from it
 
 from ...errors import ArgumentError, ArgumentTypeError, ModuleError, NotAModuleError, OrderError, got, got_object
 from ...policy import AllGather, ReduceScatter
@@ -124,7 +125,7 @@ def check_placement_fn(shard_placement_fn: Any) -> None:
 
 
 def checked_reshard_after_forward(value: Any, mesh: DataParallelMesh) -> bool | int | None:
-    """None, True, False, or the number of ranks, neither 1 nor all of them, to reshard to."""
+    """None, True, False, or the number of ranks to reshard to, which is neither 1 nor all of them."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int) and 1 <= value <= mesh.shard_size and mesh.shard_size % value == 0:
@@ -143,7 +144,7 @@ def check_bool(setter: str, argument: str, value: Any) -> None:
 
 
 def checked_bool(setter: str, argument: str, value: Any) -> bool:
-    """``value``, or a bool for 0 and 1, which torch's setters take, too."""
+    """``value``; a bool for 0 and 1, which torch's setters accept, too."""
     if not isinstance(value, int) or value not in (0, 1):
         check_bool(setter, argument, value)
     return bool(value)

@@ -1,6 +1,6 @@
 """From a module to a unit: which parameters it takes, how they are placed and grouped. Runs once, at ``fully_shard``.
 
-Everything that can be refused is refused before the first change. It refuses to know what happens at run time.
+Everything that can be refused is refused before the first change. This file refuses to know what happens at run time.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def build_unit(
     semantics: Semantics | None = None,
     state_class: type[ModuleState] = ModuleState,
 ) -> ModuleState:
-    """Shard what ``modules`` own and hook them. Collective: only for an int ``reshard_after_forward`` or a DiskOffloadPolicy.
+    """Shard and hook ``modules``. Collective: only for an int ``reshard_after_forward`` or a DiskOffloadPolicy.
 
-    mesh:        of parameters for which ``shard_placement_fn`` names no other
-    semantics:   None: what the user chose
-    state_class: of the unit; others see it as the state of ``modules``
+    mesh:        for parameters for which ``shard_placement_fn`` names no other
+    semantics:   None: those that the user chose (``set_semantics``)
+    state_class: the class of the unit, which becomes the state of ``modules``
     """
     exempt_from_typechecking([build_unit])
     device = device_of(mesh)
@@ -125,7 +125,7 @@ def build_unit(
     if semantics is None:
         tell_of_wide_gradients(type(modules[0]).__name__, [group.plan for group in groups], mp_policy.reduce_dtype is not None)
     REGISTRATIONS.watch()
-    for module in managed:  # what the compiler asks for
+    for module in managed:  # the compiler looks for these
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         module._fsdp_use_orig_params = True  # type: ignore[assignment]
     return unit
@@ -133,14 +133,14 @@ def build_unit(
 
 @dataclass(frozen=True)
 class ModulesRead:
-    """What one unit of some modules would be made of.
+    """What a unit of some modules would consist of.
 
     managed:  the modules in their trees that belong to it
     owners:   every parameter to shard, with its names and owners
-    tied:     those that an earlier unit sharded
+    tied:     parameters that an earlier unit sharded
     buffers:  every buffer to move, by name
-    place:    what was asked for ``placed``
-    placed:   of each parameter the mesh, and the placement on it
+    place:    asked for ``placed``
+    placed:   the mesh of each parameter, and its placement there
     """
 
     managed: list[nn.Module]
@@ -157,7 +157,7 @@ def read_modules(
     shard_placement_fn: Callable[[nn.Parameter], Any] | None,
     ignored_params: set[nn.Parameter],
 ) -> ModulesRead:
-    """Read ``modules`` without a change, and refuse what can't be sharded as asked: an FSDPError. Collective: no."""
+    """Read ``modules`` without a change. Raises an FSDPError for what can't be sharded as asked. Collective: no."""
     check_placement_fn(shard_placement_fn)
     managed = managed_modules(modules)
     _refuse_sharded(ignored_params)
@@ -196,7 +196,7 @@ def managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 class Placer:
-    """Asks ``shard_placement_fn``: for each parameter its mesh, and a placement (not checked yet)."""
+    """Asks ``shard_placement_fn`` for the mesh and the placement of each parameter; does not check the placement yet."""
 
     def __init__(self, shard_placement_fn: Callable[[nn.Parameter], Any] | None, mesh: DataParallelMesh) -> None:
         self._fn = shard_placement_fn
@@ -224,7 +224,7 @@ class Placer:
 
 
 def _param_dtype(name: str, param: nn.Parameter, mp_policy: Any) -> torch.dtype | None:
-    """``param_dtype``, or what ``param_dtype_override_fn`` says of this parameter. Raises: ArgumentError if that is another dtype."""
+    """``param_dtype``, or what ``param_dtype_override_fn`` returns. Raises: ArgumentError if that is a third dtype."""
     override = getattr(mp_policy, "param_dtype_override_fn", None)
     usual: torch.dtype | None = mp_policy.param_dtype
     given = None if override is None else override(param)
@@ -293,7 +293,7 @@ def _refuse_scripted(owned: _Owned) -> None:
 
 
 def _refuse_sharded(ignored: set[nn.Parameter]) -> None:
-    """Raise if an earlier call has sharded a parameter that is to be ignored. One of another part of the model may be in the set."""
+    """Raise if an earlier call has sharded a parameter that this call is to ignore. The set may name parts of the model elsewhere."""
     sharded = [f"{param.fqn} {tuple(param.sharded.shape)}" for each in ignored if (param := sharded_from(each)) is not None]
     if sharded:
         raise ArgumentError(
@@ -308,7 +308,7 @@ _Tied = list[tuple[ShardedParam, list[str], list[Owner]]]
 
 
 def _split_off_tied(owned: _Owned) -> _Tied:
-    """Take out of ``owned`` what an earlier call took: parameters that are tied to one of its group."""
+    """Take out of ``owned`` the parameters that are tied to one that an earlier call sharded."""
     tied: _Tied = []
     for param in list(owned):
         sharded = sharded_from(param)
@@ -318,7 +318,7 @@ def _split_off_tied(owned: _Owned) -> _Tied:
 
 
 def _borrow(tied: _Tied, place: Placer, options: GroupOptions) -> list[ParamGroup]:
-    """The groups that ``tied`` belong to. Raises: ParameterError if one is placed or cast otherwise than asked here."""
+    """The groups that ``tied`` belong to. Raises: ParameterError if a parameter there is placed or cast otherwise than asked here."""
     borrowed: dict[int, ParamGroup] = {}
     for sharded, names, _ in tied:
         group = group_with(sharded)
@@ -349,7 +349,7 @@ def _borrow(tied: _Tied, place: Placer, options: GroupOptions) -> list[ParamGrou
 
 
 def _check_devices(owned: _Owned, buffers: dict[str, Tensor], device: torch.device) -> None:
-    """Plain tensors on the CPU, the meta device or the mesh's device are fine: they are moved."""
+    """Refuse tensors that ``fully_shard`` does not move: those neither on the CPU, the meta device nor the mesh's device."""
     wrong = [
         f"{names[0]} {tuple(param.shape)} on {param.device}"
         for param, (names, _) in owned.items()
@@ -370,7 +370,7 @@ def _check_devices(owned: _Owned, buffers: dict[str, Tensor], device: torch.devi
 
 
 def _cut_own_memory(owned: _Owned, specs: dict[nn.Parameter, ShardSpec], ranks: dict[nn.Parameter, int]) -> dict[nn.Parameter, Tensor]:
-    """The shards of parameters that are no part of a flat shard; tensor subclasses may refuse to be cut, so before any change."""
+    """The shards of parameters with memory of their own. Before any change, because tensor subclasses may refuse to be cut."""
     with torch.no_grad():
         return {
             param: cut_out(names[0], compat.local_tensor(param) if isinstance(param, DTensor) else param, specs[param], ranks[param])

@@ -1,10 +1,10 @@
 """``copy.deepcopy`` of a sharded module: an independent one on the same mesh, with the same values and options.
 
-The modules are copied as if nobody had sharded them, by whatever way their classes have. What must not be copied as it is, is
-entered in ``deepcopy``'s memo before: whatever a module shows, sharded or unsharded, becomes a sharded parameter of the copy.
-When all modules are there, their units are made again, those first from which others borrow. Like a plain copy, this one has no
-gradients; it has not run yet, so it is its own root, and its optimizer is to be made by the user. It refuses to know how a module
-runs.
+The modules are copied as if they were not sharded, by the way that their classes define. ``deepcopy``'s memo
+gets entries first for what it must not copy as it is: each parameter that a module shows, sharded or unsharded, becomes a sharded
+parameter of the copy. When all modules are there, their units are made again, first the units from which others borrow. Like a plain
+copy, the copy has no gradients. It has not run yet, so it is its own root, and the user makes its optimizer. This file refuses to know
+how a module runs.
 
 Worked example: root with blocks a and b, all of them units; ``copy.deepcopy(a)`` copies one unit, ``deepcopy(root)`` three, and
 ``deepcopy(nn.ModuleList([a, b]))``, where the list is plain, first a and its unit, then b and its unit.
@@ -31,13 +31,13 @@ from ..modules.sharded_class import set_class, unswap_class
 from ..modules.shown_parameters import ModuleRegistry
 
 _PENDING = "fsdp2: units whose modules are being copied"
-"""Key in the memo: present while an outer call will make the units."""
+"""Key in the memo: present while an outer call is going to make the units."""
 
 
 def deepcopy_module(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
-    """What ``module.__deepcopy__(memo)`` returns. A unit is copied whole: with all modules of a list, and those that lend to it.
+    """What ``module.__deepcopy__(memo)`` returns. A unit is copied whole: with all modules of a list, and the units it borrows from.
 
-    Memory: beside the copy one group's shard, as a group's values move into its flat shard. Collective: no.
+    Memory: one group's shard beside the copy, as the values of a group move into its flat shard. Collective: no.
     """
     if _PENDING in memo:
         return _copy_module(module, memo)
@@ -45,7 +45,7 @@ def deepcopy_module(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     memo[_PENDING] = pending
     try:
         new = _copy_module(module, memo)
-        for unit in pending:  # grows
+        for unit in pending:  # the list grows meanwhile
             for other in (*unit.modules, *(each for lender in _lenders(unit) for each in lender.modules)):
                 copy.deepcopy(other, memo)
     finally:
@@ -91,7 +91,7 @@ def _as_if_plain(module: nn.Module) -> Iterator[None]:
 
 
 def _remember_params(group: ParamGroup, memo: dict[Any, Any]) -> None:
-    """Whatever the modules show now, the copy shows sharded parameters of its own."""
+    """Let the copy show sharded parameters of its own, whichever parameters the modules show now."""
     if group.state is GroupState.SHARDED and not group.registry.verify():
         group.rebuild()
     for param in group.params:
@@ -109,7 +109,7 @@ def _copy_sharded(param: ShardedParam, memo: dict[Any, Any]) -> nn.Parameter:
         new = nn.Parameter(local, requires_grad=param.sharded.requires_grad)
     carry_grad_dtype(param.sharded, new)
     for name, value in vars(param.sharded).items():
-        if name not in vars(new):  # what users hang on parameters
+        if name not in vars(new):  # attributes that users set on parameters
             setattr(new, name, copy.deepcopy(value, memo))
     return new
 

@@ -1,4 +1,4 @@
-"""Which parameters and buffers of a model are on the meta device, sharded or not, and where. It refuses to know how they get values."""
+"""Parameters and buffers of a model on the meta device, sharded or not, and their places. It refuses to know how they get values."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class MetaTensors:
     """The tensors of a model that are on the meta device, by ``id``, and its units."""
 
     units: Sequence[Unit]
-    managed: dict[int, ShardedParam]  # all of them, also those with values
+    managed: dict[int, ShardedParam]  # all managed parameters, also those with values
     sharded: dict[int, str]  # those on the meta device, and their names
     plain: dict[int, PlainTensor]
-    replaced: dict[int, Any] = field(default_factory=dict)  # ``id`` of a new object -> the one it took the place of
+    replaced: dict[int, Any] = field(default_factory=dict)  # ``id`` of a new object -> the object whose place it took
 
     def key(self, tensor: Any) -> int:
         return id(self.replaced.get(id(tensor), tensor))
@@ -50,9 +50,9 @@ class MetaTensors:
         return self.key(tensor) in self.sharded or self.key(tensor) in self.plain
 
     def exchange(self, old: Any, new: Any, places: Iterable[Place]) -> tuple[Any, Any]:
-        """Put ``new`` where ``old`` is; returns the object with the values of ``new`` and the one with those of ``old``.
+        """Put ``new`` where ``old`` is; returns the object with the values of ``new`` and the object with those of ``old``.
 
-        The object stays the same, for the optimizer and the closures that hold it, unless somebody has a weak reference to it.
+        The object stays the same, for the optimizer and the closures that hold it, unless there is a weak reference to it.
         """
         try:
             compat.swap_tensors(old, new)

@@ -1,11 +1,11 @@
-"""Which version of FSDP2 decides where versions give different numbers: read at ``fully_shard``, and kept by what it makes.
+"""The version of FSDP2 that decides where versions give different numbers: ``fully_shard`` reads it, and its units keep it.
 
 "2.13"  gradients are reduced in ``reduce_dtype``, else in the dtype that the forward computed with (torch 2.11 to 2.14)
 "2.15"  ... else in ``param.grad_dtype`` if that was set, else in the dtype of the parameter itself: with bf16 compute and fp32
         parameters, gradients travel in fp32
 "torch" as the torch that is installed; the default
 
-It refuses to know what each of them does.
+This file refuses to know what each version does.
 """
 
 from __future__ import annotations
@@ -47,5 +47,5 @@ def chosen_semantics() -> Semantics:
 
 
 def is_default() -> bool:
-    """Whether the installed torch decides, and no user did."""
+    """Whether the installed torch decides, because the user has not chosen."""
     return _chosen is None

@@ -1,8 +1,9 @@
-"""Functions that initialise modules run on whole parameters, of which each rank keeps its slices. It refuses to know which functions.
+"""Functions that initialise modules see whole parameters, and each rank keeps its slices. This file refuses to know the functions.
 
 Note: whole parameters on demand. A function may reach into other modules (``nn.MultiheadAttention`` fills its projection's bias, a
-root's ``init_weights`` everything). While it runs, an operation on a sharded parameter is redirected to a whole one, gathered if
-it already has values; one that nothing refers to any more is cut again before the next is opened, so that memory stays bounded.
+root's ``init_weights`` everything). While it runs, an operation on a sharded parameter is redirected to a whole one, which is gathered
+if the parameter already has values. A whole one without references is cut again before the next one opens, so that memory stays
+bounded.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class _Whole:
     """A managed parameter while it is whole.
 
     sharded: the parameter that the user sees between steps
-    full:    its whole value, with the strides of the unsharded parameter; NaN (integers: 0) where it had none
-    keeps:   its values are to stay what they are: ``full`` is only there to be read, or drawn over
+    full:    its whole value, with the strides of the unsharded parameter; NaN (integers: 0) if it had no value
+    keeps:   its values must stay: a function may read ``full``, or draw over it, without effect
     """
 
     param: ShardedParam
@@ -82,7 +83,7 @@ class Initialising(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             for name, whole in shown:
                 self._adopt(module, name, whole)
         except BaseException:
-            self._dirty.clear()  # half-written: nothing of it is kept
+            self._dirty.clear()  # a half-written parameter is not kept
             raise
         finally:
             for name, whole in shown:
@@ -94,7 +95,7 @@ class Initialising(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 tensor.copy_(copy)
 
     def _copies_of_plain_values(self, module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor, Tensor]]:
-        """What ``module`` owns, is not managed and has values already: they are to stay."""
+        """The plain parameters and buffers of ``module`` that have values already: they must stay."""
         found = self._found
         if not any(tensor is not None and found.is_missing(tensor) for tensor in _own(module)):
             return []
@@ -106,7 +107,7 @@ class Initialising(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
 
     def _adopt(self, module: nn.Module, name: str, whole: _Whole) -> None:
-        """Take what ``module.<name>`` is now: a function may have put a new parameter, or new ``.data``, instead of writing."""
+        """Adopt the present ``module.<name>``: a function may have put a new parameter, or new ``.data`` there, instead of writing."""
         now = module._parameters.get(name)
         if now is None or now.shape != whole.full.shape:
             raise MaterializationError(
@@ -151,7 +152,7 @@ class Initialising(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return next((unit.device for unit in self._found.units if unit.device.type == mesh.device_type), self._device)
 
     def _close_unused(self) -> None:
-        """Cut what was opened on demand and has no view left: a function that goes through a whole model needs one at a time."""
+        """Cut whole parameters that have no view left: a function that goes through a whole model needs one at a time."""
         for whole in list(self._open.values()):
             if not whole.is_shown and compat.storage_use_count(whole.full) == 1:
                 self._close(whole)
@@ -174,7 +175,7 @@ class Initialising(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not local.is_meta:
             local.copy_(piece)
             return
-        if needs_own_memory(local):  # a tensor subclass, which is to stay one
+        if needs_own_memory(local):  # a tensor subclass, which must stay one
             values = torch.empty_like(local, device=piece.device)
             values.copy_(piece)
         else:
@@ -217,7 +218,7 @@ class Initialising(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- the end ---
 
     def finish(self, strict: bool) -> list[str]:
-        """Names of what nothing wrote; without ``strict`` that gets storage and NaN as well."""
+        """Names of the tensors that no function wrote; without ``strict``, these get storage and NaN as well."""
         for plain in self._found.plain.values():
             self._settle(plain)
         unwritten = [name for key, name in self._found.sharded.items() if key not in self._wrote]
@@ -232,20 +233,20 @@ class Initialising(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return unwritten
 
     def _settle(self, plain: PlainTensor) -> None:
-        """A buffer may have been replaced rather than written; the new one belongs on the same device."""
+        """A function may have replaced a buffer instead of writing it: move the new one to the same device."""
         for place in plain.places:
             now = place.registry.get(place.name)
             if now is plain.tensor:
                 continue
             if now is not None and now.is_meta:
-                place.registry[place.name] = plain.tensor  # made on the meta device again: no value
+                place.registry[place.name] = plain.tensor  # the function made it on the meta device again: it has no value
                 continue
             plain.written = True
             if now is not None and now.device.type != self._device.type:
                 compat.set_data(now, now.data.to(self._device))
 
     def leave_unwritten_on_meta(self) -> None:
-        """After an exception as well: what has no value must not look as if it had one."""
+        """After an exception as well: a tensor without a value must not look as if it had one."""
         for plain in self._found.plain.values():
             if not plain.written and plain.meta is not None:
                 self._found.exchange(plain.tensor, plain.meta, plain.places)
@@ -262,7 +263,7 @@ def _key(tensor: Tensor) -> int:
 
 
 def _unset(tensor: Tensor) -> Tensor:
-    """Fill ``tensor`` with what shows that nothing was written."""
+    """Fill ``tensor`` with values that show that nothing wrote it."""
     return tensor.fill_(float("nan")) if tensor.is_floating_point() or tensor.is_complex() else tensor.zero_()
 
 

@@ -1,7 +1,7 @@
-"""A word to whoever computes in bf16 over fp32 parameters: by default their gradients travel in fp32 with torch 2.15.
+"""A message to users who compute in bf16 over fp32 parameters: with torch 2.15 their gradients travel in fp32 by default.
 
-It is logged once in a process, on rank 0, at the first ``fully_shard`` call of which that is true, and never to those who have chosen:
-by ``reduce_dtype``, ``grad_dtype`` or ``set_semantics``. It refuses to know how gradients are reduced.
+It is logged once in a process, on rank 0, at the first such ``fully_shard`` call, and never if the user has chosen a dtype by
+``reduce_dtype``, ``grad_dtype`` or ``set_semantics``. This file refuses to know how gradients are reduced.
 """
 
 from __future__ import annotations

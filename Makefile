@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 CONSTRAINTS := constraints/torch-$(TORCH).txt
 
 # What depends on torch, for a second version in CI.
-PARTS := numerics composition core behaviour extensions meshes compat compile test_errors.py checkpoint/test_checkpointer.py checkpoint/test_dcp.py
+PARTS := numerics composition core behaviour extensions meshes compat compile optim activations/test_checkpointing.py test_errors.py checkpoint/test_checkpointer.py checkpoint/test_dcp.py
 
 .PHONY: help demo docs test test-slow test-full test-clients test-parts test-versions fuzz gpu check release-check bench clean
 .DEFAULT_GOAL := help

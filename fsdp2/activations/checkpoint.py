@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from ..core import torch_compat as compat
+
 
 class Checkpoint:
     """Runs around the forward of one module.
@@ -41,7 +43,7 @@ class Checkpoint:
         if not self.save_ops:
             return checkpoint(forward, *args, use_reentrant=False)
         contexts = functools.partial(create_selective_checkpoint_contexts, list(self.save_ops))
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts)
+        return compat.selective_checkpoint(forward, args, contexts)
 
 
 def _with_operators(names: list[str]) -> Checkpoint:

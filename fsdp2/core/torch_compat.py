@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 import torch.utils.dlpack
 from torch import Tensor, nn
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, get_eval_frame_callback, set_code_exec_strategy
@@ -480,6 +481,19 @@ def checkpoint_around() -> object | None:
     for pack, unpack in reversed(taken):
         autograd._push_saved_tensors_default_hooks(pack, unpack)
     return found
+
+
+def selective_checkpoint(function: Callable[..., Any], args: tuple[Any, ...], contexts: Callable[[], tuple[Any, Any]]) -> Any:
+    """``function(*args)`` in a checkpoint that saves what ``contexts`` say, past the hooks for saved tensors around it.
+
+    torch 2.14 asks which of both one wants, by a warning that names a later change; all others know this way alone.
+    """
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **_PAST_HOOKS)
+
+
+_PAST_HOOKS: dict[str, Any] = {
+    name: False for name in inspect.signature(torch.utils.checkpoint.checkpoint).parameters if name == "respect_saved_tensors_hooks"
+}
 
 
 def saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,17 +19,21 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp2
 from fsdp2 import DiskOffloadPolicy, fully_shard
 from fsdp2.core.group import mapped_file
+from fsdp2.core.group.own_memory import leaves_of
 from fsdp2.optim import offloaded
 from fsdp2.testing import pretend
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
 from harness.pretend_training import on_host
+from harness.subclasses import InDtype, RowInt8, Wrapper, wrap_weights
 from harness.training import Step, adamw, assert_same_bits, fed_in_chunks, fed_own_chunk, forward_backward
 
 
-def sharded(folder: Any, num_blocks: int = 3, read_ahead: int = 1, device_type: str = "cpu") -> nn.Module:
+def sharded(
+    folder: Any, num_blocks: int = 3, read_ahead: int = 1, device_type: str = "cpu", make: Callable[..., nn.Module] = mlp
+) -> nn.Module:
     mesh = cpu_mesh() if device_type == "cpu" else init_device_mesh(device_type, (torch.distributed.get_world_size(),))
-    model = mlp(num_blocks=num_blocks).to(device_type)
+    model = make(num_blocks=num_blocks).to(device_type)
     policy = DiskOffloadPolicy(folder, read_ahead=read_ahead)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, offload_policy=policy)
@@ -113,6 +118,33 @@ def test_copies_state_dicts_and_writes_in_place_work_as_in_memory(tmp_path):
     assert_same_bits(fed_own_chunk(model, batches(2), adamw), fed_in_chunks(reference, batches(2), adamw))
     for name, param in twin.named_parameters():
         assert torch.equal(param.full_tensor(), state[name])
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [RowInt8, *(pytest.param(each, marks=pytest.mark.slow) for each in (Wrapper, InDtype))])
+def test_parameters_that_gather_themselves_are_in_files_and_train_as_in_memory(kind, tmp_path):
+    """They stayed in host memory, for they lie in no flat shard: a file is the memory of the tensors that their class wraps."""
+    resident = wrap_weights(mlp(), kind)
+    for module in (*resident.blocks, resident):
+        fully_shard(module, mesh=cpu_mesh())
+    model = sharded(tmp_path, make=lambda num_blocks: wrap_weights(mlp(num_blocks=num_blocks), kind))
+    twin = copy.deepcopy(model)
+    expected = fed_own_chunk(resident, batches(), adamw)
+    for each in (model, twin):
+        steps = fed_own_chunk(each, batches(), adamw)
+        assert [step.loss for step in steps] == [step.loss for step in expected]
+        for param, other in zip(each.parameters(), resident.parameters(), strict=True):
+            (values,) = leaves_of(param.to_local())
+            assert torch.equal(values, leaves_of(other.to_local())[0])
+            (group,) = [group for module in (*each.blocks, each) for group in fully_shard.state(module).groups if holds(group, param)]
+            assert group.file is not None
+            start = group.file.tensor(torch.uint8, group.file.nbytes).data_ptr()
+            assert values.numel() == 0 or start <= values.data_ptr() < start + group.file.nbytes
+    assert os.listdir(tmp_path) == []
+
+
+def holds(group: Any, param: Any) -> bool:
+    return any(each.sharded is param for each in group.params)
 
 
 @on_ranks(2)

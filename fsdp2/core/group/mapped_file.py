@@ -18,6 +18,7 @@ import os
 import tempfile
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from torch import Tensor
 
 from ...errors import ArgumentError, FSDPError
 from ...policy import DiskOffloadPolicy
+from .. import torch_compat as compat
+from ..plan.layout import round_up
 
 
 class MappedFile:
@@ -77,6 +80,25 @@ class MappedFile:
 
 
 _numbers = itertools.count()
+_ALIGNMENT = 128  # in bytes, of tensors that share a file, as of slots in a flat shard
+
+
+@torch.no_grad()
+def mapped(folder: str, tensors: Iterable[Tensor], what: str) -> MappedFile:
+    """One file, which from now on is the memory of ``tensors``; they stay the objects, and keep the values and strides, that they have.
+
+    Raises: FSDPError if the folder has no room
+    """
+    found = list({id(tensor): tensor for tensor in tensors}.values())
+    spans = [0 if t.numel() == 0 else 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in found]
+    starts = [0]
+    for tensor, span in zip(found, spans, strict=True):
+        starts.append(starts[-1] + round_up(span * tensor.element_size(), _ALIGNMENT))
+    file = MappedFile(folder, starts[-1], what)
+    for tensor, start, span in zip(found, starts, spans, strict=False):
+        view = file.tensor(tensor.dtype, span, start).as_strided(tensor.shape, tensor.stride())
+        compat.set_data(tensor, view.copy_(tensor))
+    return file
 
 
 def _unnamed_file(folder: str) -> int:

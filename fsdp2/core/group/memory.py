@@ -31,9 +31,9 @@ from ..plan.placement import in_dtype
 from .all_gather import Waiting
 from .gradient_dtypes import gradient_dtypes
 from .group_plan import GroupPlan, have_mixed_dtypes, plan_group
-from .mapped_file import READ_AHEAD, MappedFile
+from .mapped_file import READ_AHEAD, MappedFile, mapped
 from .options import GroupOptions
-from .own_memory import has_extension
+from .own_memory import has_extension, leaves_of
 from .param import Owner, ShardedParam, shard_view
 from .step_count import OPTIMIZER_STEPS
 from .unsharded import Unsharded
@@ -88,7 +88,7 @@ class GroupMemory:
     smaller_mesh:    for ``reshard_after_forward=<int>``
     plan, flat:      replaced when parameters were moved or cast; ``flat`` is None on the meta device, and where parameters have
                      memory of their own
-    file:            of which ``flat`` is the memory; None: it has memory of its own
+    file:            of which ``flat``, or what parameters with memory of their own are made of, is the memory; None: they are in memory
     unsharded:       None until the first unshard by this plan
     keeps_storage:   ``reshard`` leaves the unsharded memory allocated
     """
@@ -169,6 +169,13 @@ class GroupMemory:
                 elif local.device != self.device:
                     local = local.to(self.device)
             param.move_to(local)
+        if self.options.folder is not None:
+            locals_ = [param.local for param in self.params]
+            self.file = mapped(self.options.folder, [leaf for local in locals_ for leaf in leaves_of(local)], self._what())
+            self.file.write_back()
+
+    def _what(self) -> str:
+        return f"parameters of {self.params[0].fqn} and others"
 
     def on_meta(self) -> list[str]:
         """Names and shapes of the parameters that have no values yet."""
@@ -181,7 +188,7 @@ class GroupMemory:
 
     def _new_flat(self, numel: int, dtype: torch.dtype) -> Tensor:
         if self.options.folder is not None:
-            self.file = MappedFile(self.options.folder, numel * dtype.itemsize, f"parameters of {self.params[0].fqn} and others")
+            self.file = MappedFile(self.options.folder, numel * dtype.itemsize, self._what())
             return self.file.tensor(dtype, numel)
         device = torch.device("cpu") if self.options.offload else self.device
         return torch.zeros(numel, dtype=dtype, device=device, pin_memory=self.options.offload and self.options.pin_memory)

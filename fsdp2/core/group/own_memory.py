@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,15 @@ def needs_own_memory(param: Tensor) -> bool:
     """Whether a parameter (of a DTensor, its local tensor) cannot be a piece of a flat buffer."""
     local = compat.local_tensor(param) if isinstance(param, DTensor) else param
     return has_extension(local) or compat.is_traceable_wrapper_subclass(compat.waited_for(local))
+
+
+def leaves_of(local: Tensor) -> list[Tensor]:
+    """The tensors whose memory is that of ``local``: itself, or the ordinary tensors that a subclass is made of."""
+    made_of: Any = local
+    if not compat.is_traceable_wrapper_subclass(made_of):
+        return [local]
+    names, _ = made_of.__tensor_flatten__()
+    return [leaf for name in names for leaf in leaves_of(getattr(local, name))]
 
 
 def refuse_unextendable(params: Iterable[tuple[str, nn.Parameter]]) -> None:

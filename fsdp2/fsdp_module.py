@@ -5,7 +5,6 @@ Each checks what was passed and tells its unit, group or schedule; how anything 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal, cast
@@ -43,6 +42,7 @@ from .core.setup.arguments import (
 from .core.setup.copying import deepcopy_module
 from .errors import ArgumentError, ModuleError
 from .policy import AllGather, ReduceScatter
+from .user_warnings import warn
 
 
 class UnshardHandle(compat.TorchUnshardHandle):
@@ -424,7 +424,7 @@ class FSDPModule:
                 warnings.simplefilter("ignore", FutureWarning)
                 model[0].set_reduce_scatter_divide_factor(2.0)
         """
-        warnings.warn("Use `set_gradient_divide_factor` instead", FutureWarning, stacklevel=2)
+        warn("Use `set_gradient_divide_factor` instead", FutureWarning)
         self.set_gradient_divide_factor(factor)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:

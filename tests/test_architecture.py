@@ -44,6 +44,13 @@ def test_files_that_the_documents_name_exist():
     assert [f"{page}: {name}" for page, name in named if not (PACKAGE / name).exists()] == []
 
 
+def test_one_file_warns_the_user():
+    """It knows on which rank, and at which line (fsdp2/user_warnings.py)."""
+    warns = re.compile(r"warnings\.warn\b|from warnings import|warn_explicit\(|\.warning\(")
+    found = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if warns.search(path.read_text())}
+    assert found == {"user_warnings.py"}
+
+
 def attributes_of(node: ast.ClassDef) -> set[str]:
     """What a class assigns to ``self``, and its annotated fields."""
     found = {each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
@@ -21,6 +20,7 @@ from ..core import torch_compat as compat
 from ..core.comm.agreement import agree, default_group
 from ..core.group.param import ShardedParam, sharded_from
 from ..errors import ArgumentError, DoctorError, DoctorWarning
+from ..user_warnings import warn
 from . import clipping
 from .arguments import checked_number_of_steps, ignored_checks
 from .finding import Finding, Report, report_of
@@ -159,10 +159,11 @@ class Watch:
             self._no_gradient = [param for param in self._no_gradient if param.sharded.grad is None]
             if self._num_steps >= self._patience:
                 self._note_missing()
-        if self._close.is_on:
-            self._look_closely(self._close)
+        close = self._close
+        if close.is_on:
+            self._look_closely(close)
         self._has_gradients = False
-        self._close = _Close(is_on=self._num_steps == 1 or (self._num_steps + 1) % self._every == 0)
+        self._close = _Close(self._num_steps == 1 or (self._num_steps + 1) % self._every == 0, close.findings)
 
     def _note_missing(self) -> None:
         """Of those that only wait to be reduced, that was said."""
@@ -181,6 +182,7 @@ class Watch:
         self._same_data = same
         if len(said) > 1:
             together += scale_findings(observed)
+        close.findings = []
         self._note(report_of([[*findings, *together] for findings, _ in said]))
 
     def _on_clip(self, params: Sequence[Tensor]) -> None:
@@ -191,37 +193,45 @@ class Watch:
         if params and not own:
             return  # another model's
         if all(param.grad is None for param in params):
-            self._note([clip_of_nothing(after_step=False)])
+            self._note_own(clip_of_nothing(after_step=False))
         elif self._saw_backward and not self._has_gradients:
-            self._note([clip_of_nothing(after_step=True)])
+            self._note_own(clip_of_nothing(after_step=True))
 
     def _on_shard(self, param: ShardedParam, grad: Tensor) -> None:
-        self._note([used_outside((param.fqn,))])
+        self._note_own(used_outside((param.fqn,)))
 
     # --- findings ---
 
-    def _note(self, findings: Iterable[Finding]) -> None:
-        """Tell each once, whatever numbers it has in the next step."""
+    def _note_own(self, finding: Finding) -> None:
+        """Note what this rank has seen alone; the next close look shows it to the others, of which rank 0 warns."""
+        self._close.findings += self._note([finding])
+
+    def _note(self, findings: Iterable[Finding]) -> list[Finding]:
+        """Tell each once, whatever numbers it has in the next step. Returns those that are new."""
+        new = []
         for finding in findings:
             key = finding.check, finding.params
             if finding.check not in self._ignored and key not in self._found:
                 self._found[key] = finding
                 self._tell(finding)
+                new.append(finding)
+        return new
 
 
 class _Close:
     """What a step that is looked at closely has seen. A new watch begins with one.
 
+    findings: what the other ranks have not been told
     data:     digest of the inputs of all micro-batches so far
     gradient: a parameter, and a sample of its gradient at the end of the last backward
     """
 
     __slots__ = ("data", "findings", "gradient", "is_on")
 
-    def __init__(self, is_on: bool = True) -> None:
+    def __init__(self, is_on: bool = True, findings: Iterable[Finding] = ()) -> None:
         self.is_on = is_on
         self.data: int | None = None
-        self.findings: list[Finding] = []
+        self.findings = list(findings)
         self.gradient: tuple[ShardedParam, Tensor] | None = None
 
 
@@ -230,7 +240,7 @@ def _raise(finding: Finding) -> None:
 
 
 def _warn(finding: Finding) -> None:
-    warnings.warn(str(finding), DoctorWarning, stacklevel=2)
+    warn(str(finding), DoctorWarning)
 
 
 def _remove_watcher(unit: Any, watcher: Callable[[], None]) -> None:

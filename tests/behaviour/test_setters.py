@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard, parallelize
-from fsdp2.core.comm import communicators as custom_comm
+from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard, parallelize, user_warnings
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp, token_batches, transformer
 from harness.training import (
@@ -25,6 +24,7 @@ from harness.training import (
     grads_of,
     own_chunk,
 )
+from harness.user_warnings import warned_on_rank_0
 
 
 def shard(model: nn.Module, mesh=None, **options) -> nn.Module:
@@ -219,7 +219,7 @@ def test_no_offload_policy_is_that_of_the_default_as_under_torchs_fsdp2(apply):
 @on_ranks(2)
 def test_the_old_name_of_the_divide_factor_warns():
     model = shard(mlp())
-    with pytest.warns(FutureWarning, match="set_gradient_divide_factor"):
+    with warned_on_rank_0(FutureWarning, "set_gradient_divide_factor"):
         model.set_reduce_scatter_divide_factor(2.0)
 
 
@@ -293,9 +293,9 @@ def test_a_setter_without_effect_says_so_once():
         "set_allocate_memory_from_process_group_for_comm": lambda module: module.set_allocate_memory_from_process_group_for_comm(True),
         "set_symm_mem_for_comm": lambda module: module.set_symm_mem_for_comm(),
     }
-    with mock.patch.object(custom_comm, "_warned", set()):
+    with mock.patch.object(user_warnings, "_told", set()):
         for name, call in setters.items():
-            with pytest.warns(UserWarning, match=name):
+            with warned_on_rank_0(UserWarning, name):
                 call(model)
             with warnings.catch_warnings():
                 warnings.simplefilter("error")

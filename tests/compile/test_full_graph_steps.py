@@ -31,6 +31,7 @@ from harness.training import (
     own_chunk,
     sgd,
 )
+from harness.user_warnings import warned_on_rank_0
 
 pytestmark = pytest.mark.slow
 
@@ -345,5 +346,5 @@ def test_parameters_that_are_nobodys_are_told():
     model = graphed(mlp())
     backward(model, own_chunk(batches(1)[0]))
     model.last.adapter = nn.Linear(2, 2)
-    with pytest.warns(UserWarning, match="2 trainable parameters were registered below FSDPMLP"):
+    with warned_on_rank_0(UserWarning, "2 trainable parameters were registered below FSDPMLP"):
         backward(model, own_chunk(batches(1)[0]))

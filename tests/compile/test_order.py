@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -43,11 +44,15 @@ def build(order: str, counts: Counts) -> nn.Module:
 
 
 def said_in(run: Callable[[], object], num_steps: int = 3) -> list[str]:
+    """What rank 0 is told; the others are silent."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(num_steps):
             run()
-    return [str(each.message) for each in caught if isinstance(each.message, LosingOrderWarning)]
+    said = [str(each.message) for each in caught if isinstance(each.message, LosingOrderWarning)]
+    assert not (said and dist.get_rank())
+    dist.broadcast_object_list(shared := [said])
+    return shared[0]
 
 
 X = token_batches(1)[0]

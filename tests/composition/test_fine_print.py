@@ -40,6 +40,7 @@ from harness.training import (
     sgd,
     state_of,
 )
+from harness.user_warnings import warned_on_rank_0
 
 
 def shard_blocks(model, **options):
@@ -293,12 +294,12 @@ def test_adapters_left_plain_are_warned_of_by_name_with_the_fix(steps_before):
     fed_own_chunk(model, batches(steps_before))
     adapt(model)
     wanted = r"(?s)6 trainable parameters.*blocks.0.up.down.weight \(2, 10\).*drift apart.*fix:.*call fully_shard on"
-    with pytest.warns(UserWarning, match=wanted):
+    with warned_on_rank_0(UserWarning, wanted):
         model(own_chunk(batches(1)[0])).sum().backward()
     assert not isinstance(model.blocks[0].up.down.weight.grad, DTensor)
     model(batches(1)[0])  # once is enough
     model.extra = nn.Parameter(torch.zeros(2))
-    with pytest.warns(UserWarning, match=r"(?s)7 trainable parameters.*\n  and 2 more"):
+    with warned_on_rank_0(UserWarning, r"(?s)7 trainable parameters.*\n  and 2 more"):
         model(batches(1)[0])
 
 

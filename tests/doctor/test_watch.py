@@ -18,6 +18,7 @@ from fsdp2 import doctor, fully_shard
 from fsdp2.errors import DoctorError, DoctorWarning
 from harness import cpu_mesh, on_ranks
 from harness.models import MLP, mlp
+from harness.user_warnings import warned_on_rank_0
 
 Step = Callable[[nn.Module, Optimizer, Tensor], None]
 
@@ -232,12 +233,12 @@ def test_a_local_clip_of_bfloat16_gradients_is_found_and_a_common_one_is_not():
 
 
 @on_ranks(2)
-def test_each_fault_is_warned_of_once_on_all_ranks_and_strict_raises_it():
+def test_each_fault_is_warned_of_once_on_rank_0_and_strict_raises_it_on_all():
     for step, check, names in FAULTS:
-        with pytest.warns(DoctorWarning, match=check) as caught:
+        with warned_on_rank_0(DoctorWarning, check) as caught:
             report = watched(sharded(mlp()), step).report
         assert [finding.check for finding in report] == [check], f"{step.__name__}:\n{report}"
-        assert len([each for each in caught if issubclass(each.category, DoctorWarning)]) == 1
+        assert len(caught) == (dist.get_rank() == 0)
         assert any(name.startswith(names) for name in report[0].params or [""]), report
     with pytest.raises(DoctorError, match="clip-on-local-shards"):
         watched(sharded(mlp()), local_clip, strict=True)
@@ -245,9 +246,20 @@ def test_each_fault_is_warned_of_once_on_all_ranks_and_strict_raises_it():
         warnings.simplefilter("error")
         assert not watched(sharded(mlp()), same_data, ignore=["same-data-on-every-rank"]).report
     torch.manual_seed(0)
-    with pytest.warns(DoctorWarning, match="blocks.2.up.weight"):
+    with warned_on_rank_0(DoctorWarning, "blocks.2.up.weight"):
         report = watched(sharded(Unused()), usual).report
     assert [finding.check for finding in report] == ["gradient-never-came"]
+
+
+@on_ranks(2)
+def test_rank_0_warns_of_what_another_rank_alone_did_once_ranks_exchange_what_they_saw():
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
+        (used_outside if dist.get_rank() == 1 else usual)(model, optimizer, x)
+
+    with warned_on_rank_0(DoctorWarning, r"used-outside-forward \(rank 1\)") as caught:
+        report = watched(sharded(mlp()), step).report
+    assert len(caught) == (dist.get_rank() == 0)
+    assert [finding.check for finding in report] == ["used-outside-forward"]
 
 
 @on_ranks(2)

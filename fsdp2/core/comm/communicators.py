@@ -8,7 +8,6 @@ the communicator, for just the parameters that have a gradient. So these groups 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...policy import AllGather, ReduceScatter
+from ...user_warnings import warn
 from .. import torch_compat as compat
 from .collectives import Pending
 from .division import Division
@@ -120,11 +120,6 @@ class SymmetricReduceScatter(_SymmetricMemory, ReduceScatter):
         return compat.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
 
-_warned: set[str] = set()
-
-
 def warn_without_effect(setter: str, why: str) -> None:
     """Warn once a process that ``setter`` does nothing here."""
-    if setter not in _warned:
-        _warned.add(setter)
-        warnings.warn(f"{setter} has no effect here: {why}", UserWarning, stacklevel=3)
+    warn(f"{setter} has no effect here: {why}", once=setter)

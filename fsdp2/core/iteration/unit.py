@@ -103,6 +103,12 @@ class Unit:
         return self.uses[len(self.groups) :]
 
     @property
+    def ranks(self) -> set[int]:
+        """Those that have pieces of its parameters, over the mesh axes of the model as well."""
+        meshes = {param.spec.sharded.mesh for group in self.groups for param in group.params}
+        return {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+
+    @property
     def unsharded_nbytes(self) -> int:
         return sum(group.plan.unsharded_nbytes for group in self.uses)
 

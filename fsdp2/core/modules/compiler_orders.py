@@ -11,12 +11,12 @@ compiler runs it. It refuses to know what the compiler does inside; what each or
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 from torch import nn
 
 from ...errors import LosingOrderWarning, message
+from ...user_warnings import warn
 from .. import torch_compat as compat
 from ..iteration.unit import Unit
 
@@ -36,7 +36,8 @@ def warn_of_losing_orders(root: nn.Module, units: Sequence[Unit], is_compiled: b
             found = [unit for unit, name in below if ("_checkpoint_wrapped_module" in name.split(".")) is is_checkpointed]
             if found and is_checkpointed not in said:
                 said.add(is_checkpointed)
-                warnings.warn(_text(type(outer).__name__, found, is_checkpointed), LosingOrderWarning, stacklevel=2)
+                ranks = {rank for each in units for rank in each.ranks}
+                warn(_text(type(outer).__name__, found, is_checkpointed), LosingOrderWarning, ranks=ranks)
 
 
 def _text(outer: str, below: list[Unit], is_checkpointed: bool) -> str:

@@ -7,7 +7,6 @@ managed; the latter are noticed when they get a gradient. It refuses to know wha
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 
 from ...errors import OrderError, message
+from ...user_warnings import warn
 from .. import torch_compat as compat
 from ..group.param import ShardedParam, sharded_from
 from ..iteration.module_state import unit_of
@@ -68,14 +68,14 @@ def warn_of_plain_parameters(root: nn.Module, units: Sequence[Unit]) -> None:
         if param is not None and param.requires_grad and (id(module), name) not in known
     ]
     if plain:
-        warnings.warn(
+        warn(
             message(
                 f"{len(plain)} trainable parameters were registered below {type(root).__name__} after fully_shard was called on it",
                 items=plain,
                 expected="every trainable parameter sharded or in ignored_params; no gradient of these is reduced, ranks drift apart",
                 fix="add them before fully_shard, call fully_shard on the modules that were added, or reduce their gradients yourself",
             ),
-            stacklevel=2,
+            ranks={rank for unit in units for rank in unit.ranks},
         )
 
 

@@ -6,44 +6,31 @@ It is logged once in a process, on rank 0, at the first such ``fully_shard`` cal
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 
-import torch.distributed as dist
-
+from ...user_warnings import log_once, was_told
 from ..group.group_plan import GroupPlan
 from .semantics import is_default
 
-_log = logging.getLogger("fsdp2")
-_told = False
+_NAME = "wide gradients"
 
 
 def tell_of_wide_gradients(module: str, plans: Iterable[GroupPlan], has_reduce_dtype: bool) -> None:
     """module: the class that was sharded; has_reduce_dtype: whether the policy has one. Collective: no."""
-    global _told
-    if _told or has_reduce_dtype or not is_default():
+    if was_told(_NAME) or has_reduce_dtype or not is_default():
         return
     wide = [plan for plan in plans if plan.reduce_dtype.itemsize > plan.param_dtype.itemsize and not plan.gradients.added_up]
     if not wide:
         return
-    _told = True
-    if dist.get_rank() != 0:
-        return
     first = wide[0]
     narrow_kib = sum(plan.unsharded_nbytes for plan in wide) / 2**10
     wide_kib = sum(plan.layout.unsharded_numel * plan.reduce_dtype.itemsize for plan in wide) / 2**10
-    _log.warning(
-        "%s is computed in %s, and its gradients are reduced in %s: from torch 2.15 on, FSDP2 without reduce_dtype reduces them in "
-        "the dtype of the parameters. This %s reduces %.0f KiB of gradients a step, where torch 2.14 reduced %.0f. "
-        'MixedPrecisionPolicy(param_dtype=%s, reduce_dtype=%s), or fsdp2.set_semantics("2.13") before fully_shard, keeps the old '
-        "traffic; reduce_dtype=%s keeps the new traffic. (Logged once.)",
-        module,
-        first.param_dtype,
-        first.reduce_dtype,
-        module,
-        wide_kib,
-        narrow_kib,
-        first.param_dtype,
-        first.param_dtype,
-        first.reduce_dtype,
+    log_once(
+        _NAME,
+        f"{module} is computed in {first.param_dtype}, and its gradients are reduced in {first.reduce_dtype}: from torch 2.15 on, "
+        "FSDP2 without reduce_dtype reduces them in the dtype of the parameters. "
+        f"This {module} reduces {wide_kib:.0f} KiB of gradients a step, where torch 2.14 reduced {narrow_kib:.0f}. "
+        f"MixedPrecisionPolicy(param_dtype={first.param_dtype}, reduce_dtype={first.param_dtype}), or "
+        'fsdp2.set_semantics("2.13") before fully_shard, keeps the old traffic; '
+        f"reduce_dtype={first.reduce_dtype} keeps the new traffic. (Logged once.)",
     )

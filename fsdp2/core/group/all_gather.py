@@ -1,8 +1,8 @@
 """One all-gather of a group: from the flat shard of every rank into the unsharded storage.
 
-Two ways run side by side, chosen per parameter by the plan. *Direct*: the collective writes the parameter where it belongs.
-*Packed*: one collective for all the rest into a rank-major buffer, then one fused split-copy into the param-major storage. All
-that can be computed once (bounds, views, split sizes, the algorithm) is. It refuses to know parameters' owners and states.
+Two ways run side by side; the plan chooses one for each parameter. *Direct*: the collective writes the parameter where it belongs.
+*Packed*: one collective for all other parameters into a rank-major buffer, then one fused split-copy into the param-major storage.
+Bounds, views, split sizes and the algorithm are computed once. This file refuses to know parameters' owners and states.
 
 Worked example, 2 ranks, a direct (4, 8) and a packed (3,) parameter, align 32:
 
@@ -49,9 +49,9 @@ class GatherTarget:
 class Gather:
     """Fills a storage from the flat shards of ``process_group``; reusable, one use at a time.
 
-    coalesces_over: the process group over which it may be one launch with others; None if it is always issued by itself
+    coalesces_over: the process group over which it may share one launch with other gathers; None if it never does
 
-    It has twenty-three attributes, for what can be computed once is: the first sixteen; the others belong to the gather under way.
+    It has twenty-three attributes: the first sixteen are computed once, the others belong to the gather under way.
     """
 
     __slots__ = (
@@ -89,7 +89,7 @@ class Gather:
         streams: Streams,
         algorithm: backends.AllGatherAlgorithm | None,
     ) -> None:
-        """layout: its first ``num_direct`` slots are gathered directly. process_group: None where there is one shard only."""
+        """layout: its first ``num_direct`` slots are gathered directly. process_group: None if there is one shard only."""
         self._target = target
         self._process_group = process_group
         self._streams = streams
@@ -138,17 +138,17 @@ class Gather:
 
         flat:       (layout.shard_numel,), this rank's flat shard, in its storage dtype and on the device where it is kept
         copy:       read ``flat`` now, so that it may be written before ``finish``
-        together:   where a gather is added that ``send_together`` is to issue with others
+        together:   a list to which this gather is added, for ``send_together`` to issue it with others
         Collective: yes, over ``process_group``.
         """
         assert flat is not None
         streams, target = self._streams, self._target
-        if copy:  # on compute, where the user's writes are: a copy made on another stream would race with them
+        if copy:  # on compute, as the user's writes are: a copy made on another stream would race with them
             if flat.dtype is target.dtype or flat.device != target.device:
                 self._held = flat.to(target.device, copy=True).to(target.dtype)
             else:  # the cast is a copy
                 self._held = flat.to(target.dtype)
-        if self._alloc_early and target.storage.nbytes() == 0:  # else it was kept, and would be moved
+        if self._alloc_early and target.storage.nbytes() == 0:  # else the storage was kept, and resizing would move it
             streams.resize(target.storage, target.nbytes)
         if streams.host_waits:
             self._send(flat, copy)
@@ -171,16 +171,16 @@ class Gather:
             self.land()
 
     def _is_converted(self, flat: Tensor) -> bool:
-        """Whether what is sent is not the shard itself, and not a copy that was made on compute."""
+        """Whether the gather sends neither the shard itself nor a copy of it that was made on compute."""
         return self._held is None and (flat.dtype is not self._target.dtype or flat.device != self._target.device)
 
     def _fill_own_rows(self, flat: Tensor) -> None:
-        """Cast, or copy to the device, what this rank adds to the direct outputs, in place: no other buffer is needed."""
+        """Cast, or copy to the device, this rank's part of the direct outputs, in place: that takes no other buffer."""
         shards = flat[: self._direct_bounds[-1][1]].to(self._target.device, non_blocking=True)
         torch._foreach_copy_(self._own_rows, [shards[start:stop] for start, stop in self._direct_bounds])
 
     def to_send(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """What a collective gathers, on the gather stream: (outputs, inputs), the packed ones first."""
+        """The (outputs, inputs) of a collective, on the gather stream; the packed ones come first."""
         target = self._target
         source = self._held
         if not self._streams.host_waits and self._is_converted(flat):  # in place: each input is a row of its output
@@ -195,13 +195,13 @@ class Gather:
         if source is self._flat:
             inputs = self._flat_inputs
         else:
-            if self._packed_start == 0 and self._split_sizes:  # all of it is packed
+            if self._packed_start == 0 and self._split_sizes:  # everything is packed
                 inputs = [source]
             else:
                 inputs = [source[start:stop] for start, stop in self._direct_bounds]
                 if self._split_sizes:
                     inputs.insert(0, source[self._packed_start :])
-            if source is flat:  # cut once
+            if source is flat:  # the views of the shard itself are cut once
                 self._flat, self._flat_inputs = source, inputs
         if not self._split_sizes:
             return self._direct_outputs, inputs
@@ -218,7 +218,7 @@ class Gather:
             self._pending = collectives.all_gather(outputs, inputs, self._process_group, self._algorithm, self._async_op)
 
     def land(self) -> None:
-        """Queue what follows the collectives, on the gather stream."""
+        """Queue the copy-out behind the collectives, on the gather stream."""
         self._copy_out()
         self._event = self._streams.mark(self._streams.gather)
 
@@ -231,18 +231,18 @@ class Gather:
             self._copy_out()
         else:
             streams.order(streams.compute, self._event)
-            if self._held is not None and self._started_on != streams.compute:  # to which its memory goes back
+            if self._held is not None and self._started_on != streams.compute:  # its memory goes back to that stream
                 streams.order(self._started_on, self._event)
             self._event = None
         self._held = None
 
     @property
     def buffer_nbytes(self) -> int:
-        """Beside the unsharded storage, while a gather is under way."""
+        """Bytes that a gather takes beside the unsharded storage while it is under way."""
         return sum(each.nbytes for each in (self._packed, self._held) if each is not None)
 
     def forget(self) -> None:
-        """Let go of the last flat shard: the next one is another."""
+        """Drop the references to the last flat shard: the next gather reads another."""
         self._flat, self._flat_inputs = None, []
 
     def _copy_out(self) -> None:
@@ -265,10 +265,10 @@ class Gather:
 
 
 class LocalGather:
-    """Over a single rank there is nothing to gather: its flat shard is laid out as the unsharded storage is.
+    """The gather over a single rank, which moves nothing: its flat shard is laid out as the unsharded storage is.
 
-    Where the compute dtype and the device are those of the flat shard, ``target.storage`` is its own, and the unsharded parameters
-    share its memory from the start; else one copy fills them, as long as they are unsharded.
+    If the flat shard has the compute dtype and lies on the right device, ``target.storage`` is its own storage, and the unsharded
+    parameters share its memory from the start; else one copy fills them whenever they are unsharded.
     """
 
     __slots__ = ("_event", "_streams", "_target", "_whole")
@@ -282,17 +282,17 @@ class LocalGather:
         self._whole = None if shares else storage_view(target.storage, like, 0, (flat.numel(),))
 
     def start(self, flat: Tensor | None, copy: bool, together: list[Waiting] | None = None) -> None:
-        """Collective: no. ``flat`` is read now on the host, elsewhere until ``finish``, unless ``copy``."""
+        """Collective: no. On the host ``flat`` is read now; elsewhere until ``finish``, unless ``copy``."""
         assert flat is not None
         streams = self._streams
         if self._whole is None:
-            self._event = streams.mark(streams.gather)  # which may wait for an optimizer's event
+            self._event = streams.mark(streams.gather)  # this stream may wait for an optimizer's event
             return
         if self._target.storage.nbytes() == 0:
             streams.resize(self._target.storage, self._target.nbytes)
-        if copy or streams.host_waits:  # on compute, where the user's writes are
+        if copy or streams.host_waits:  # on compute, as the user's writes are
             self._fill(flat, non_blocking=False)
-            self._event = streams.mark(streams.compute)  # which may be a side stream of the user's
+            self._event = streams.mark(streams.compute)  # may be a side stream of the user's
             return
         streams.order(streams.gather, streams.mark(streams.compute))
         with streams.on(streams.gather):
@@ -307,13 +307,13 @@ class LocalGather:
         whole.copy_(flat, non_blocking=non_blocking)
 
     def finish(self) -> None:
-        """Afterwards the compute stream may use the storage. What was given to the gather stream behind ``start`` is not waited for."""
+        """Afterwards the compute stream may use the storage. It does not wait for later work of the gather stream."""
         self._streams.order(self._streams.compute, self._event)
         self._event = None
 
 
 class Sender(Protocol):
-    """A gather that has been started, and whose collective may be one launch with others'; see ``Gather``."""
+    """A gather that has been started, and whose collective may share one launch with others; see ``Gather``."""
 
     coalesces_over: dist.ProcessGroup | None
 
@@ -343,7 +343,7 @@ def send_together(waiting: Sequence[Waiting], streams: Streams) -> None:
 
 
 def assemble(slots: Tensor, cut: Cut, whole: Tensor) -> None:
-    """Put the slots of all ranks, (num_shards, slot_numel), together to the physical tensor ``whole`` of ``cut.shape``."""
+    """Join the slots of all ranks, (num_shards, slot_numel), to the physical tensor ``whole`` of ``cut.shape``."""
     for piece, region in _regions(slots, cut, whole):
         region.copy_(piece)
 
@@ -351,7 +351,7 @@ def assemble(slots: Tensor, cut: Cut, whole: Tensor) -> None:
 def disassemble(whole: Tensor, cut: Cut) -> Tensor:
     """The reverse: (num_shards, slot_numel) with the piece of each rank, padded with zeros."""
     if cut.dim is None:
-        return whole.reshape(1, -1).repeat(cut.num_shards, 1)  # contiguous, without which ``chunk_cat`` copies piece by piece
+        return whole.reshape(1, -1).repeat(cut.num_shards, 1)  # contiguous: of other tensors ``chunk_cat`` copies piece by piece
     is_even = cut.shape[cut.dim] % cut.num_shards == 0
     slots = (whole.new_empty if is_even else whole.new_zeros)(cut.num_shards, cut.slot_numel)
     for piece, region in _regions(slots, cut, whole):
@@ -360,7 +360,7 @@ def disassemble(whole: Tensor, cut: Cut) -> Tensor:
 
 
 def join(padded: Tensor, dim: int, whole: Tensor) -> None:
-    """``whole`` becomes the pieces (num_shards, ...) one after another along ``dim``, without the rows beyond its size."""
+    """Write the pieces (num_shards, ...) into ``whole`` one after another along ``dim``, without the rows beyond its size."""
     rows = padded.shape[dim + 1]
     full = whole.shape[dim] // rows if rows > 0 else 0
     left = whole.shape[dim] - full * rows
@@ -371,7 +371,7 @@ def join(padded: Tensor, dim: int, whole: Tensor) -> None:
 
 
 def _regions(slots: Tensor, cut: Cut, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of views of ``slots`` and ``whole`` that hold the same: at most two, however many ranks there are.
+    """Pairs of views of ``slots`` and ``whole`` that hold the same elements: at most two, however many ranks there are.
 
     ``torch.chunk`` gives the first ranks equally many rows, at most one rank fewer, and the others none.
     """

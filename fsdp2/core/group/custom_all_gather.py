@@ -1,7 +1,7 @@
 """One all-gather of a group through a communicator that the user brought.
 
 Upstream's contract allows no gap between parameters and one buffer for the whole output, (W * n,), of which the input is this rank's
-own slice. So these groups travel packed, at the price of copies that the default does not make.
+own slice. So these groups travel packed, and pay copies that others do not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class CommGather(Gather):
     def __init__(
         self, layout: GroupLayout, target: GatherTarget, process_group: dist.ProcessGroup, streams: Streams, comm: AllGather
     ) -> None:
-        """layout: of the flat shard; what is sent has no gaps."""
+        """layout: of the flat shard; the collective sends it without gaps."""
         compact = group_layout([slot.cut for slot in layout.slots], num_shards=layout.num_shards, align=1)
         super().__init__(compact, 0, target, process_group, streams, "stock")
         self.coalesces_over = None

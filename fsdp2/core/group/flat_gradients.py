@@ -1,8 +1,8 @@
-"""Gradients that one reduction handed out lie in one buffer: what runs over all elements alike runs over the buffer itself.
+"""Gradients of one reduction lie in one buffer, so an operation that treats all elements alike can run over the buffer itself.
 
 Between two gradients lies padding, which a reduction leaves zero. Zeros change no sum of powers and no maximum, and a product with a
 number leaves them zero, unless that number is NaN. A user may replace a gradient, or drop it: its old place is not padding, and no
-tensor reaches over it. This file refuses to know what is computed.
+joined tensor reaches over it. This file refuses to know what is computed.
 
 Worked example, a buffer in which a reduction handed out w1, w2 and b; the user has dropped the gradient of w2
 
@@ -30,7 +30,7 @@ class _Gradients:
 
 
 def note_gradients(buffer: Tensor, strides: dict[int, tuple[int, ...]], stop: int) -> None:
-    """Between the gradients at the keys of ``strides`` lie zeros in ``buffer[:stop]``; what was noted of it before stays."""
+    """Note that zeros lie in ``buffer[:stop]`` between the gradients at the keys of ``strides``, in addition to earlier notes."""
     before: _Gradients | None = vars(buffer).get(_MARK)
     if before is not None:
         strides = dict(sorted((before.strides | strides).items()))
@@ -38,13 +38,13 @@ def note_gradients(buffer: Tensor, strides: dict[int, tuple[int, ...]], stop: in
 
 
 def forget_padding(tensors: Sequence[Tensor]) -> None:
-    """The padding between gradients of which ``tensors`` were joined may not be zero any more."""
+    """Forget that the padding between gradients of which ``tensors`` were joined is zero: it may not be any more."""
     for tensor in tensors:
         vars(tensor if tensor._base is None else tensor._base).pop(_MARK, None)
 
 
 def joined(grads: Sequence[Tensor], kinds: Sequence[int]) -> tuple[list[Tensor], list[int]]:
-    """Tensors that have the elements of ``grads``, and zeros; and the kind of each.
+    """Tensors that have the elements of ``grads``, and zeros; and the kind of each tensor.
 
     grads: local tensors. Neighbours in one buffer of one of ``kinds`` become one tensor, a view of the buffer.
     """
@@ -77,7 +77,7 @@ def joined(grads: Sequence[Tensor], kinds: Sequence[int]) -> tuple[list[Tensor],
 
 
 def _are_all(grads: Sequence[Tensor], kinds: Sequence[int], noted: _Gradients) -> bool:
-    """Whether ``grads`` are all gradients of their buffer, of one kind: what a step has, found without a loop."""
+    """Whether ``grads`` are all gradients of their buffer, of one kind: this finds the usual case without a loop."""
     if len(grads) != len(noted.strides) or kinds.count(kinds[0]) != len(kinds):
         return False
     return dict(zip(map(Tensor.storage_offset, grads), map(Tensor.stride, grads), strict=True)) == noted.strides

@@ -1,6 +1,6 @@
-"""In which dtype a group's gradients are reduced, kept, and added up: by the policy, and by ``grad_dtype`` of its parameters.
+"""The dtypes in which a group's gradients are reduced, kept and added up: by the policy, and by ``grad_dtype`` of its parameters.
 
-It refuses to know gradients.
+This file refuses to know gradients.
 
 Worked example, two bf16 parameters, no ``reduce_dtype``, ``grad_dtype`` of the first one set to fp32, by torch 2.15's semantics
 
@@ -24,10 +24,10 @@ from .param import ShardedParam
 class GradientDtypes:
     """The dtypes of one group's gradients.
 
-    reduced:  in which they are reduced
-    kept:     of each sharded parameter's gradient; None: all have the parameters' own
+    reduced:  the dtype in which they are reduced
+    kept:     the dtype of each sharded parameter's gradient; None: all have the parameters' own
     added_up: ``grad_dtype`` of those unsharded parameters for which the user has set one
-    usual:    in which the others add up what a backward does not reduce
+    usual:    the dtype in which the others add up gradients that a backward does not reduce
     """
 
     reduced: torch.dtype
@@ -36,7 +36,7 @@ class GradientDtypes:
     usual: torch.dtype
 
     def added_up_in(self, param: ShardedParam) -> torch.dtype | None:
-        """None: as they come."""
+        """The dtype in which gradients of ``param`` are added up; None: in the dtype that they have."""
         of_user = self.added_up.get(param)
         return self.usual if of_user is None else of_user.dtype
 
@@ -48,7 +48,7 @@ class GradientDtypes:
 def gradient_dtypes(
     params: Sequence[ShardedParam], options: GroupOptions, dtype: torch.dtype, param_dtype: torch.dtype
 ) -> GradientDtypes:
-    """By what the parameters say now. dtype: of the shards; param_dtype: in which they are computed with."""
+    """Read them from the parameters as they are now. dtype: of the shards; param_dtype: the dtype that they are computed with."""
     given = options.reduce_dtype
     if options.semantics == "2.13":
         return GradientDtypes(given or param_dtype, None, {}, given or param_dtype)

@@ -1,6 +1,6 @@
 """One group's gradients: collected from the unsharded parameters, accumulated, and sent on their way to the sharded ones.
 
-It refuses to know when a reduction starts and in which order.
+This file refuses to know when a reduction starts and in which order.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .reduction import Reduction
 
 @dataclass
 class _Planned:
-    """A plan and what it was made for.
+    """A plan, and the state of the parameters for which it was made.
 
-    trainable:  of the group's parameters
-    has_frozen: a parameter of the plan is not trainable, and was when what waits was added up
-    compact:    for a custom communicator: by which parameters of the plan were used
+    trainable:  for each parameter of the group
+    has_frozen: a parameter of the plan is not trainable now, and was when the waiting gradients were added up
+    compact:    plans for a custom communicator, by which parameters of the plan were used
     """
 
     plan: ReducePlan
@@ -46,21 +46,22 @@ class Gradients:
     def __init__(self, group: GroupMemory) -> None:
         self.group = group
         self.options = ReductionOptions()
-        self.micro_batch = MicroBatch()  # of its unit
+        self.micro_batch = MicroBatch()  # that of its unit
         self.number = 0  # among the groups over the same ranks
-        self.varying: set[str] = set()  # mesh axes over which something was seen to vary; shared by all units under a root
+        # Mesh axes over which an activation or gradient was seen to vary; shared by all units under a root.
+        self.varying: set[str] = set()
         self.reached = False  # a backward has begun in a unit that uses the group, and nothing was reduced since
         self._planned: _Planned | None = None
-        self._collected: ReducePlan | None = None  # of the last ``collect``
+        self._collected: ReducePlan | None = None  # that of the last ``collect``
         self._accumulated: Tensor | None = None
-        self._on_leaves = False  # the unsharded parameters hold gradients of backwards that were not to reduce
+        self._on_leaves = False  # the unsharded parameters hold gradients of backwards that did not reduce
         self._used: list[bool] = []
         self.partial: Tensor | None = None  # reduce-scattered, and not all-reduced or handed out yet
-        self._adding: Reduction | None = None  # on its way to ``partial``
+        self._adding: Reduction | None = None  # a reduction whose result is added to ``partial``
         self._divisions: tuple[object, Divisions] | None = None
 
     def choose(self, **changes: Any) -> None:
-        """From the next reduction on, reduce with these ``ReductionOptions``; the others stay."""
+        """Use these ``ReductionOptions`` from the next reduction on; the others stay."""
         self.options = replace(self.options, **changes)
 
     # --- before backward ---
@@ -69,7 +70,7 @@ class Gradients:
     def adds_up_on_leaves(self) -> bool:
         """Whether the next backward leaves its gradients on the unsharded parameters, as with torch 2.15.
 
-        Those of earlier versions, and those inside of ``fsdp2.accumulate``, are taken and collected.
+        Gradients of earlier versions, and those inside of ``fsdp2.accumulate``, are collected instead.
         """
         micro_batch = self.micro_batch
         return self.group.options.semantics != "2.13" and not micro_batch.reduces and not micro_batch.accumulates_shards
@@ -77,7 +78,7 @@ class Gradients:
     def set_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Do with the gradients of the next backward what ``micro_batch`` says.
 
-        Those that will add up on the unsharded parameters do so in their dtype from now on, and not behind the next backward only:
+        Gradients that will add up on the unsharded parameters do so in their dtype from now on, not only behind the next backward:
         pipeline schedules write gradients of weights there before it.
         """
         before = self.adds_up_on_leaves
@@ -92,7 +93,7 @@ class Gradients:
                 let_add_up(param)
 
     def choose_leaf_dtypes(self) -> None:
-        """Choose the ``grad_dtype`` of unsharded parameters that are made from now on."""
+        """Choose the ``grad_dtype`` of unsharded parameters that are made later."""
         dtypes, adds_up = self.group.plan.gradients, self.adds_up_on_leaves
         for param in self.group.params:
             param.adds_up_in = dtypes.of_unsharded(param, adds_up)
@@ -100,7 +101,7 @@ class Gradients:
     # --- from backward ---
 
     def _current_plan(self) -> ReducePlan:
-        """For the parameters that are trainable now, and those of which something waits that was added up."""
+        """The plan for the parameters that are trainable now, and those with waiting gradients."""
         group, before = self.group, self._planned
         trainable = [param.sharded.requires_grad for param in group.params]
         if (
@@ -122,13 +123,13 @@ class Gradients:
         return plan
 
     def _compares_late(self) -> bool:
-        """Whether ranks see afterwards which group each of them reduced: before, the host would have to wait for the device."""
+        """Whether ranks compare afterwards which group each of them reduced: before, the host would have to wait for the device."""
         if self.group.streams.host_waits or self.group.mesh.size == 1:
             return False
         return any(backends.is_stream_ordered(backend) and backends.moves_data(backend) for backend in self.backends)
 
     def _move(self, before: ReducePlan, plan: ReducePlan) -> None:
-        """Lay what waits as ``plan`` does, which has all parameters of ``before``."""
+        """Lay the waiting gradients out as ``plan`` does, which has all parameters of ``before``."""
         if self._adding is not None:
             self._adding.advance()
         if self._accumulated is not None:
@@ -139,7 +140,7 @@ class Gradients:
             self.partial = plan.moved(self.partial, before, 1)
 
     def _refuse_change(self, before: _Planned, trainable: list[bool]) -> None:
-        """What was accumulated has the layout of the parameters as they were."""
+        """Raise OrderError: the waiting gradients have the layout of the parameters as they were."""
         group = self.group
         where = group.fqn or "the root"
         toggled = []
@@ -156,7 +157,7 @@ class Gradients:
         )
 
     def _compact_plan(self, used: list[bool]) -> ReducePlan:
-        """For a custom communicator: only the parameters of the plan that were used."""
+        """The plan for a custom communicator: it has only the parameters that were used."""
         planned = self._planned
         assert planned is not None
         plan = planned.compact.get(tuple(used))
@@ -172,12 +173,12 @@ class Gradients:
 
     @property
     def unreduced(self) -> list[Tensor]:
-        """What was added up and has not reached the sharded parameters, in reduce dtype: whole, or reduce-scattered."""
+        """Gradients that were added up and have not reached the sharded parameters, in reduce dtype: whole, or reduce-scattered."""
         leaves = [param.unsharded for param in self.group.params if param.unsharded is not None] if self._on_leaves else []
         return [each for each in (self._accumulated, self.partial, *(leaf.grad for leaf in leaves)) if each is not None]
 
     def is_waiting(self) -> bool:
-        """At the end of backward: whether a gradient was not collected yet, or what accumulated without sync is to be reduced now."""
+        """At the end of backward: whether a gradient was not collected yet, or gradients that accumulated are due to be reduced."""
         if self.reached:
             return True
         switches = self.micro_batch
@@ -192,7 +193,7 @@ class Gradients:
 
     @property
     def is_due(self) -> bool:
-        """Whether a backward reduces what accumulated before, even if it adds nothing."""
+        """Whether a backward reduces the gradients that accumulated before, even if it adds none."""
         if not self.micro_batch.reduces:
             return False
         has_partial = self.partial is not None or self._adding is not None
@@ -200,11 +201,11 @@ class Gradients:
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether something that accumulated has not reached the sharded parameters yet."""
+        """Whether gradients that accumulated have not reached the sharded parameters yet."""
         return self._accumulated is not None or self._on_leaves or self.partial is not None or self._adding is not None
 
     def leave(self) -> bool:
-        """Let the gradients of a backward that does not reduce stay on the unsharded parameters; False if they are to be taken."""
+        """Let gradients of a backward that does not reduce stay on the unsharded parameters; False if ``take`` must get them."""
         if not self.adds_up_on_leaves:
             return False
         self.reached = False
@@ -223,18 +224,18 @@ class Gradients:
         return True
 
     def take(self) -> list[Tensor | None]:
-        """Take the gradients off the unsharded parameters, in the plan's order; empty if none is trainable."""
+        """Take the gradients off the unsharded parameters, in the plan's order; an empty list if no parameter is trainable."""
         self.reached = False
         grads: list[Tensor | None] = []
         plan = self._current_plan()
         for param in plan.params:
             unsharded = param.unsharded
-            grad = None if unsharded is None else unsharded.grad  # other ranks have run it, and this one never has
+            grad = None if unsharded is None else unsharded.grad  # other ranks have run the parameter, and this rank never has
             if unsharded is not None and grad is not None:
                 unsharded.grad = None
                 if self._on_leaves:
                     let_add_up(param)
-                if grad.requires_grad:  # of a backward with create_graph
+                if grad.requires_grad:  # from a backward with create_graph
                     grad = grad.detach()
             grads.append(grad)
         if plan.has_dtensors:
@@ -244,7 +245,7 @@ class Gradients:
     def collect(self, grads: list[Tensor | None]) -> Tensor | None:
         """Lay what ``take`` returned into a reduce-scatter input; clears ``grads``, which may hold the last references.
 
-        With sync off they are added to what was accumulated, in reduce dtype, and stay here: None.
+        With sync off they are added to the accumulated gradients, in reduce dtype, and stay here: returns None.
         """
         assert self._planned is not None
         plan = self._planned.plan
@@ -266,7 +267,7 @@ class Gradients:
                 grads[:] = [grad for grad in grads if grad is not None]
                 used = [True] * len(grads)
             size = (plan.input_numel,)
-            # What stays here is none of the communicator's business.
+            # the communicator sees no gradient that stays here
             allocate: Callable[..., Tensor] = comm.allocate if self.micro_batch.reduces else torch.empty
             buffer = allocate(size, dtype=plan.reduce_dtype, device=self.group.device)
         plan.copy_in(grads, buffer)
@@ -284,7 +285,7 @@ class Gradients:
         return None
 
     def _refuse_zeros_of_no_dtype(self) -> None:
-        """Raise where a parameter that was not used gets a gradient, and nothing says in which dtype. All ranks do, or none."""
+        """Raise if an unused parameter gets a gradient of which no option tells the dtype. All ranks raise, or none."""
         if not self.options.reduce_unused:
             return
         names = [param.fqn for param, given in self.group.plan.gradients.added_up.items() if given.dtype is None]
@@ -309,7 +310,7 @@ class Gradients:
 
     @torch.no_grad()
     def zero(self, set_to_none: bool) -> None:
-        """As ``zero_grad``: for the sharded parameters, shown or not, and for what was not reduced yet."""
+        """Do as ``zero_grad``: for the sharded parameters, shown or not, and for gradients that were not reduced yet."""
         self._accumulated = None
         self.partial = None
         for param in self.group.params:
@@ -326,12 +327,12 @@ class Gradients:
 
     @property
     def scatter_group(self) -> dist.ProcessGroup | None:
-        """Over which gradients are reduce-scattered; None: parameters are replicated everywhere."""
+        """The process group over which gradients are reduce-scattered; None: every rank has whole parameters."""
         return self.options.process_group or self.group.mesh.shard_group
 
     @property
     def backends(self) -> tuple[str, str]:
-        """Of the reduce-scatter and of the all-reduce; "" for one that there is not."""
+        """The backends of the reduce-scatter and of the all-reduce; "" for a collective that the group does not need."""
         groups = (self.scatter_group, self.group.mesh.replicate_group)
         scatter, all_reduce = (backends.backend_of(group, self.group.device.type) for group in groups)
         return scatter, all_reduce
@@ -343,7 +344,7 @@ class Gradients:
         if self._divisions is None or self._divisions[0] != key:
             backend, all_reduce_backend = self.backends
             if options.comm is not None and options.divide_factor is None:
-                backend = "nccl"  # whose operation upstream shows to a custom communicator on every backend
+                backend = "nccl"  # upstream shows its operation to a custom communicator on every backend
             divisions = divisions_for(
                 mesh.shard_size, mesh.replicate_size, dtype, backend, options.divide_factor, options.sum_only, all_reduce_backend
             )
@@ -355,7 +356,7 @@ class Gradients:
         assert self._collected is not None
         if self._adding is not None:
             self._adding.advance()
-        # On the host, the rest may come after the user has changed what is asked here, and after others have asked.
+        # On the host, later legs may run after the user has changed these options, and after another reduction has asked.
         hands_out = self.micro_batch.all_reduces or self.hands_out
         reduction = Reduction(
             self.group,
@@ -368,12 +369,12 @@ class Gradients:
             add_to_partial=None if hands_out else self.add_to_partial,
         )
         if hands_out:
-            self.partial = None  # it goes the rest of the way with this reduction: from now on nothing waits for another one
+            self.partial = None  # it takes the remaining legs with this reduction: no other one may wait for it any more
         elif self.group.streams.host_waits:
             self._adding = reduction
         return reduction
 
     def add_to_partial(self, output: Tensor) -> None:
-        """Keep a reduce-scattered gradient, in reduce dtype, that is not to be all-reduced or handed out yet."""
+        """Keep a reduce-scattered gradient, in reduce dtype, that is not all-reduced or handed out yet."""
         self.partial = output if self.partial is None else self.partial.add_(output)
         self._adding = None

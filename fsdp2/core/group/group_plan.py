@@ -1,4 +1,4 @@
-"""The plan of one group: dtypes, and where every shard lies in the flat shard. It refuses to know memory and states."""
+"""The plan of one group: dtypes, and where every shard lies in the flat shard. This file refuses to know memory and states."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from .param import ShardedParam
 ALIGN_NBYTES = (128, 64, 32, 16)
 """Every view of a flat buffer starts at a multiple of one of these: kernels and collectives leave their fast paths otherwise.
 
-The first is taken that makes buffers at most a tenth larger, else the last: the small shards of many ranks would travel with more
+A plan takes the first that makes buffers at most a tenth larger, else the last: the small shards of many ranks would travel with more
 padding than data."""
 
 DIRECT_FROM_NBYTES = 128 << 10
 DIRECT_FROM_SHARD_NBYTES = 2 << 10
-"""Parameters of which the whole and each rank's piece have these sizes are gathered straight into place, where the backend gains by it.
+"""Parameters are gathered straight into place if the whole and each rank's piece are at least so large, and the backend gains by it.
 
-The whole is what a copy less saves, which is to pay for a collective more; the piece is the message, which must not become too small
-where ranks are many."""
+Of the whole, a direct gather saves one copy, which must pay for one more collective; the piece is the message, which must not become
+too small where ranks are many."""
 
 
 @dataclass(frozen=True, eq=False)
 class GroupPlan:
-    """What is fixed as long as a group's parameters are the same, of one dtype, in one kind of memory.
+    """The values that are fixed as long as a group's parameters are the same, of one dtype, in one kind of memory.
 
-    params:         those of the group, with the ``num_direct`` first that are gathered straight into place
+    params:         those of the group; the first ``num_direct`` are gathered straight into place
     layout:         their slots in that order
-    align:          elements; every slot starts at a multiple
+    align:          every slot starts at a multiple of so many elements
     dtype:          of the shards
-    param_dtype:    in which they are gathered and computed with
+    param_dtype:    the dtype in which they are gathered and computed with
     gradients:      their dtypes
     is_meta:        some have no values yet
-    has_own_memory: some are tensors that say themselves how they are gathered; none lies in a flat shard then
+    has_own_memory: some define how they are gathered; then none lies in a flat shard
     """
 
     params: list[ShardedParam]
@@ -67,7 +67,7 @@ class GroupPlan:
 def plan_group(params: Sequence[ShardedParam], mesh: DataParallelMesh, options: GroupOptions) -> GroupPlan:
     """Plan for ``params`` as they are now.
 
-    Raises: ParameterError naming them if they have different dtypes
+    Raises: ParameterError naming the parameters if they have different dtypes
     """
     _refuse_mixed_dtypes(params)
     dtype = params[0].dtype
@@ -79,7 +79,7 @@ def plan_group(params: Sequence[ShardedParam], mesh: DataParallelMesh, options: 
         mode=_gather_mode(mesh, options),
         direct_from_numel=direct_from_nbytes(mesh.shard_size) // param_dtype.itemsize,
     )
-    # Matrices before vectors: an optimizer that lets matrices alone decay finds each kind in one stretch.
+    # Matrices before vectors: an optimizer whose weight decay applies to matrices only then finds each kind in one stretch.
     packed = sorted(ways.packed, key=lambda index: len(params[index].spec.cut.shape) <= 1)
     ordered = [params[index] for index in (*ways.direct, *packed)]
     layout, align = _aligned_layout(
@@ -120,7 +120,7 @@ def _aligned_layout(cuts: Sequence[Cut], num_shards: int, itemsize: int, block: 
 
 def _gather_mode(mesh: DataParallelMesh, options: GroupOptions) -> str:
     if options.gather == "auto" and mesh.shard_group is not None:
-        # Measured: on gloo direct gathers lose at every size that was tried (0.9x at 1 MB parameters, 0.35x at 16 KB).
+        # Measured: on gloo direct gathers lose at every size (0.9x at 1 MB parameters, 0.35x at 16 KB).
         return "packed" if backends.is_gloo(backends.backend_of(mesh.shard_group, mesh.device_type)) else "auto"
     return options.gather
 

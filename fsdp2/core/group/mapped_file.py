@@ -1,7 +1,7 @@
-"""Memory-mapped files without names: a crash, at whatever moment, leaves none, and the system gives their room back.
+"""Memory-mapped files without names: a crash at any moment leaves no file, and the system gives their disk space back.
 
-Pages come into memory when they are touched, or asked for before, and leave it when they are let go. So no half-written state is
-left that a later run could take for good; checkpoints are what outlives a process. ``ReadAhead`` knows which file is touched next. This
+Pages come into memory when they are touched, or asked for before, and leave it when they are let go. So a crash leaves no half-written
+state that a later run could take for good; only checkpoints outlive a process. ``ReadAhead`` knows which file is touched next. This
 file refuses to know what files hold.
 
 Worked example, parameters of units a, b, c, one ahead; the second forward and backward
@@ -31,16 +31,16 @@ from ..plan.layout import round_up
 
 
 class MappedFile:
-    """Bytes of a file. nbytes: of them"""
+    """A file in memory. nbytes: its size"""
 
     def __init__(self, folder: str, nbytes: int, what: str) -> None:
-        """what: it will hold, for the message. Raises: FSDPError if the folder has no room"""
+        """what: its content, for the error message. Raises: FSDPError if the folder has no room"""
         self.nbytes = max(nbytes, 1)
         self.number = next(_numbers)
         self._file = -1
         try:
             self._file = _unnamed_file(folder)
-            # Now: a page that the disk has no room for kills the process when it is written.
+            # Allocate now: a page that the disk has no room for kills the process when it is written.
             os.posix_fallocate(self._file, 0, self.nbytes)
             self._map = mmap.mmap(self._file, self.nbytes)
         except OSError as error:
@@ -54,23 +54,23 @@ class MappedFile:
             ) from error
 
     def tensor(self, dtype: torch.dtype, numel: int, offset: int = 0) -> Tensor:
-        """(numel,) over the bytes from ``offset`` on."""
+        """A tensor (numel,) over the bytes from ``offset`` on."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
     def ask_for(self) -> None:
-        """Start to read it; the system does that while we go on."""
+        """Let the system start to read the file while we go on."""
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_WILLNEED)
         self._map.madvise(mmap.MADV_WILLNEED)
 
     def let_go(self) -> None:
-        """Give the memory back, but of what has changed and is not written yet. Values stay: touched again, they are read again."""
+        """Give the memory back, but for changes that are not written yet. Values stay: the next touch reads them again."""
         self._map.madvise(mmap.MADV_DONTNEED)
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def write_back(self) -> None:
-        """Write what has changed, and give the memory back."""
+        """Write the changes, and give the memory back."""
         os.fdatasync(self._file)
         self.let_go()
 
@@ -102,14 +102,14 @@ def mapped(folder: str, tensors: Iterable[Tensor], what: str) -> MappedFile:
 
 
 def _unnamed_file(folder: str) -> int:
-    """Open for reading and writing. Raises: OSError"""
+    """Open a file for reading and writing. Raises: OSError"""
     file, path = tempfile.mkstemp(dir=folder)
     os.unlink(path)
     return file
 
 
 def check_disk_policy(policy: DiskOffloadPolicy) -> None:
-    """Raises: ArgumentError if it says what cannot be."""
+    """Raises: ArgumentError if the policy's values cannot work."""
     read_ahead: Any = policy.read_ahead
     if not isinstance(read_ahead, int) or read_ahead < 0:
         raise ArgumentError(
@@ -122,7 +122,7 @@ def check_disk_policy(policy: DiskOffloadPolicy) -> None:
 
 
 def _check_folder(folder: str) -> None:
-    """Make a file there, of one byte. Raises: ArgumentError if that fails. Rights do not tell: /proc takes no files."""
+    """Make a file of one byte there. Raises: ArgumentError if that fails. Access rights are not enough: /proc takes no files."""
     try:
         file = _unnamed_file(folder)
         try:
@@ -138,21 +138,21 @@ def _check_folder(folder: str) -> None:
 
 
 class ReadAhead:
-    """Asks for the files that are read next: those that followed the last two files when these were read before.
+    """Asks for the files that come next: those that followed the last two files when these were read before.
 
-    in_memory, peak: bytes of the files that were asked for or are read, and not let go yet; the most so far
+    in_memory, peak: bytes of the files in memory, which were asked for or read and not let go yet; the most so far
     """
 
     def __init__(self) -> None:
         self._next: dict[tuple[int, int], int] = {}
         self._last = (-1, -1)
         self._files: weakref.WeakValueDictionary[int, MappedFile] = weakref.WeakValueDictionary()
-        self._asked: deque[MappedFile] = deque()  # and not read yet
+        self._asked: deque[MappedFile] = deque()  # files that were asked for and not read yet
         self._in_memory: set[MappedFile] = set()
         self.in_memory = self.peak = 0
 
     def begin(self, file: MappedFile, num_ahead: int) -> None:
-        """``file`` is read now; ask for the ``num_ahead`` behind it."""
+        """``file`` is read now; ask for the next ``num_ahead`` files."""
         self._files[file.number] = file
         self._next[self._last] = file.number
         self._last = (self._last[1], file.number)
@@ -180,7 +180,7 @@ class ReadAhead:
             self.peak = max(self.peak, self.in_memory)
 
     def end(self, file: MappedFile) -> None:
-        """``file`` was read."""
+        """``file`` has been read: let it go."""
         if file in self._in_memory:
             self._in_memory.discard(file)
             self.in_memory -= file.nbytes
@@ -188,4 +188,4 @@ class ReadAhead:
 
 
 READ_AHEAD = ReadAhead()
-"""Of the flat shards in files of this process."""
+"""For the flat shards that this process keeps in files."""

@@ -1,8 +1,8 @@
 """Embeddings with ``max_norm`` change their weight in forward: the rows that were looked up and are too long are shrunk in place.
 
-That happens to the unsharded weight, which is dropped, on each rank for the rows that this rank looked up. So that the sharded weight
-becomes what it would be in the unsharded model, ranks agree on the rows that any of them shrank, and each shrinks those that it keeps.
-It refuses to know when a forward has ended.
+They shrink the unsharded weight, which reshard drops, and each rank shrinks the rows that it looked up. So that the sharded weight
+becomes what it would be in the unsharded model, ranks agree on the rows that any rank shrank, and each shrinks those that it keeps.
+This file refuses to know when a forward has ended.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ShrunkRows:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Shrink in the shard what forward shrank on any rank; no-op unless unsharded. Collective: yes, over all ranks of the mesh."""
+        """Shrink the same rows in the shard, on any rank; no-op unless unsharded. Collective: yes, over all ranks of the mesh."""
         param, mesh = self._param, self._group.mesh
         max_norm = self._module.max_norm
         if not self._group.is_unsharded or param.unsharded is None or max_norm is None:
@@ -54,14 +54,14 @@ class ShrunkRows:
 
 
 def _shrink(weight: Tensor, chosen: Tensor, max_norm: float, norm_type: float) -> None:
-    """As ``torch.embedding_renorm_`` of the ``chosen`` rows, a mask: for their indices the host would wait for the device."""
+    """Do as ``torch.embedding_renorm_`` to the ``chosen`` rows, a mask: for their indices the host would wait for the device."""
     norms = torch.linalg.vector_norm(weight, ord=norm_type, dim=1)
     scales = torch.where(chosen & (norms > max_norm), max_norm / (norms + 1e-7), 1)
     weight.mul_(scales.unsqueeze(1))
 
 
 def shrinking_weights(groups: Iterable[GroupMemory]) -> list[ShrunkRows]:
-    """Those of ``groups`` that belong to an embedding with ``max_norm`` and are cut on their rows."""
+    """The weights of ``groups`` that belong to an embedding with ``max_norm`` and are cut on their rows."""
     return [
         ShrunkRows(group, param, owner.module)
         for group in groups

@@ -3,12 +3,13 @@
 A group owns one flat shard, of which its sharded parameters are views, and one storage, of which its unsharded parameters are views.
 ``issue`` starts an all-gather into that storage, ``wait`` makes its result usable and shows the unsharded parameters to the
 modules, ``reshard`` shows the sharded ones again and frees the storage. All parameters of a group have one storage dtype, one compute
-dtype, one mesh. It refuses to know when it is used, gradients, and the user's modules (its ``Registry`` shows parameters to them).
+dtype, one mesh. This file refuses to know when it is used, gradients, and the user's modules (its ``Registry`` shows parameters to
+them).
 
-Note: leases. The flat shard is read by an all-gather from ``issue`` to its completion; a write in between would be seen by the
-other ranks (measured: 99 % of the elements). So whoever lets the user write (end of backward, state dict hooks, ``_apply``, ...)
-first calls ``release`` on every group with a gather under way, and ``issue(copy=True)`` sends a copy where the user may write
-before the wait. The unsharded storage is leased for writing over the same time: ``reshard`` of a pending gather waits first.
+Note: leases. An all-gather reads the flat shard from ``issue`` to its completion, and the other ranks would see a write in between
+(measured: 99 % of the elements). So before a user may write (end of backward, state dict hooks, ``_apply``, ...), the caller
+``release``s every group with a gather under way, and ``issue(copy=True)`` sends a copy where the user may write before the wait.
+The unsharded storage is leased for writing over the same time: ``reshard`` of a pending gather waits first.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ class Registry(Protocol):
     def add_owner(self, param: ShardedParam, owner: Owner) -> None: ...
 
     def verify(self) -> bool:
-        """Whether each sharded parameter still is where the group put it and keeps its data there; adopts replaced ones."""
+        """Whether each sharded parameter is where the group put it, with its data in place; adopts parameters that replaced others."""
 
 
 class GroupState(Enum):
-    """What a group's parameters are.
+    """What a group's parameters are at a moment.
 
     HIDDEN:     unsharded, while the modules show the sharded ones
     RESHARDED:  sharded over the smaller mesh of ``reshard_after_forward=<int>``
@@ -76,19 +77,19 @@ MOVES = {
     GroupState.HIDDEN: {GroupState.UNSHARDED, GroupState.SHARDED},
     GroupState.RESHARDED: {GroupState.UNSHARDING, GroupState.SHARDED},
 }
-"""The moves that a group's state may make; the tests check each one that is made."""
+"""The moves that a group's state may make; the tests check each move."""
 
 
 class GroupMemory:
-    """Parameters that are all-gathered together. Its sixteen attributes are what it was made of, its state, and its memory.
+    """Parameters that are all-gathered together. Its sixteen attributes are its parts, its state, and its memory.
 
     fqn:             of the module that fully_shard was called on, from the root
-    registry:        set by whoever touches the modules, before the first unshard
+    registry:        set by the code that touches the modules, before the first unshard
     all_gather_comm: a custom communicator
     smaller_mesh:    for ``reshard_after_forward=<int>``
     plan, flat:      replaced when parameters were moved or cast; ``flat`` is None on the meta device, and where parameters have
                      memory of their own
-    file:            of which ``flat``, or what parameters with memory of their own are made of, is the memory; None: they are in memory
+    file:            the file whose memory ``flat`` is, or that of parameters with memory of their own; None: there is no file
     unsharded:       None until the first unshard by this plan
     keeps_storage:   ``reshard`` leaves the unsharded memory allocated
     """
@@ -109,14 +110,14 @@ class GroupMemory:
         self.file: MappedFile | None = None
         self.unsharded: Unsharded | None = None
         self.keeps_storage = False
-        self._reads_host = False  # an offloaded flat shard is copied to the device, and the host has not waited for that
+        self._reads_host = False  # an offloaded flat shard is being copied to the device, and the host has not waited for the copy
         self.rebuild()
 
     # --- the plan ---
 
     @torch.inference_mode(False)
     def rebuild(self) -> None:
-        """Plan again for the parameters as they are now and move them into a new flat shard; they keep their identity.
+        """Plan again for the parameters as they are now, and move them into a new flat shard; they keep their identity.
 
         Memory: one flat shard more than the parameters as they are now.
         """
@@ -129,7 +130,7 @@ class GroupMemory:
                 param.spec = replace(param.spec, sharded=in_dtype(param.spec.sharded, plan.dtype))
             param.take_over_toggle()
             if self.mesh.shard_size == 1 and (param.unsharded is None or param.unsharded.grad is None):
-                param.unsharded = None  # which may be the old flat shard
+                param.unsharded = None  # it may be a view of the old flat shard
             param.local = param.local_now()
         if plan.is_meta:
             return
@@ -146,7 +147,7 @@ class GroupMemory:
             self.file.write_back()
 
     def align_to(self, block: int) -> None:
-        """From now on no block of so many elements of the flat shard has elements of two parameters. Every rank has to ask for it."""
+        """From now on, let no block of so many elements of the flat shard have elements of two parameters. Every rank must call it."""
         wanted = math.lcm(self.options.block, block)
         if wanted != self.options.block:
             self.reshard()
@@ -158,7 +159,7 @@ class GroupMemory:
         return have_mixed_dtypes(self.params)
 
     def _move_own_memory(self) -> None:
-        """Parameters with all-gather extensions stay what they are; they only come to the right device."""
+        """Move parameters with all-gather extensions to the right device; they stay as they are otherwise."""
         for param in self.params:
             local = param.local
             with torch.no_grad():
@@ -182,7 +183,7 @@ class GroupMemory:
         return [f"{param.fqn} {tuple(param.sharded.shape)}" for param in self.params if param.local_now().is_meta]
 
     def _misplaced(self) -> list[str]:
-        """Names and devices of the parameters that say that they are elsewhere; their values have been moved."""
+        """Names and devices of the parameters that are elsewhere by their own account; their values have been moved."""
         kept_on = "cpu" if self.options.offload else self.device.type
         return [f"{param.fqn} on {param.sharded.device}" for param in self.params if param.sharded.device.type != kept_on]
 
@@ -200,7 +201,7 @@ class GroupMemory:
         if gradient_dtypes(self.params, self.options, plan.dtype, plan.param_dtype) != plan.gradients:
             self.rebuild()  # ``grad_dtype`` was set on sharded parameters
         elif not plan.has_own_memory and any(has_extension(param.local) for param in self.params):
-            self.rebuild()  # methods were put on plain local tensors: their neighbours leave the flat shard with them
+            self.rebuild()  # the user put methods on plain local tensors: their neighbours leave the flat shard with them
         made = Unsharded(self.plan, self.mesh, self.device, self.options, self.streams, self.flat, self.all_gather_comm)
         self.unsharded = made
         if self.keeps_storage:
@@ -208,7 +209,7 @@ class GroupMemory:
         return made
 
     def keep_storage(self, keep: bool) -> None:
-        """Whether the unsharded memory stays allocated, at one address, while the parameters are sharded."""
+        """Choose whether the unsharded memory stays allocated, at one address, while the parameters are sharded."""
         self.keeps_storage = keep
         if self.unsharded is not None:
             self.unsharded.keep_storage(keep)
@@ -216,7 +217,7 @@ class GroupMemory:
                 self.unsharded.free()
 
     def set_all_gather_comm(self, comm: AllGather | None) -> None:
-        """Gather through ``comm`` from the next unshard on; None: as the plan says."""
+        """Gather through ``comm`` from the next unshard on; None: by the plan's algorithm."""
         self.reshard()
         self.all_gather_comm = comm
         self.unsharded = None
@@ -228,16 +229,16 @@ class GroupMemory:
         return self.state is GroupState.UNSHARDED
 
     def issue(self, copy: bool = False, together: list[Waiting] | None = None) -> None:
-        """Start unsharding; no-op if unsharded, or under way. Collective: yes, over the shard axis.
+        """Start unsharding; no-op if unsharded or under way. Collective: yes, over the shard axis.
 
-        copy:     send a copy of the flat shard, for where the user may write to it before ``wait``
+        copy:     send a copy of the flat shard, because the user may write to it before ``wait``
         together: see ``Gather.start``
         """
         if self.state is GroupState.HIDDEN:
             if self.registry.verify():
                 self.state = GroupState.UNSHARDED
                 self.registry.show_unsharded()
-            else:  # the user put other parameters in the places of those that were shown
+            else:  # the user replaced parameters that the modules showed
                 self.reshard()
         if self.state is GroupState.SHARDED:
             if not self.registry.verify():
@@ -272,7 +273,7 @@ class GroupMemory:
             self.registry.show_unsharded()
 
     def release(self) -> None:
-        """End an issued unshard that nobody has waited for, so that the flat shard may be written; no-op otherwise."""
+        """Wait for an issued unshard, so that the flat shard may be written; no-op otherwise."""
         if self.state is GroupState.UNSHARDING:
             unsharded = self._finish_gather()
             self.state = GroupState.SHARDED
@@ -281,7 +282,7 @@ class GroupMemory:
             unsharded.free()
 
     def await_host_read(self) -> None:
-        """Block until an offloaded flat shard may be written: its writers run on the host, which is ordered behind no stream."""
+        """Block until an offloaded flat shard may be written: its writers run on the host, which no stream orders."""
         if self._reads_host:
             self.streams.synchronize(self.streams.mark(self.streams.gather))
             self._reads_host = False
@@ -308,7 +309,7 @@ class GroupMemory:
             log.issued(self, "all-gather", self.fqn or "the root", numel, dtype, mesh.shard_group)
 
     def shards_version(self) -> tuple[int, int]:
-        """Changes when a sharded parameter is written: by an optimizer, or in place (but through ``.data`` nobody notices)."""
+        """Changes when a sharded parameter is written: by an optimizer, or in place (but a write through ``.data`` stays unnoticed)."""
         num_steps = 0 if self.unsharded is None else self.unsharded.num_steps
         return num_steps, sum([param.sharded._version + param.local._version for param in self.params])
 
@@ -320,9 +321,9 @@ class GroupMemory:
     # --- reshard ---
 
     def take_over_toggles(self) -> None:
-        """Between iterations, what is shown may have been told to require a gradient or not, and so may the sharded parameters."""
+        """Take over ``requires_grad`` that the user has set between iterations, on the parameters shown or on the sharded ones."""
         smaller = [] if self.unsharded is None or self.unsharded.smaller is None else self.unsharded.smaller.shown
-        for param, shown in zip(self.params, smaller, strict=False):  # none, unless resharded to the smaller mesh
+        for param, shown in zip(self.params, smaller, strict=False):  # empty unless resharded to the smaller mesh
             if shown.requires_grad is not param.trainable:
                 param.sharded.requires_grad_(shown.requires_grad)
         for param in self.params:
@@ -331,9 +332,9 @@ class GroupMemory:
             shown.requires_grad_(param.trainable)
 
     def hide(self) -> None:
-        """Show the sharded parameters, and keep what was gathered for a backward that comes before the next forward.
+        """Show the sharded parameters, and keep the unsharded memory for a backward that comes before the next forward.
 
-        One rank may do that alone: freed, it would gather in that backward what the others still have.
+        One rank may do that alone; if it freed that memory, it would gather in that backward what the other ranks still have.
         """
         if self.state in (GroupState.UNSHARDED, GroupState.RESHARDED):
             self.take_over_toggles()
@@ -343,7 +344,7 @@ class GroupMemory:
         self.await_host_read()
 
     def reshard(self) -> None:
-        """Show the sharded parameters and free the unsharded storage; a pending unshard is waited for first."""
+        """Show the sharded parameters and free the unsharded storage; it waits for a pending unshard first."""
         if self.state is GroupState.SHARDED:
             return
         unsharded = self.unsharded
@@ -366,10 +367,10 @@ class GroupMemory:
     @torch.inference_mode(False)
     @torch.no_grad()
     def reshard_to_smaller(self) -> None:
-        """From unsharded to shards over the smaller mesh, so that the next unshard gathers among fewer ranks; no-op otherwise.
+        """Turn unsharded parameters into shards over the smaller mesh, so that the next unshard gathers among fewer ranks.
 
-        Without a smaller mesh: ``reshard``; with parameters that have memory of their own as well, for what an extension has made
-        cannot be cut.
+        No-op in other states. Without a smaller mesh it is ``reshard``, and also if parameters have memory of their own: the results of
+        extensions cannot be cut.
         """
         if (
             self.smaller_mesh is None

@@ -1,7 +1,7 @@
 """What the user chose for a group: how it runs, how its gradients are reduced, and what the next backward does.
 
 All three are frozen values. Setters, ``fsdp2.accumulate`` and ``no_sync`` replace a value as a whole and put the old one back; a
-reduction under way keeps those that it started with. This file refuses to know who reads them, and when.
+reduction under way keeps the values that it started with. This file refuses to know their readers, and when they read.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class GroupOptions:
     """How a group runs; the last four are private, for tests and benchmarks: measurement picks their defaults.
 
     mp_policy:            as the user gave it, for all-gather extensions
-    semantics:            whose numbers it has, torch 2.13's or 2.15's (``setup/semantics.py``)
+    semantics:            the version of FSDP2 whose numbers it gives, torch 2.13's or 2.15's (``setup/semantics.py``)
     offload, pin_memory:  keep the flat shard in (page-locked) host memory
     folder, read_ahead:   with ``offload``, keep it in a file there, and how many groups' files are read before their turn
-    block:                elements that an optimizer quantises together, none of which may be of two parameters
+    block:                elements that an optimizer quantises together: none of them may belong to two parameters
     gather:               "auto", "direct", "packed" or "mixed"
-    all_gather, reduce_scatter, all_reduce: the collective algorithm; None lets ``collectives`` choose
+    all_gather, reduce_scatter, all_reduce: the collective algorithm; None: ``backends`` chooses
     """
 
     param_dtype: torch.dtype | None = None
@@ -51,13 +51,13 @@ class ReductionOptions:
     """How the gradients of a group are reduced.
 
     divide_factor:       what their sum over the ranks is divided by; None: the number of data-parallel ranks
-    sum_only:            collectives only add; kernels of ours divide
+    sum_only:            collectives only add; our own kernels divide
     reduce_unused:       a parameter that no rank used gets a zero gradient instead of None
     grad_dtype:          of the sharded parameters' gradients; None: the parameters' own
-    process_group:       of the reduce-scatter, if it has one of its own
+    process_group:       of the reduce-scatter, if it has its own
     comm:                a custom communicator for the reduce-scatter
-    all_reduce_instead:  changes the gradients in place, instead of the all-reduce
-    all_reduce_hook:     changes what was reduced in place, on ``all_reduce_hook_stream`` or else where the reduction ran
+    all_reduce_instead:  a function that changes the gradients in place, instead of the all-reduce
+    all_reduce_hook:     changes the reduced gradients in place, on ``all_reduce_hook_stream`` or else where the reduction ran
     """
 
     divide_factor: float | None = None
@@ -76,8 +76,8 @@ class MicroBatch:
     """The switches of one unit for its next backward; the defaults are those of a step's only backward.
 
     reduces:            gradients are reduced over the shard axis; else they accumulate whole, in reduce dtype
-    all_reduces:        what was reduce-scattered is all-reduced over the replicate axis, too; else it accumulates there
-    accumulates_shards:       ``all_reduces`` False keeps what was reduce-scattered even where there is no replicate axis
+    all_reduces:        reduce-scattered gradients are all-reduced over the replicate axis, too; else they accumulate there
+    accumulates_shards:       ``all_reduces`` False keeps reduce-scattered gradients even where there is no replicate axis
     reshards:           parameters are resharded after backward
     reshards_to_smaller: ... but only to each group's ``smaller`` mesh
     """

@@ -2,8 +2,8 @@
 
 A tag is the group's number in binary digits, and behind them the digits' complements. Where all ranks send the same tag, of each digit
 and its complement one stays exactly zero in the sum, and in what averaging, scaling, rounding and further sums make of it. Where two
-ranks send different tags, both of some digit are not zero, and these digits tell the one number from the other. (Both are zero where
-a divisor made the sum too small for its dtype: that says nothing.) This file refuses to know when tags are read.
+ranks send different tags, some digit and its complement are both not zero, and these digits tell one number from the other. (If a
+divisor made the sum too small for its dtype, both are zero, which tells nothing.) This file refuses to know when tags are read.
 
 Worked example, 3 digits; rank 0 reduces group 5, rank 1 group 4, averaged
 
@@ -15,14 +15,14 @@ from __future__ import annotations
 from torch import Tensor
 
 NUM_DIGITS = 10
-"""Enough for 1024 groups over the same ranks; of more, only those are not told apart that are a multiple of 1024 groups apart. With the
-flags of a usual block's parameters a tag fits into the 32 elements that are kept free behind fp32 gradients anyway."""
+"""Enough for 1024 groups over the same ranks; with more groups, tags do not tell apart two whose numbers differ by a multiple of 1024.
+With the flags of a usual block's parameters a tag fits into the 32 elements that are free behind fp32 gradients anyway."""
 
 TAG_NUMEL = 2 * NUM_DIGITS
 
 
 def tag_of(number: int) -> list[int]:
-    """(TAG_NUMEL,): zeros and ones."""
+    """The tag, (TAG_NUMEL,): zeros and ones."""
     digits = [number >> place & 1 for place in reversed(range(NUM_DIGITS))]
     return [*digits, *(1 - digit for digit in digits)]
 
@@ -35,7 +35,7 @@ def are_mixed(tags: Tensor) -> list[bool]:
 
 
 def number_instead(number: int, tag: Tensor) -> int | None:
-    """Which group other ranks reduced where this one reduced group ``number``, modulo 1024; None: several, as far as one can tell.
+    """The group that other ranks reduced where this rank reduced group ``number``, modulo 1024; None if there seem to be several.
 
     tag: (TAG_NUMEL,), on the host, mixed
     """
@@ -45,4 +45,4 @@ def number_instead(number: int, tag: Tensor) -> int | None:
         if digit > 0 and complement > 0:
             instead ^= 1 << (NUM_DIGITS - 1 - place)
             shares.append(min(digit, complement) / (digit + complement))
-    return instead if max(shares) < 1.25 * min(shares) else None  # one other group's digits come from as many ranks each
+    return instead if max(shares) < 1.25 * min(shares) else None  # as many ranks have sent each digit of one other group

@@ -1,6 +1,6 @@
-"""Parameters with memory of their own: which tensors cannot be a piece of a flat shard, and how they are cut.
+"""Parameters with memory of their own: the tensors that cannot be a piece of a flat shard, and how they are cut.
 
-Those with the all-gather hooks of ``extensions.py``, and tensor subclasses. It refuses to know how they are gathered.
+They are those with the all-gather hooks of ``extensions.py``, and tensor subclasses. This file refuses to know how they are gathered.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def has_extension(local: Tensor) -> bool:
 
 
 def needs_own_memory(param: Tensor) -> bool:
-    """Whether a parameter (of a DTensor, its local tensor) cannot be a piece of a flat buffer."""
+    """Whether a parameter (the local tensor of a DTensor) cannot be a piece of a flat buffer."""
     local = compat.local_tensor(param) if isinstance(param, DTensor) else param
     return has_extension(local) or compat.is_traceable_wrapper_subclass(compat.waited_for(local))
 
@@ -81,8 +81,7 @@ def _refused_release(local: Tensor) -> str | None:
 def cut_out(name: str, whole: Tensor, spec: ShardSpec, rank: int) -> Tensor:
     """This rank's shard of ``whole``, of the same kind and with memory of its own (with room for the largest shard).
 
-    Made of the operators that torch's FSDP2 uses, for they are those that tensor subclasses implement: chunk, new_zeros, narrow
-    from 0 and copy_.
+    It uses the operators that torch's FSDP2 uses, because tensor subclasses implement those: chunk, new_zeros, narrow from 0 and copy_.
     Raises: ExtensionError if the subclass cannot do it.
     """
     cut = spec.cut

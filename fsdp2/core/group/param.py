@@ -39,7 +39,7 @@ class ShardedParam:
     spec:       its placement
     rank:       this rank on the shard axis
     sharded:    what the user sees between steps; a DTensor
-    local:      the local tensor that ``sharded`` should have: a piece of the flat shard (on the meta device: of its own)
+    local:      the local tensor that ``sharded`` should have: a piece of the flat shard (on the meta device, memory of its own)
     trainable:  whether it required a gradient when the sharded and the unsharded parameter were last compared
     unsharded:  what the user sees in forward and backward; made at the first unshard
     adds_up_in: a ``grad_dtype`` for the unsharded parameter; None: its own dtype
@@ -63,7 +63,7 @@ class ShardedParam:
         return self.sharded.dtype
 
     def take_over_toggle(self) -> None:
-        """Let both require a gradient or not, as the one says whose ``requires_grad`` was toggled since they were last compared."""
+        """Let both parameters require a gradient or not, as that one does which the user has toggled since the last comparison."""
         now, unsharded = self.sharded.requires_grad, self.unsharded
         if unsharded is not None and unsharded.requires_grad is not now:
             now = not self.trainable
@@ -82,11 +82,11 @@ class ShardedParam:
 
 
 _MARK = "_fsdp2_sharded"
-"""Attribute of an original and of an unsharded parameter: a weak reference to the ShardedParam that it became, or is made of."""
+"""Attribute of an original and of an unsharded parameter: a weak reference to its ShardedParam."""
 
 
 def whole_local(param: ShardedParam) -> Tensor:
-    """The unsharded parameter, of a DTensor its local tensor, without autograd."""
+    """The unsharded parameter, or its local tensor if it is a DTensor, without autograd."""
     assert param.unsharded is not None
     unsharded = param.unsharded
     return compat.local_tensor(unsharded) if isinstance(unsharded, DTensor) else unsharded.detach()
@@ -111,10 +111,10 @@ def new_sharded_param(
     device: torch.device,
     shard: Tensor | None = None,
 ) -> ShardedParam:
-    """Cut ``original`` (of a DTensor, its local tensor); the result shares its memory until the group copies it into its flat shard.
+    """Cut ``original`` (of a DTensor, its local tensor). The result shares its memory until the group copies it into its flat shard.
 
     device: where the flat shard will be
-    shard:  this rank's piece, where it was cut already
+    shard:  this rank's piece, if it was cut already
     """
     with torch.no_grad():
         if shard is None:
@@ -123,11 +123,11 @@ def new_sharded_param(
         local = shard
         # A DTensor keeps the storage offset of its first local tensor, and cannot be copied by ``deepcopy`` if that is not 0.
         at_zero = local.as_strided(local.shape, local.stride(), 0)
-        # It keeps its device as well, and a gradient on another one is refused.
+        # It keeps its device as well, and refuses a gradient on another device.
         if not local.is_meta and local.device != device:
             at_zero = torch.empty_like(at_zero, device=device) if type(local) is Tensor else local.to(device)
         sharded = nn.Parameter(compat.new_dtensor(at_zero, spec.sharded), requires_grad=original.requires_grad)
-    for name, value in vars(original).items():  # what users hang on parameters: no_weight_decay, tensor-parallel marks, ...
+    for name, value in vars(original).items():  # attributes that users set on parameters: no_weight_decay, tensor-parallel marks, ...
         if name != _MARK and name not in vars(local) and not is_annotation(value, original):  # ``local``: a subclass's inner tensors
             setattr(sharded, name, value)
     param = ShardedParam(fqn, owners, spec, rank, sharded, local)
@@ -137,19 +137,19 @@ def new_sharded_param(
 
 
 def mark(whole: nn.Parameter, param: ShardedParam) -> None:
-    """Let ``sharded_from(whole)`` be ``param``."""
+    """Let ``sharded_from(whole)`` return ``param``."""
     setattr(whole, _MARK, weakref.ref(param))
 
 
 def sharded_from(whole: Tensor) -> ShardedParam | None:
-    """What ``whole`` was cut into by an earlier ``fully_shard`` call, or is the unsharded parameter of, if that still exists."""
+    """The ShardedParam of an original or an unsharded parameter, if an earlier ``fully_shard`` call made one that still exists."""
     mark = getattr(whole, _MARK, None)
     sharded = None if mark is None else mark()
     return sharded if isinstance(sharded, ShardedParam) else None
 
 
 def as_sharded(params: Sequence[Tensor]) -> list[Tensor]:
-    """``params``, with the sharded parameters in the place of originals and of unsharded ones."""
+    """``params``, with the sharded parameters in the place of original and unsharded ones."""
     found = []
     for param in params:
         sharded = sharded_from(param) if _MARK in vars(param) else None
@@ -179,7 +179,7 @@ def new_unsharded_param(param: ShardedParam, whole: Tensor) -> nn.Parameter:
 
 
 def let_add_up(param: ShardedParam) -> None:
-    """Let autograd add up on the unsharded parameter, which has no gradient, as ``adds_up_in`` says."""
+    """Let autograd add up on the unsharded parameter, which has no gradient, in ``adds_up_in``."""
     if param.unsharded is not None:
         compat.set_grad_dtype(param.unsharded, param.adds_up_in or compat.GradDtype(param.unsharded.dtype))
 

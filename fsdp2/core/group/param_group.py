@@ -24,7 +24,7 @@ class ParamGroup(GroupMemory):
     """
 
     def __init__(self, params: Sequence[ShardedParam], mesh: DataParallelMesh, device: torch.device, options: GroupOptions) -> None:
-        self.gradients = Gradients(self)  # first: planning asks it
+        self.gradients = Gradients(self)  # first, because planning needs it
         super().__init__(params, mesh, device, options)
         self.holders: set[Hashable] | None = None
 
@@ -33,14 +33,14 @@ class ParamGroup(GroupMemory):
         self.gradients.choose_leaf_dtypes()
 
     def reshard_for_all(self) -> None:
-        """Reshard, whoever holds the group."""
+        """Reshard, even if units hold the group."""
         if self.holders:
             self.holders.clear()
         self.take_over_toggles()
         self.reshard()
 
     def discard_gradients(self) -> None:
-        """Forget every gradient that has not reached the sharded parameters, and who held the group for a backward."""
+        """Forget every gradient that has not reached the sharded parameters, and the units that held the group for a backward."""
         self.gradients.discard()
         if self.holders:
             self.holders.clear()

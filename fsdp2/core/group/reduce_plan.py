@@ -1,10 +1,10 @@
 """The reduce-scatter of a group's gradients as a plan: what lies where in its input and output, computed once.
 
 The input always has room for every trainable parameter of the group, in rank-major order, zeros where this rank has no gradient:
-its size never depends on which gradients happened to arrive. Behind the gradients each rank adds one *flag* per parameter, 1 if it
-has a gradient; their sum tells every rank, without a collective more, which parameters were used anywhere, so that one unused
+its size does not depend on which gradients arrived. Behind the gradients each rank adds one *flag* per parameter, 1 if it
+has a gradient; their sum tells every rank, without another collective, which parameters were used anywhere, so that one unused
 everywhere keeps ``grad = None`` like in the unsharded model. Behind the flags there may be the group's tag (``order_tags.py``). This
-file refuses to know when anything is reduced.
+file refuses to know when gradients are reduced.
 
 Worked example, 2 ranks, parameters a (4,) and b (3,), align 32; b is unused on rank 1, which therefore sends
 
@@ -30,13 +30,13 @@ from .order_tags import TAG_NUMEL, tag_of
 from .param import ShardedParam
 
 CAST_BEHIND_NBYTES = 256 << 10
-"""On the CPU ``chunk_cat`` casts each piece by itself: up to this size of the buffer one cast of all of it costs less."""
+"""On the CPU ``chunk_cat`` casts each piece by itself: for buffers up to this size, one cast of the whole buffer costs less."""
 
 
 class ReducePlan:
-    """The reduce-scatter of one set of trainable parameters: all that can be computed once.
+    """The reduce-scatter of one set of trainable parameters, computed once.
 
-    compact: without gaps and flags, as a custom communicator is to see it
+    compact: without gaps and flags, as a custom communicator sees it
     number:  of the group, if its tag travels behind the flags
     """
 
@@ -56,7 +56,7 @@ class ReducePlan:
         self.grad_dtype = group.plan.param_dtype
         self._keeps_wider = group.options.semantics == "2.15"  # gradients that were added up in another dtype are not cast back
         self._dtypes = group.plan.gradients
-        # What goes into chunk_cat: room for each gradient and for the flags, and zeros for the gap behind each.
+        # The input of chunk_cat: room for each gradient and for the flags, and zeros for the gap behind each.
         self._pieces: list[Tensor | None] = []
         self._piece_of_slot: list[int] = []
         for slot in self.layout.slots:
@@ -66,7 +66,7 @@ class ReducePlan:
             if slot.gap > 0:
                 self._pieces.append(torch.zeros(self.num_shards, slot.gap, dtype=self.grad_dtype, device=group.device))
         self._all_used = torch.ones(self.num_shards, len(cuts) + len(tag), dtype=self.grad_dtype, device=group.device)
-        for index, digit in enumerate(tag):  # one by one: the host would wait until a list of them is on the device
+        for index, digit in enumerate(tag):  # one by one: to copy a list of digits to the device, the host would wait
             if digit == 0:
                 self._all_used[:, len(cuts) + index] = 0
         # For each parameter: its index among the pieces (None: no elements), and how a gradient becomes a piece (None: as it is).
@@ -82,13 +82,13 @@ class ReducePlan:
 
     @property
     def tag_offset(self) -> int:
-        """Of the tag in a row."""
+        """The offset of the tag in a row."""
         assert self.flags_slot is not None
         return self.flags_slot.offset + len(self.views)
 
     @functools.cached_property
     def strides_by_offset(self) -> dict[int, tuple[int, ...]]:
-        """Of the gradients in an output."""
+        """The strides of the gradients in an output, by offset."""
         return {view.offset: view.strides for view in self.views}
 
     def to_local(self, grads: list[Tensor | None], varying: set[str], always_once: bool) -> None:
@@ -153,9 +153,9 @@ class ReducePlan:
             raise
 
     def moved(self, buffer: Tensor, before: ReducePlan, num_rows: int) -> Tensor:
-        """``buffer`` (num_rows * n,) as the plan ``before`` lays it out, laid out as this one does, with zeros for what is new.
+        """Lay ``buffer`` (num_rows * n,), which is laid out by the plan ``before``, out by this plan, with zeros for new parameters.
 
-        before: has flags, and no parameter that this plan has not
+        before: it has flags, and no parameter that this plan lacks
         """
         old = buffer.view(num_rows, -1)
         new = torch.zeros(num_rows, self.layout.shard_numel, dtype=buffer.dtype, device=buffer.device)
@@ -171,7 +171,7 @@ class ReducePlan:
         return new.view(-1)
 
     def _refuse_sparse(self, grads: list[Tensor | None]) -> None:
-        """Raise ParameterError if that is why ``chunk_cat`` failed; not looked for before, as ``copy_in`` runs in every backward."""
+        """Raise ParameterError if sparse gradients made ``chunk_cat`` fail. To look before would cost every backward."""
         sparse = [
             f"{param.fqn} {grad.layout}"
             for param, grad in zip(self.params, grads, strict=True)

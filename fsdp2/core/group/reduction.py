@@ -1,10 +1,10 @@
-"""One reduction on its way: reduce-scatter, perhaps all-reduce, then the sharded parameters get their gradients.
+"""One reduction under way: reduce-scatter, perhaps all-reduce, then the sharded parameters get their gradients.
 
-It refuses to know when it starts and in which order.
+This file refuses to know when it starts and in which order.
 
 Note: buffer lifetime in backward. The reduce input is allocated on compute and read by the reduce stream, so it is held until compute
 has been ordered behind the reduce-scatter. The output is allocated on the reduce stream; the all-reduce stream reads it, so it is
-held to the end of backward. Over one rank the input is the output: it is held until compute is behind the last use of that.
+held to the end of backward. Over one rank the input is the output: it is held until compute is behind its last use.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ AllReduceLaunches = dict[dist.ProcessGroup, list[tuple[Tensor, Division]]]
 
 
 class Reduction:
-    """One reduction on its way: reduce-scatter, perhaps all-reduce, then the sharded parameters get their gradients.
+    """One reduction under way: reduce-scatter, perhaps all-reduce, then the sharded parameters get their gradients.
 
     It has three legs: reduce-scatter, all-reduce, handing out. On a stream device ``launch`` queues all of them at once. On the host
-    the first is issued when it is made, and each is waited for when ``advance`` or ``finish`` is called. Of its twenty attributes
-    half are what it was started with; the others are the buffers, handles and events of its legs.
+    the constructor issues the first, and ``advance`` and ``finish`` wait for each. Of its twenty attributes half are its arguments; the
+    others are the buffers, handles and events of its legs.
     """
 
     __slots__ = (
@@ -74,13 +74,13 @@ class Reduction:
         partial: Tensor | None,
         add_to_partial: Callable[[Tensor], None] | None,
     ) -> None:
-        """Prepare to reduce ``buffer``; on the host, start. Collective: on the host, over the shard axis; the rest follows.
+        """Prepare to reduce ``buffer``; on the host, start. Collective: on the host, over the shard axis; the other legs follow later.
 
         buffer:  (plan.layout.unsharded_numel,), reduce dtype, as ``plan`` lays it out
-        used:    which of the plan's parameters have a gradient there
+        used:    which of the plan's parameters have a gradient in it
         divisions: what each leg divides by, and where
-        partial: what earlier reduce-scatters have left, which goes the rest of the way with this one
-        add_to_partial: takes what was reduce-scattered; None: it goes the rest of the way
+        partial: the result of earlier reduce-scatters, which takes the remaining legs with this one
+        add_to_partial: takes the result of the reduce-scatter; None: it goes on to the remaining legs
         """
         self._group = group
         self._plan = plan
@@ -94,8 +94,8 @@ class Reduction:
         self._all_reduce: collectives.Pending | None = None
         self._add_to_partial = add_to_partial
         self._partial = partial
-        self._scattered: Any = None  # event behind the reduce-scatter
-        self._reduced: Event = None  # behind everything
+        self._scattered: Any = None  # behind the reduce-scatter
+        self._reduced: Event = None  # behind all legs
         self._reduced_on: Stream = None
         self._late: list[int] = []
         self._dtypes = group.plan.gradients.kept if options.grad_dtype is None else None  # of the gradients, if not the parameters'
@@ -107,14 +107,14 @@ class Reduction:
 
     @property
     def reduced(self) -> tuple[Stream, Event]:
-        """The event behind everything, and the stream on which it is: the last one there is behind all others of that stream."""
+        """The event behind all legs, and its stream: the last such event of a stream is behind all others of that stream."""
         return self._reduced_on, self._reduced
 
     # --- the legs, on the stream that is current ---
 
     @property
     def is_in_place(self) -> bool:
-        """Over one rank the output is the input, whose memory is compute's."""
+        """Whether the output is the input, whose memory is compute's: so it is over one rank."""
         return self._plan.num_shards == 1
 
     @property
@@ -122,7 +122,7 @@ class Reduction:
         return self._group.mesh.replicate_group
 
     def mark_scattered(self, event: Event) -> None:
-        """``event``: behind the reduce-scatter, and behind everything if the gradients stay here."""
+        """``event``: behind the reduce-scatter, and behind all legs if the gradients stay here."""
         self._scattered = self._reduced = event
         self._reduced_on = self._group.streams.reduce
 
@@ -131,7 +131,7 @@ class Reduction:
         group, plan, buffer = self._group, self._plan, self._input
         process_group = self._options.process_group or group.mesh.shard_group
         assert buffer is not None
-        if process_group is None:  # parameters are replicated: there is one "shard", which is the input
+        if process_group is None:  # parameters are replicated: the input is the only "shard"
             self._output = buffer
             return
         if collective_log.current is not None and plan.num_shards > 1:
@@ -156,7 +156,7 @@ class Reduction:
         self._pending = collectives.reduce_scatter(output, buffer, process_group, division, algorithm, not is_ordered)
 
     def settle(self) -> bool:
-        """The reduce-scatter has been issued: wait for it, and add up. Returns whether the gradients go the rest of the way."""
+        """After the reduce-scatter has been issued, wait for it and add up. Returns whether the gradients take the remaining legs."""
         log = collective_log.current
         if log is not None:
             log.waits(self, "reduce-scatter")
@@ -170,7 +170,7 @@ class Reduction:
             self._add_to_partial(output)
             self._output = None
             return False
-        if self._partial is not None:  # held as long as the input: over one rank it is an earlier one
+        if self._partial is not None:  # held as long as the input: over one rank it is an earlier input
             output.add_(self._partial)
         return True
 
@@ -204,8 +204,8 @@ class Reduction:
     def poll(self) -> None:
         """On the host, free the reduce input if the reduce-scatter is complete. Local: nothing that other ranks see depends on it.
 
-        On a device, events pass at times that differ between ranks and runs: memory would be given out in another order on each rank,
-        which symmetric memory does not survive. And a graph capture refuses the question.
+        On a device, events pass at times that differ between ranks and runs: the allocator would then give memory out in another order
+        on each rank, which breaks symmetric memory. And a graph capture does not allow to query an event.
         """
         if not self._group.streams.host_waits:
             return
@@ -221,7 +221,7 @@ class Reduction:
             self._pending = None
 
     def advance(self) -> None:
-        """The reduce input may be freed after this: the reduce-scatter is complete, or compute is ordered behind it."""
+        """Wait for the reduce-scatter, or order compute behind it: after this the reduce input may be freed."""
         if self._advanced:
             return
         self._advanced = True
@@ -239,9 +239,9 @@ class Reduction:
             self._input = self._partial = None
 
     def finish(self) -> None:
-        """After this the sharded parameters have their gradients; but for those of ``late_flags``.
+        """Give the sharded parameters their gradients, but for those of ``late_flags``.
 
-        On a stream device, compute is ordered behind ``reduced`` before.
+        On a stream device, the caller has ordered compute behind ``reduced``.
         """
         streams = self._group.streams
         if streams.host_waits:
@@ -251,9 +251,9 @@ class Reduction:
         self._input = self._partial = None
         if self._group.options.offload:
             streams.synchronize(self._reduced)  # the optimizer runs on the host
-        if self._plan.flags_slot is None:  # a custom communicator is not told what others miss
+        if self._plan.flags_slot is None:  # its collective has no flags, so it does not know the parameters that only other ranks used
             self._late = []
-        self._held = None  # as ``let_go``, without a call more for each group
+        self._held = None  # inline ``let_go``: that saves a call for each group
         if not self._late:
             self._output = None
 
@@ -263,17 +263,17 @@ class Reduction:
 
     @property
     def buffer_nbytes(self) -> int:
-        """Of the buffers that it holds."""
+        """Bytes of the buffers that it holds."""
         held = (self._input, self._output, self._held, self._partial)
         return sum({id(each): each.nbytes for each in held if each is not None}.values())
 
     @property
     def number(self) -> int:
-        """Of the group."""
+        """The number of its group."""
         return self._plan.number or 0
 
     def take_tag(self) -> Tensor | None:
-        """(n,): what other ranks reduced with this group, where that is compared late; on the device, or on its way to the host."""
+        """(n,): the sum of the ranks' tags, if ranks compare late; on the device, or on its way to the host. A second call: None."""
         tag, self._tag = self._tag, None
         return tag
 
@@ -286,7 +286,7 @@ class Reduction:
         return self._output[slot.offset : slot.offset + len(self._plan.views)]
 
     def hand_out_late(self, flags: Sequence[float]) -> None:
-        """Gradients for those parameters that other ranks alone have used. flags: ``late_flags``, on the host"""
+        """Hand out gradients of parameters that only other ranks used. flags: ``late_flags``, on the host"""
         assert self._output is not None
         views = [self._plan.views[index] for index in self._late if flags[index] != 0]
         if self._dtypes is None:
@@ -297,13 +297,13 @@ class Reduction:
         self._output = None
 
     def let_go(self) -> None:
-        """Of held memory, whose stream is ordered behind everything: the reduce stream, or compute if ``is_in_place``."""
+        """Drop held memory, whose stream is ordered behind all legs: the reduce stream, or compute if ``is_in_place``."""
         self._held = None
         if not self._late:
             self._output = None
 
     def abandon(self) -> None:
-        """Wait for what is under way and forget it."""
+        """Wait for the legs under way and forget them."""
         streams = self._group.streams
         for pending in (self._pending, self._all_reduce):
             if pending is not None:
@@ -312,7 +312,7 @@ class Reduction:
         self._pending = self._all_reduce = self._input = self._output = self._held = self._partial = self._tag = None
 
     def hand_out(self, stream: Any) -> None:
-        """Let the sharded parameters have their gradients, on ``stream``, on which the last collective was issued."""
+        """Give the sharded parameters their gradients, on ``stream``, on which the last collective was issued."""
         group, plan, options = self._group, self._plan, self._options
         streams = group.streams
         log = collective_log.current
@@ -331,7 +331,7 @@ class Reduction:
                 streams.order(options.all_reduce_hook_stream, streams.mark(stream))
                 stream = options.all_reduce_hook_stream
             with streams.on(stream):
-                hook(output if plan.flags_slot is None else output[: plan.flags_slot.offset])  # which is behind all gradients
+                hook(output if plan.flags_slot is None else output[: plan.flags_slot.offset])  # the part with the gradients
         with streams.on(stream):
             if not all(self._used) and not options.reduce_unused:
                 self._late = [index for index, used in enumerate(self._used) if not used]
@@ -349,9 +349,9 @@ class Reduction:
         self._reduced, self._reduced_on = streams.mark(stream), stream
         if output is self._input and group.mesh.replicate_group is None:
             self._scattered = self._reduced
-        if stream is not streams.reduce:  # it may be reading an output that is not its own; the cast does not keep that alive
+        if stream is not streams.reduce:  # this stream may still read the output, which is not its own; the cast does not keep it alive
             self._held = output
-        # Without an all-reduce nothing but the gradients' own views needs the output from here on.
+        # Without an all-reduce, only the gradients' own views need the output from here on.
         self._output = reduced if self._late or group.mesh.replicate_group is not None else None
 
     def _keep_tag(self, output: Tensor, reduced: Tensor, had_gradient: bool) -> None:
@@ -369,24 +369,24 @@ class Reduction:
         return self._offload(reduced, stream) if self._group.options.offload else reduced
 
     def _give_in_own_dtypes(self, output: Tensor, views: list[GradView], stream: Any) -> None:
-        """As ``_give``, where some parameters have a ``grad_dtype``."""
+        """As ``_give``, for a group in which some parameters have a ``grad_dtype``."""
         dtypes = self._dtypes
         assert dtypes is not None
         for dtype in dict.fromkeys(dtypes[view.param] for view in views):
             self._give(self._cast(output, dtype, stream), [view for view in views if dtypes[view.param] is dtype])
 
     def _offload(self, reduced: Tensor, stream: Any) -> Tensor:
-        """Copy to the host, without waiting where nobody reads the gradient before the end of backward."""
+        """Copy to the host, without waiting if the gradient is first read at the end of backward."""
         group = self._group
         host = torch.empty(reduced.shape, dtype=reduced.dtype, device="cpu", pin_memory=group.options.pin_memory)
         host.copy_(reduced, non_blocking=group.options.pin_memory)
         reads_soon = self._dtypes is not None and len(self._late) > 0
         if reads_soon or any(v.param.sharded.grad is not None or v.param.sharded._post_accumulate_grad_hooks for v in self._plan.views):
-            group.streams.synchronize(group.streams.mark(stream))  # it is added to, or read by a hook, right away
+            group.streams.synchronize(group.streams.mark(stream))  # it is added to, or a hook reads it, right away
         return host
 
     def _give(self, reduced: Tensor, views: list[GradView]) -> None:
-        """Let the sharded parameters of ``views`` have their gradients, views of ``reduced``."""
+        """Give the sharded parameters of ``views`` their gradients, views of ``reduced``."""
         is_usual = reduced.dtype is self._group.plan.dtype
         for view in views:
             param = view.param
@@ -410,7 +410,7 @@ class Reduction:
             note_gradients(reduced, strides, plan.flags_slot.offset)
 
     def _has_zeros_between(self) -> bool:
-        """Whether nothing but gradients was written into the output: nobody's hook or communicator, and no other dtype's gradients."""
+        """Whether only gradients were written into the output: no user's hook or communicator, and no gradients of another dtype."""
         options = self._options
         is_ours = options.comm is None and options.all_reduce_hook is None and options.all_reduce_instead is None
         return is_ours and self._dtypes is None and self._plan.flags_slot is not None
@@ -423,7 +423,7 @@ class Reduction:
 
 
 def launch(reductions: Sequence[Reduction], streams: Streams) -> None:
-    """On a stream device, queue all legs of a unit's reductions; those over the same process group are one launch a leg.
+    """On a stream device, queue all legs of a unit's reductions; each leg is one launch for each process group.
 
     Collective: yes, over the shard axes, then over the replicate axes.
     """

@@ -1,7 +1,7 @@
 """Between forward and backward: a group's parameters sharded over a smaller mesh (``reshard_after_forward=<int>``).
 
 Each rank keeps a larger shard, so that backward gathers among few neighbouring ranks. The shards live in a flat buffer of their
-own, in the compute dtype, from ``keep_shards`` to the end of the next unshard. It refuses to know states and modules.
+own, in the compute dtype, from ``keep_shards`` to the end of the next unshard. This file refuses to know states and modules.
 
 Worked example: a (8, 4) parameter over 4 ranks, reshard_after_forward=2: rank 3 keeps rows [4, 8) from forward to backward, and
 gathers with rank 2 only, where after backward it keeps rows [6, 8) again.
@@ -23,7 +23,7 @@ from .param import ShardedParam, mark, own_shard, shard_view, whole_local
 
 
 class SmallerShards:
-    """A group's shards over ``mesh``, a smaller one than the group's; made while the unsharded storage is allocated."""
+    """A group's shards over ``mesh``, which is smaller than the group's; made while the unsharded storage is allocated."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class SmallerShards:
         self._layout = group_layout([spec.cut for spec in self._specs], num_shards=mesh.shard_size, align=align)
         self._gather = new_gather(self._layout, mesh.shard_group)
         self._flat: Tensor | None = None
-        self.shown: list[nn.Parameter] = []  # what ``keep_shards`` returned last
+        self.shown: list[nn.Parameter] = []  # the last result of ``keep_shards``
 
     @property
     def has_shards(self) -> bool:
         return self._flat is not None
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """That of the flat buffer of this rank's shards, while it holds any."""
+        """The storage of this rank's flat buffer, while it holds shards."""
         return [] if self._flat is None else [self._flat.untyped_storage()]
 
     def keep_shards(self) -> None:

@@ -1,14 +1,14 @@
-"""How many optimizer steps have begun in this process: what was unsharded before one is out of date after it.
+"""How many optimizer steps have begun in this process: parameters that were unsharded before a step are out of date after it.
 
-Version counters do not tell, for fused and foreach optimizers leave those of DTensors alone. ``modules/optimizer_steps.py`` counts; the
-memory of a group compares. This file refuses to know optimizers.
+Version counters do not tell, because fused and foreach optimizers do not move those of DTensors. ``modules/optimizer_steps.py``
+counts; the memory of a group compares. This file refuses to know optimizers.
 """
 
 from __future__ import annotations
 
 
 class StepCount:
-    """Steps of any optimizer that began so far."""
+    """How many steps of any optimizer have begun so far."""
 
     __slots__ = ("value",)
 

@@ -1,7 +1,7 @@
 """A group's unsharded side: the storage of its unsharded parameters, what fills it, and how it is freed.
 
-The unsharded parameters are made once over one storage, whose *object* is never freed: autograd's saved views alias it. It refuses to
-know states, and when anything happens.
+The unsharded parameters are made once over one storage, whose *object* is never freed: autograd's saved views alias it. This file
+refuses to know states, and when anything happens.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .smaller_mesh import SmallerShards
 
 
 class Unsharded:
-    """Made at the first unshard, when the parameters have their values; given up when the group is planned again.
+    """Made at the first unshard, when the parameters have their values; dropped when the group is planned again.
 
     gather:       fills the storage
     storage:      of the unsharded parameters; None where extensions make them
-    free:         frees the memory, not the parameters
-    smaller:      the shards over the smaller mesh, once there were some
+    free:         frees the memory, and keeps the parameters
+    smaller:      the shards over the smaller mesh, once the group has had some
     num_steps:    optimizer steps that had begun before the last unshard
     allocated_on: the stream that was compute then
     """
@@ -79,7 +79,7 @@ class Unsharded:
             return
         assert flat is not None
         shares_memory = mesh.shard_size == 1 and plan.param_dtype is plan.dtype and not options.offload
-        if shares_memory:  # one rank keeps all of the parameters, as they are computed with
+        if shares_memory:  # one rank keeps all of the parameters, in the dtype that they are computed with
             self.storage = flat.untyped_storage()
         else:
             self.storage = torch.empty(plan.unsharded_nbytes, dtype=torch.uint8, device=device).untyped_storage()
@@ -94,13 +94,13 @@ class Unsharded:
         if shares_memory:
             self.free = _do_nothing
         elif streams.host_waits:
-            self.free = functools.partial(streams.resize, self.storage, 0)  # a method would cost each reshard a call
+            self.free = functools.partial(streams.resize, self.storage, 0)  # a method would cost each reshard one call more
         else:
             self.free = self._free_behind_uses
         self.free()
 
     def keep_storage(self, keep: bool) -> None:
-        """Whether ``free`` does nothing, so that addresses stay."""
+        """Choose whether ``free`` does nothing, so that addresses stay."""
         if self._really_free is None:
             self._really_free = self.free
         self.free = _do_nothing if keep else self._really_free
@@ -123,19 +123,19 @@ class Unsharded:
         return Gather(layout, num_direct, target, process_group, self._streams, self._options.all_gather)
 
     def cut_for(self, mesh: DataParallelMesh) -> SmallerShards:
-        """Keep shards over ``mesh``, the smaller one, of what is unsharded now."""
+        """Keep shards of the unsharded parameters over ``mesh``, the smaller one."""
         if self.smaller is None or self.smaller.mesh is not mesh:
             self.smaller = SmallerShards(mesh, self._plan.params, self._new_gather, self._plan.align)
         self.smaller.keep_shards()
         return self.smaller
 
     def storages(self) -> list[torch.UntypedStorage]:
-        """Those that hold unsharded parameters, or shards over the smaller mesh; not those of extensions."""
+        """The storages of unsharded parameters, or of shards over the smaller mesh; not those of extensions."""
         own = [] if self.storage is None else [self.storage]
         return own if self.smaller is None else own + self.smaller.storages()
 
     def _free_behind_uses(self) -> None:
-        """The memory goes back to the stream that it was allocated on: a side stream of the user's, if ``unshard`` was called there."""
+        """Return the memory to the stream that it was allocated on: a side stream of the user's, if ``unshard`` was called there."""
         streams = self._streams
         assert self.storage is not None
         if self.allocated_on != streams.compute:
@@ -144,4 +144,4 @@ class Unsharded:
 
 
 def _do_nothing() -> None:
-    """How unsharded parameters are freed that are the flat shard, or whose storage is kept."""
+    """Free nothing: for unsharded parameters that are the flat shard, or whose storage is kept."""

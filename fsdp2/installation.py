@@ -5,7 +5,7 @@
 
 What is rebound are names: in the modules of torch that programs import them from, and in every module that has imported them already.
 Each keeps what it had, so that ``uninstall`` puts all of it back. Whoever keeps torch's function elsewhere (in a default argument, a
-closure, a list) still has torch's. It refuses to know what the names stand for.
+closure, a list) still has torch's. This file refuses to know what the names stand for.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In each step every writer gets some bands: the ranks that keep parts of them send these, and the writer lays them side by side. Before
 anything is sent all ranks agree that each is ready: what fails on one rank, here or in what a writer does with its bands, ends
-the stream on every rank. It refuses to know files.
+the stream on every rank. This file refuses to know files.
 
 Worked example, 2 ranks, rank 0 writes, an (8, 4) parameter under Shard(1), bands of 4 rows: in the first step rank 1 sends its
 (4, 2) of rows [0, 4), rank 0 puts it right of its own; in the second the same with rows [4, 8).

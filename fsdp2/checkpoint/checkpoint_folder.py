@@ -9,7 +9,7 @@
 A checkpoint is written as ``partial_...``, renamed when it is complete, and then named in ``latest``. One is removed by renaming it to
 such a name first. So what is named is whole at every moment. One run at a time writes to a folder, from its first save until it is
 closed or dead; every folder that is not complete has a name of its own, so that two runs do not meet even where the file system
-has no locks, nor do two checkpointers of one process. It refuses to know what is in a checkpoint, and other ranks.
+has no locks, nor do two checkpointers of one process. This file refuses to know what is in a checkpoint, and other ranks.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 DCP's own reader unpickles a checkpoint's metadata, and every value that is no tensor, without limits: whoever can write a checkpoint
 can run code. Here metadata may name only the classes that it is made of, and values are what ``torch.load(weights_only=True)`` takes.
-It refuses to know what the values mean.
+This file refuses to know what the values mean.
 
 Note: what a checkpoint can hold. Tensors; numbers, strings, bytes, None; dicts, lists, tuples and sets of these. ``pack`` refuses the
 rest when it is saved, rather than when it is needed. It also keeps DCP from taking dicts apart, which would turn int keys into strings,

@@ -1,7 +1,7 @@
 """Whether DCP's metadata describe tensors that are all there: every element in one chunk, every chunk in a file of the folder.
 
 Readers allocate what the metadata say and fill what the chunks say; where these differ, what was in memory before would be taken for
-values. It refuses to know how metadata are read.
+values. This file refuses to know how metadata are read.
 
 Worked example: a (4, 2) tensor whose chunks are rows [0, 2) twice, or [0, 2) and [3, 4), is refused; one of [0, 2) and [2, 4) is not.
 """

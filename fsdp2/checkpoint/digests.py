@@ -3,7 +3,7 @@
 Every record of a ``torch.save`` file has its CRC-32 in the file's directory; so a DCP folder, whose chunks are such files, needs to
 keep only what these do not say: ``digests.json`` has the CRC-32 of ``.metadata`` and of each chunk's directory, by which files that
 were exchanged are noticed as well. A CRC notices any damage of up to 32 bits in a row, and of other damage all but one in four billion
-cases; it is no protection against somebody who means it. It refuses to know how files are written and read.
+cases; it is no protection against somebody who means it. This file refuses to know how files are written and read.
 
     {"files": {".metadata": {"nbytes": 1310, "crc32": 2845392438}, "__0_0.distcp": {"nbytes": 1620, "directories": {"0": 93746151}}},
      "crc32": 3421780262}

@@ -1,6 +1,6 @@
 """Do something on every rank, or on rank 0 for all: what fails on one rank is an error on every rank, so that none waits in vain.
 
-It refuses to know what is done.
+This file refuses to know what is done.
 """
 
 from __future__ import annotations

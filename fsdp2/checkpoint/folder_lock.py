@@ -1,8 +1,8 @@
 """One run at a time writes to a place: a lock that its owner's death takes away.
 
 It is a lock of the operating system on a file, which the kernel gives up with the process, however that ends, also for other hosts of a
-network file system. A process may take it several times. Where a file system knows no locks nobody is refused. It refuses to know
-what is written.
+network file system. A process may take it several times. Where a file system knows no locks nobody is refused. This file refuses to
+know what is written.
 """
 
 from __future__ import annotations

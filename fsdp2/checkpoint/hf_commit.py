@@ -12,8 +12,8 @@ these renames ``from_pretrained`` finds none, and says so, until the next save g
 
 Before it, the safetensors library has to open every new file: readers are made of it.
 
-What a crash leaves behind, the next save removes; so one save at a time may write to a folder, which ``folder_lock.py`` sees to. It
-refuses to know what is in the files, and models and ranks.
+What a crash leaves behind, the next save removes; so one save at a time may write to a folder, which ``folder_lock.py`` sees to. This
+file refuses to know what is in the files, and models and ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The files beside the weights that transformers opens a model by: ``config.json``, and ``generation_config.json`` where there is one.
 
-transformers is not imported: what a model carries as ``config`` writes itself. It refuses to know weights and ranks.
+transformers is not imported: what a model carries as ``config`` writes itself. This file refuses to know weights and ranks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A checkpoint on disk, as Hugging Face lays it out: one ``model.safetensors``, or several files and an index that says what is where.
 
-Finding the files, checking that index and headers agree, and refusing what leads outside of the folder. It refuses to know
+Finding the files, checking that index and headers agree, and refusing what leads outside of the folder. This file refuses to know
 models and ranks, and reads no tensor.
 
 Worked example of an index, ``model.safetensors.index.json``:

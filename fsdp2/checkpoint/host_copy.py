@@ -1,6 +1,6 @@
 """Copies of this rank's shards in host memory, to be written while training goes on, or to be filled before anything is changed.
 
-Page-locked where the shards lie on a device, so that the copies overlap each other. It refuses to know names and files.
+Page-locked where the shards lie on a device, so that the copies overlap each other. This file refuses to know names and files.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A key map is a list of rules, each of which turns the tensors that there are into others, in order; nothing is read for it. In the
 templates of the rules ``*`` stands for any text, and the n-th ``*`` of a target is the text that the n-th ``*`` of the source stands
-for. It refuses to know ranks and files.
+for. This file refuses to know ranks and files.
 
 Worked example, separate projections of a checkpoint into one fused parameter, weights and biases alike:
 

@@ -1,6 +1,7 @@
 """Tensors of a model as lazy ones: what a key map puts together of them is known before any value is moved.
 
-Reading one says which boxes of which parameters would have to go where; ``bands.py`` brings them. It refuses to know files and ranks.
+Reading one says which boxes of which parameters would have to go where; ``bands.py`` brings them. This file refuses to know files and
+ranks.
 
 Worked example: with ``Split`` of a fused (6, 8) parameter into k of rows [4, 6), the whole of k wants rows [4, 6) of the parameter.
 """

@@ -1,6 +1,6 @@
 """``load_checkpoint``: whatever a reader opens, straight into a sharded model.
 
-It refuses to know formats.
+This file refuses to know formats.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a model keeps in a checkpoint: its parameters and persistent buffers, each once, under all of its names.
 
 Names are those of ``state_dict`` without the prefixes that wrappers add. It knows what a rank keeps of each (``pieces``), and gives
-those on the meta device storage without disturbing who holds them. It refuses to know files.
+those on the meta device storage without disturbing who holds them. This file refuses to know files.
 
 Worked example: a tied ``Transformer`` has one ModelTensor with names ``["embedding.weight", "head.weight"]``.
 """

@@ -1,7 +1,7 @@
 """The state of a model and its optimizer by parameter name, sharded, as ``torch.distributed.checkpoint.state_dict`` lays it out.
 
 Names carry no prefixes of wrappers. An optimizer's state is taken as it is: torch's own ``get_optimizer_state_dict`` takes a step of
-zero gradients if there is none yet, after which Adam counts one step more than the run without a checkpoint. It refuses to know
+zero gradients if there is none yet, after which Adam counts one step more than the run without a checkpoint. This file refuses to know
 files and processes.
 
     {"state": {"head.weight": {"step": tensor(3.), "exp_avg": DTensor}}, "param_groups": [{"lr": 0.1, "params": ["head.weight"]}]}

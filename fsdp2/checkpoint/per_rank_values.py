@@ -2,7 +2,7 @@
 
 Running means of a batch norm are such: every rank sees its own batches. DCP takes what is not sharded from any rank. Here the value of
 the lowest rank is what the checkpoint has under its name, and ranks that differ from it keep their own beside it, which only matters
-if as many ranks go on from it. It refuses to know what the values are, and how ranks talk.
+if as many ranks go on from it. This file refuses to know what the values are, and how ranks talk.
 """
 
 from __future__ import annotations

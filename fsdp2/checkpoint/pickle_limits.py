@@ -2,7 +2,7 @@
 
 C's unpickler keeps its memo in an array: nine bytes that store something at index 2**27 make it write 2 GiB. And a dict's key that is
 a tuple of shared tuples, forty levels deep, is hashed 2**40 times. So the opcodes are run here first with numbers in place of objects:
-of each object how many parts it has, shared ones counted as often as they occur. What it makes is checked by ``check_made``. It
+of each object how many parts it has, shared ones counted as often as they occur. What it makes is checked by ``check_made``. This file
 refuses to know what the objects mean.
 
 Worked example: ``(x, x)`` where x is ``(1, 2)`` has 7 parts: itself, twice x, and four numbers.

@@ -2,7 +2,7 @@
 
 First files, headers, names, shapes and dtypes are checked, then what is on the meta device gets storage, then the bytes are read, those
 for parameters that have values aside. Only when every rank has come so far are these overwritten: a disk may fail on one rank alone,
-and the others would train on, or wait, without it. It refuses to know the format and the folder's layout.
+and the others would train on, or wait, without it. This file refuses to know the format and the folder's layout.
 
 Worked example, 4 ranks, an (8, 1024) fp32 parameter under Shard(0), stored in bf16: rank 1 reads the 4096 bytes of rows [2, 4), and
 converts them on the way into its shard.

@@ -1,6 +1,6 @@
 """Which tensor goes into which file, who writes it, and in which pieces it gets there: decided from names, shapes and dtypes alone.
 
-Every rank makes the same plan. It refuses to know values, folders and collectives.
+Every rank makes the same plan. This file refuses to know values, folders and collectives.
 
 Worked example, three fp32 tensors of 400, 800 and 400 bytes and max_shard_size 1000:
 

@@ -1,6 +1,6 @@
 """``data.pkl`` in a file of ``torch.save``: what describes the objects, in which each tensor names the storage that has its bytes.
 
-It refuses to know files, and where the bytes are.
+This file refuses to know files, and where the bytes are.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What there is to compare with: safetensors files of ``save_safetensors`` and ``convert`` have the CRC-32 of each tensor in their header;
 files of ``torch.save`` (also DCP's chunks) that of each record in their directory; and folders of ``Checkpointer`` and ``convert`` have
-``digests.json``, for what is around these. It refuses to know what the values mean.
+``digests.json``, for what is around these. This file refuses to know what the values mean.
 """
 
 from __future__ import annotations

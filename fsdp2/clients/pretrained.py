@@ -2,8 +2,8 @@
 
     model.save_pretrained(folder)        # on all ranks; rank 0 gets the full tensors on its host, and writes
 
-It refuses to know files: what is written, and under which names, stays theirs. ``fsdp2.checkpoint.save_safetensors`` writes a model
-that no host has room for.
+This file refuses to know files: what is written, and under which names, stays theirs. ``fsdp2.checkpoint.save_safetensors`` writes a
+model that no host has room for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``register_comm_hook``: the user's function reduces gradients in place of our reduce-scatter or all-reduce.
 
-It refuses to know what the function does.
+This file refuses to know what the function does.
 """
 
 from __future__ import annotations

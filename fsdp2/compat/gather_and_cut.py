@@ -1,6 +1,6 @@
 """Between the pieces that ranks keep and whole tensors: gathering DTensors, and cutting whole tensors like a parameter.
 
-It refuses to know state dicts.
+This file refuses to know state dicts.
 """
 
 from __future__ import annotations

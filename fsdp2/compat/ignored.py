@@ -1,6 +1,6 @@
 """``ignored_modules`` and ``ignored_states``: what an FSDP module leaves alone.
 
-It refuses to know sharding.
+This file refuses to know sharding.
 """
 
 from __future__ import annotations

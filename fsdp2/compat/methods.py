@@ -1,6 +1,6 @@
 """What an FSDP module can do: FSDP1's methods and attributes. Most are one call into a file of their own.
 
-The class is mixed into the module's own, in front of it (``core/modules/sharded_class.py``). It refuses to know how modules
+The class is mixed into the module's own, in front of it (``core/modules/sharded_class.py``). This file refuses to know how modules
 come to it.
 
 ``model.module`` is a second object over the same attributes, hooks and parameters (one ``__dict__``), of a class that is no FSDP and

@@ -1,6 +1,6 @@
 """What an FSDP module was given, kept beside its unit: the arguments of its ``FSDP(...)`` call, and what was made of them.
 
-It refuses to know how any of it is carried out.
+This file refuses to know how any of it is carried out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The compiler backend of full-graph mode: from what was captured to what runs, through one of torch's own backends.
 
-It refuses to know modules: it is given faces, and asks for nothing else.
+This file refuses to know modules: it is given faces, and asks for nothing else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every private torch name in use, and every difference between torch 2.11 and 2.15, in one place.
 
 Nothing here has logic of its own: a name is re-exported, or wrapped so that its callers need not know the torch version.
-When a torch release breaks fsdp2, this is the file to mend. It refuses to know anything of fsdp2.
+When a torch release breaks fsdp2, this is the file to mend. This file refuses to know anything of fsdp2.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
-__all__ = [  # names of torch that others take from here, beside what is defined below
+__all__ = [  # torch's names that other files take from here, beside those defined below
     "DTensorSpec",
     "FakeTensor",
     "TensorMeta",
@@ -62,7 +62,7 @@ else:
     TorchGradientReductionHandle = getattr(torch.distributed.fsdp, "GradientReductionHandle", object)
 
 REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE = _rebuild_tensor_v2, _rebuild_tensor_v3
-"""What ``torch.load`` calls to make a tensor of a typed storage, and of an untyped one."""
+"""The functions that ``torch.load`` calls to make a tensor of a typed storage, and of an untyped one."""
 
 
 def storage_info(path: str, offset: int, nbytes: int) -> Any:
@@ -130,7 +130,7 @@ def process_group_empty(group: dist.ProcessGroup, numel: int, dtype: torch.dtype
 
 
 def device_of_group(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors lie that ``group`` sends."""
+    """The device of tensors that ``group`` sends."""
     return torch.device(dist.distributed_c10d._get_object_coll_device(group))
 
 
@@ -150,7 +150,7 @@ def ranks_meet_over_tcp() -> bool:
 
 
 def new_named_group(ranks: list[int], backend: str | None, description: str, name: str) -> dist.ProcessGroup:
-    """A process group under a name that its ranks have agreed on, whatever each has made before; torch's count of groups stays.
+    """A process group under a name that its ranks have agreed on, whichever groups each has made before; torch's count of groups stays.
 
     Collective: yes, over ``ranks``.
     """
@@ -181,7 +181,7 @@ class _NamesOfOthers(dict[dist.ProcessGroup, str]):
     """The names of all process groups, of which ``len`` counts those that are not ours.
 
     Before torch 2.14, ranks that make a group among themselves find each other under a name with this length in it: ranks that have a
-    group of ours would wait for those that have none, for ever.
+    group of ours would wait for ever for ranks that have none.
     """
 
     not_counted: set[str]
@@ -290,18 +290,18 @@ def local_tensor(tensor: DTensor) -> Tensor:
 
 
 def complete_locals(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Of DTensors the local tensors, waited for; others as they are. In one call, as these are all gradients of a model."""
+    """Replace DTensors by their local tensors, waited for; others stay. One call for all gradients of a model."""
     locals_ = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return [local.wait() if isinstance(local, AsyncCollectiveTensor) else local for local in locals_]
 
 
 def specs_of(tensors: Sequence[Tensor]) -> list[DTensorSpec | None]:
-    """Of each that is a DTensor its spec. In one call, as these are all gradients of a model."""
+    """Replace each DTensor by its spec. One call for all gradients of a model."""
     return [tensor._spec if isinstance(tensor, DTensor) else None for tensor in tensors]
 
 
 def spec_of(tensor: Tensor) -> DTensorSpec:
-    """The spec of what is known to be a DTensor."""
+    """The spec of a tensor that is a DTensor."""
     assert isinstance(tensor, DTensor)
     return tensor._spec
 
@@ -312,7 +312,7 @@ def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
 
 
 def set_data(tensor: Tensor, data: Tensor) -> None:
-    """Let ``tensor`` have the values of ``data``, on whatever device, and stay the object that it is."""
+    """Give ``tensor`` the values of ``data``, on the device of either; it stays the same object."""
     if torch._has_compatible_shallow_copy_type(tensor, data):
         tensor.data = data
         return
@@ -362,7 +362,7 @@ def with_own_storage(tensor: Tensor) -> Tensor:
     if isinstance(tensor, FakeTensor):
         return tensor
     dlpack: Any = torch.utils.dlpack
-    # As a capsule: the protocol's method, which a tensor would be asked for, knows no devices but those that torch itself names.
+    # As a capsule: the protocol's method of a tensor knows only the devices that torch itself names.
     return dlpack.from_dlpack(dlpack.to_dlpack(tensor))  # type: ignore[no-any-return]
 
 
@@ -372,14 +372,14 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def is_same_memory(tensor: Tensor, other: Tensor) -> bool:
-    """Whether both begin at the same byte, under whichever storage objects."""
+    """Whether both begin at the same byte, even under different storage objects."""
     if isinstance(tensor, FakeTensor):  # it has no address
         return storage_key(tensor) == storage_key(other) and tensor.storage_offset() == other.storage_offset()
     return tensor.data_ptr() == other.data_ptr()
 
 
 def first_byte_of(tensors: Sequence[Tensor]) -> Callable[[Tensor], int]:
-    """What gives the address of each of ``tensors``, in C. Fake ones have none, but numbers that differ by bytes within a storage."""
+    """A function in C that gives the address of each of ``tensors``. Fake tensors get numbers, which differ by bytes in a storage."""
 
     def of_fake(tensor: Tensor) -> int:
         return (storage_key(tensor) << 64) + int(tensor.storage_offset()) * tensor.element_size()
@@ -403,7 +403,7 @@ def address_of(storage: torch.UntypedStorage) -> int:
 
 
 def storage_use_count(tensor: Tensor) -> int:
-    """How many tensors and others share the storage of ``tensor``; 1: nobody else does."""
+    """How many tensors and others share the storage of ``tensor``; 1 if none does."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # less ``storage`` itself
 
@@ -497,7 +497,7 @@ _PAST_HOOKS: dict[str, Any] = {
 
 
 def saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """What packs and unpacks the tensors that autograd saves now; None: nobody does."""
+    """The hooks that pack and unpack the tensors that autograd saves now; None if there are none."""
     found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if found is None else (found[0], found[1])
 
@@ -515,7 +515,7 @@ functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_act
 
 
 def preserved_versions(tensors: tuple[Tensor, ...]) -> AbstractContextManager[Any]:
-    """Autograd does not notice what is written to ``tensors`` inside."""
+    """Inside, autograd does not notice writes to ``tensors``."""
     context: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter
     return context(tensors)  # type: ignore[no-any-return]
 
@@ -545,7 +545,7 @@ def clipping_step() -> tuple[Any, str]:
 
 
 def a_module_has_failed() -> bool:
-    """In a forward hook with ``always_call``: whether it was called because forward, or another hook, has raised."""
+    """In a forward hook with ``always_call``: whether forward, or another hook, has raised."""
     error = sys.exc_info()[1]
     # Somebody may also run a whole forward while handling an exception: that was not caught where modules are called.
     return error is not None and error.__traceback__ is not None and error.__traceback__.tb_frame.f_code is _CALL_IMPL
@@ -666,7 +666,7 @@ class ModuleStateBase(_State):
         raise NotImplementedError
 
     def shared_context(self) -> object:
-        """The same for roots whose communication is shared."""
+        """The same for roots that share their communication."""
         raise NotImplementedError
 
     @property
@@ -678,10 +678,10 @@ class ModuleStateBase(_State):
 
 
 _STATE_OWNER = inspect.unwrap(torch_fully_shard)
-"""Under which torch's ``fully_shard.state`` looks a module's state up: the bare function inside of torch's decorator.
+"""The key under which torch's ``fully_shard.state`` looks a module's state up: the bare function inside of torch's decorator.
 
-Found once, where it is defined: other libraries put functions of their own in the place of ``torch.distributed.fsdp.fully_shard``, of
-which some do not say what they wrap.
+Read here, once: other libraries put functions of their own in the place of ``torch.distributed.fsdp.fully_shard``, and some of those
+do not tell what they wrap.
 """
 
 
@@ -727,7 +727,7 @@ def let_guard_pickler_find(cls: type, new: type) -> None:
 
 
 def module_state(module: nn.Module) -> ModuleStateBase | None:
-    """What ``register_module_state`` stored, or None."""
+    """The state that ``register_module_state`` stored, or None."""
     state = module.__dict__.get(STATE_KEY)
     if state is None:
         return None

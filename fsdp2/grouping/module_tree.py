@@ -1,6 +1,6 @@
 """A model as wrap policies see it: modules with names, and the parameters that are still to be grouped.
 
-It refuses to know policies, processes and meshes.
+This file refuses to know policies, processes and meshes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""When nothing has moved for too long. It refuses to know processes, stores and threads: a test tells it signs and the time.
+"""When nothing has moved for too long. This file refuses to know processes, stores and threads: a test tells it signs and the time.
 
 A *sign* of a rank is what it says of itself at each look: how often it has looked, how many moves its collectives have made, where its
 main thread is. A rank that looks on is alive; one whose main thread is elsewhere than before runs Python, in an evaluation for

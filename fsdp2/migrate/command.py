@@ -1,4 +1,6 @@
-"""``fsdp2 migrate PATH...``: which files, what is shown, what is written, the exit status. It refuses to know how files are rewritten.
+"""``fsdp2 migrate PATH...``: the files it reads, shows and writes, and its exit status.
+
+This file refuses to know how files are rewritten.
 
 $ fsdp2 migrate train.py
 --- train.py

@@ -1,6 +1,6 @@
 """``DistributedDataParallel(model, ...)`` becomes ``fsdp2.parallelize(model, "ddp")``; with ZeroRedundancyOptimizer, "zero1".
 
-It refuses to know how the model is used afterwards (``model_use.py``, ``state_dicts.py``).
+This file refuses to know how the model is used afterwards (``model_use.py``, ``state_dicts.py``).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     engine.step()                                          optimizer.step()
                                                            optimizer.zero_grad()
 
-It refuses to know what the configuration says (``deepspeed_config.py``).
+This file refuses to know what the configuration says (``deepspeed_config.py``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """On which kind of device a script trains: by the backends that it starts; at run time where they are not written.
 
-It refuses to know what needs a device.
+This file refuses to know what needs a device.
 """
 
 from __future__ import annotations

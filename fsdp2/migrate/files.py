@@ -1,4 +1,7 @@
-"""Several files at once: each by the rules of its kind, those that import one another alike. It refuses to know where results go."""
+"""Rewrites several files at once: each by the rules of its kind, and files that import one another alike.
+
+This file refuses to know where results go.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """How a wrapped model is used, in FSDP1 and DDP alike: ``.module``, ``no_sync``, clipping; and FSDP1's static methods.
 
-It refuses to know state dicts (``state_dicts.py``) and how models are wrapped.
+This file refuses to know state dicts (``state_dicts.py``) and how models are wrapped.
 """
 
 from __future__ import annotations

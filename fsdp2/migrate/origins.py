@@ -3,7 +3,7 @@
     torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel  ->  fsdp:FullyShardedDataParallel
     torch.nn.parallel.DistributedDataParallel                                    ->  ddp:DistributedDataParallel
 
-It refuses to know syntax trees, and what becomes of a name.
+This file refuses to know syntax trees, and what becomes of a name.
 """
 
 from __future__ import annotations

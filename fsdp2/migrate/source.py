@@ -3,7 +3,7 @@
     migrate_source("from torch.distributed.fsdp import fully_shard\\nfully_shard(net)\\n").new
     "from fsdp2 import fully_shard\\nfully_shard(net)\\n"
 
-It refuses to know files, and what any rule does.
+This file refuses to know files, and what any rule does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Copies of the folders that a script runs in, for each side of ``--parity``.
 
-What a script saves there harms nobody's files, and no side resumes from what the other has saved. It refuses to know what runs in them.
+What a script saves there harms nobody's files, and no side resumes from what the other has saved. This file refuses to know what runs
+in them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """All ranks begin with the same model: what they were given is compared, then rank 0's values are broadcast.
 
-It refuses to know how the model is sharded afterwards.
+This file refuses to know how the model is sharded afterwards.
 """
 
 from __future__ import annotations

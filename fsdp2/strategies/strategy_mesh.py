@@ -1,6 +1,6 @@
 """The mesh of a strategy: made from all ranks or from the user's mesh, checked before the first collective, made once.
 
-It refuses to know what is sharded on it. Worked example, 8 ranks, LOCAL_WORLD_SIZE=4:
+This file refuses to know what is sharded on it. Worked example, 8 ranks, LOCAL_WORLD_SIZE=4:
 
     ddp            (8, 1)   every rank a replica, a shard axis of one
     zero1 ... 3    (8,)

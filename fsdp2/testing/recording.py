@@ -3,7 +3,7 @@
 ``RecordingStreams`` implements ``streams.Streams`` with named streams. All work runs at once, in program order, so every value
 is right; meanwhile each operator's reads, writes, allocations and frees are filed under the stream that was current, and
 compared with what came before by vector clocks. Two touches of one byte, at least one a write, are a race unless stream order or
-events put one behind the other: a device may run them in either order. It refuses to know parameters, groups and schedules.
+events put one behind the other: a device may run them in either order. This file refuses to know parameters, groups and schedules.
 
     with recording() as streams:           # modules sharded inside use ``streams``; leaving raises RaceError
         fully_shard(model, mesh=mesh)

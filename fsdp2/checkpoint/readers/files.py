@@ -5,7 +5,7 @@
     folder with *.safetensors                     Hugging Face
     *.pt, *.pth, *.bin, *.ckpt                    torch.save: one file, or one for each rank, whose number is the last in its name
 
-It refuses to know what is in the states.
+This file refuses to know what is in the states.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A pickle names classes and functions, and calls them. Here containers and dtypes are themselves, tensors become whatever ``tensor_of``
 makes of their description, and every other name becomes a class without behaviour (``Inert``) that remembers what it was called
 with. So files with classes of DeepSpeed, FSDP1 or the user's own can be read where these are not installed, and by nobody's leave.
-What reading costs is bounded by the bytes that are read, see ``pickle_limits.py``. It refuses to know files and formats.
+What reading costs is bounded by the bytes that are read, see ``pickle_limits.py``. This file refuses to know files and formats.
 
 Worked example: ``ds.ZeroStageEnum(2)`` comes out as an Inert with ``path == "ds.ZeroStageEnum"`` and ``args == (2,)``.
 """

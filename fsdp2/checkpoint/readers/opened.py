@@ -1,6 +1,6 @@
 """``open_source``: whatever people have, as one ``Source``: names and lazy tensors of model and optimizer.
 
-It finds the format, lets its reader read the descriptions, and picks model and optimizer out of what it gets. It refuses to know
+It finds the format, lets its reader read the descriptions, and picks model and optimizer out of what it gets. This file refuses to know
 targets.
 """
 

@@ -1,6 +1,6 @@
 """What a reader makes of a checkpoint, whatever its format: names and lazy tensors, as if nothing had been sharded.
 
-It refuses to know formats.
+This file refuses to know formats.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """DCP's storage writer, as fast as the disk: each tensor is one write, of which the CRC-32 is computed on the way.
 
-The files are those that DCP's own writer makes, and anything of DCP reads them; beside them lies ``digests.json``. It refuses to know
-what is saved, and ranks.
+The files are those that DCP's own writer makes, and anything of DCP reads them; beside them lies ``digests.json``. This file refuses to
+know what is saved, and ranks.
 """
 
 from __future__ import annotations

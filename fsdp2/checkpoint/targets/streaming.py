@@ -1,6 +1,6 @@
 """Lazy tensors read in bands, one at a time, for whoever writes them.
 
-It refuses to know formats.
+This file refuses to know formats.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""What runs around a module's own forward, inside of all its hooks, and without a module around it: every name stays.
+"""Functions that run around a module's own forward, inside of all its hooks. No module wraps it, so every name stays.
 
 The module gets an attribute ``forward`` of its own, which hides its class's. Hooks, those of ``fully_shard`` included, run around it,
-whichever came first. ``inspect.signature`` finds that of the forward which it hides. It refuses to know what runs there.
+in either order of the calls. ``inspect.signature`` finds that of the hidden forward. This file refuses to know what runs there.
 
 Note: code of its own. The compiler counts how often it has compiled a function, and gives up at eight times. So each class of
-modules gets a copy of ``_traced``, as each has a forward of its own; what is ``outer`` runs outside of the graph.
+modules gets a copy of ``_traced``, as each class has a forward of its own; ``outer`` runs outside of the graph.
 
 Worked example, ``outer`` offloads what autograd saves, ``inner`` checkpoints
 
     block(x)    hooks of fully_shard( offload( checkpoint( Block.forward(block, x) ) ) )
 
 Note: bound to no module. The attribute is a method of the ``AroundForward``, not of the module: pickle looks a method up by its name
-in what it is bound to, and in the module it would find the class's.
+in the object that it is bound to, and in the module it would find the method of the class.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from .sharded_class import original_class
 
 
 class Around(Protocol):
-    """What runs around a forward."""
+    """A function that runs around a forward."""
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What ``forward(*args, **kwargs)`` returns. ``forward`` is the module's, or what else runs around that."""
+        """Return what ``forward(*args, **kwargs)`` returns. ``forward`` is the module's, or the next function around that."""
 
 
 @dataclass(frozen=True, eq=False)
 class AroundForward:
-    """All that runs around one module's forward, from the outside to the inside.
+    """The functions that run around one module's forward, from the outermost to the innermost.
 
-    cls:    that of the module, without what ``fully_shard`` makes of it
+    cls:    the module's class, before ``fully_shard`` changes it
     own:    a forward that the module, not its class, had before
     outer:  outside of the graph, if the module is compiled
-    middle: also
+    middle: as ``outer``, inside of it
     inner:  what the compiler can trace
     traced: runs ``inner`` and the forward
     """
@@ -67,7 +67,7 @@ class AroundForward:
 
     @property
     def forward(self) -> Callable[..., Any]:
-        """What hides the module's forward. Pickle asks for it by this name, before the module has its attributes."""
+        """The method that hides the module's forward. Pickle asks for it by this name, before the module has its attributes."""
         shared = self.traced if self.outer is None and self.middle is None else _outside
         made = types.FunctionType(shared.__code__, globals(), "forward")
         vars(made).update(vars(shared))
@@ -85,7 +85,7 @@ _ATTRIBUTE = "_fsdp2_around_forward"
 
 
 def around_forward(module: nn.Module) -> AroundForward:
-    """What runs around the forward of ``module`` now."""
+    """The functions that run around the forward of ``module`` now."""
     found = vars(module).get(_ATTRIBUTE)
     if isinstance(found, AroundForward):
         return found
@@ -94,15 +94,15 @@ def around_forward(module: nn.Module) -> AroundForward:
 
 
 def put_around_forward(module: nn.Module, **places: Around) -> None:
-    """Let the values of ``places``, which are names of ``AroundForward``, run there from now on."""
+    """Let the values of ``places`` run around forward from now on; the keys are names of ``AroundForward``."""
     changed = replace(around_forward(module), **places)  # type: ignore[arg-type]
-    # Past the module's own ``__setattr__``.
+    # Not through the module's own ``__setattr__``.
     vars(module)[_ATTRIBUTE] = changed
     vars(module)["forward"] = changed.forward
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
-    """The forward that all of it runs around."""
+    """The forward that all functions run around."""
     around: Any = module._fsdp2_around_forward
     own: Callable[..., Any] | None = around.own
     return functools.partial(type(module).forward, module) if own is None else own

@@ -1,12 +1,12 @@
-"""Whether compiler, checkpointing and sharding were put around one another in an order that loses; said once, in the first forward.
+"""Whether compiler, checkpointing and sharding were put around one another in an order that loses; the first forward warns once.
 
-Which modules below a root are compiled, checkpointed and sharded, they say themselves; of the code around the root only whether the
-compiler runs it. It refuses to know what the compiler does inside; what each order costs was measured, see docs/compile.md:
+Modules below a root tell whether they are compiled, checkpointed and sharded; of the code around the root, only the compiler tells
+whether it runs it. This file refuses to know what the compiler does inside. The costs were measured, see docs/compile.md:
 
     torch.compile(model) around checkpoint(sharded block)   the compiler leaves all below the checkpoint alone: no graph at all
-    torch.compile(model) around sharded blocks              the graph breaks at each of them; around a loop over them, what stands
-                                                            beside the loop is not compiled
-    the compiler on each block, checkpoint and sharding around it or inside, in any order   one graph, no break: nothing is said
+    torch.compile(model) around sharded blocks              the graph breaks at each block; around a loop over them, code beside the
+                                                            loop is not compiled
+    the compiler on each block, checkpoint and sharding around it or inside, in any order   one graph, no break: no warning
 """
 
 from __future__ import annotations

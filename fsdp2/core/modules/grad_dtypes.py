@@ -1,6 +1,6 @@
-"""A ``grad_dtype`` that a user has set on a parameter: it holds for whatever takes that parameter's place.
+"""A ``grad_dtype`` that a user has set on a parameter also holds for a parameter that takes its place.
 
-It refuses to know in which dtype gradients are reduced because of it (``group/memory.py``).
+This file refuses to know in which dtype gradients are reduced because of it (``group/memory.py``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def carry_grad_dtype(old: nn.Parameter, new: nn.Parameter) -> None:
 
 @contextlib.contextmanager
 def kept_grad_dtypes(unit: Unit) -> Iterator[None]:
-    """Around ``_apply``, until the unit has noticed it: of gradients whose dtype the user has chosen, only the device follows."""
+    """Around ``_apply``, until the unit has noticed it: gradients whose dtype the user has chosen follow to the new device only."""
     aside = []
     for group in unit.groups:
         if group.options.semantics == "2.13":
@@ -58,4 +58,4 @@ class AfterLoading:
                         carry_grad_dtype(param.sharded, now)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> AfterLoading:
-        return self  # a copied unit registers its own
+        return self  # a copied unit registers its own hook

@@ -2,7 +2,8 @@
 
 Per forward call of a unit: a pre-hook unshards and passes each input through a node of its own, whose turn in backward comes when the
 gradient of that input is done; a post-hook reshards and puts a hook before the node of every output, whose turn comes when the
-output's gradient is there. Each hook names a moment to the schedule, which decides. It refuses to know memory and collectives.
+output's gradient has arrived. Each hook reports a moment to the schedule, which decides. This file refuses to know memory and
+collectives.
 
 Note: why nodes and not tensor hooks. A view made of an input costs 3 us and no Python in backward but our hook's (a custom Function
 10 us); it exists under every transform, and in-place changes of it are autograd's usual business. A hook on an output's *node*
@@ -55,8 +56,8 @@ class UnitHooks:
         self._input_dtype: torch.dtype | None = policy.param_dtype if policy.cast_forward_inputs else None
         self._output_dtype: torch.dtype | None = policy.output_dtype
         self._casts_back = False
-        self._num_registrations = 0  # on managed modules, when parameters that are nobody's were last looked for
-        # What each module's forward leaves, looked for in its first with autograd: in evaluation, and in training.
+        self._num_registrations = 0  # on managed modules, when we last looked for parameters that no unit has
+        # The tensors that each module's forward leaves; looked for in its first forward with autograd, in evaluation and in training.
         self._stored: tuple[dict[int, StoredTensors | None], dict[int, StoredTensors | None]] = ({}, {})
         several = len(unit.modules) > 1
         self.pre_forward = compat.dynamo_disabled(self._pre_forward_of_several if several else self._pre_forward)
@@ -68,7 +69,7 @@ class UnitHooks:
         explain_uncaught()
         exempt_from_typechecking(_OUR_OWN)
         unit = self._unit
-        for module in unit.modules:  # ahead of the user's
+        for module in unit.modules:  # ahead of the user's hooks
             self._handles.append(module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self.post_forward, always_call=True))
             if any(group.mesh.spmd is not None for group in unit.groups):
@@ -89,7 +90,7 @@ class UnitHooks:
                     group.gradients.varying.update(varying_axes(tensor))
 
     def cast_inputs_to(self, dtype: torch.dtype | None, and_back: bool = False) -> None:
-        """Cast floating-point inputs to ``dtype`` instead of what the policy says.
+        """Cast floating-point inputs to ``dtype`` instead of the policy's.
 
         and_back: cast floating-point outputs to the dtype that the inputs had
         """
@@ -97,7 +98,7 @@ class UnitHooks:
         self._casts_back = and_back
 
     def adopt_casts(self, other: UnitHooks) -> None:
-        """Cast as the hooks of the unit do that this one is a copy of."""
+        """Cast as the hooks of the original unit do, of which this one is a copy."""
         self.cast_inputs_to(other._input_dtype, other._casts_back)
 
     def remove(self) -> None:
@@ -105,7 +106,7 @@ class UnitHooks:
             handle.remove()
 
     def take_places_of(self, originals: UnitHooks, memo: dict[Any, Any]) -> None:
-        """Replace the hooks that came with our modules when ``deepcopy`` made them: among the user's hooks, order matters."""
+        """Replace the hooks that ``deepcopy`` copied with our modules: among the user's hooks, order matters."""
         num_forward = 2 * len(self._unit.modules)
         for index, original in enumerate(originals._handles):
             copied = memo.get(id(original.hooks_dict_ref()))
@@ -117,20 +118,20 @@ class UnitHooks:
             handle = self._handles[index]
             copied[original.id] = copied.pop(handle.id)
             for flags in handle.extra_dict_ref:
-                flags().pop(handle.id, None)  # those of the original's id were copied
+                flags().pop(handle.id, None)  # ``deepcopy`` copied the flags under the original's id
             handle.id = original.id
 
     # --- under a compiler that captures forward, backward and all collectives ---
 
     def enter_compiler(self, module: nn.Module, call: Callable[..., Any]) -> None:
-        """Let ``module(...)`` be ``call(...)``."""
+        """Let ``module(...)`` run ``call(...)``."""
         module._compiled_call_impl = call
 
     def leave_compiler(self, module: nn.Module) -> None:
         module.__dict__.pop("_compiled_call_impl", None)
 
     def let_compiler_trace(self) -> None:
-        """Until ``run_eagerly``, hooks that a compiler can trace are in the places of ours: they only cast."""
+        """Until ``run_eagerly``, use hooks that a compiler can trace in the places of ours: they only cast."""
         for pre_forward, post_forward in self._forward_handles():
             pre_forward.hooks_dict_ref()[pre_forward.id] = self._traced_pre_forward
             post_forward.hooks_dict_ref()[post_forward.id] = self._traced_post_forward
@@ -145,7 +146,7 @@ class UnitHooks:
         return zip(forward[::2], forward[1::2], strict=True)
 
     def _traced_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not compat.is_tracing():  # nobody compiles: stand-ins have no memory
+        if not compat.is_tracing():  # no compiler runs: stand-ins have no memory
             raise CompileError(
                 "the compiler did not compile forward",
                 expected="torch.compile to be on: no TORCH_COMPILE_DISABLE, no torch.compiler.set_stance that skips it",
@@ -224,7 +225,7 @@ class UnitHooks:
         return output if self._output_dtype is None else map_tensors(self._cast_output, output)
 
     def end_failed_forward(self) -> None:
-        """A forward of the unit's modules raised; maybe before our pre-hook was done."""
+        """A forward of the unit's modules raised; maybe before our pre-hook had finished."""
         explain_mixed_tensors(sys.exc_info()[1])
         unit = self._unit
         if unit.calls.running:
@@ -261,7 +262,7 @@ class UnitHooks:
             self.end_failed_forward()
             return None
         calls = unit.calls
-        if not calls.running:  # a recomputation raised before our pre-hook was done
+        if not calls.running:  # a recomputation raised before our pre-hook had finished
             return output
         calls.to_run.discard(module)
         if not calls.to_run:
@@ -277,7 +278,7 @@ class UnitHooks:
         return output if self._output_dtype is None else map_tensors(self._cast_output, output)
 
     def to_device(self, schedule: Schedule, tensor: Tensor) -> Tensor:
-        """An input of the root where its parameters are; ``schedule`` waits until the user may refill it."""
+        """Move an input of the root to its parameters' device; ``schedule`` waits until the user may refill it."""
         moved = tensor.to(self._unit.device, non_blocking=True)
         if moved is not tensor and tensor.is_pinned():
             schedule.note_host_input()
@@ -300,7 +301,7 @@ class UnitHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Pass each input that needs a gradient through a node that runs in backward when that gradient is done.
 
-        is_first: False for a module of a list that is not the first to run in this call: the inputs of that one end it
+        is_first: False for a module of a list that is not the first to run in this call: the inputs of the first one end it
         """
         levels = compat.functorch_is_active() or compat.forward_ad._current_level >= 0
         if len(args) == 1 and not kwargs and type(args[0]) is Tensor and not levels:  # by far the most common
@@ -329,7 +330,7 @@ class UnitHooks:
         return view
 
     def _watch_stored(self, part: GraphPart, module: nn.Module) -> None:
-        """What the forward of ``module`` has left on it and below it."""
+        """Watch the tensors that the forward of ``module`` has left on it and below it."""
         found = self._stored[module.training]
         if id(module) not in found:
             found[id(module)] = stored_tensors(module, self._stored[not module.training].get(id(module)))
@@ -362,12 +363,12 @@ class UnitHooks:
             node = tensor.grad_fn
             if (node if base is None else base.grad_fn) is None and isinstance(tensor if base is None else base, nn.Parameter):
                 return self._watch_outputs(part, map_tensors(outlive_parameters, output))
-            if node in part:  # an input, passed through: its node ends the backward, so that another has to begin it
+            if node in part:  # an input, passed through: its node ends the backward, so another node has to begin it
                 return self._watch_outputs(part, map_tensors(functools.partial(apart_from, part), output))
             watched = [] if node is None else [node]
             if base is not None and base.grad_fn is not None and not made_input(part, base.grad_fn):
                 watched.append(base.grad_fn)
-            if finds_bottoms and any(below(each) is None for each in watched):  # then the call would hold what holds the call
+            if finds_bottoms and any(below(each) is None for each in watched):  # else the call would hold a node that holds the call
                 return self._watch_outputs(part, map_tensors(apart_from_bottom, output))
             for each in watched:
                 if each not in seen:
@@ -387,7 +388,7 @@ _OUR_OWN: list[Callable[..., Any]] = [
     adopt,
     *(each for owner in (Unit, ModuleState, Schedule) for each in vars(owner).values() if inspect.isfunction(each)),
 ]
-"""What handles flat buffers and shards, which no user annotates. Not the hooks: what they cast or pass through a node keeps types."""
+"""Functions for flat buffers and shards, which no user annotates. Hooks are not among them: their casts and nodes keep types."""
 
 
 def _refuse_autograd(unit: ModuleState) -> None:
@@ -401,7 +402,7 @@ def _refuse_autograd(unit: ModuleState) -> None:
 
 @contextlib.contextmanager
 def _around(moment: str, unit: ModuleState) -> Iterator[None]:
-    """A label for the profiler; and no transform of ``torch.func``: parameters are the same to all of them."""
+    """Label the moment for the profiler, outside of any transform of ``torch.func``: parameters are the same to all of them."""
     with torch.profiler.record_function(f"fsdp2::{moment} ({unit.fqn})"), compat.functorch_disabled():
         yield
 
@@ -432,13 +433,13 @@ def _end_backward(unit: ModuleState, call: Call, grads: Any) -> None:
 
 @compat.dynamo_disabled
 def _pass_input(unit: ModuleState, call: Call, grads: Any) -> None:
-    """The gradient of an input is done that does not end the call."""
+    """Autograd has computed the gradient of an input that does not end the call."""
     if torch.is_grad_enabled():
         _watch_gradients(unit, call, grads)
 
 
 def _watch_gradients(unit: ModuleState, call: Call, grads: tuple[Tensor | None, ...]) -> None:
-    """A backward with ``create_graph`` made a graph: a backward through that needs the parameters from here on."""
+    """A backward with ``create_graph`` made a graph: a backward through that graph needs the parameters from here on."""
     part = call.graph()
     if part is None:
         return
@@ -457,7 +458,7 @@ def _begin_backward_through_backward(unit: ModuleState, part: GraphPart, grads: 
 
 
 class _Saving:
-    """A state dict hook: sharded parameters are what is saved, maybe by one rank alone."""
+    """A state dict hook: it shows the sharded parameters, maybe on one rank alone, because those are saved."""
 
     def __init__(self, unit: ModuleState) -> None:
         self._unit = unit
@@ -466,11 +467,11 @@ class _Saving:
         self._unit.hide()
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> _Saving:
-        return self  # a copied unit registers its own
+        return self  # a copied unit registers its own hook
 
 
 class _Loading(_Saving):
-    """Sharded parameters are what is loaded into, from whole tensors as well."""
+    """The same before loading: values go into the sharded parameters, from whole tensors as well."""
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         self._unit.reshard_for_all()

@@ -1,7 +1,8 @@
-"""Says what is wrong where torch says "got mixed torch.Tensor and DTensor": a sharded parameter met a plain tensor.
+"""Explains torch's error "got mixed torch.Tensor and DTensor": a sharded parameter met a plain tensor.
 
-torch raises this in C++, for any operator. Nothing here runs until it has: the hooks of a module whose forward failed look at the
-error, and so does ``sys.excepthook`` for what nobody catches. The explanation is added to the error's text; its type stays.
+torch raises it in C++, for any operator. Nothing here runs before that: the hooks of a module whose forward failed look at the
+error, and so does ``sys.excepthook`` for an error that the program does not catch. The explanation joins the error's text; its type
+stays.
 
 The frames that the error passed through tell the parameter and the cause: a method that is not ``forward`` was called past the hooks
 of its module, a module used a weight that belongs to another unit, or a program computes with parameters between steps.
@@ -50,7 +51,7 @@ def explain_mixed_tensors(error: BaseException | None) -> None:
 
 
 def explain_uncaught() -> None:
-    """Let ``sys.excepthook`` explain as well, ahead of what stands there; again: no-op."""
+    """Let ``sys.excepthook`` explain as well, before the hook that was there. A second call does nothing."""
     shown = sys.excepthook
     if getattr(shown, "_explains_mixed_tensors", False):
         return
@@ -64,7 +65,7 @@ def explain_uncaught() -> None:
 
 
 _AS_IN_NAMES = str.maketrans({"[": ".", "]": None})
-"""``self.layers[0].weight`` in a program is ``layers.0.weight`` among names."""
+"""``self.layers[0].weight`` in a program is ``layers.0.weight`` among a module's names."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _cause(found: ShardedParam, frames: list[types.FrameType]) -> _Cause:
 
 
 def _frames(error: BaseException) -> Iterator[types.FrameType]:
-    """Those that ``error`` passed through, the innermost first, without ours."""
+    """The frames that ``error`` passed through, the innermost first, without ours."""
     traceback, passed = error.__traceback__, []
     while traceback is not None:
         passed.append(traceback.tb_frame)
@@ -108,7 +109,7 @@ def _frames(error: BaseException) -> Iterator[types.FrameType]:
 
 
 def _at_hand(frame: types.FrameType) -> Iterator[Any]:
-    """What a frame may compute with: its variables, what is in its lists, and parameters of its modules that the line names."""
+    """The objects that a frame may compute with: its variables, items of its lists, and parameters of modules that the line names."""
     variables = list(frame.f_locals.values())
     for value in variables:
         if isinstance(value, dict):

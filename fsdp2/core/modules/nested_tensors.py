@@ -1,6 +1,6 @@
-"""Tensors inside arguments and results of any shape: tuples, lists, dicts, dataclasses, and what is registered with pytree.
+"""Tensors inside arguments and results of any shape: tuples, lists, dicts, dataclasses, and types that pytree knows.
 
-It refuses to know what is done with the tensors. Strings, numbers, None and unknown objects are left as they are.
+This file refuses to know what is done with the tensors. Strings, numbers, None and unknown objects are left as they are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def find_tensors(tree: Any, found: list[Tensor]) -> None:
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """``tree`` with every tensor changed; containers are copied where something in them changed, else returned as they are."""
+    """``tree`` with every tensor changed; containers are copied if something in them changed, else returned as they are."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, dict):
@@ -63,7 +63,7 @@ def _map_dict(change: Callable[[Tensor], Tensor], tree: dict[Any, Any]) -> Any:
         return items
     if type(tree) in pytree.SUPPORTED_NODES:
         return pytree.tree_map_only(Tensor, change, tree)
-    copy = tree.copy()  # a subclass: keep what it has beside its items
+    copy = tree.copy()  # a subclass: keep its attributes beside its items
     for key, value in items.items():
         copy[key] = value
     return copy

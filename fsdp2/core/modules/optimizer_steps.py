@@ -1,8 +1,8 @@
-"""What optimizers do behind our back: when they write parameters, and which parameters they were given.
+"""What optimizers do outside of our calls: when they write parameters, and which parameters they were given.
 
 An optimizer that was built before ``fully_shard``, or while parameters were unsharded, holds parameters that never get a gradient:
-its steps would change nothing, in silence. Here it gets the sharded ones in their place, at its first step, when it has no state yet.
-And every step is counted (``group/step_count.py``). It refuses to know groups and modules.
+its steps would change nothing, without an error. At its first step, when it has no state yet, it gets the sharded ones instead.
+Every step is counted as well (``group/step_count.py``). This file refuses to know groups and modules.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..group.step_count import OPTIMIZER_STEPS
 
 
 class _Steps:
-    """What is known of the process's optimizers.
+    """What this file knows of the process's optimizers.
 
     sharded:  groups of parameters that were sharded so far
-    checked:  the number of param groups, and of what was sharded, with which each optimizer was looked at
-    waiting:  gradients that the last micro-batch was to hand out, when they were left alone
+    checked:  for each optimizer, the number of its param groups, and of sharded groups, when it was last checked
+    waiting:  gradients that wait for the last micro-batch, at the last time that they did
     """
 
     def __init__(self) -> None:
@@ -38,14 +38,14 @@ STEPS = _Steps()
 
 
 def watch_optimizers() -> None:
-    """Parameters were sharded: look at every optimizer at its next step, and count steps from now on."""
+    """Parameters were sharded: check every optimizer at its next step, and count steps from now on."""
     if STEPS.sharded == 0:
         register_optimizer_step_pre_hook(compat.dynamo_disabled(_before_step))
     STEPS.sharded += 1
 
 
 def optimizers_that_stepped() -> list[Optimizer]:
-    """Those that are alive."""
+    """The optimizers that have stepped and still exist."""
     return list(STEPS.checked)
 
 
@@ -60,7 +60,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _refuse_incomplete(optimizer: Optimizer) -> None:
-    """Raise OrderError if gradients of its parameters still wait for their last micro-batch: it would step without them."""
+    """Raise OrderError if gradients of its parameters wait for their last micro-batch: it would step without them."""
     for gradients in list(STEPS.waiting):
         if not gradients.has_unreduced:
             STEPS.waiting.discard(gradients)
@@ -76,9 +76,9 @@ def _refuse_incomplete(optimizer: Optimizer) -> None:
 
 
 def _give_sharded(optimizer: Optimizer) -> None:
-    """Put sharded parameters in the place of those that they were cut from, or that are made of them.
+    """Put sharded parameters in the place of originals and of unsharded ones.
 
-    Raises: OrderError if the optimizer has state for one, which belongs to the whole parameter.
+    Raises: OrderError if the optimizer has state for such a parameter: the state belongs to the whole parameter.
     """
     too_late = []
     for group in optimizer.param_groups:

@@ -1,10 +1,10 @@
 """The class that a sharded module gets: ``FSDP<Name>``, which is our mixin, the user's class and torch's FSDPModule, in this order.
 
 torch's class comes last so that ``isinstance`` checks elsewhere hold while the user's class stays right behind ours, where the
-compiler's guard pickler looks for it. It refuses to know what the mixin's methods do.
+compiler's guard pickler looks for it. This file refuses to know what the mixin's methods do.
 
 Note: layouts. CPython lets an instance change to a class only if both lay out their instances alike, which it judges by the first base
-in C of each. ``class A(ABC, nn.Linear)`` descends from ABC there, ``FSDPA(mixin, A, ...)`` from the mixin: alike in every byte, and
+in C of each. For ``class A(ABC, nn.Linear)`` it finds ABC, for ``FSDPA(mixin, A, ...)`` the mixin: alike in every byte, and still
 refused. Such a class becomes the *first* base of its sharded class, whose metaclass then puts the mixin in front of it where methods
 are looked up.
 """
@@ -22,10 +22,10 @@ _originals: dict[type, type] = {}
 
 
 def sharded_class(module: nn.Module, mixin: type, prefix: str = "FSDP") -> type:
-    """``FSDP<Name>`` for ``module``, which stays as it is, and for all of its class.
+    """The class ``FSDP<Name>`` for ``module``, which stays as it is, and for all modules of its class.
 
-    prefix: of the name; one for all classes of a mixin
-    Raises: whatever the user's class, or its metaclass, has against being subclassed; TypeError if ``module`` cannot become an
+    prefix: of the name; the same for all classes of a mixin
+    Raises: any error of the user's class, or of its metaclass, about a subclass; TypeError if ``module`` cannot become an
             instance of it
     """
     cls: Any = type(module)
@@ -53,7 +53,7 @@ def _try(module: nn.Module, new: type) -> None:
 
 
 def _mixin_first(metaclass: type[type], bases: tuple[type, ...]) -> type[type]:
-    """``metaclass``, with classes that look up methods as a class with ``bases`` does, if they have the same ones in another order."""
+    """``metaclass``, whose classes look up methods in the order of ``bases`` if they have the same bases in another order."""
 
     class MixinFirst(metaclass):  # type: ignore[misc, valid-type]
         def mro(self) -> list[type]:
@@ -67,7 +67,7 @@ def _mixin_first(metaclass: type[type], bases: tuple[type, ...]) -> type[type]:
 
 
 def set_class(module: nn.Module, cls: type) -> None:
-    """Make ``module`` an instance of ``cls``, whatever its own ``__setattr__`` does."""
+    """Make ``module`` an instance of ``cls``, past the module's own ``__setattr__``."""
     object.__setattr__(module, "__class__", cls)
 
 
@@ -77,7 +77,7 @@ def swap_class(module: nn.Module, mixin: type, prefix: str = "FSDP") -> None:
 
 
 def seen_as(module: nn.Module, mixin: type, prefix: str = "FSDP") -> nn.Module:
-    """A second object over all that the sharded ``module`` has, in a ``sharded_class`` with ``mixin``: what one is given, both have."""
+    """A second object over the attributes of the sharded ``module``, in a ``sharded_class`` with ``mixin``: both share every change."""
     other: nn.Module = object.__new__(original_class(type(module)))
     object.__setattr__(other, "__dict__", vars(module))
     swap_class(other, mixin, prefix)

@@ -1,7 +1,7 @@
 """Which parameters the user's modules show: the sharded ones, or the unsharded ones from unshard to reshard.
 
-A group's parameters are entries of the ``_parameters`` of the modules that own them; here the entries are exchanged, and what the user
-has put there since is noticed, and adopted or refused. It refuses to know memory, collectives, and when anything is shown.
+A group's parameters are entries of the ``_parameters`` of the modules that own them. This file exchanges the entries, notices
+parameters that the user has put there since, and adopts or refuses them. It refuses to know memory, collectives, and when.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ModuleRegistry:
                 set_parameter(owner.module, owner.name, param.sharded)
 
     def add_owner(self, param: ShardedParam, owner: Owner) -> None:
-        """Show ``param`` at one place more, which a later ``fully_shard`` call found tied to it."""
+        """Show ``param`` at one more place, which a later ``fully_shard`` call found tied to it."""
         param.owners.append(owner)
         self._owned.append((owner.module._parameters, owner.name, param))
         self._made_for = None
@@ -86,7 +86,7 @@ class ModuleRegistry:
                 set_parameter(owner.module, owner.name, parameter)
 
     def verify(self) -> bool:
-        """Whether all is as we left it; parameters that the user put in their place are adopted, or refused by name."""
+        """Whether every entry is as we left it; adopts parameters that the user put there, or refuses them by name."""
         intact = True
         watches = not self._group.plan.has_own_memory
         for parameters, name, param in self._owned:
@@ -109,7 +109,7 @@ class ModuleRegistry:
         return intact
 
     def _refuse_untying(self, param: ShardedParam) -> None:
-        """Raise if only some of the places of a tied parameter were given another one."""
+        """Raise if the user has replaced a tied parameter at only some of its places."""
         kept = [owner.name for owner in param.owners if owner.module._parameters.get(owner.name) is param.sharded]
         if kept:
             raise ParameterError(
@@ -127,11 +127,11 @@ def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
 
 
 def _refuse_tying(param: ShardedParam, now: Any) -> None:
-    """Raise if the place of ``param`` was given another sharded parameter that still has its own place: it lies in one flat shard."""
+    """Raise if the user has put another sharded parameter there that still has its own place too: it lies in one flat shard."""
     other = sharded_parameters().get(id(now), (param, None))[0]
     shown = [owner.module._parameters.get(owner.name) for owner in other.owners]
     if other is param or not any(each is other.sharded or (each is not None and each is other.unsharded) for each in shown):
-        return  # a new one, or two that have changed places
+        return  # a new parameter, or two that have changed places
     raise ParameterError(
         f"{param.fqn} ({type(param.owners[0].module).__name__}.{param.owners[0].name}) was tied to {other.fqn} after fully_shard",
         expected="parameters that share values to be one before fully_shard, which then gathers and reduces them once",
@@ -140,7 +140,7 @@ def _refuse_tying(param: ShardedParam, now: Any) -> None:
 
 
 def _adopt_replacement(param: ShardedParam, now: Any) -> None:
-    """Take the parameter that the user registered in place of ours, if it is sharded as ours was."""
+    """Adopt the parameter that the user registered in place of ours, if it is sharded as ours was."""
     wanted = param.spec.sharded
     if (
         isinstance(now, nn.Parameter)

@@ -1,8 +1,8 @@
-"""Tensors that a forward leaves on its modules instead of returning them: an auxiliary loss of a router, kept activations.
+"""Tensors that a forward leaves on its modules instead of returning them: a router's auxiliary loss, kept activations.
 
-Backward may begin at one of them, and needs the parameters then just as when it begins at an output. Where a module that is sharded
-keeps tensors is found in its first forward with autograd, in evaluation and in training, and looked up in every later one: what is
-frozen in the first may be trained in the second. It refuses to know what is done with them.
+Backward may begin at such a tensor, and then needs the parameters just as when it begins at an output. fsdp2 looks for the attributes
+that keep tensors after a unit's first forward with autograd, in evaluation and in training, and looks them up after every later one:
+a part that is frozen in the first may be trained in the second. This file refuses to know what is done with the tensors.
 
 Worked example: forward of ``block.router`` sets ``self.aux_loss``; the places of ``block`` are [(vars(block.router), "aux_loss")]
 """
@@ -32,14 +32,14 @@ class StoredTensors:
         self._seen: list[weakref.ref[Tensor] | None] = [None] * len(places)
 
     def add(self, places: Sequence[tuple[dict[str, Any], str]]) -> None:
-        """Others, some of which may be known."""
+        """Add places, some of which may be known."""
         known = {(id(attributes), name) for attributes, name in self._places}
         new = [(attributes, name) for attributes, name in places if (id(attributes), name) not in known]
         self._places += new
         self._seen += [None] * len(new)
 
     def new(self) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-        """The tensors that were not there when this was asked before."""
+        """The tensors that were not there at the last call."""
         for index, (attributes, name) in enumerate(self._places):
             value = attributes.get(name)
             seen = self._seen[index]
@@ -49,9 +49,9 @@ class StoredTensors:
 
 
 def stored_tensors(module: nn.Module, known: StoredTensors | None) -> StoredTensors | None:
-    """What is stored now on ``module`` and below it, but not below others that are sharded by themselves, and what is ``known``.
+    """The tensors stored on ``module`` and below it, but not below modules that are sharded by themselves, and those of ``known``.
 
-    Returns: None if nothing is
+    Returns: None if there are none
     """
     found: dict[int, nn.Module] = {}
     _visit(module, found)

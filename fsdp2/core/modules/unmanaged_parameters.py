@@ -1,8 +1,8 @@
 """Parameters that no unit has: registered after ``fully_shard`` was called on a module above them, or held by others beside
 the shards that were cut from them.
 
-The former are looked for at the first forward, and again at the first that follows when something was registered on a module that is
-managed; the latter are noticed when they get a gradient. It refuses to know what is done with parameters that are somebody's.
+fsdp2 looks for the former at the first forward, and again at the first forward after something was registered on a managed module.
+It notices the latter when they get a gradient. This file refuses to know what is done with parameters that a unit has.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Registrations:
         self._watching = False
 
     def watch(self) -> None:
-        """From the first ``fully_shard`` on. Compilers never see it: sharded modules are not built in what they trace."""
+        """Count from the first ``fully_shard`` on. Compilers never see it: they do not trace code that builds sharded modules."""
         if not self._watching:
             self._watching = True
             register_module_parameter_registration_hook(self._note_parameter)
@@ -50,7 +50,7 @@ REGISTRATIONS = _Registrations()
 
 
 def warn_of_plain_parameters(root: nn.Module, units: Sequence[Unit]) -> None:
-    """Parameters that were registered after ``fully_shard``, adapters for instance, are nobody's: each rank would train its own."""
+    """Warn of parameters registered after ``fully_shard``, adapters for instance: no unit has them, each rank would train its own."""
     places = [owner for unit in units for owner in unit.ignored]
     places += [owner for unit in units for group in unit.groups for param in group.params for owner in param.owners]
     known = {(id(owner.module), owner.name) for owner in places}
@@ -80,7 +80,7 @@ def warn_of_plain_parameters(root: nn.Module, units: Sequence[Unit]) -> None:
 
 
 def refuse_gradients(original: nn.Parameter, param: ShardedParam) -> None:
-    """Let a backward that reaches ``original`` raise: a module still has what ``param`` was cut from, and the two would drift apart."""
+    """Let a backward that reaches ``original`` raise: ``param`` was cut from it, a module still has it, and both would drift apart."""
     if original.is_inference() or not (original.is_floating_point() or original.is_complex()):
         return  # it never gets a gradient
     reference = weakref.ref(param)
@@ -95,6 +95,6 @@ def refuse_gradients(original: nn.Parameter, param: ShardedParam) -> None:
         )
 
     trains = original.requires_grad
-    original.requires_grad_(True)  # torch lets only such a parameter have a hook; it may be unfrozen later
+    original.requires_grad_(True)  # torch allows the hook on such a parameter only; the user may unfreeze it later
     original.register_post_accumulate_grad_hook(refuse)  # type: ignore[no-untyped-call]
     original.requires_grad_(trains)

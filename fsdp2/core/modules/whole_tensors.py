@@ -1,7 +1,7 @@
 """Whole tensors in the state dict that ``load_state_dict`` was given: each rank cuts its own pieces out of them.
 
-torch refuses to copy a plain tensor into a DTensor. Here one with the parameter's whole shape is what every rank has of an unsharded
-model's state dict; nothing is communicated, so that all ranks have to pass the same values. It refuses to know hooks and files.
+torch refuses to copy a plain tensor into a DTensor. Here a state dict may have a plain tensor with the parameter's whole shape, from an
+unsharded model. Nothing is communicated, so all ranks have to pass the same values. This file refuses to know hooks and files.
 
 Worked example: a (5, 4) weight over 2 ranks; the state dict has a plain (5, 4) tensor, rank 1 loads its rows [3, 5)
 """
@@ -22,10 +22,10 @@ from ..plan.placement import in_dtype
 
 
 def cut_whole_tensors(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Replace the values for parameters that ``module`` owns. state_dict: torch's own copy, so that the caller keeps theirs."""
+    """Replace the values for parameters that ``module`` owns. state_dict: torch's own copy, so that the caller's stays."""
     for group in unit.uses:
         if group.plan.has_own_memory:
-            continue  # what a tensor subclass takes, it says itself
+            continue  # a tensor subclass decides by itself what it takes
         for param in group.params:
             for owner in param.owners:
                 value = state_dict.get(prefix + owner.name) if owner.module is module else None

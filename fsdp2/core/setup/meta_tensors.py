@@ -1,4 +1,7 @@
-"""Parameters and buffers of a model on the meta device, sharded or not, and their places. It refuses to know how they get values."""
+"""Parameters and buffers of a model on the meta device, sharded or not, and their places.
+
+This file refuses to know how they get values.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Compile a device once: into a folder whose name is a hash of its sources, of torch, and of Python.
 
-It refuses to know what the sources do.
+This file refuses to know what the sources do.
 """
 
 from __future__ import annotations

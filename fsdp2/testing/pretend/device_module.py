@@ -1,6 +1,6 @@
 """What ``torch.pretend`` is: what code written for accelerators finds at ``torch.<device type>``.
 
-Streams and events are torch's own generic ones. It refuses to know process groups and fsdp2.
+Streams and events are torch's own generic ones. This file refuses to know process groups and fsdp2.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``fully_shard`` and the other functions of torch's FSDP2, argument by argument (methods: ``fsdp_module.py``).
 
-This file has what was passed checked (``core/setup/arguments.py``) and hands it down; how anything is done stands below ``core/``.
+This file lets ``core/setup/arguments.py`` check its arguments and hands them down; ``core/`` does the work.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Clip gradients by their total norm, whatever their placements and meshes: parameters of one model need not share a mesh.
+"""Clip gradients by their total norm, on any mix of placements and meshes: parameters of one model need not share a mesh.
 
 ``torch.nn.utils.clip_grad_norm_`` stacks the norms as DTensors, which have to lie on one mesh, and its operator raises on an empty
 shard where the norm has no identity (inf), on that rank alone. Here every rank computes what its local tensors contribute, one number
@@ -8,7 +8,7 @@ cut. Gradients that lie in one buffer are one tensor (``flat_gradients``). This 
 Worked example, (dp 2, tp 2), 2-norm: weights cut over dp and tp, norms' scales cut over dp only, plain biases
 
     contributions     [9, 4, 1]     sums of the squares of the local tensors
-    all-reduce, dp    [9, 4]        those that are cut over dp, all in one
+    all-reduce, dp    [9, 4]        the gradients that are cut over dp, in one
     all-reduce, tp    [9]
     total             the square root of the sum; equal on all ranks
 """
@@ -153,7 +153,7 @@ _PLAIN = _Spread((), (), is_partial=False)
 
 
 def _spreads(likes: Sequence[Tensor]) -> list[_Spread]:
-    """Of each tensor. Found out once for each mesh and placements: a model has many parameters and few of these."""
+    """How ranks hold each tensor, found once for each mesh and placements: a model has many parameters, and few placements."""
     known: dict[tuple[int, Any], _Spread] = {}
     found: list[_Spread] = []
     last: compat.DTensorSpec | None = None
@@ -272,7 +272,7 @@ def _all_reduce(terms: Tensor, indices: list[int], process_group: dist.ProcessGr
     """``terms`` with those at ``indices`` replaced by those of all ranks of the group together. Collective: yes, one all-reduce."""
     each = None if len(indices) == len(terms) else terms.unbind()
     sent = terms if each is None else torch.stack([each[index] for index in indices])
-    if math.isinf(norm_type):  # the largest of numbers of which one is NaN is not NaN on every backend
+    if math.isinf(norm_type):  # on some backends, the largest of numbers with a NaN among them is not NaN
         is_nan = sent.isnan()
         sent = torch.cat([sent.masked_fill(is_nan, -math.inf), is_nan.to(sent.dtype)])
     there = sent if terms.device.type == device_type else sent.to(device_type)  # gradients may be offloaded

@@ -1,4 +1,4 @@
-"""The FSDPError family: what a user did, what was expected, how to mend it.
+"""The FSDPError family: what the user did, what was expected, how to mend it.
 
 Every error that a user can cause is one of these and is also a subclass of each built-in exception that PyTorch's own FSDP2
 raises in the cases it covers, so that old ``except`` clauses hold; a test asks FSDP2 case by case (hence the odd bases: there, an
@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 MAX_ITEMS = 5
-"""A model has hundreds of parameters, and the first few offenders show what is wrong with all."""
+"""How many offenders an error lists: a model has hundreds of parameters, and the first few show what is wrong with all."""
 
 
 class FSDPError(Exception):
@@ -105,7 +105,7 @@ class DoctorError(FSDPError, RuntimeError):
 
 
 def troubleshooting(error: type[BaseException]) -> str:
-    """Where the documentation describes ``error``: by the name of its nearest class that users know, those of this file."""
+    """The page that describes ``error``, by the name of its nearest class that users know: a class of this file."""
     named = next(each for each in error.__mro__ if each.__module__ == __name__)
     return f"docs/troubleshooting.md#{'by-error-class' if named is FSDPError else named.__name__.lower()}"
 

@@ -1,6 +1,6 @@
-"""What a sharded module can do: the methods of ``FSDPModule``, those of torch's FSDP2 and ours.
+"""The methods of a sharded module: those of torch's FSDP2's ``FSDPModule``, and ours.
 
-Each checks what was passed and tells its unit, group or schedule; how anything is done stands below ``core/``.
+Each method checks its arguments and calls its unit, group or schedule; ``core/`` does the work.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .user_warnings import warn
 
 
 class UnshardHandle(compat.TorchUnshardHandle):
-    """What ``FSDPModule.unshard(async_op=True)`` returns."""
+    """The handle that ``FSDPModule.unshard(async_op=True)`` returns."""
 
     def __init__(self, unit: ModuleState | None = None) -> None:
         self._unit = unit

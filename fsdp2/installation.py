@@ -1,10 +1,10 @@
-"""fsdp2 in the place of torch's FSDP2, for programs that nobody edits.
+"""fsdp2 in the place of torch's FSDP2, for programs that stay as they are.
 
     with fsdp2.install():                       # or once, and never undone
         import their_training_program           # its ``from torch.distributed.fsdp import fully_shard`` gets ours
 
-What is rebound are names: in the modules of torch that programs import them from, and in every module that has imported them already.
-Each keeps what it had, so that ``uninstall`` puts all of it back. Whoever keeps torch's function elsewhere (in a default argument, a
+It rebinds names: in the modules of torch that programs import them from, and in every module that has imported them already.
+``uninstall`` puts the old values back. A program that keeps torch's function elsewhere (in a default argument, a
 closure, a list) still has torch's. This file refuses to know what the names stand for.
 """
 
@@ -58,7 +58,7 @@ _installed: list[Installation] = []
 
 
 class Installation:
-    """What one ``install`` call has rebound; as a context manager it is undone at the end of the block."""
+    """The names that one ``install`` call has rebound; as a context manager it is undone at the end of the block."""
 
     def __init__(self) -> None:
         self._rebound: list[tuple[types.ModuleType, str, Any, Any]] = []

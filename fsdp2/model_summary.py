@@ -1,4 +1,4 @@
-"""What ``fully_shard`` made of a model, to look at: units and their parameters, dtypes, placements and bytes on this rank.
+"""A model after ``fully_shard``, as a table: units and their parameters, dtypes, placements and bytes on this rank.
 
     print(fsdp2.summary(model, optimizer))
 

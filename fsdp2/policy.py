@@ -1,4 +1,4 @@
-"""What a user may choose: small values, read once by ``fully_shard``.
+"""Choices of the user: small values, which ``fully_shard`` reads once.
 
 Every class has the fields and defaults of its namesake in ``torch.distributed.fsdp``, and descends from it, so that ``isinstance``
 checks elsewhere hold; objects of torch's own classes are accepted wherever these are. Each says all of its fields itself, for an older
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 TorchCPUOffloadPolicy = torch_fsdp.CPUOffloadPolicy
-"""What ours descends from: torch's own objects are accepted as well."""
+"""The base classes of ours: torch's own objects are accepted as well."""
 
 
 class _Frozen:

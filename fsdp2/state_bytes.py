@@ -149,5 +149,5 @@ class _Storages:
         return sum(self._found.values())
 
     def nbytes_beside(self, other: _Storages) -> int:
-        """Of those that ``other`` does not have."""
+        """Bytes that ``other`` does not count."""
         return sum(nbytes for address, nbytes in self._found.items() if address not in other._found)

@@ -1,4 +1,4 @@
-"""Strategies: what each rank keeps of parameters, gradients and optimizer state. One word chooses, the same core runs them all.
+"""Strategies: what each rank keeps of parameters, gradients and optimizer state. ``parallelize`` takes a strategy by its name.
 
 W ranks, S of them on a node; bytes a rank keeps per parameter, with bf16 compute, fp32 master and AdamW; r is the itemsize of the
 reduce dtype, in which gradients accumulate over micro-batches:
@@ -13,8 +13,8 @@ reduce dtype, in which gradients accumulate over micro-batches:
     hsdp_global     2/S resident        r/W             4/W         8/W
 
 *Resident*: from the first forward after an optimizer step to the end of the last backward before the next one, at which the
-optimizer sees sharded DTensors in every strategy; so that a plain ``AdamW(model.parameters())`` is what shards its state. (Micro-
-batches are told apart by ``accumulate``; without it every backward is the last one.) *Transient*: group by group, while it runs.
+optimizer sees sharded DTensors in every strategy, so that a plain ``AdamW(model.parameters())`` shards its state. (``accumulate``
+tells micro-batches apart; without it every backward is the last one.) *Transient*: group by group, while the group runs.
 
 This file refuses to know how a gather or a reduction is done: a strategy is a mesh, and a few flags of the units made on it.
 """
@@ -52,7 +52,7 @@ Over = Literal["world", "node", "nobody"]
 
 @dataclass(frozen=True)
 class Strategy:
-    """What is sharded over whom: over all ranks, over those of a node, or not at all.
+    """What is sharded over which ranks: over all ranks, over those of a node, or not at all.
 
     parameters:  the unsharded parameters between a unit's uses: sharded again ("world", "node"), or kept whole ("nobody")
     gradients:   while they accumulate over micro-batches
@@ -81,7 +81,7 @@ STRATEGIES = {
         Strategy("hsdp_global", "node", "world", "world"),
     )
 }
-"""By the name that ``parallelize`` takes."""
+"""The strategies by the name that ``parallelize`` takes."""
 
 _ELSEWHERE = {
     "fsdp": "zero3",
@@ -94,7 +94,7 @@ _ELSEWHERE = {
     "hybrid_shard": "hsdp",
     "hybrid_shard_zero2": "hsdp_zero2",
 }
-"""Ours by the names that torch and FSDP1 have for them: "fsdp" looks most like "hsdp", which is another strategy."""
+"""Our names by those of torch and FSDP1: "fsdp" looks most like "hsdp", which is another strategy."""
 
 
 def parallelize(
@@ -142,7 +142,7 @@ def parallelize(
     facts += [f"group {group.names} {type(group.modules[0]).__name__}" for group in planned.groups]
     require_same(ranks, facts, f"models, or arguments of parallelize({chosen.name!r}),")
     mesh, reshard_after_forward = _placed(chosen, mesh, shard_size)
-    # What a call below would refuse for its group, it would refuse after the groups before it have been sharded.
+    # Check first what a call below would refuse for its group: by then the groups before it would have been sharded.
     read_modules([model], read_mesh(mesh), shard_placement_fn, ignored)
     for module in (module for group in planned.groups for module in group.modules):
         sharded_class(module, FSDPModule)
@@ -187,7 +187,7 @@ def _strategy(name: Any) -> Strategy:
 
 
 def _placed(strategy: Strategy, mesh: DeviceMesh | None, shard_size: int | None) -> tuple[DeviceMesh, bool | int | None]:
-    """The mesh, and what ``fully_shard`` is told to do after forward. Collective: where it makes process groups."""
+    """The mesh, and ``reshard_after_forward`` for ``fully_shard``. Collective: where it makes process groups."""
     name = strategy.name
     if shard_size is not None and not strategy.is_hybrid:
         hybrid = [each.name for each in STRATEGIES.values() if each.is_hybrid]

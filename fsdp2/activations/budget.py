@@ -37,14 +37,14 @@ _OUTSIDE = (
 
 @dataclass
 class Measured:
-    """Bytes of the inputs of a module, and of what else autograd would save of it."""
+    """Bytes of a module's inputs, and of the other tensors that autograd would save of it."""
 
     inputs: int
     saved: int = 0
 
 
 class Budget:
-    """What the modules of one ``apply_activation_checkpointing`` with ``max_nbytes`` may save in a forward.
+    """The modules of one ``apply_activation_checkpointing`` with ``max_nbytes``, and which may save everything in a forward.
 
     measured: of each module, in the order in which they ran
     """
@@ -59,7 +59,7 @@ class Budget:
 
     @compat.dynamo_skips
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What runs around ``forward``, in which ``Checkpoint`` does what was chosen: measure, without the compiler, or nothing."""
+        """Runs around ``forward``, in which ``Checkpoint`` does as chosen: measure, without the compiler, or nothing."""
         if torch.is_grad_enabled() and self._is_to_measure(module, args, kwargs):
             return self._run_measured(module, args, kwargs)
         return forward(*args, **kwargs)
@@ -98,14 +98,14 @@ class Budget:
 
 
 def checkpoint_of(module: nn.Module) -> Checkpoint:
-    """What runs right around the module's forward."""
+    """Runs right around the module's forward."""
     found = around_forward(module).inner
     assert isinstance(found, Checkpoint)
     return found
 
 
 def choose_last(measured: Sequence[Measured], max_nbytes: int) -> list[int]:
-    """Indices of those that may save everything, the last first, such that all together save at most ``max_nbytes``.
+    """Indices of the modules that may save everything, the last first, such that all together save at most ``max_nbytes``.
 
     All save their inputs in any case, even if these alone are more.
     """
@@ -119,7 +119,7 @@ def choose_last(measured: Sequence[Measured], max_nbytes: int) -> list[int]:
 
 
 class _Measurement:
-    """Adds up in ``result`` what a checkpoint is given to save of ``module``, beside parameters and ``inputs``."""
+    """Adds up in ``result`` the bytes that a checkpoint would save of ``module``, beside parameters and ``inputs``."""
 
     def __init__(self, result: Measured, module: nn.Module, inputs: Any) -> None:
         self._result = result
@@ -160,7 +160,7 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 
 
 def _refuse_units_below(module: nn.Module) -> None:
-    """Ranks that measure differently would compute different modules again, and gather what is below them in different orders."""
+    """Let ranks agree: with different measures they would compute different modules again, and gather units in different orders."""
     below = [name for name, unit in units_below(module) if module not in unit.modules]
     if below:
         raise OrderError(

@@ -80,7 +80,7 @@ class _Offload:
 
     @compat.dynamo_disabled
     def _begin(self, module: nn.Module) -> Call | None:
-        """None where no backward follows, or where one runs already: what a recomputation saves is needed at once."""
+        """None if no backward follows, or if one runs already: it needs at once what a recomputation saves."""
         return self.memory.begin(module) if torch.is_grad_enabled() and compat.current_graph_task() == -1 else None
 
 

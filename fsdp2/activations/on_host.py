@@ -62,7 +62,7 @@ class OnHost:
         return True
 
     def copy_back(self) -> None:
-        """On the current stream."""
+        """Copy on the current stream."""
         assert self._back is not None
         with torch.no_grad():
             self._back.copy_(self._bytes, non_blocking=True)
@@ -71,7 +71,7 @@ class OnHost:
         self._arrived = event
 
     def storage(self) -> torch.UntypedStorage:
-        """On the device, as compute sees it."""
+        """The storage on the device, as compute sees it."""
         assert self._back is not None
         if not self._is_used:
             self._streams.order(self._streams.compute, self._arrived)
@@ -85,7 +85,7 @@ class OnHost:
 
 
 class Saved(NamedTuple):
-    """What autograd keeps in the place of a tensor: where its storage is, and which view of that it was."""
+    """What autograd keeps in the place of a tensor: where its storage is, and which view of it the tensor was."""
 
     call: Call
     storage: OnHost
@@ -96,7 +96,7 @@ class Saved(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What autograd keeps of a tensor that stays where it is, with its version then."""
+    """What autograd keeps of a tensor that stays on the device, with its version then."""
 
     call: Call
     tensor: Tensor
@@ -111,12 +111,12 @@ class _Leaving(NamedTuple):
 
 
 class HostMemory:
-    """What one ``apply_activation_offload`` call has put on the host.
+    """The storages that one ``apply_activation_offload`` call has put on the host.
 
     max_nbytes: that may be there at a time; what does not fit stays on the device
     min_nbytes: smaller storages stay
     nbytes, peak_nbytes: there now, and at most so far
-    last:       the module whose backward began first: what it saves is asked for at once, and stays
+    last:       the module whose backward began first: backward asks at once for what it saves, so that stays on the device
     """
 
     def __init__(self, max_nbytes: int | None, min_nbytes: int, pin_memory: bool) -> None:
@@ -178,7 +178,7 @@ class HostMemory:
             self._leaving.popleft()
 
     def begin_backward(self, module: nn.Module) -> None:
-        """Backward asks for what was saved in ``module``, maybe not for the first."""
+        """Backward asks for a tensor that was saved in ``module``, maybe not for the first one."""
         if self._in_forward:
             self._in_forward = False
             self.last = weakref.ref(module)
@@ -200,7 +200,7 @@ class Call:
 
     @compat.dynamo_disabled
     def pack(self, tensor: Tensor) -> Saved | Kept:
-        """What autograd is to keep in the place of ``tensor``."""
+        """The object that autograd keeps in the place of ``tensor``."""
         if has_storage(tensor) and tensor.device == self._device and not tensor.is_conj() and not tensor.is_neg():
             storage = self._memory.put(tensor, self._module)
             if storage is not None:

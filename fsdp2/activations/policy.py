@@ -1,4 +1,4 @@
-"""What a user chooses of activations: which modules compute theirs again in backward, and what they save all the same.
+"""The user's choices for activations: which modules compute theirs again in backward, and what those save all the same.
 
 "full"                                                 each of the repeated blocks
 by_class(Block), [Block], by_name(r"layers\\.\\d+")      as the ``wrap`` argument of ``parallelize``
@@ -64,7 +64,7 @@ class ActivationCheckpointPolicy:
 
 
 def checked_policy(policy: Any) -> ActivationCheckpointPolicy:
-    """What ``policy``, or its shorthand, means. Raises: ArgumentError."""
+    """The policy that ``policy``, or its shorthand, means. Raises: ArgumentError."""
     if isinstance(policy, str) and policy == "full":
         return ActivationCheckpointPolicy()
     if not isinstance(policy, ActivationCheckpointPolicy):
@@ -109,7 +109,7 @@ def _check_number(name: str, value: Any, least: int) -> None:
 
 
 def chosen_modules(model: nn.Module, modules: Any) -> dict[str, nn.Module]:
-    """What ``modules`` means in ``model``, sharded or not, by name and in the model's order.
+    """The modules that ``modules`` means in ``model``, sharded or not, by name and in the model's order.
 
     Of the blocks that "auto" finds, not the embedding and the head beside them: these save next to nothing but their inputs.
     """

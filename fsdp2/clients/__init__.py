@@ -1,4 +1,4 @@
-"""What other projects read of FSDP2 besides its public interface, under the private names by which torch has it.
+"""The parts of FSDP2 that other projects read besides its public interface, under torch's private names.
 
 Nothing in the library reads these names; each has a test that uses it as its readers do.
 """

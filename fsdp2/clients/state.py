@@ -32,7 +32,7 @@ from . import torch_compat
 
 
 class ClientState(ModuleState):
-    """What ``fully_shard`` leaves on a module, with the names that other projects read."""
+    """The state that ``fully_shard`` leaves on a module, with the names that other projects read."""
 
     @property
     def _mp_policy(self) -> Any:
@@ -76,7 +76,7 @@ class ClientState(ModuleState):
         return names
 
     def _lazy_init(self) -> None:
-        """What torch does here before the first forward: give parameters their names from the root, refuse those on the meta device."""
+        """As in torch before the first forward: give parameters their names from the root, refuse those on the meta device."""
         refuse_meta([unit for _, unit in units_below(self.modules[0])])
 
 
@@ -96,7 +96,7 @@ _contexts: weakref.WeakKeyDictionary[CommContext, CommContextNames] = weakref.We
 
 
 def _streams(device: torch.device) -> tuple[Stream, Stream, Stream, Stream]:
-    """As torch has them; on the CPU, where nothing is queued, its stand-in for a stream."""
+    """Streams as torch has them; on the CPU, where nothing is queued, torch's stand-in for a stream."""
     streams = streams_of(device)
     if streams.host_waits:
         return (torch.cpu.current_stream(),) * 4
@@ -134,7 +134,7 @@ class ParamGroupNames:
 
     @property
     def post_forward_mesh_info(self) -> Any:
-        """None if the parameters stay unsharded after forward; else what they are sharded over then."""
+        """The mesh over which parameters are sharded after forward; None if they stay unsharded."""
         if self._unit.options.reshard_after_forward is False:
             return None
         smaller = self._groups[0].smaller_mesh
@@ -198,7 +198,7 @@ class ParamGroupNames:
 
     @_training_state.setter
     def _training_state(self, state: Any) -> None:
-        """To be idle is what readers ask for before ``reshard()``, which needs no such word here. Raises: ArgumentError for others."""
+        """Readers set the state to idle before ``reshard()``, which does not need it here. Raises: ArgumentError for other states."""
         if state is not torch_compat.IDLE:
             raise ArgumentError(
                 f"_training_state of {self._unit.fqn or 'the root'} is set to {state}",
@@ -250,7 +250,7 @@ class ParamNames:
 
 @dataclass(frozen=True)
 class ModuleInfoNames:
-    """Where a parameter is registered; the shared ones are of tied parameters."""
+    """Where a parameter is registered; tied parameters have several places."""
 
     module: nn.Module
     param_name: str

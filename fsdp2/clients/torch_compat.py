@@ -23,7 +23,7 @@ FSDP2_HOMES = (
     "torch.distributed._composable.fsdp",
     "torch.distributed._composable.fsdp.fully_shard",
 )
-"""Where programs import FSDP2's names from."""
+"""The modules from which programs import FSDP2's names."""
 
 FSDP1_HOMES = (
     "torch.distributed.fsdp",
@@ -32,13 +32,13 @@ FSDP1_HOMES = (
     "torch.distributed.fsdp.sharded_grad_scaler",
     "torch.distributed.fsdp.wrap",
 )
-"""Where programs import FSDP1's names from."""
+"""The modules from which programs import FSDP1's names."""
 
 
 def homes(names: tuple[str, ...]) -> list[types.ModuleType]:
     """These modules of torch, imported."""
     for reader in ("torch.distributed._composable.replicate_with_fsdp", "torch.distributed.pipelining.stage"):
-        importlib.import_module(reader)  # which from now on has torch's names, whatever the homes have
+        importlib.import_module(reader)  # from now on it has torch's names, even if the homes have ours
     return [importlib.import_module(name) for name in names]
 
 

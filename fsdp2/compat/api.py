@@ -1,4 +1,4 @@
-"""What an FSDP1 script chooses: the enums and dataclasses of ``torch.distributed.fsdp.api``, with the same names, fields and defaults.
+"""The values that an FSDP1 script chooses: enums and dataclasses of ``torch.distributed.fsdp.api``, with their names and defaults.
 
 Objects of torch's own classes are accepted wherever these are, and the other way round nobody needs to know: enums are told by
 their names, dataclasses by their fields. This file refuses to know how a choice is carried out.
@@ -22,7 +22,7 @@ from ..errors import ArgumentError, got
 
 
 class ShardingStrategy(Enum):
-    """What is sharded over whom. ``_ZERO2``: parameters are kept from forward to backward."""
+    """What is sharded over which ranks. ``_ZERO2``: parameters are kept from forward to backward."""
 
     FULL_SHARD = auto()
     SHARD_GRAD_OP = auto()
@@ -45,7 +45,7 @@ class MixedPrecision:
     param_dtype:              of parameters in forward and backward; None: their own
     reduce_dtype:             of the gradient reduction; None: ``param_dtype``
     buffer_dtype:             to which floating-point buffers are cast, for good; state dicts have them in their own
-    keep_low_precision_grads: ``grad`` is in ``param_dtype``, whatever the reduction is in
+    keep_low_precision_grads: ``grad`` is in ``param_dtype``, also if the reduction is in another dtype
     cast_forward_inputs:      cast floating-point inputs of forward to ``param_dtype``
     cast_root_forward_inputs: the same for the root, which casts if either is set
     _module_classes_to_ignore: with an ``auto_wrap_policy``, modules of these classes run in fp32, in units of their own; their
@@ -69,7 +69,7 @@ class CPUOffload:
 
 
 class StateDictType(Enum):
-    """What ``state_dict()`` of an FSDP module returns: whole tensors, or DTensors. LOCAL is the same as SHARDED here."""
+    """The form of an FSDP module's ``state_dict()``: whole tensors, or DTensors. LOCAL is the same as SHARDED here."""
 
     FULL_STATE_DICT = auto()
     LOCAL_STATE_DICT = auto()
@@ -130,7 +130,7 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class StateDictSettings:
-    """What ``FSDP.set_state_dict_type`` returns, and takes back."""
+    """The settings that ``FSDP.set_state_dict_type`` returns, and takes back."""
 
     state_dict_type: StateDictType
     state_dict_config: StateDictConfig

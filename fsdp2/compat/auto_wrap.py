@@ -65,7 +65,7 @@ def chosen_modules(
 
 
 def _overrides_by(root: nn.Module, policy: Any, ignored: set[nn.Module]) -> Callable[[nn.Module], dict[str, Any] | None] | None:
-    """For policies that are values: what they say of a module. None for functions."""
+    """The choice that a policy which is a value makes for a module. None for functions."""
     if hasattr(policy, "overrides"):
         return policy.overrides  # type: ignore[no-any-return]
     if hasattr(policy, "_run_policy"):  # a policy of torch's
@@ -109,7 +109,7 @@ def _by_function(
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> int:
-        """Choose among ``module`` and what is below; how many elements are in units then."""
+        """Choose among ``module`` and the modules below; returns how many elements are then in units."""
         seen.add(module)
         total = sum(param.numel() for param in module.parameters() if param not in ignored_params)
         if not (in_fp32 or policy(module=module, recurse=True, nonwrapped_numel=total)):

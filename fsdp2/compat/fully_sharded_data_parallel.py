@@ -80,7 +80,7 @@ class _Wrapping(ABCMeta):
 
 
 _modules: dict[int, nn.Module] = {}
-"""What ``FullyShardedDataParallel.__init__`` has sharded, by ``id`` of the instance that is being made."""
+"""The modules that ``FullyShardedDataParallel.__init__`` has sharded, by ``id`` of the instance that is being made."""
 
 
 class FullyShardedDataParallel(FSDP1Module, nn.Module, metaclass=_Wrapping):

@@ -20,7 +20,7 @@ from ..core.plan.mesh import DataParallelMesh
 
 @torch.no_grad()
 def whole(value: Tensor) -> Tensor:
-    """What ``value`` is a part of, on the device that collectives run on; shares nothing. Collective: yes, for DTensors."""
+    """The whole of which ``value`` is a part, on the device that collectives run on; shares nothing. Collective: yes, for DTensors."""
     value = value.detach()
     if not isinstance(value, DTensor):
         return value.clone()
@@ -33,7 +33,7 @@ def whole(value: Tensor) -> Tensor:
 
 
 def sharded_params(module: nn.Module) -> dict[int, ShardedParam]:
-    """By the id of each parameter that the modules of ``module`` show, sharded: how it is cut."""
+    """How each sharded parameter is cut that the modules of ``module`` show, by its id."""
     found: dict[int, ShardedParam] = {}
     for unit in units_in(module.modules()):
         found.update({id(param.sharded): param for group in unit.uses for param in group.params})
@@ -58,7 +58,7 @@ def cut_like(value: Tensor, param: Tensor, cut: ShardedParam | None) -> Tensor:
 
 
 def local_part(value: Any) -> Any:
-    """What this rank has of a value of FSDP1's sharded state dicts (a ShardedTensor), else ``value`` itself."""
+    """This rank's part of a value of FSDP1's sharded state dicts (a ShardedTensor), else ``value`` itself."""
     shards = getattr(value, "local_shards", None)
     return value if shards is None else [shard.tensor for shard in shards()]
 

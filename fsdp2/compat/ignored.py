@@ -17,7 +17,7 @@ from .settings import Options
 def read_ignored(module: nn.Module, options: Options) -> tuple[set[nn.Module], set[nn.Parameter]]:
     """The modules in the trees of ignored modules, and all parameters to ignore: theirs, those named, those of FSDP modules below.
 
-    FSDP modules inside of an ignored module are not ignored, and neither is what is below them.
+    FSDP modules inside of an ignored module are not ignored, and neither are the modules below them.
     Raises: ArgumentError if both arguments are given, or contain something else than they should, or an FSDP module.
     """
     if options.ignored_modules is not None and options.ignored_states is not None:

@@ -21,7 +21,7 @@ from ..strategies.same_start import broadcast
 
 
 class Own:
-    """What one FSDP call is about: the modules below ``root`` that are in no unit yet, without the ignored ones.
+    """The modules of one FSDP call: those below ``root`` that are in no unit yet, without the ignored ones.
 
     modules: ``root`` first, parents before children, in breadth: the order in which FSDP1 initialises
     """
@@ -33,12 +33,12 @@ class Own:
         self._ignored = ignored_params
 
     def params(self) -> list[nn.Parameter]:
-        """Each once, without those that are tied to a parameter of an earlier unit."""
+        """The parameters, each once, without those that are tied to a parameter of an earlier unit."""
         found = {param: None for module in self.modules for param in module.parameters(recurse=False)}
         return [param for param in found if param not in self._ignored and sharded_from(param) is None]
 
     def buffers(self) -> dict[str, Tensor]:
-        """By name from ``root``, each once."""
+        """The buffers by name from ``root``, each once."""
         inside = set(self.modules)
         found: dict[int, tuple[str, Tensor]] = {}
         for module_name, module in self.root.named_modules():
@@ -65,7 +65,7 @@ def _in_breadth(root: nn.Module) -> list[nn.Module]:
 
 
 def materialize_own(own: Own, param_init_fn: Callable[[nn.Module], None] | None, device: torch.device) -> None:
-    """Give what is on the meta device values, module by module: by ``param_init_fn``, or ``to_empty`` and ``reset_parameters``.
+    """Give tensors on the meta device values, module by module: by ``param_init_fn``, or ``to_empty`` and ``reset_parameters``.
 
     Parameters stay the objects that they are, so that tied ones stay tied. Modules whose tensors have values are left alone.
     Raises: ArgumentError if ``param_init_fn`` is no function; MaterializationError naming what cannot be given values.

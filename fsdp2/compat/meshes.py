@@ -1,4 +1,4 @@
-"""Over which ranks an FSDP module is sharded and replicated, and on which device it lives: FSDP1's way of saying so, read once.
+"""The ranks over which an FSDP module is sharded and replicated, and its device: reads FSDP1's arguments once.
 
 ``process_group`` is a group, or for hybrid strategies a pair (shard, replicate); ``device_mesh`` is 1-D, or for hybrid strategies
 2-D (replicate, shard). All modules that name the same ranks share one mesh. This file refuses to know modules and parameters.

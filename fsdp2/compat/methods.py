@@ -1,4 +1,4 @@
-"""What an FSDP module can do: FSDP1's methods and attributes. Most are one call into a file of their own.
+"""FSDP1's methods and attributes of an FSDP module. Most are one call into a file of their own.
 
 The class is mixed into the module's own, in front of it (``core/modules/sharded_class.py``). This file refuses to know how modules
 come to it.
@@ -59,7 +59,7 @@ class _Lent:
 
 
 class WrappedModule(FSDPModule):
-    """What ``model.module`` can do, beside everything that an FSDPModule can; an FSDP module inherits it."""
+    """The methods of ``model.module``, beside those of an FSDPModule; an FSDP module inherits them."""
 
     process_group = _Lent(lambda _, settings: settings.mesh.shard_group or settings.mesh.replicate_group)
     rank = _Lent(lambda _, settings: dist.get_rank(settings.mesh.shard_group or settings.mesh.replicate_group))
@@ -135,7 +135,7 @@ class WrappedModule(FSDPModule):
     # --- state dicts ---
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """By the state dict type that is set: whole tensors by default, as in FSDP1. Collective: yes, if whole."""
+        """A state dict of the type that is set: whole tensors by default, as in FSDP1. Collective: yes, if whole."""
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         make = super().state_dict  # type: ignore[misc]
         return model_state.state_dict_of(cast(nn.Module, self), lambda: make(*args, **kwargs), prefix)
@@ -153,7 +153,7 @@ class WrappedModule(FSDPModule):
     ) -> StateDictSettings:
         """Choose what ``state_dict()`` and ``optim_state_dict()`` give for all FSDP modules in the tree of ``module``.
 
-        Returns: what was set before
+        Returns: the earlier settings
         Raises:  ArgumentError if a config is not the type's; ModuleError if there is no FSDP module
         """
         settings = model_state.checked_settings(state_dict_type, state_dict_config, optim_state_dict_config)
@@ -161,7 +161,7 @@ class WrappedModule(FSDPModule):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """What is set. Raises: ModuleError if there is no FSDP module in the tree of ``module``, or they differ."""
+        """The settings. Raises: ModuleError if there is no FSDP module in the tree of ``module``, or they differ."""
         return model_state.get_type(module)
 
     @staticmethod
@@ -172,7 +172,7 @@ class WrappedModule(FSDPModule):
         state_dict_config: Any = None,
         optim_state_dict_config: Any = None,
     ) -> Iterator[None]:
-        """``set_state_dict_type`` inside the context; afterwards what was set before is set again, also after an exception."""
+        """Do as ``set_state_dict_type`` inside the context; at its end the earlier settings hold again, also after an exception."""
         before = WrappedModule.set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
         try:
             yield
@@ -283,7 +283,7 @@ class WrappedModule(FSDPModule):
         """Inside, ``module`` shows whole parameters, plain tensors in their own dtype. Forward may run, without autograd.
 
         recurse:        those of FSDP modules below, too
-        writeback:      keep what was written to them
+        writeback:      keep what the program wrote to them
         rank0_only:     only the first rank gets them, the others keep theirs; not with ``writeback``
         offload_to_cpu: in host memory
         with_grads:     with whole gradients, which are written back as well
@@ -307,7 +307,7 @@ def _wrapped(module: nn.Module, settings: Settings) -> nn.Module:
 
 
 class FSDP1Module(WrappedModule):
-    """What an FSDP module can do, and what ``isinstance(module, FSDP)`` asks for."""
+    """The methods of an FSDP module; ``isinstance(module, FSDP)`` asks for this class."""
 
     module = _Lent(_wrapped)
     _fsdp_wrapped_module = _Lent(_wrapped)

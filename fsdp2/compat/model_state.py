@@ -50,7 +50,7 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 
 
 def get_type(module: nn.Module) -> StateDictSettings:
-    """What is set for the FSDP modules in the tree of ``module``.
+    """The settings of the FSDP modules in the tree of ``module``.
 
     Raises: ModuleError if there are none, or they differ
     """
@@ -66,7 +66,7 @@ def get_type(module: nn.Module) -> StateDictSettings:
 
 
 def set_type(module: nn.Module, settings: StateDictSettings) -> StateDictSettings:
-    """Set it for all FSDP modules in the tree of ``module``; what was set before. Raises: as ``get_type``."""
+    """Set ``settings`` for all FSDP modules in the tree of ``module``; returns the earlier settings. Raises: as ``get_type``."""
     before = get_type(module)
     for _, each in fsdp_modules_of(module):
         each.state_dict = settings
@@ -117,7 +117,7 @@ every rank, and become one tensor.
 """
 
 _gathered: ContextVar[_Gathered | None] = ContextVar("fsdp2_compat_gathered", default=None)
-"""What the outermost ``state_dict()`` call under way has gathered."""
+"""What the outermost ``state_dict()`` call under way has gathered so far."""
 
 
 def state_dict_of(module: nn.Module, make: Callable[[], State], prefix: str) -> State:

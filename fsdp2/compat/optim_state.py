@@ -92,7 +92,7 @@ def _reshard(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Sent:
-    """In place of a tensor that the first rank will broadcast."""
+    """Stands in place of a tensor that the first rank will broadcast."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

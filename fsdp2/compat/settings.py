@@ -1,4 +1,4 @@
-"""What an FSDP module was given, kept beside its unit: the arguments of its ``FSDP(...)`` call, and what was made of them.
+"""The arguments of a module's ``FSDP(...)`` call, kept beside its unit, and the values that were made of them.
 
 This file refuses to know how any of it is carried out.
 """
@@ -55,7 +55,7 @@ def default_state_dict_settings() -> StateDictSettings:
 
 @dataclass
 class Settings:
-    """Of one FSDP module.
+    """The settings of one FSDP module.
 
     mesh:          over which its parameters are sharded and replicated
     is_root:       no FSDP call on a module above has been made
@@ -80,7 +80,7 @@ class Settings:
 
 
 def settings_of(module: Any) -> Settings | None:
-    """Of an FSDP module; None for others."""
+    """The settings of an FSDP module; None for other modules."""
     return getattr(module, "__dict__", {}).get(_NAME)
 
 

@@ -1,4 +1,4 @@
-"""What ``FSDP(module, ...)`` does: reads its arguments, wraps what the policy chooses, makes the values, and shards in place.
+"""The work of ``FSDP(module, ...)``: reads its arguments, wraps the modules that the policy chooses, makes the values, shards in place.
 
 Worked example: FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block})) calls itself on each Block, then shards what is left.
 """
@@ -150,7 +150,7 @@ def _policies(mixed_precision: MixedPrecision | None, options: Options) -> tuple
 
 
 def _choose_casts(root: nn.Module) -> None:
-    """Now ``root`` is the root, and what is below it is none: each module casts its inputs accordingly."""
+    """From now on ``root`` is the root, and the modules below it are not: each module casts its inputs accordingly."""
     for module in root.modules():
         settings, unit = settings_of(module), unit_of(module)
         if settings is None or unit is None:

@@ -1,4 +1,4 @@
-"""``compile`` and ``uncompile``: what a user calls."""
+"""``compile`` and ``uncompile``, which users call."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def uncompile(model: _Module) -> _Module:
 
 
 def graph_summaries(model: nn.Module) -> list[GraphSummary]:
-    """What the graphs do that ``model`` has captured so far in full-graph mode: collectives, overlap, peak of memory."""
+    """A summary of the graphs that ``model`` has captured so far in full-graph mode: collectives, overlap, peak of memory."""
     mode = _mode_of(model)
     return [] if mode is None else list(mode.summaries)
 

@@ -25,7 +25,7 @@ BACKENDS = ("inductor", "aot_eager")
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """What ``compile`` was given, checked.
+    """The arguments of ``compile``, checked.
 
     backend:        one of BACKENDS
     bucket_nbytes:  unsharded size up to which groups are merged into one bucket

@@ -66,7 +66,7 @@ class Bucket:
 
     @property
     def params(self) -> list[ShardedParam]:
-        """Of all members, in the order of what ``unsharded`` returns."""
+        """The parameters of all members, in the order of ``unsharded``'s results."""
         return [param for member in self.members for param in member.face.group.params]
 
     def unsharded(self, *tensors: Tensor) -> tuple[Tensor, ...]:

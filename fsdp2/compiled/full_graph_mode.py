@@ -1,4 +1,4 @@
-"""Full-graph mode of one model: capture at the first forward, run what was captured in the later ones, and leave.
+"""Full-graph mode of one model: capture at the first forward, run the captured graph in later ones, and leave.
 
 Between forwards the model is as in eager mode. For the time of a forward its modules show stand-ins, and hooks that the compiler
 traces in place of ours; what runs is the compiled graph over the flat shards. This file refuses to know what is in the graph.
@@ -30,7 +30,7 @@ from .stand_ins import Face
 
 
 class FullGraph:
-    """What ``model(...)`` calls in full-graph mode (it is the model's ``_compiled_call_impl``).
+    """The function that ``model(...)`` runs in full-graph mode (it is the model's ``_compiled_call_impl``).
 
     summaries: of the graphs so far, in the order in which they were compiled
     """
@@ -39,14 +39,14 @@ class FullGraph:
         self._model = model
         self._root = root
         self._options = options
-        self._num_registrations = 0  # on managed modules, when parameters that are nobody's were last looked for
+        self._num_registrations = 0  # on managed modules, when we last looked for parameters that no unit has
         self._schedule: Schedule | None = None  # that the units were taken from
         self._units: list[ModuleState] = []
         self._faces: list[Face] = []
         self._unit_of: dict[int, ModuleState] = {}
         self._settings: Any = None
         self._agreed = False
-        self._runs: dict[Any, Callable[..., Any]] = {}  # for each choice of settings and of what is trainable
+        self._runs: dict[Any, Callable[..., Any]] = {}  # for each choice of settings and of trainable parameters
         self.summaries: list[GraphSummary] = []
 
     @compat.dynamo_disabled  # a compiler around the model leaves to us what we have compiled
@@ -82,7 +82,7 @@ class FullGraph:
     # --- before a forward ---
 
     def _prepare(self) -> Callable[..., Any]:
-        """What to run, given how the model is set now."""
+        """The function to run, given how the model is set now."""
         schedule = self._root.schedule
         if schedule is None or not schedule.settled:
             schedule = adopt(self._root)
@@ -129,7 +129,7 @@ class FullGraph:
             )
 
     def _settings_now(self) -> Any:
-        """What is built into a graph beside the parameters themselves, and what no graph has."""
+        """The settings that a graph is built for, beside the parameters themselves, and those that no graph supports."""
         return tuple(
             (
                 unit.options.reshard_after_forward,

@@ -41,7 +41,7 @@ _VIEWS_AND_CASTS = frozenset(
 
 
 def mark_what_follows_gathers(graph: fx.Graph) -> None:
-    """In a joint graph, what is only a view, copy or cast of a parameter that backward gathers again is computed again as well.
+    """Let backward compute again, in a joint graph, what is only a view, copy or cast of a parameter that it gathers again.
 
     Else the partitioner could save such a view, and with it the whole unsharded parameter.
     """
@@ -97,7 +97,7 @@ def _advance_gathers(graph: fx.Graph) -> None:
 
 
 def _from_placeholders(start: fx.Node) -> list[fx.Node] | None:
-    """What ``start`` is computed from, in order, if that is inputs of the graph alone and cheap; else None."""
+    """The nodes that ``start`` is computed from, in order, if they are cheap and come from inputs of the graph alone; else None."""
     needed: set[fx.Node] = set()
     left = list(start.all_input_nodes)
     while left:

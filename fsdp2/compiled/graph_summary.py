@@ -1,4 +1,4 @@
-"""What a captured graph does: its collectives, their sizes and what computes between start and wait, and its peak of memory.
+"""A summary of a captured graph: its collectives, their sizes, the operations between start and wait, and its peak of memory.
 
 Read off the FX graph that is handed to the code generator, so it is the same on every machine and needs no clock.
 
@@ -113,7 +113,7 @@ def output_nbytes(graph: fx.Graph) -> int:
 
 
 def _owners(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """For each node the one whose memory its value lies in: itself, or what it is a view of."""
+    """For each node the node whose memory its value lies in: itself, or the node that it is a view of."""
     owner: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         owner[node] = owner[node.all_input_nodes[0]] if _is_view(node) and node.all_input_nodes else node

@@ -1,4 +1,4 @@
-"""What full-graph mode refuses, and what it says when a forward cannot be captured. It changes nothing and communicates nothing."""
+"""The errors of full-graph mode, also when a forward cannot be captured. This file changes nothing and communicates nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def causes_of(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def not_captured(model: nn.Module, error: BaseException) -> CompileError:
-    """What to raise for ``error``, the compiler's: the place in the user's code, torch's explanation, and what to do."""
+    """The error to raise for ``error``, the compiler's: the place in the user's code, torch's explanation, and what to do."""
     place = compiler.place_of(error)
     text = next((str(each) for each in causes_of(error) if _EXPLANATION in str(each)), str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]

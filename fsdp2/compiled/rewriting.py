@@ -37,7 +37,7 @@ class Rewritten:
     buckets: list[Bucket]
 
     def arguments(self, captured: Sequence[Any]) -> list[Any]:
-        """What to call the new graph with, given the arguments of the captured one."""
+        """The arguments of the new graph, given those of the captured one."""
         arguments = [captured[position] for position in self.kept]
         for bucket in self.buckets:
             arguments += _tensors_of(bucket)

@@ -1,4 +1,4 @@
-"""What the compiler sees of one parameter group: stand-ins for its parameters, and a place where its gradient arrives.
+"""A parameter group as the compiler sees it: stand-ins for its parameters, and a place where its gradient arrives.
 
 A *stand-in* has the shape, strides and dtype of an unsharded parameter and no memory: modules show it while the compiler traces
 them, and the captured graph names it as an input, which the rewriting then replaces by what is computed from the flat shard. The

@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def compiler_errors() -> tuple[type[Exception], ...]:
-    """What the compiler raises when it cannot capture or compile something."""
+    """The errors that the compiler raises when it cannot capture or compile something."""
     from torch._dynamo import exc
 
     return exc.TorchDynamoException, exc.FailOnRecompileLimitHit
@@ -55,7 +55,7 @@ def fake_like(tensor: Tensor, placeholders: list[Any]) -> Tensor:
 
 
 def name_input(node: torch.fx.Node) -> None:
-    """Let the compiler take ``node``, a placeholder of ours, for one that it captured."""
+    """Let the compiler take ``node``, our placeholder, for one that it captured."""
     from torch._dynamo.source import SyntheticLocalSource
 
     node._dynamo_source = SyntheticLocalSource(node.name)
@@ -109,7 +109,7 @@ def wait_for(started: Tensor) -> Tensor:
 
 
 def note_collective(operator: str, kind: str) -> None:
-    """``operator``, of ours, starts a collective: ALL_GATHER, REDUCE_SCATTER or ALL_REDUCE."""
+    """Tell the compiler that our ``operator`` starts a collective: ALL_GATHER, REDUCE_SCATTER or ALL_REDUCE."""
     _COLLECTIVES[operator] = kind
 
 
@@ -222,6 +222,6 @@ def inductor(
     }
     if last_pass is not None:
         patches["post_grad_custom_post_pass"] = LastPass(last_pass, key)
-        patches["reorder_for_peak_memory"] = False  # it would undo the order: what is on its way ahead of its use costs memory
+        patches["reorder_for_peak_memory"] = False  # it would undo our order: values that are gathered ahead of their use cost memory
     patches |= options
     return compile_fx(module, inputs, inner_compile=inner_compile, config_patches=patches)  # type: ignore[return-value]

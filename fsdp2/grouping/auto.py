@@ -61,7 +61,7 @@ def _outermost(tree: ModuleTree, module: nn.Module, may_be_block: Callable[[nn.M
 
 
 def _some_alike(tree: ModuleTree, modules: list[nn.Module]) -> bool:
-    """Whether there is a class of which several are the same, or all about as large. (A mix of two kinds of layers is fine.)"""
+    """Whether there is a class with several equal instances, or instances about as large. (A mix of two kinds of layers is fine.)"""
     by_class: dict[type[nn.Module], list[nn.Module]] = {}
     for module in modules:
         by_class.setdefault(class_of(module), []).append(module)
@@ -95,7 +95,7 @@ def _add_of_classes(tree: ModuleTree, module: nn.Module, classes: tuple[type[nn.
 
 
 def _large_and_apart(tree: ModuleTree, blocks: dict[int, nn.Module], min_numel: float) -> list[nn.Module]:
-    """Embeddings and linear layers outside of ``blocks`` that are worth a group, and whose parameters nobody shares."""
+    """Embeddings and linear layers outside of ``blocks`` that are worth a group, and whose parameters are not tied."""
     users = tree.users()
     inside = {id(below) for block in blocks.values() for below in block.modules()}
     return [

@@ -20,7 +20,7 @@ OPAQUE = (nn.MultiheadAttention,)
 
 
 class ModuleTree:
-    """``root`` and what is below it, without what an earlier ``fully_shard`` call took and without ``ignored`` parameters.
+    """``root`` and the modules below it, without those that an earlier ``fully_shard`` call took and without ``ignored`` parameters.
 
     through_sharded: with what an earlier call took
     candidates:      every module that may become a group, by its first name, children before their parents; the root is none
@@ -78,7 +78,7 @@ class ModuleTree:
         return [child for child in module.children() if self.candidates.get(self._names.get(id(child), "")) is child]
 
     def users(self) -> dict[int, int]:
-        """For the id of each parameter, how many modules have it: more than one if it is tied."""
+        """How many modules have each parameter, by its id: more than one if it is tied."""
         count: dict[int, int] = {}
         for module in self.root.modules():
             for param in module._parameters.values():

@@ -28,7 +28,7 @@ class PlannedGroup:
 
     modules:    what ``fully_shard`` will be called on: one module, or the items of a container
     names:      of ``modules`` from the root; ("",) is the root
-    params:     those that no earlier group has; tied ones once
+    params:     those that are in no earlier group; tied ones once
     depth:      how many other groups, the root left out, are around it
     """
 
@@ -43,7 +43,7 @@ class PlannedGroup:
 
     @property
     def nbytes(self) -> int:
-        """Of the whole, unsharded parameters in their storage dtype."""
+        """Bytes of the whole, unsharded parameters in their storage dtype."""
         return sum(param.numel() * param.element_size() for param in self.params)
 
     @property
@@ -53,7 +53,7 @@ class PlannedGroup:
 
 @dataclass(frozen=True)
 class Plan:
-    """What ``parallelize`` will do, in its order: children before parents, the root last. ``print`` it."""
+    """The steps of ``parallelize``, in its order: children before parents, the root last. ``print`` it."""
 
     groups: tuple[PlannedGroup, ...]
 
@@ -143,7 +143,7 @@ def plan(model: nn.Module, policy: Any = "auto", *, ignored_params: Iterable[nn.
 
 
 def with_forward(tree: ModuleTree, module: nn.Module) -> list[nn.Module]:
-    """``module``, or instead of a container that nobody calls, its items."""
+    """``module``, or, for a container whose forward never runs, its items."""
     if isinstance(module, CONTAINERS) and type(module).forward is nn.Module.forward:
         return [each for child in tree.children(module) for each in with_forward(tree, child)]
     return [module]

@@ -83,7 +83,7 @@ class _BySize(WrapPolicy):
         return groups
 
     def _visit(self, tree: ModuleTree, module: nn.Module, groups: list[Group]) -> int:
-        """Choose among ``module`` and what is below; how many elements the chosen groups take."""
+        """Choose among ``module`` and the modules below; returns how many elements the chosen groups take."""
         total = tree.numel(module)
         if total < self.min_params or isinstance(module, self.leaves):
             return 0
@@ -162,8 +162,8 @@ def by_size(
 ) -> WrapPolicy:
     """From the bottom up, every module whose parameters not in a group yet have at least ``min_params`` elements.
 
-    leaves:   classes of which neither they nor what is inside becomes a group
-    excluded: classes of which only what is inside does
+    leaves:   classes whose instances, and the modules inside of them, become no group
+    excluded: classes whose instances become no group, while modules inside of them may
     Raises:   ArgumentError if ``min_params`` is no positive int, or the others are no classes.
     Source:   FSDP1's size_based_auto_wrap_policy, whose groups it makes.
 

@@ -1,7 +1,7 @@
-"""Who is where when ranks wait for each other for ever: ``watchdog`` prints it and ends the processes (docs/hangs.md).
+"""Where each rank is when ranks wait for each other for ever: ``watchdog`` prints it and ends the processes (docs/hangs.md).
 
-``report.py`` is what one rank knows of itself, ``explanation.py`` makes sentences of the reports of all, ``patience.py`` decides when
-nothing has moved for too long, ``watcher.py`` is the thread that carries reports over the store.
+``report.py`` collects what one rank knows of itself, ``explanation.py`` makes sentences of the reports of all ranks, ``patience.py``
+decides when nothing has moved for too long, ``watcher.py`` is the thread that carries reports over the store.
 """
 
 from .watcher import EXIT_STATUS, watchdog

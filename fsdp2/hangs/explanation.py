@@ -1,7 +1,7 @@
-"""Sentences that say who is where, of the reports of all ranks. Pure: a test makes reports and reads sentences.
+"""Sentences that tell where each rank is, made of the reports of all ranks. Pure: a test makes reports and reads sentences.
 
-What it finds, first the causes: ranks that did not answer; a collective for which ranks have not sent the same, at the first number
-where they part; ranks that wait in a collective to which others have not come, and where these are instead.
+It looks first for the causes: ranks that did not answer; a collective for which ranks have sent different things, at the first number
+where they differ; ranks that wait in a collective to which others have not come, and where those are instead.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .report import Item, Report
 def explain(
     reports: Mapping[int, Report], world_size: int, silent: Mapping[int, float | None], left: Mapping[int, str] | None = None
 ) -> str:
-    """reports: of the ranks that answered. silent: of the others, seconds since their last sign; None: there was none.
+    """reports: of the ranks that answered. silent: for each other rank, seconds since its last sign; None: it gave none.
 
-    left: ranks that watch no longer, and why: "" for those that have come to the end
+    left: ranks that have stopped to watch, and why: "" for ranks that have come to the end
     """
     left = left or {}
     absent = [rank for rank in range(world_size) if rank not in reports]
@@ -36,7 +36,7 @@ def explain(
 
 
 def own_account(report: Report) -> str:
-    """What one rank says of itself alone: where it is, and its last collectives, of which any may be the one that failed."""
+    """Where one rank is, by its own report, and its last collectives, any of which may have failed."""
     said = [f"{_name(item, full=True)} (step {item.step}, #{item.number})" for item in report.items[-3:]]
     return f"{_place(report)}; its last collectives are {'; '.join(said) or 'none'}"
 
@@ -61,7 +61,7 @@ def _by_number(reports: Mapping[int, Report], group: str) -> dict[int, dict[int,
 
 
 def _partings(reports: Mapping[int, Report]) -> dict[str, str]:
-    """Of process groups whose ranks have not always sent the same: the first collective for which they have not."""
+    """For each process group whose ranks have sent different things: a line on the first collective for which they have."""
     lines = {}
     for group in _groups(reports):
         for number, items in sorted(_by_number(reports, group).items()):
@@ -75,9 +75,9 @@ def _partings(reports: Mapping[int, Report]) -> dict[str, str]:
 
 
 def _waits(reports: Mapping[int, Report], parted: Collection[str]) -> list[str]:
-    """Who waits in which collective, and where the ranks are that have not come to it.
+    """Which ranks wait in which collective, and where the ranks are that have not come to it.
 
-    parted: groups whose ranks have sent different things, for which these wait; the network is not at fault there
+    parted: groups whose ranks wait because they have sent different things; for these the network is not at fault
     """
     lines = []
     for group, members in _groups(reports).items():
@@ -104,7 +104,7 @@ def _waits(reports: Mapping[int, Report], parted: Collection[str]) -> list[str]:
 
 
 def _absence(report: Report, item: Item) -> str:
-    """Where a rank is that has not come to ``item``."""
+    """Where a rank is that has not come to the collective ``item``."""
     entered = (item.phase, item.unit) in report.entered
     never = f"never entered {item.phase} of {item.unit}" if item.unit and not entered else "has not come to it"
     finished = [each for each in report.items if each.ended and each.group == item.group]
@@ -129,7 +129,7 @@ T = TypeVar("T")
 
 
 def _alike(said: Mapping[int, T]) -> list[tuple[T, list[int]]]:
-    """What ranks say, and which of them say it, the lowest rank first."""
+    """Each different report, and the ranks that gave it; the lowest rank first."""
     found: dict[T, list[int]] = {}
     for rank in sorted(said):
         found.setdefault(said[rank], []).append(rank)

@@ -1,8 +1,8 @@
-"""When nothing has moved for too long. This file refuses to know processes, stores and threads: a test tells it signs and the time.
+"""Decides when nothing has moved for too long. This file refuses to know processes, stores and threads: a test passes signs and times.
 
-A *sign* of a rank is what it says of itself at each look: how often it has looked, how many moves its collectives have made, where its
-main thread is. A rank that looks on is alive; one whose main thread is elsewhere than before runs Python, in an evaluation for
-instance, and others may have to wait for it. So they may for one that writes a checkpoint, which says at each look that it moves.
+A *sign* of a rank tells at each look: how often the rank has looked, how many moves its collectives have made, where its main thread
+is. A rank that keeps looking is alive. If its main thread has moved, it runs Python, an evaluation for instance, and other ranks may
+have to wait for it; so they may for a rank that writes a checkpoint, whose signs count as moves.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sign:
-    """looks: of its watchdog thread; moves: of its collectives; at: where its main thread is"""
+    """looks: how often the watchdog thread has looked; moves: of the rank's collectives; at: where its main thread is"""
 
     looks: int
     moves: int
@@ -21,10 +21,10 @@ class Sign:
 
 
 class Patience:
-    """Since when signs stand still.
+    """Since when the signs have stood still.
 
     timeout:  seconds in which something must move on some rank: a collective, or the main thread
-    patience: seconds in which a collective must move on some rank, whatever main threads do, and in which each rank gives a first sign
+    patience: seconds in which a collective must move on some rank, wherever main threads are, and in which each rank gives a first sign
     """
 
     def __init__(self, timeout: float, patience: float, num_ranks: int, now: float) -> None:
@@ -36,7 +36,7 @@ class Patience:
         self._moved_at = self._communicated_at = now
 
     def hear(self, signs: Mapping[int, Sign], left: Iterable[int], now: float) -> None:
-        """The last signs of all ranks that have given one. left: ranks that have been there, and give none any more"""
+        """Take the last sign of each rank that has given one. left: ranks that have given signs and have stopped to watch"""
         for rank in left:
             self._heard_at.setdefault(rank, now)
         for rank, sign in signs.items():
@@ -50,7 +50,7 @@ class Patience:
         self._signs = dict(signs)
 
     def is_over(self, now: float) -> str:
-        """Why, in words; "" if it is not."""
+        """Why the wait is over, in words; "" if it is not."""
         if now - self._moved_at >= self.timeout and len(self._heard_at) == self._num_ranks:
             return f"nothing has moved on any rank for {now - self._moved_at:.0f} s"
         if now - self._communicated_at >= self.patience:
@@ -59,9 +59,9 @@ class Patience:
         return ""
 
     def still_for(self, now: float) -> float:
-        """Seconds since something has moved on a rank that was heard."""
+        """Seconds since anything moved on a rank that has given a sign."""
         return now - self._moved_at
 
     def silent_for(self, rank: int, now: float) -> float | None:
-        """Seconds since the rank last looked; None: it never has."""
+        """Seconds since the rank last looked; None if it never has."""
         return now - self._heard_at[rank] if rank in self._heard_at else None

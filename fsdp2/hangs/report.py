@@ -1,4 +1,4 @@
-"""What one rank says of itself: its last collectives, where its main thread is, and its Python stacks."""
+"""The report of one rank: its last collectives, where its main thread is, and its Python stacks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..core import torch_compat as compat
 from ..core.comm.collective_log import CollectiveLog, Issued, Stage
 
 LAST = 128
-"""Records of each process group that a report has."""
+"""How many records of each process group a report has."""
 
 
 @dataclass(slots=True)
@@ -33,9 +33,9 @@ _ISSUED = [each.name for each in fields(Issued)]
 
 @dataclass(frozen=True)
 class Report:
-    """place: what the main thread is in, ("forward", "layers.3"); entered: such places since this forward, or backward, has begun
+    """place: where the main thread is, ("forward", "layers.3"); entered: the places entered since this forward, or backward, has begun
 
-    ranks: of each process group; items: oldest first; failed: the place that an exception has ended, if none has been entered since
+    ranks: of each process group; items: oldest first; failed: the place that an exception has ended, if no place was entered since
     """
 
     rank: int
@@ -62,7 +62,7 @@ class Report:
 
 
 def report_of(rank: int, log: CollectiveLog) -> Report:
-    """Called in any thread."""
+    """Make the report of this rank, in any thread."""
     by_group: dict[str, list[Item]] = {}
     for record in list(log.records):
         ended = record.has_ended()
@@ -77,7 +77,7 @@ _BETWEEN = ("torch/nn/modules/module.py", "fsdp2/core/torch_compat.py")  # files
 
 
 def stacks() -> str:
-    """Of the main thread, and of those that run our code, innermost call last; without the calls between modules."""
+    """The stacks of the main thread, and of threads that run our code, innermost call last, without the calls between modules."""
     named = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     text = []
@@ -92,7 +92,7 @@ def stacks() -> str:
 class MainThread:
     """Whether the main thread works, as one watchdog sees it from look to look.
 
-    clock: seconds; cpu_time: seconds that the main thread has computed, or None where nobody can say
+    clock: seconds; cpu_time: seconds that the main thread has computed, or None if the platform cannot tell
     """
 
     def __init__(self, clock: Callable[[], float], cpu_time: Callable[[], float | None]) -> None:
@@ -104,8 +104,8 @@ class MainThread:
         """A number that changes when the main thread has run Python code since the last look, and does not while it waits or sleeps.
 
         A look finds a short loop at the same instruction each time, since Python lets other threads run at few of them. So a thread
-        that has computed for a twentieth of the time counts as well: one that
-        waits takes less, and one on a crowded host may not get more.
+        that has computed for a twentieth of the time counts as well: one that waits takes less, and one on a crowded host may not get
+        more.
         """
         now, computed = self._clock(), self._cpu_time()
         if computed is not None and self._computed is not None and computed - self._computed > 0.05 * (now - self._looked_at):
@@ -115,7 +115,7 @@ class MainThread:
 
 
 def cpu_time_of_main_thread() -> float | None:
-    """None on a platform without such a clock, and beside an accelerator: there a thread computes while it waits for the device."""
+    """Seconds; None on a platform without such a clock, and beside an accelerator, for which a thread computes while it waits."""
     main = threading.main_thread().ident
     if main is None or not hasattr(time, "pthread_getcpuclockid") or compat.default_device_type() != "cpu":
         return None

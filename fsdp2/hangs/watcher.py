@@ -1,13 +1,13 @@
-"""``watchdog``: a thread on each rank that says who is where when ranks wait for each other for ever, and ends the processes then.
+"""``watchdog``: a thread on each rank that reports where each rank is when ranks wait for each other for ever, and then ends them.
 
     with fsdp2.watchdog(timeout=600):
         train()
 
-Threads talk over the store of the process group; nothing is added to what ranks send each other. Each thread looks ten times in a
+Threads talk over the store of the process group; the ranks' own communication stays as it is. Each thread looks ten times in a
 ``timeout``, and writes a sign. The *judge* is the lowest rank that still watches: rank 0, unless it has left. Its thread reads the
-signs of all; when nothing has moved for too long it asks all for reports, prints an explanation, and lets all of them end. The others
-watch the judge. In between they listen for asks, so that a user's signal is answered within a second. This file refuses to know what
-collectives are.
+signs of all ranks; when nothing has moved for too long it asks them for reports, prints an explanation, and lets all of them end. The
+other ranks watch the judge. In between they listen for asks, so that a user's signal is answered within a second. This file refuses
+to know what collectives are.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from .patience import Patience, Sign
 from .report import MainThread, Report, cpu_time_of_main_thread, report_of
 
 EXIT_STATUS = 75
-"""Of a process that a watchdog has ended; "try again later" in sysexits.h."""
+"""Exit status of a process that a watchdog has ended; "try again later" in sysexits.h."""
 
 _LEFT = "left"  # begins the sign of a rank that watches no longer; why it left follows
 
 PATIENCE_WITH_ANSWERS = 10.0
-"""Seconds after which the judge explains what a user has asked about, without the ranks that have not answered."""
+"""Seconds after which the judge explains upon a user's ask, without the ranks that have not answered."""
 
 _num_made = 0  # equal on all ranks, so that two watchdogs of one process do not read each other's keys
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Reports are wanted. number: of the ask; why: in words; until: when the judge goes on without those who do not answer"""
+    """The judge asks for reports. number: of the ask; why: in words; until: when the judge goes on without missing reports"""
 
     number: int
     why: str
@@ -57,9 +57,9 @@ class Ask:
 
 
 class Watchdog:
-    """One rank's part, without the thread. A test calls ``look``, and has its own clock.
+    """One rank's part, without the thread. A test calls ``look`` with a clock of its own.
 
-    tell: prints; end: ends the process. The other attributes are what this rank has heard and said so far, one for each message that
+    tell: prints; end: ends the process. The other attributes are what this rank has heard and sent so far, one for each message that
     goes through the store.
     """
 
@@ -84,14 +84,15 @@ class Watchdog:
         self._main_thread = MainThread(clock, cpu_time_of_main_thread)
         self._looks = 0
         self._judge_rank = 0
-        self._wanted = 0  # how many explanations users have asked for, of those that the judge has begun to give
+        self._wanted = 0  # how many explanations users had asked for when the judge last began one
         self._answered = 0  # the last ask that this rank has answered
         self._ask: Ask | None = None
-        self._left: dict[int, str] = {}  # ranks that watch no longer, and why
-        self._looks_to_end: int | None = None  # the judge ends last: the others would find broken connections, not its word
+        self._left: dict[int, str] = {}  # ranks that have stopped to watch, and why
+        # The judge ends last: else the others would find broken connections instead of its message.
+        self._looks_to_end: int | None = None
 
     def look(self) -> None:
-        """Write a sign, answer what is asked, and judge what the others' signs say. Local: it never waits for another rank."""
+        """Write a sign, answer asks, and judge the others' signs. Local: it never waits for another rank."""
         now = self._clock()
         self._looks += 1
         if self._looks_to_end is not None:
@@ -110,28 +111,29 @@ class Watchdog:
                 self._judge(now)
             else:
                 self._watch_the_judge(now)
-        except RuntimeError:  # the store is gone, and with it, most often, the process that had it
+        except RuntimeError:  # the store is gone, most often with the process that had it
             self._patience.hear({self.rank: own}, self._left, now)
             still = self._patience.still_for(now)
             if still >= 2 * self._patience.timeout:
                 self._end_alone(f"the ranks' store is out of reach, and rank {self.rank} has stood still for {still:.0f} s")
 
     def listen(self) -> None:
-        """Answer what is asked, and explain what a user has asked about. Local; it asks the store once, the judge a few times."""
+        """Answer asks, and explain upon a user's ask. Local; it makes one request to the store, the judge a few."""
         if self._looks_to_end is not None:
             return
-        with contextlib.suppress(RuntimeError):  # the store is gone: the next look says so
+        with contextlib.suppress(RuntimeError):  # the store is gone: the next look reports it
             self._answer()
-            if self._judge_rank == self.rank and (self._ask is None or not self._ask.ends):  # whether a hang has ended, looks say
+            # Only looks decide whether a hang has ended.
+            if self._judge_rank == self.rank and (self._ask is None or not self._ask.ends):
                 self._serve(self._clock())
 
     def leave(self, why: str = "") -> None:
-        """This rank watches no longer, and the others need not wait for its signs."""
+        """Stop to watch, such that other ranks need not wait for this rank's signs."""
         with contextlib.suppress(RuntimeError):
             self._write(f"sign/{self.rank}", _LEFT + why)
 
     def is_ending(self) -> bool:
-        """Whether a hang has been explained, and all ranks are to end."""
+        """Whether the judge has explained a hang, and all ranks are going to end."""
         try:
             return self._looks_to_end is not None or self._read("end") is not None
         except RuntimeError:
@@ -142,23 +144,24 @@ class Watchdog:
         with contextlib.suppress(RuntimeError):
             self._store.add("wanted", 1)
 
-    # --- what ranks write to the store, and read ---
+    # --- messages through the store
+    # -----------------------------------------------------------------------------------------------------
 
     def _write(self, key: str, text: str) -> None:
         self._store.set(key, text)
 
     def _read(self, key: str) -> str | None:
-        """None: nobody has written it. A plain ``get`` would wait for that."""
+        """The value of ``key``; None if no rank has written it. A plain ``get`` would wait for that."""
         return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
 
     def _signs(self, ranks: Iterable[int]) -> dict[int, Sign]:
-        """Of those that watch; who has left is written down."""
+        """The signs of the ranks that still watch; notes the ranks that have left."""
         told = {rank: text for rank in ranks if (text := self._read(f"sign/{rank}")) is not None}
         self._left |= {rank: text.removeprefix(_LEFT) for rank, text in told.items() if text.startswith(_LEFT)}
         return {rank: Sign(*map(int, text.split())) for rank, text in told.items() if rank not in self._left}
 
     def _signs_to_judge(self) -> dict[int, Sign]:
-        """Of all ranks if this one is the judge, else of the judge."""
+        """The signs that this rank judges by: those of all ranks if it is the judge, else the judge's."""
         while self._judge_rank < self.rank:
             signs = self._signs([self._judge_rank])
             if self._judge_rank not in self._left:
@@ -169,7 +172,7 @@ class Watchdog:
         return self._signs(range(self._world_size))
 
     def _answer(self) -> None:
-        """What the judge has asked, once."""
+        """Answer the judge's ask, once."""
         asked = self._read("ask")
         if asked is not None and int(asked) != self._answered:
             self._answered = int(asked)
@@ -193,7 +196,7 @@ class Watchdog:
         self._answer()
 
     def _serve(self, now: float) -> None:
-        """Hear whether a user asks, and explain what has been asked about once there is nobody left to wait for."""
+        """Read whether a user asks, and explain once no report is missing, or it is too late for more."""
         if self._ask is None and (wanted := self._store.add("wanted", 0)) > self._wanted:
             self._wanted = wanted
             self._begin_ask("a user has asked", now + PATIENCE_WITH_ANSWERS, ends=False)
@@ -201,7 +204,7 @@ class Watchdog:
             self._explain(self._ask, now)
 
     def _explain(self, ask: Ask, now: float) -> None:
-        """Print it if all reports are there, or late."""
+        """Print the explanation if all reports have arrived, or time is over."""
         told = {rank: self._read(f"report/{ask.number}/{rank}") for rank in range(self._world_size)}
         reports = {rank: Report.from_json(text) for rank, text in told.items() if text is not None}
         if len(reports) < self._world_size - len(self._left) and now < ask.until:
@@ -224,7 +227,7 @@ class Watchdog:
             self._end_alone(f"rank {self._judge_rank} has given no sign for {silent:.0f} s")
 
     def _end_alone(self, why: str) -> None:
-        """No rank can explain: every rank says where it is itself."""
+        """No rank can explain any more: each rank prints where it is itself."""
         own = {self.rank: report_of(self.rank, self._log)}
         self._tell(f"fsdp2.watchdog: {why}; rank {self.rank} alone says:\n{explain(own, 0, {})}")
         self._end()
@@ -261,7 +264,7 @@ def watchdog(timeout: float = 600.0, *, patience: float | None = None) -> Iterat
     store = compat.own_connection_to_the_store(f"fsdp2_watchdog_{_num_made}")
     with switched_on(lambda: OPTIMIZER_STEPS.value + 1) as log, _asked_by_signal() as asked:
         dog = Watchdog(store, log, timeout, patience)
-        dog.look()  # the first sign: a rank that dies soon after has been there
+        dog.look()  # the first sign: it shows that a rank that dies soon after was there
         leaving, left = os.pipe()
         every = between_listening(dist.get_world_size())
         thread = BackgroundThread(
@@ -272,8 +275,8 @@ def watchdog(timeout: float = 600.0, *, patience: float | None = None) -> Iterat
         why = ""
         try:
             yield
-        except Exception as error:  # of a backend, say, to which ranks have sent different things: it names no module
-            if dog.is_ending():  # another rank has ended already, and this one has found its connection broken
+        except Exception as error:  # for instance of a backend to which ranks have sent different things; it names no module
+            if dog.is_ending():  # another rank has ended already, which broke this rank's connection
                 _end()
             why = f" with {type(error).__name__}: {own_account(report_of(dog.rank, log))}"
             _tell(f"fsdp2.watchdog: rank {dog.rank} leaves{why}")
@@ -286,15 +289,15 @@ def watchdog(timeout: float = 600.0, *, patience: float | None = None) -> Iterat
 
 
 def between_listening(num_ranks: int) -> float:
-    """Seconds. An ask goes from a rank to the judge, to all ranks, and back: within a second, on up to 1,000 ranks.
+    """Seconds between two. An ask goes from a rank to the judge, to all ranks, and back: within a second, on up to 1,000 ranks.
 
-    With more the store would have over 4,000 requests a second to answer.
+    With more ranks the store would have over 4,000 requests a second to answer.
     """
     return max(0.25, num_ranks / 4000)
 
 
 def _run(dog: Watchdog, between_looks: float, between_listening: float, asked: int, leaving: int) -> None:
-    """Look and listen every so many seconds, and pass on what a user asks; until there is something to read from ``leaving``."""
+    """Look and listen every so many seconds, and pass on a user's ask, until ``leaving`` can be read."""
     next_look = time.monotonic() + between_looks
     while True:
         until_look = max(next_look - time.monotonic(), 0.0)
@@ -311,7 +314,7 @@ def _run(dog: Watchdog, between_looks: float, between_listening: float, asked: i
 
 
 def _checked_times(timeout: Any, patience: Any) -> tuple[float, float]:
-    """Both as numbers. Raises: ArgumentError"""
+    """Both times as numbers. Raises: ArgumentError"""
     given = timeout if patience is None else patience
     are_numbers = all(isinstance(each, (int, float)) and not isinstance(each, bool) for each in (timeout, given))
     if not are_numbers or not 0 < timeout <= given < math.inf:

@@ -1,1 +1,1 @@
-"""What ``fsdp2.parallelize`` is made of beside ``fully_shard``: meshes of strategies, and ranks that begin alike."""
+"""The parts of ``fsdp2.parallelize`` beside ``fully_shard``: meshes of strategies, and ranks that begin alike."""

@@ -1,4 +1,4 @@
-"""All ranks begin with the same model: what they were given is compared, then rank 0's values are broadcast.
+"""All ranks begin with the same model: they compare what their callers passed, then rank 0 broadcasts its values.
 
 This file refuses to know how the model is sharded afterwards.
 """
@@ -68,10 +68,10 @@ def described(tensors: Sequence[tuple[str, Tensor]]) -> list[str]:
 def broadcast(mesh: DeviceMesh, device: torch.device, tensors: Sequence[tuple[str, Tensor]]) -> None:
     """Give each of ``tensors`` the values of the first rank of ``mesh``, in place; of a DTensor, its local tensor.
 
-    What is on the meta device, has no shape yet, or is a tensor subclass with memory of its own keeps what it has.
+    A tensor on the meta device, without a shape yet, or of a subclass with memory of its own keeps its values.
     device:     this rank's of the mesh
     Collective: yes, over the mesh; one broadcast a tensor and axis
-    Memory:     one tensor more, where it is not on ``device``
+    Memory:     one tensor more, if it is not on ``device``
     """
     process_groups = _process_groups(mesh)
     for _, tensor in tensors:

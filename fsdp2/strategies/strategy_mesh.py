@@ -1,6 +1,6 @@
 """The mesh of a strategy: made from all ranks or from the user's mesh, checked before the first collective, made once.
 
-This file refuses to know what is sharded on it. Worked example, 8 ranks, LOCAL_WORLD_SIZE=4:
+This file refuses to know what is sharded on the mesh. Worked example, 8 ranks, LOCAL_WORLD_SIZE=4:
 
     ddp            (8, 1)   every rank a replica, a shard axis of one
     zero1 ... 3    (8,)
@@ -28,7 +28,7 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = wea
 
 
 def flat_mesh(name: str, mesh: DeviceMesh | None) -> DeviceMesh:
-    """For strategy ``name``: the 1-D mesh over all ranks, those of ``mesh`` if it is given.
+    """The 1-D mesh for strategy ``name``: over all ranks, or those of ``mesh`` if it is given.
 
     Collective: where it makes a process group, at the first call.
     Raises:     MeshError unless ``mesh`` is 1-D; OrderError if there are no processes.
@@ -47,7 +47,7 @@ def flat_mesh(name: str, mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def replicated_mesh(name: str, mesh: DeviceMesh | None) -> DeviceMesh:
-    """(W, 1): every rank keeps everything. Collective and raises: as ``flat_mesh``; a 2-D mesh may be passed if it is one."""
+    """The mesh (W, 1): every rank keeps everything. Collective and raises: as ``flat_mesh``; ``mesh`` may be such a 2-D mesh."""
     if mesh is not None and checked_mesh(mesh, "parallelize").ndim == 2 and mesh.size(1) == 1:
         return mesh
     flat = flat_mesh(name, mesh)
@@ -55,7 +55,7 @@ def replicated_mesh(name: str, mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def node_mesh(name: str, mesh: DeviceMesh | None, shard_size: int | None) -> DeviceMesh:
-    """(nodes, ranks of a node). Collective: where it makes process groups, at the first call.
+    """The mesh (nodes, ranks of a node). Collective: where it makes process groups, at the first call.
 
     Raises: MeshError for a mesh with more axes, or if ``shard_size`` is not its last; ArgumentError if it does not divide the ranks.
     """
@@ -68,7 +68,7 @@ def node_mesh(name: str, mesh: DeviceMesh | None, shard_size: int | None) -> Dev
 
 
 def flat_mesh_of_nodes(name: str, mesh: DeviceMesh | None, shard_size: int | None) -> tuple[DeviceMesh, int]:
-    """The 1-D mesh over all ranks, and how many consecutive ones are a node. Collective and raises: as ``node_mesh``."""
+    """The 1-D mesh over all ranks, and how many consecutive ranks are a node. Collective and raises: as ``node_mesh``."""
     if mesh is None or checked_mesh(mesh, "parallelize").ndim != 2:
         flat = flat_mesh(name, mesh)
         return flat, node_size(name, flat.size(), shard_size)
@@ -81,9 +81,9 @@ def flat_mesh_of_nodes(name: str, mesh: DeviceMesh | None, shard_size: int | Non
 
 
 def node_size(name: str, num_ranks: int, shard_size: int | None, by_default: int | None = None) -> int:
-    """Ranks of a node: what the user said, else what the launcher says, else ``by_default``.
+    """Ranks of a node: the user's number, else the launcher's, else ``by_default``.
 
-    Raises: ArgumentError if nobody says it, or if it is no factor of ``num_ranks``.
+    Raises: ArgumentError if there is none, or if it is no factor of ``num_ranks``.
     """
     given: Any = shard_size
     source = "shard_size"
@@ -136,7 +136,7 @@ def _cut(flat: DeviceMesh, shape: tuple[int, int]) -> DeviceMesh:
     if names is None:
         ranks = flat.mesh.reshape(shape)
         return _once((flat, shape), lambda: DeviceMesh(flat.device_type, ranks, mesh_dim_names=AXES))
-    # It may be a slice: its result has to go together with the other axes of the same mesh.
+    # ``flat`` may be a slice: the result has to go together with the other axes of the same mesh.
     parts = (f"{names[0]}_{AXES[0]}", f"{names[0]}_{AXES[1]}")
     return _once((flat, shape), lambda: compat.unflatten_mesh(flat, 0, shape, parts))
 

@@ -26,8 +26,8 @@ suppress_warnings = ["myst.strikethrough"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-autodoc_class_signature = "separated"
 autodoc_preserve_defaults = True
+maximum_signature_line_length = 100  # a longer one has a line for each argument
 
 html_theme = "furo"
 html_title = "fsdp2"
@@ -35,3 +35,4 @@ html_static_path = ["_static"]
 html_css_files = ["fsdp2.css"]
 html_copy_source = False
 html_show_sphinx = False
+smartquotes = False  # "zero3" is an argument, to be copied

@@ -26,12 +26,13 @@ MAX_ITEMS = 5
 
 
 class FSDPError(Exception):
-    """Base of every error that fsdp2 raises because of how it was used; its text is a ``message`` of the same arguments.
+    """Base of every error that a program causes by how it uses fsdp2: ``except fsdp2.FSDPError`` catches them all.
 
-    Without ``fix`` the headline is the whole text: so it is read back where processes send errors to one another.
+    Its text has this rank, what happened, the parameters or files in question, what fsdp2 expected, and a fix.
     """
 
     def __init__(self, headline: str, *, expected: str = "", fix: str = "", items: Iterable[str] = ()) -> None:
+        # Without a fix the headline is the whole text: that of an error which another rank has sent.
         super().__init__(message(headline, expected=expected, fix=fix, items=items) if fix else headline)
         self.__notes__ = [f"  see:      {troubleshooting(type(self))}"]
 

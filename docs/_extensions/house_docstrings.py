@@ -8,12 +8,17 @@
     Example:, and an indented block                        ->   a heading, and a block of Python
 
 A line of ``words: text`` begins a field where its neighbours do as well, or where the word is Returns, Raises, Collective or Source.
+Signatures are shown as a user calls: see ``_signature``.
 """
 
 from __future__ import annotations
 
 import re
 from typing import Any
+
+from sphinx.pycode import ModuleAnalyzer
+
+from fsdp2.errors import troubleshooting
 
 _FIELD = re.compile(r"^(\*{0,2}[A-Za-z_][\w.\[\]]*(?:, \*{0,2}[\w.]+)*):\s+(\S.*)$")
 _ALWAYS = {"Returns", "Raises", "Collective", "Source", "Memory", "Yields"}
@@ -67,11 +72,30 @@ def to_rst(lines: list[str], names: set[str]) -> list[str]:
 def _escaped(text: str) -> str:
     """``text`` with the characters escaped that mean something to reStructuredText outside of code and emphasis."""
     parts = re.split(r"(``.*?``|(?<!\w)\*[^*\s][^*]*\*(?!\w))", text)
-    return "".join(part if index % 2 else re.sub(r"([*|`]|(?<=\w)_(?=\W|$))", r"\\\1", part) for index, part in enumerate(parts))
+    return "".join(part if index % 2 else re.sub(r"([*|`\\]|(?<=\w)_(?=\W|$))", r"\\\1", part) for index, part in enumerate(parts))
 
 
 def _process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     lines[:] = to_rst(lines, _names_of(obj))
+    if what == "exception":
+        place = troubleshooting(obj).removeprefix("docs/").replace(".md", ".html")
+        lines += ["", f"`Cause, fix and an example <../{place}>`__", ""]
+
+
+def _signature(app: Any, what: str, name: str, obj: Any, options: Any, arguments: str | None, returned: str | None) -> Any:
+    """A function with overloads has one signature, that of its implementation, which returns what any of them returns. Classes that
+    programs do not make are shown without arguments: errors, and results, whose docstrings have no example."""
+    if what == "function":
+        analyzer = ModuleAnalyzer.for_module(obj.__module__)  # autodoc asks the same one, behind this event
+        analyzer.analyze()
+        overloads = analyzer.overloads.pop(obj.__qualname__, None)
+        if overloads:
+            return arguments, " | ".join(each.return_annotation for each in overloads)
+    if what == "exception" or (what == "class" and "Example:" not in (obj.__doc__ or "")):
+        return ("", "") if arguments else None
+    if arguments and "_Module" in arguments:  # a type variable: a model, and the same one again
+        return arguments.replace("_Module", "Module"), (returned or "").replace("_Module", "Module")
+    return None
 
 
 def _names_of(obj: Any) -> set[str]:
@@ -88,4 +112,5 @@ def _names_of(obj: Any) -> set[str]:
 
 def setup(app: Any) -> dict[str, Any]:
     app.connect("autodoc-process-docstring", _process)
+    app.connect("autodoc-process-signature", _signature)
     return {"version": "1", "parallel_read_safe": True}

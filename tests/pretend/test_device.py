@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -120,14 +123,51 @@ def test_a_wrong_shape_is_an_error_at_once_and_an_error_of_a_late_operator_comes
 
 @on_ranks(1, device="pretend")
 def test_backward_runs_on_a_thread_of_the_device():
-    import threading
-
     x = torch.ones(3, device="pretend", requires_grad=True)
     threads = []
     x.register_hook(lambda grad: threads.append(threading.get_ident()))
     (x * 2).sum().backward()
     assert threads != [threading.get_ident()]
     assert x.grad.cpu().tolist() == [2, 2, 2]
+
+
+@on_ranks(1, device="pretend")
+def test_other_threads_may_use_the_device_while_it_lets_go_of_a_tensor_of_the_host():
+    """Symptom: a hang. The device freed what an entry held while it had its own lock; a tensor's end needs Python's lock as well."""
+    seen = []
+
+    def use_on_another_thread():
+        thread = threading.Thread(target=lambda: seen.append(pretend.memory_stats()))
+        thread.start()
+        thread.join()
+
+    pretend.set_order(0)
+    target = torch.empty(8, pin_memory=True)
+    weakref.finalize(target, use_on_another_thread)
+    target.copy_(torch.ones(8, device="pretend"), non_blocking=True)
+    del target  # the entry alone has it now
+    assert seen == []
+    pretend.synchronize()
+    assert len(seen) == 1
+
+
+@on_ranks(1, device="pretend")
+@pytest.mark.parametrize("seed", [None, 0])
+def test_threads_that_use_the_device_at_the_same_time_get_what_each_has_computed(seed):
+    """Symptom: a hang where each entry runs as it is queued. The allocator, which had the lock, waited for another thread's entry."""
+
+    def sums(start):
+        totals = []
+        for number in range(start, start + 50):
+            on_host = torch.empty(512, pin_memory=True)
+            on_host.copy_(torch.full((512,), number, device="pretend").square().add(1), non_blocking=True)
+            torch.pretend.current_stream().synchronize()
+            totals.append(int(on_host[0]))
+        return totals
+
+    pretend.set_order(seed)
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(sums, (0, 50))) == [[n * n + 1 for n in range(start, start + 50)] for start in (0, 50)]
 
 
 # ---- what a program has not ordered goes wrong ----

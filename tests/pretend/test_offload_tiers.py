@@ -83,29 +83,27 @@ def test_states_on_the_host_give_the_values_of_states_on_the_device(fraction, on
         pretend.synchronize()
 
 
-class Slow:
-    """In the place of a thread: as if each step ended just before somebody waits for it."""
+class Latest:
+    """In the place of a thread: each step is taken just before somebody waits for it, later than any thread takes it."""
 
     def submit(self, action: Callable[[Any], Any], argument: Any) -> Any:
         return SimpleNamespace(result=lambda: action(argument))
 
 
-class Fast:
-    """As if it ended at once."""
-
-    def submit(self, action: Callable[[Any], Any], argument: Any) -> Any:
-        done = action(argument)
-        return SimpleNamespace(result=lambda: done)
-
-
 @on_ranks(2, device="pretend")
 @pytest.mark.parametrize(
-    ("thread", "fraction", "on_disk"),
-    [(Slow, 1.0, True), pytest.param(Fast, 1.0, False, marks=pytest.mark.slow), pytest.param(Slow, 0.5, False, marks=pytest.mark.slow)],
+    ("is_latest", "fraction", "on_disk"),
+    [
+        (False, 1.0, True),
+        pytest.param(False, 0.5, False, marks=pytest.mark.slow),
+        pytest.param(True, 1.0, True, marks=pytest.mark.slow),
+        pytest.param(True, 0.5, False, marks=pytest.mark.slow),
+    ],
 )
-def test_steps_in_backward_give_the_values_of_steps_on_the_device(thread, fraction, on_disk, tmp_path, monkeypatch):
-    """However fast the thread is: two host threads at a time would make a failure depend on their pace."""
-    monkeypatch.setattr(in_backward, "ThreadPoolExecutor", lambda *args, **kwargs: thread())
+def test_steps_in_backward_give_the_values_of_steps_on_the_device(is_latest, fraction, on_disk, tmp_path, monkeypatch):
+    """However fast the thread is that takes them."""
+    if is_latest:
+        monkeypatch.setattr(in_backward, "ThreadPoolExecutor", lambda *args, **kwargs: Latest())
 
     def values(device_type: str) -> list[Step]:
         folder = str(tmp_path) if on_disk else None

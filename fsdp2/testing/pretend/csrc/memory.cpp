@@ -12,6 +12,7 @@
 #include <cstring>
 #include <list>
 #include <set>
+#include <utility>
 
 #include <sys/mman.h>
 
@@ -164,20 +165,24 @@ Block* take(size_t requested, c10::StreamId stream) {
 
 void free_block(void* context) {
   auto* block = static_cast<Block*>(context);
-  auto guard = lock();
   auto& m = memory();
-  m.allocated -= int64_t(block->nbytes);
-  --m.active_blocks;
-  block->used_on.erase(block->stream);
-  if (block->used_on.empty()) {
-    give_back(block);
-    return;
+  std::set<c10::StreamId> used_on;
+  {
+    auto guard = lock();
+    m.allocated -= int64_t(block->nbytes);
+    --m.active_blocks;
+    used_on = std::exchange(block->used_on, {});
+    used_on.erase(block->stream);
+    if (used_on.empty()) {
+      give_back(block);
+      return;
+    }
   }
   refuse_in_capture("record_stream's deferred free");
   Waiting waiting{block, {}};
-  for (auto stream : block->used_on) waiting.tickets.push_back(record(stream));
-  block->used_on.clear();
-  m.waiting.push_back(waiting);
+  for (auto stream : used_on) waiting.tickets.push_back(record(stream));  // without the lock: the host may wait here
+  auto guard = lock();
+  m.waiting.push_back(std::move(waiting));
 }
 
 struct DeviceMemory final : c10::Allocator {

@@ -117,8 +117,8 @@ bool step(State& s, Lock& lock) {
   auto& head = queue.entries.front();
   bool finished = true;
   if (head.run) {
-    auto run = head.run;
-    auto name = head.name;
+    auto run = std::move(head.run);
+    const auto name = head.name;
     lock.unlock();
     try {
       finished = run();
@@ -127,8 +127,10 @@ bool step(State& s, Lock& lock) {
       if (!s.error) s.error = std::make_exception_ptr(std::runtime_error("pretend device: " + name + ": " + error.what()));
       lock.unlock();
     }
-    run = nullptr;
+    // What it held may be a tensor's last reference, whose end needs Python's lock. Whoever has that may be waiting for ours.
+    if (finished) run = nullptr;
     lock.lock();
+    if (!finished) head.run = std::move(run);
   }
   if (!finished) {
     queue.stalled = true;
@@ -159,6 +161,7 @@ bool reached(State& s) {
     if (reached(s)) {
       s.targets.clear();
       s.progressed.notify_all();
+      if (s.immediately && step(s, lock)) continue;  // poison that was queued behind what ran, and for which nobody waits
       if (s.wanted.wait_for(lock, std::chrono::milliseconds(200)) == std::cv_status::timeout) {
         const bool silent = s.keep_alive && s.targets.empty() && Clock::now() - s.heard > kSilence;
         if (silent) step(s, lock);
@@ -234,12 +237,14 @@ void enqueue(c10::StreamId stream, Entry entry) {
   auto& s = state();
   Lock lock(s.mutex);
   s.heard = Clock::now();
-  if (s.immediately && std::string(entry.kind) == "poison" && idle(s)) {
-    entry.run();  // no other thread: memory is let go of where Python's lock may be held
+  const bool is_poison = std::string(entry.kind) == "poison";
+  if (s.immediately && is_poison && idle(s)) {
+    entry.run();
     return;
   }
   TicketPtr last;
-  if (s.immediately) {
+  // The allocator, which poisons, has the lock: it would wait for ever. The executor, at work for another thread, comes to the poison too.
+  if (s.immediately && !is_poison) {
     if (!entry.marks) entry.marks = std::make_shared<Ticket>();
     last = entry.marks;
   }

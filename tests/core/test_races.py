@@ -6,13 +6,10 @@ number. Then, on ranks that only pretend, every order of the runtime is left out
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -25,7 +22,6 @@ from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-import fsdp2.core
 from fsdp2 import AllGather, CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, ReduceScatter, fully_shard
 from fsdp2.core import torch_compat as compat
 from fsdp2.core.comm.streams import streams_of
@@ -35,6 +31,7 @@ from fsdp2.core.iteration.module_state import schedule_of
 from fsdp2.testing.recording import Race, RaceError, RecordingStreams, recording
 from harness import cpu_mesh, on_ranks
 from harness.models import MLP, batches, mlp
+from harness.places import Place, place_of_caller, places_of
 from harness.pretend_training import unsharded_before_backward, written_in_forward
 from harness.subclasses import RowInt8, wrap_weights
 from harness.training import assert_equal_training, assert_same_bits, fed_own_chunk, fed_whole, forced, forward_backward, sgd
@@ -434,31 +431,7 @@ def test_no_race_on_four_ranks_in(name):
 
 # ---- every order is needed ----
 
-CORE = Path(fsdp2.core.__file__).parent
-
-
-def places_of_orders() -> dict[tuple[str, int], str]:
-    """Where the runtime orders a stream or the host behind an event: (file, line) -> "file.function", numbered from the second."""
-    found: dict[tuple[str, int], str] = {}
-    for path in sorted(CORE.rglob("*.py")):
-        if path.stem == "streams":
-            continue
-        for function in ast.walk(ast.parse(path.read_text())):
-            if isinstance(function, ast.FunctionDef):
-                calls = [
-                    node.lineno
-                    for node in ast.walk(function)
-                    if isinstance(node, ast.Call)
-                    and isinstance(node.func, ast.Attribute)
-                    and node.func.attr in ("order", "synchronize")
-                    and ast.unparse(node.func.value).endswith("streams")
-                ]
-                for number, line in enumerate(sorted(calls), 1):
-                    found[path.stem, line] = f"{path.stem}.{function.name}" + (f" {number}" if number > 1 else "")
-    return found
-
-
-PLACES = places_of_orders()
+PLACES = places_of(("order", "synchronize"))
 
 
 class Without(RecordingStreams):
@@ -470,16 +443,15 @@ class Without(RecordingStreams):
         self.times_left_out = 0
 
     def order(self, stream: Any, event: Any) -> None:
-        if not self._is_left_out():
+        if not self._is_left_out(place_of_caller("order")):
             super().order(stream, event)
 
     def synchronize(self, event: Any) -> None:
-        if not self._is_left_out():
+        if not self._is_left_out(place_of_caller("synchronize")):
             super().synchronize(event)
 
-    def _is_left_out(self) -> bool:
-        frame = sys._getframe(2)
-        is_it = PLACES.get((Path(frame.f_code.co_filename).stem, frame.f_lineno)) == self._place
+    def _is_left_out(self, place: Place) -> bool:
+        is_it = PLACES.get(place) == self._place
         self.times_left_out += is_it
         return is_it
 
@@ -581,32 +553,34 @@ FAKE_SCENARIOS = {
 
 # Each order of the runtime, and a scenario in which it alone prevents a race.
 NEEDED_BY = {
-    "extensions.start": "extensions",
-    "extensions.finish": "extensions",
-    "extensions.finish 2": "extensions_unsharded_before_backward",
-    "extensions.free": "extensions_unshard_on_a_side_stream",
-    "all_gather.start": "bf16_mixed",
-    "all_gather.start 2": "plain",
-    "all_gather.send_together": "several_dtypes",
-    "all_gather.finish": "plain",
-    "all_gather.finish 2": "unshard_on_a_side_stream",
-    "unsharded._free_behind_uses": "unshard_on_a_side_stream",
-    "reduction.launch": "plain",
-    "reduction.launch 2": "hsdp",
-    "reduction.hand_out": "all_reduce_hook",
-    "reduction._offload": "offload_accumulate",
-    "reduction.advance": "plain",
-    "reduction.finish": "offload",
-    "reductions._order": "plain",
-    "reduction.abandon": "failed_backward",
-    "memory.await_host_read": "offload_evaluation",
-    "schedule._begin_iteration": "optimizer_on_its_own_stream",
-    "unit_tree.issue_beside_loss": "written_in_forward",
+    "ExtensionGather.start order 1": "extensions",
+    "ExtensionGather.finish order 1": "extensions",
+    "ExtensionGather.finish order 2": "extensions_unsharded_before_backward",
+    "ExtensionGather.free order 1": "extensions_unshard_on_a_side_stream",
+    "Gather.start order 1": "bf16_mixed",
+    "Gather.start order 2": "plain",
+    "LocalGather.start order 1": "replicated_bf16",
+    "LocalGather.finish order 1": "replicated_bf16",
+    "all_gather.send_together order 1": "several_dtypes",
+    "Gather.finish order 1": "plain",
+    "Gather.finish order 2": "unshard_on_a_side_stream",
+    "Unsharded._free_behind_uses order 1": "unshard_on_a_side_stream",
+    "reduction.launch order 1": "plain",
+    "reduction.launch order 2": "hsdp",
+    "Reduction.hand_out order 1": "all_reduce_hook",
+    "Reduction._offload synchronize 1": "offload_accumulate",
+    "Reduction.advance order 1": "plain",
+    "Reduction.finish synchronize 1": "offload",
+    "Reductions._order order 1": "plain",
+    "Reduction.abandon order 1": "failed_backward",
+    "GroupMemory.await_host_read synchronize 1": "offload_evaluation",
+    "Schedule._begin_iteration order 1": "optimizer_on_its_own_stream",
+    "UnitTree.issue_beside_loss order 1": "written_in_forward",
 }
 
 
 # Inputs are moved to another device than the CPU alone: tests/pretend takes these out.
-OF_OTHER_DEVICES = {"schedule.await_host_input"}
+OF_OTHER_DEVICES = {"Schedule.await_host_input synchronize 1"}
 
 
 def test_no_order_is_without_a_scenario_that_needs_it():
@@ -619,12 +593,6 @@ def test_without_this_order_there_is_a_race(place):
     races = replay_on_fake_ranks(replace(FAKE_SCENARIOS[NEEDED_BY[place]], num_steps=3), streams)
     assert streams.times_left_out > 0
     assert races != []
-
-
-@pytest.mark.parametrize("place", ["all_gather.start", "all_gather.finish"])
-def test_without_this_order_of_a_gather_over_one_rank_there_is_a_race(place):
-    streams = Without(place)
-    assert replay_on_fake_ranks(replace(FAKE_SCENARIOS["replicated_bf16"], num_steps=3), streams) != []
 
 
 @pytest.mark.parametrize(

@@ -293,6 +293,8 @@ MORE_SCENARIOS = {  # which torch's FSDP2 does not train, or which add nothing o
     "shorter_evaluation": Scenario(iteration=with_a_shorter_evaluation),
     "unshard_on_a_side_stream": Scenario(iteration=unsharded_on_a_side_stream),
     "written_on_a_side_stream": Scenario(iteration=written_on_a_side_stream),
+    "replicated_bf16_unshard_on_a_side_stream": Scenario(mesh=(2, 1), options=BF16, iteration=unsharded_on_a_side_stream),
+    "replicated_written_on_a_side_stream": Scenario(mesh=(2, 1), iteration=written_on_a_side_stream),
     "extensions": Scenario(model=with_extensions),
     "extensions_direct": Scenario(model=with_extensions, private={"gather": "direct"}),
     "extensions_direct_unshard_over_the_step": Scenario(

@@ -6,26 +6,23 @@ runs as it is queued.
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-import fsdp2.core
 from fsdp2.core.comm.streams import DeviceStreams, use_streams
 from fsdp2.core.group.all_gather import Gather
 from fsdp2.core.group.reduction import Reduction
 from fsdp2.core.iteration.backward import Backward
 from fsdp2.testing import pretend
 from harness import on_ranks
+from harness.places import place_of_caller, places_of
 from harness.pretend_training import (
     BF16_ALL,
     MORE_SCENARIOS,
@@ -37,33 +34,7 @@ from harness.pretend_training import (
 )
 from harness.training import Step, assert_same_bits
 
-CORE = Path(fsdp2.core.__file__).parent
-METHODS = ("order", "mark", "synchronize")
-
-
-def places() -> dict[tuple[str, int, str], str]:
-    """Where the runtime asks for an order, an event or a wait: (file, line, method) -> "file.function method", numbered."""
-    found: dict[tuple[str, int, str], str] = {}
-    for path in sorted(CORE.rglob("*.py")):
-        if path.stem == "streams":
-            continue
-        for function in ast.walk(ast.parse(path.read_text())):
-            if isinstance(function, ast.FunctionDef):
-                for method in METHODS:
-                    lines = sorted(
-                        node.lineno
-                        for node in ast.walk(function)
-                        if isinstance(node, ast.Call)
-                        and isinstance(node.func, ast.Attribute)
-                        and node.func.attr == method
-                        and ast.unparse(node.func.value).endswith("streams")
-                    )
-                    for number, line in enumerate(lines, 1):
-                        found[path.stem, line, method] = f"{path.stem}.{function.name} {method} {number}"
-    return found
-
-
-PLACES = places()
+PLACES = places_of(("order", "mark", "synchronize"))
 
 
 class Without(DeviceStreams):
@@ -73,19 +44,15 @@ class Without(DeviceStreams):
         super().__init__(torch.device("pretend", 0))
         self._place = place
 
-    def _leaves_out(self, method: str) -> bool:
-        frame = sys._getframe(2)
-        return PLACES.get((Path(frame.f_code.co_filename).stem, frame.f_lineno, method)) == self._place
-
     def order(self, stream: Any, event: Any) -> None:
-        if not self._leaves_out("order"):
+        if PLACES.get(place_of_caller("order")) != self._place:
             super().order(stream, event)
 
     def mark(self, stream: Any) -> Any:
-        return None if self._leaves_out("mark") else super().mark(stream)
+        return None if PLACES.get(place_of_caller("mark")) == self._place else super().mark(stream)
 
     def synchronize(self, event: Any) -> None:
-        if not self._leaves_out("synchronize"):
+        if PLACES.get(place_of_caller("synchronize")) != self._place:
             super().synchronize(event)
 
 
@@ -184,47 +151,51 @@ def goes_wrong(name: str, seed: int) -> bool:
 
 
 NEEDED_BY = {
-    "all_gather.finish order 1": "plain",
-    "all_gather.finish order 2": "unshard_on_a_side_stream",
-    "all_gather.land mark 1": "plain",
+    "Gather.finish order 1": "plain",
+    "Gather.finish order 2": "unshard_on_a_side_stream",
+    "Gather.land mark 1": "plain",
     "all_gather.send_together mark 1": "several_dtypes",
     "all_gather.send_together order 1": "several_dtypes",
-    "all_gather.start mark 1": "bf16_mixed",
-    "all_gather.start order 1": "bf16_mixed",
-    "all_gather.start mark 2": "plain",
-    "all_gather.start mark 3": "replicated_bf16",
-    "all_gather.start mark 4": "replicated_bf16",
-    "all_gather.start order 2": "plain",
-    "extensions.finish order 1": "extensions_direct",
-    "extensions.finish mark 1": "extensions_unsharded_before_backward",
-    "extensions.finish order 2": "extensions_unsharded_before_backward",
-    "extensions.free mark 1": "extensions_on_a_side_stream",
-    "extensions.free order 1": "extensions_on_a_side_stream",
-    "extensions.land mark 1": "extensions",
-    "extensions.start mark 1": "extensions",
-    "extensions.start order 1": "extensions_direct",
+    "Gather.start mark 1": "bf16_mixed",
+    "Gather.start order 1": "bf16_mixed",
+    "Gather.start mark 2": "plain",
+    "LocalGather.finish order 1": "replicated_bf16",
+    "LocalGather.start mark 1": "replicated_written_on_a_side_stream",
+    "LocalGather.start mark 2": "replicated_bf16_unshard_on_a_side_stream",
+    "LocalGather.start mark 3": "replicated_bf16",
+    "LocalGather.start order 1": "replicated_bf16",
+    "LocalGather.start mark 4": "replicated_bf16",
+    "Gather.start order 2": "plain",
+    "ExtensionGather.finish order 1": "extensions_direct",
+    "ExtensionGather.finish mark 1": "extensions_unsharded_before_backward",
+    "ExtensionGather.finish order 2": "extensions_unsharded_before_backward",
+    "ExtensionGather.free mark 1": "extensions_on_a_side_stream",
+    "ExtensionGather.free order 1": "extensions_on_a_side_stream",
+    "ExtensionGather.land mark 1": "extensions",
+    "ExtensionGather.start mark 1": "extensions",
+    "ExtensionGather.start order 1": "extensions_direct",
     "reduction.launch mark 1": "plain",
     "reduction.launch mark 2": "hsdp",
     "reduction.launch order 1": "plain",
     "reduction.launch order 2": "hsdp",
-    "memory.await_host_read synchronize 1": "offload_evaluation",
-    "memory.await_host_read mark 1": "offload_evaluation",
-    "reduction.hand_out mark 1": "all_reduce_hook",
-    "reduction.hand_out mark 2": "all_reduce_hook",
-    "reduction.hand_out order 1": "all_reduce_hook",
-    "reduction._offload mark 1": "offload_micro_batches",
-    "reduction._offload synchronize 1": "offload_micro_batches",
-    "reduction.abandon order 1": "replicated_failed_backward",
-    "reduction.advance order 1": "plain",
-    "reductions._order order 1": "hsdp",
-    "schedule.await_host_input synchronize 1": "pinned_input",
-    "schedule.note_host_input mark 1": "pinned_input",
-    "unit_tree.issue_beside_loss order 1": "written_in_forward",
-    "unit_tree.note_forward_end mark 1": "written_in_forward",
-    "reduction.finish synchronize 1": "offload",
-    "schedule._begin_iteration order 1": "written_on_a_side_stream",
-    "unsharded._free_behind_uses mark 1": "unshard_on_a_side_stream",
-    "unsharded._free_behind_uses order 1": "unshard_on_a_side_stream",
+    "GroupMemory.await_host_read synchronize 1": "offload_evaluation",
+    "GroupMemory.await_host_read mark 1": "offload_evaluation",
+    "Reduction.hand_out mark 1": "all_reduce_hook",
+    "Reduction.hand_out mark 2": "all_reduce_hook",
+    "Reduction.hand_out order 1": "all_reduce_hook",
+    "Reduction._offload mark 1": "offload_micro_batches",
+    "Reduction._offload synchronize 1": "offload_micro_batches",
+    "Reduction.abandon order 1": "replicated_failed_backward",
+    "Reduction.advance order 1": "plain",
+    "Reductions._order order 1": "hsdp",
+    "Schedule.await_host_input synchronize 1": "pinned_input",
+    "Schedule.note_host_input mark 1": "pinned_input",
+    "UnitTree.issue_beside_loss order 1": "written_in_forward",
+    "UnitTree.note_forward_end mark 1": "written_in_forward",
+    "Reduction.finish synchronize 1": "offload",
+    "Schedule._begin_iteration order 1": "written_on_a_side_stream",
+    "Unsharded._free_behind_uses mark 1": "unshard_on_a_side_stream",
+    "Unsharded._free_behind_uses order 1": "unshard_on_a_side_stream",
     "compute is not ordered behind reductions in place that another micro-batch follows": "replicated_micro_batches_bf16_all",
     "what the graph of a backward needs is resharded with the unit": "penalty",
     "the reduce input is not held": "plain",
@@ -236,10 +207,10 @@ NEEDED_BY = {
     "a prefetch is not cancelled": "shorter_evaluation",
     "the unsharded storage is freed on another stream": "plain",
 }
-SHOWN_ELSEWHERE = {"late_comparison.read_later mark 1", "collective_log.done mark 1"}
+SHOWN_ELSEWHERE = {"late_comparison.read_later mark 1", "CollectiveLog.done mark 1"}
 """Without them no data are wrong: the host looks at tags before they are there, and learns nothing (test_reduced_together.py); and the
 watchdog takes what is queued for complete (tests/hangs)."""
-QUICK = ("all_gather.finish order 1", "reduction.advance order 1", "the reduce input is not held")
+QUICK = ("Gather.finish order 1", "Reduction.advance order 1", "the reduce input is not held")
 QUICK_SCENARIOS = ("hsdp_bf16", "replicated_micro_batches_bf16_all")
 
 

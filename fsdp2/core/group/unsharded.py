@@ -20,7 +20,7 @@ from ..plan.layout import GroupLayout
 from ..plan.mesh import DataParallelMesh
 from .all_gather import Gather, GatherTarget, LocalGather
 from .custom_all_gather import CommGather
-from .extensions import ExtensionGather
+from .extension_gather import ExtensionGather
 from .group_plan import GroupPlan, direct_from_nbytes
 from .options import GroupOptions
 from .param import new_unsharded_param, storage_view

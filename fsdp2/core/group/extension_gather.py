@@ -1,0 +1,356 @@
+"""One all-gather of parameters with memory of their own: what extensions (``extensions.py``) send, into storages for each of them.
+
+It lays out what is sent and owns the memory of what is gathered. It refuses to know what tensors mean, and states.
+
+Worked example, a (5, 4) weight over 2 ranks that sends rows of int8 and one scale a row:
+
+    shards       rows [0, 3) and [3, 5)
+    to send      (3, 4) int8 and (3,) fp32; rank 1 has (2, 4) and (2,), padded to the same: 24 bytes a rank, one collective
+    gathered     (5, 4) int8 and (5,) fp32, views of storages with room for 6 rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...policy import AllGather
+from .. import torch_compat as compat
+from ..comm import backends, collectives
+from ..comm.communicators import CommWork
+from ..comm.streams import Event, Stream, Streams
+from ..plan.layout import Cut
+from ..plan.mesh import DataParallelMesh
+from .all_gather import Waiting, join
+from .extensions import Extensions, releases_gathered, require_same_kinds
+from .param import ShardedParam, new_unsharded_param, storage_view
+
+ALIGN_NBYTES = 16
+"""At whose multiples the tensors that ranks send begin, as kernels want it that read them."""
+
+
+@dataclass
+class _Sent:
+    """What one parameter sends in one gather.
+
+    shapes, dtypes: of the tensors, padded to the same on all ranks
+    metadata:       from ``fsdp_pre_all_gather``, for ``fsdp_post_all_gather``
+    """
+
+    shapes: list[torch.Size]
+    dtypes: list[torch.dtype]
+    metadata: Any
+
+
+@dataclass
+class _Direct:
+    """Tensors that are gathered straight into their outputs, from the second gather on.
+
+    are_these: for each tensor that is sent, whether it is one of them
+    outputs:   bytes, 1-D
+    own_rows:  of each output, what this rank adds
+    storages:  of the outputs, and their sizes
+    """
+
+    are_these: list[bool]
+    outputs: list[Tensor]
+    own_rows: list[Tensor]
+    storages: list[tuple[torch.UntypedStorage, int]]
+
+
+class ExtensionGather:
+    """All-gathers parameters with memory of their own; reusable, one use at a time.
+
+    coalesces_over: the process group over which it may be one launch with others; None if it is always issued by itself
+
+    The first gather packs all that is sent into one buffer. From the second on, large tensors are gathered straight into the outputs
+    that the first has made, where the collective may be one launch with others.
+
+    Its twenty-six attributes have three lives: some are its arguments, some belong to the gather under way, some are made at the
+    first.
+
+    Note: extensions and streams. What ``start`` allocates lies on the gather stream and is read on compute, by ``finish`` and
+    (metadata) by the user's operations. ``finish`` orders the gather stream behind those reads, so that what it has freed on the host
+    is not written while compute still reads it; ``start`` cannot, where a gather runs beside the loss.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        mesh: DataParallelMesh,
+        device: torch.device,
+        streams: Streams,
+        param_dtype: torch.dtype,
+        mp_policy: Any,
+        comm: AllGather | None,
+        algorithm: backends.AllGatherAlgorithm | None,
+        direct_from_nbytes: float,
+    ) -> None:
+        """params: their ``local`` is what is sent. comm: a custom communicator. direct_from_nbytes: of what all ranks send together."""
+        self._params = params
+        self._num_shards = mesh.shard_size
+        self._shard_rank = mesh.shard_rank
+        self._process_group = mesh.shard_group
+        self._extensions = Extensions(mesh, device, param_dtype, mp_policy)
+        self._device = device
+        self._streams = streams
+        self._comm = comm if mesh.shard_size > 1 else None
+        self._algorithm = algorithm
+        self._backend = backends.backend_of(mesh.shard_group, device.type)
+        alone = self._comm is not None or algorithm not in (None, "stock") or not backends.is_stream_ordered(self._backend)
+        self.coalesces_over = None if alone else mesh.shard_group
+        self._direct_from_nbytes = direct_from_nbytes
+        self._allocated_on: tuple[Stream, ...] = ()  # what was compute when the unsharded memory was allocated
+        # of the gather under way
+        self._sent: list[_Sent] = []
+        self._packed: Tensor | None = None
+        self._pending: collectives.Pending | None = None
+        self._event: Event = None
+        # made at the first
+        self._kinds: list[tuple[list[torch.Size], list[torch.dtype]]] = []
+        self._outputs: list[list[Tensor]] = []  # for each parameter, 1-D, with padding
+        self._writers: list[Tensor] = []  # the same storages as bytes, (W, n), with version counters of their own
+        self._kept: list[tuple[Tensor, ...]] = []  # for each parameter, what fsdp_post_all_gather wants freed
+        self._are_gaps: list[bool] = []  # of the writers: those that take the padding behind a payload
+        self._rearranged: list[int] = []  # writers of what does not lie as it arrives
+        self._storages: list[tuple[torch.UntypedStorage, int]] = []
+        self._released: list[torch.UntypedStorage] = []  # those that are freed as soon as the unsharded parameters are made
+        self._direct: _Direct | None = None
+
+    # --- start ---
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def start(self, flat: Tensor | None, copy: bool, together: list[Waiting] | None = None) -> None:
+        """Ask the parameters what to send and issue the collective. See ``Gather.start``; there is no flat shard here.
+
+        Collective: yes, over the shard axis; an extension may communicate over it as well.
+        """
+        streams = self._streams
+        self._allocated_on = ()
+        if self._direct is not None:
+            self._allocate(self._direct.storages)
+        on_compute = copy or streams.host_waits  # where the user's writes are
+        if on_compute:
+            self._pack(non_blocking=False)
+        streams.order(streams.gather, streams.mark(streams.compute))
+        with streams.on(streams.gather):
+            if not on_compute:
+                self._pack(non_blocking=True)
+            if together is not None and self.coalesces_over is not None:
+                together.append((self, None))
+                return
+            self._send(copy)
+            self.land()
+
+    def to_send(self, flat: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+        """What the collective gathers: (outputs, inputs); each input is this rank's own row of an output."""
+        packed, direct = self._packed, self._direct
+        outputs: list[Tensor] = []
+        inputs: list[Tensor] = []
+        if packed is not None:
+            numel = packed.numel() // self._num_shards
+            outputs, inputs = [packed], [packed.narrow(0, numel * self._shard_rank, numel)]
+        if direct is not None:
+            outputs += direct.outputs
+            inputs += direct.own_rows
+        return outputs, inputs
+
+    def _send(self, async_op: bool) -> None:
+        """async_op: the user asked for an asynchronous unshard; only custom communicators are told."""
+        process_group = self._process_group
+        if process_group is None:
+            return
+        outputs, inputs = self.to_send(None)
+        if self._comm is not None:
+            work = self._comm(output_tensor=outputs[0], input_tensor=inputs[0], group=process_group, async_op=async_op)
+            self._pending = CommWork(work)
+            return
+        algorithm = self._algorithm or backends.choose_all_gather(self._backend, self._num_shards, outputs[0].nbytes, self._device.type)
+        is_async = not backends.is_stream_ordered(self._backend)
+        self._pending = collectives.all_gather(outputs, inputs, process_group, algorithm, is_async)
+
+    def land(self) -> None:
+        self._event = self._streams.mark(self._streams.gather)
+
+    def _pack(self, non_blocking: bool) -> None:
+        """Lay what every parameter sends into this rank's row: of its output if that is direct, else of a buffer for all ranks."""
+        pieces: list[Tensor] = []
+        sent: list[_Sent] = []
+        for param in self._params:
+            tensors, metadata = self._extensions.to_send(param, non_blocking)
+            pieces += tensors
+            sent.append(_Sent([each.shape for each in tensors], [each.dtype for each in tensors], metadata))
+        kinds = [(each.shapes, each.dtypes) for each in sent]
+        if self._kinds:
+            require_same_kinds(self._params, self._kinds, kinds)
+        self._kinds = kinds
+        self._sent = sent
+        direct = self._direct
+        if direct is not None:
+            straight = [piece.reshape(-1).view(torch.uint8) for piece, is_one in zip(pieces, direct.are_these, strict=True) if is_one]
+            torch._foreach_copy_(direct.own_rows, straight)
+            pieces = [piece for piece, is_one in zip(pieces, direct.are_these, strict=True) if not is_one]
+            if not pieces:
+                return
+        dtypes = {piece.dtype for piece in pieces}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        rows = [piece.reshape(-1) for piece in pieces]
+        if dtype is torch.uint8:
+            rows = [row.view(torch.uint8) for row in rows]
+        sizes = []
+        for row in rows:
+            sizes += [row.numel(), self._gap_nbytes(row.nbytes) // dtype.itemsize]
+        numel = sum(sizes)
+        allocate = torch.empty if self._comm is None else self._comm.allocate
+        packed: Tensor = allocate((numel * self._num_shards,), dtype=dtype, device=self._device)
+        own = packed.narrow(0, numel * self._shard_rank, numel)
+        torch._foreach_copy_(list(torch.split(own, sizes)[::2]), rows)
+        self._packed = packed
+
+    def _gap_nbytes(self, nbytes: int) -> int:
+        """Bytes behind a payload, so that the next one is aligned; a custom communicator is to see none."""
+        return 0 if self._comm is not None else -nbytes % ALIGN_NBYTES
+
+    # --- finish ---
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait; then the unsharded parameters exist and have their values, as compute sees them. Once per start."""
+        streams = self._streams
+        if self._pending is not None:
+            self._pending.finish()
+            self._pending = None
+        streams.order(streams.compute, self._event)
+        self._event = None
+        packed, sent = self._packed, self._sent
+        if not sent:  # an extension raised when this was finished before
+            return
+        self._packed, self._sent = None, []
+        first = not self._storages
+        if first:
+            self._make_outputs(sent)
+            self._allocated_on = (streams.compute,)
+        else:
+            self._allocate(self._storages)
+        outs = list(self._writers)
+        for index in self._rearranged:
+            outs[index] = torch.empty_like(outs[index])
+        if packed is not None:
+            rows = packed.view(self._num_shards, packed.numel() // self._num_shards).view(torch.uint8)
+            torch.split_with_sizes_copy(rows, [out.shape[1] for out in outs], dim=1, out=outs)
+        arrived = iter([out for out, is_gap in zip(outs, self._are_gaps, strict=True) if not is_gap])
+        if self._direct is not None:
+            packed_ones, straight = arrived, iter(self._direct.outputs)
+            arrived = iter([next(straight if is_one else packed_ones) for is_one in self._direct.are_these])
+        for index, (param, each) in enumerate(zip(self._params, sent, strict=True)):
+            gathered = tuple(
+                _put_together(next(arrived), output, shape, param.spec.cut)
+                for output, shape in zip(self._outputs[index], each.shapes, strict=True)
+            )
+            if first:
+                whole, kept = self._extensions.make_unsharded(param, gathered, each.metadata)
+                self._kept.append(kept)
+                param.unsharded = new_unsharded_param(param, param.spec.to_logical(whole))
+            else:
+                self._extensions.refill_unsharded(param, gathered, each.metadata, self._kept[index])
+        if first:
+            made = [tensor for tensors in (*self._outputs, *self._kept) for tensor in tensors]
+            storages = {compat.storage_key(tensor): tensor.untyped_storage() for tensor in made}
+            self._storages = [(storage, storage.size()) for storage in storages.values()]
+            self._released = [
+                output.untyped_storage()
+                for param, outputs in zip(self._params, self._outputs, strict=True)
+                if releases_gathered(param)
+                for output in outputs
+            ]
+            if self.coalesces_over is not None and not self._released:
+                self._choose_direct()
+        for storage in self._released:
+            streams.resize(storage, 0)
+        streams.order(streams.gather, streams.mark(streams.compute))
+
+    def _allocate(self, storages: list[tuple[torch.UntypedStorage, int]]) -> None:
+        """On compute, what is not allocated yet."""
+        streams = self._streams
+        for storage, nbytes in storages:
+            if storage.nbytes() != nbytes:
+                streams.resize(storage, nbytes)
+        if streams.compute not in self._allocated_on:
+            self._allocated_on = (*self._allocated_on, streams.compute)
+
+    def _choose_direct(self) -> None:
+        """From now on, what is large, and lies in its output as it arrives, is gathered straight into that."""
+        direct = _Direct([], [], [], [])
+        left: list[tuple[Tensor, bool, bool]] = []
+        is_one = False
+        for index, (writer, is_gap) in enumerate(zip(self._writers, self._are_gaps, strict=True)):
+            is_rearranged = index in self._rearranged
+            if not is_gap:
+                is_one = not is_rearranged and writer.numel() >= self._direct_from_nbytes
+                direct.are_these.append(is_one)
+            if not is_one:
+                left.append((writer, is_gap, is_rearranged))
+            elif not is_gap:  # the padding behind it is not sent
+                storage = writer.untyped_storage()
+                direct.outputs.append(writer.view(-1))
+                direct.own_rows.append(writer[self._shard_rank])
+                direct.storages.append((storage, storage.nbytes()))
+        if direct.outputs:
+            self._direct = direct
+            self._writers = [writer for writer, _, _ in left]
+            self._are_gaps = [is_gap for _, is_gap, _ in left]
+            self._rearranged = [index for index, (_, _, is_rearranged) in enumerate(left) if is_rearranged]
+
+    def _make_outputs(self, sent: list[_Sent]) -> None:
+        raw = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._outputs, self._writers, self._kept, self._rearranged, self._are_gaps = [], [], [], [], []
+        for param, each in zip(self._params, sent, strict=True):
+            outputs = []
+            for shape, dtype in zip(each.shapes, each.dtypes, strict=True):
+                nbytes = shape.numel() * dtype.itemsize
+                gap = self._gap_nbytes(nbytes)
+                storage = torch.empty(self._num_shards * (nbytes + gap), dtype=torch.uint8, device=self._device).untyped_storage()
+                like = torch.empty(0, dtype=dtype, device=self._device)
+                outputs.append(storage_view(storage, like, 0, (self._num_shards * shape.numel(),)))
+                if not param.spec.cut.is_stacked:
+                    self._rearranged.append(len(self._writers))
+                self._writers.append(storage_view(storage, raw, 0, (self._num_shards, nbytes)))
+                self._are_gaps.append(False)
+                if gap > 0:
+                    self._writers.append(storage_view(storage, raw, self._num_shards * nbytes, (self._num_shards, gap)))
+                    self._are_gaps.append(True)
+            self._outputs.append(outputs)
+
+    def free(self) -> None:
+        """Free the unsharded parameters' memory; their storage objects stay, for autograd's saved views alias them.
+
+        It goes back to the stream that it was allocated on: a side stream of the user's, if ``unshard`` was called there.
+        """
+        streams = self._streams
+        for stream in self._allocated_on:
+            if stream != streams.compute:
+                streams.order(stream, streams.mark(streams.compute))
+        for storage, _ in self._storages:
+            streams.resize(storage, 0)
+
+
+def _put_together(arrived: Tensor, output: Tensor, shape: torch.Size, cut: Cut) -> Tensor:
+    """What one tensor of every rank is together, in ``output``; padding is cut off where rows are the shard's.
+
+    arrived: (num_shards, nbytes), those of ``output`` if they lie there one after another
+    """
+    if cut.is_stacked:
+        whole = output.view(cut.num_shards * (shape[0] if shape else 1), *shape[1:])
+        if cut.dim == 0 and cut.shape[0] % cut.num_shards != 0:
+            whole = whole.narrow(0, 0, cut.shape[0])
+        return whole
+    assert cut.dim is not None
+    whole = storage_view(output.untyped_storage(), output, 0, (*shape[: cut.dim], cut.shape[cut.dim], *shape[cut.dim + 1 :]))
+    join(arrived.view(output.dtype).view(cut.num_shards, *shape), cut.dim, whole)
+    return whole

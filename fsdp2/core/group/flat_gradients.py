@@ -13,28 +13,26 @@ Worked example, a buffer in which a reduction handed out w1, w2 and b; the user 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor
 
 _MARK = "_fsdp2_gradients"
 """Attribute of a buffer of gradients: its ``_Gradients``."""
 
+_Gradients: TypeAlias = tuple[dict[int, tuple[int, ...]], int]
+"""The strides of each gradient in a buffer, by its offset, in the order of offsets; and where the padding behind the last one ends.
 
-@dataclass(frozen=True, slots=True)
-class _Gradients:
-    """strides: of each gradient in a buffer, by its offset, in the order of offsets. stop: end of the padding behind the last one."""
-
-    strides: dict[int, tuple[int, ...]]
-    stop: int
+A plain tuple, because each group makes one in each backward.
+"""
 
 
 def note_gradients(buffer: Tensor, strides: dict[int, tuple[int, ...]], stop: int) -> None:
     """Note that zeros lie in ``buffer[:stop]`` between the gradients at the keys of ``strides``, in addition to earlier notes."""
     before: _Gradients | None = vars(buffer).get(_MARK)
     if before is not None:
-        strides = dict(sorted((before.strides | strides).items()))
-    setattr(buffer, _MARK, _Gradients(strides, stop))
+        strides = dict(sorted((before[0] | strides).items()))
+    setattr(buffer, _MARK, (strides, stop))
 
 
 def forget_padding(tensors: Sequence[Tensor]) -> None:
@@ -60,13 +58,14 @@ def joined(grads: Sequence[Tensor], kinds: Sequence[int]) -> tuple[list[Tensor],
             tensors += part
             kinds_found += part_kinds
         elif id(buffer) not in places and _are_all(part, part_kinds, noted):
-            tensors.append(buffer[next(iter(noted.strides)) : noted.stop])
+            strides, end = noted
+            tensors.append(buffer[next(iter(strides)) : end])
             kinds_found.append(part_kinds[0])
         else:
             _, _, kind_at = places.setdefault(id(buffer), (buffer, noted, {}))
             for grad, kind in zip(part, part_kinds, strict=True):
                 offset = int(grad.storage_offset())
-                if offset not in kind_at and noted.strides.get(offset) == grad.stride():
+                if offset not in kind_at and noted[0].get(offset) == grad.stride():
                     kind_at[offset] = kind
                 else:
                     tensors.append(grad)
@@ -78,15 +77,17 @@ def joined(grads: Sequence[Tensor], kinds: Sequence[int]) -> tuple[list[Tensor],
 
 def _are_all(grads: Sequence[Tensor], kinds: Sequence[int], noted: _Gradients) -> bool:
     """Whether ``grads`` are all gradients of their buffer, of one kind: this finds the usual case without a loop."""
-    if len(grads) != len(noted.strides) or kinds.count(kinds[0]) != len(kinds):
+    strides, _ = noted
+    if len(grads) != len(strides) or kinds.count(kinds[0]) != len(kinds):
         return False
-    return dict(zip(map(Tensor.storage_offset, grads), map(Tensor.stride, grads), strict=True)) == noted.strides
+    return dict(zip(map(Tensor.storage_offset, grads), map(Tensor.stride, grads), strict=True)) == strides
 
 
 def _join_in(buffer: Tensor, noted: _Gradients, kind_at: dict[int, int], tensors: list[Tensor], kinds: list[int]) -> None:
     """Add to ``tensors`` and ``kinds`` the stretches of ``buffer`` whose gradients are in ``kind_at`` and of one kind."""
     start: int | None = None
-    for offset in (*noted.strides, noted.stop):
+    strides, end = noted
+    for offset in (*strides, end):
         if start is not None and (offset not in kind_at or kind_at[offset] != kinds[-1]):
             tensors.append(buffer[start:offset])
             start = None

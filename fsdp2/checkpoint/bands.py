@@ -1,7 +1,7 @@
 """Bands of tensors on their way from the ranks that keep them to the ranks that write them, with bounded memory.
 
 In each step every writer gets some bands: the ranks that keep parts of them send these, and the writer lays them side by side. Before
-anything is sent all ranks agree that each is ready: what fails on one rank, here or in what a writer does with its bands, ends
+a rank sends anything all ranks agree that each is ready: an error on one rank, here or in what a writer does with its bands, ends
 the stream on every rank. This file refuses to know files.
 
 Worked example, 2 ranks, rank 0 writes, an (8, 4) parameter under Shard(1), bands of 4 rows: in the first step rank 1 sends its
@@ -33,10 +33,10 @@ from .safetensors_plan import Band, PlannedTensor
 
 Receive = Callable[[Band, Tensor], None]
 Ready = Callable[[FSDPError | None], None]
-"""All ranks of a stream go on, or raise if one of them has a problem. Collective: yes, over them"""
+"""Let all ranks of a stream go on, or raise if a rank has a problem. Collective: yes, over them"""
 
 MAX_BANDS = 64
-"""In one step, for a writer: more small tensors at a time cost more operations than they save agreements."""
+"""How many bands a writer takes in one step: with more small tensors at a time, operations cost more than saved agreements."""
 
 
 class BandStream:
@@ -44,9 +44,9 @@ class BandStream:
 
     process_group: whose ranks send to each other
     ready:         over all ranks that call ``run``. If these are not all of ``process_group``, pairs of ranks talk by themselves
-    step_nbytes:   of a writer's bands in one step; a larger band is one step
+    step_nbytes:   of a writer's bands in one step; a larger band takes a step of its own
 
-    Memory: a writer has the bands of one step and what it receives of them; a sender what it keeps of the bands of one step
+    Memory: a writer has the bands of one step, and the parts of them that it receives; a sender its own parts of that step's bands
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class BandStream:
             work.wait()
 
     def _parts_of(self, band: Band, value: Tensor, writer: int) -> Iterator[tuple[int, _Part]]:
-        """Who brings which part of ``band``, and where in ``value`` it belongs; together they are all of it."""
+        """The parts of ``band`` with the rank that sends each, and its place in ``value``; together they are the whole band."""
         numel = 0
         for source, box, out in wanted(band.tensor.lazy, band.box, value):
             for rank, pieces in self._keepers_of(source, band.tensor, writer):
@@ -157,10 +157,10 @@ class BandStream:
 
 @dataclass
 class _Step:
-    """What this rank does in a step.
+    """This rank's work in a step.
 
-    mine:     its bands, and what they are put together in
-    arriving: what to copy when it is there, and where to
+    mine:     its bands, and the tensors that they are joined in
+    arriving: the parts to copy when they have arrived, and their targets
     """
 
     operations: list[dist.P2POp] = field(default_factory=list)
@@ -185,7 +185,7 @@ class _Part:
 
     @property
     def local(self) -> Tensor:
-        """On the rank that keeps the piece."""
+        """The part itself, on the rank that keeps the piece."""
         origin = tuple(start - at for start, at in zip(self.piece.box.start, self.piece.at, strict=True))
         return self.source.local[self.box.seen_from(origin).slices]
 
@@ -210,7 +210,7 @@ def keepers_of(source: ModelTensor, writer: int) -> list[tuple[int, list[Piece]]
 
 
 def _wire_device(source: ModelTensor) -> torch.device:
-    """Where parts must be to be sent: on the mesh's device, even if they are kept on the host."""
+    """The device on which parts must be to be sent: the mesh's, even if the host keeps them."""
     tensor = source.tensor
     return device_of(tensor.device_mesh) if isinstance(tensor, DTensor) else torch.device("cpu")
 

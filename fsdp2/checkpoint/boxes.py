@@ -45,7 +45,7 @@ class Box:
         return tuple(map(slice, self.start, self.stop))
 
     def intersect(self, other: Box) -> Box:
-        """What both have; empty ranges, never negative ones, where they do not meet."""
+        """The elements that both have; if there are none, empty ranges, never negative ones."""
         start = tuple(map(max, self.start, other.start))
         return Box(start, tuple(max(low, min(pair)) for low, *pair in zip(start, self.stop, other.stop, strict=True)))
 
@@ -82,7 +82,7 @@ class Piece:
 
     @property
     def local(self) -> Box:
-        """Where the piece lies in the local tensor."""
+        """Where in the local tensor the piece lies."""
         return Box(self.at, tuple(start + size for start, size in zip(self.at, self.box.shape, strict=True)))
 
 
@@ -90,9 +90,10 @@ Interval = tuple[int, int]
 
 
 def in_order(cuts: Sequence[Cut]) -> list[Cut]:
-    """``cuts``, by mesh axis, as they were made: a strided one behind those that it follows, and strided no more.
+    """``cuts``, which are by mesh axis, in the order in which they were made: each strided cut behind those that it follows.
 
-    One that names no such axes stays strided, and all cuts of its dim where they are. See Note: order of cuts.
+    A strided cut is plain then. One that names no such axes stays strided, and all cuts of its dim stay in place. See Note: order of
+    cuts.
     """
     ordered: list[Cut] = []
     for dim in dict.fromkeys(cut.dim for cut in cuts):
@@ -109,7 +110,7 @@ def in_order(cuts: Sequence[Cut]) -> list[Cut]:
 
 
 def pieces_of(shape: Sequence[int], cuts: Iterable[Cut]) -> list[Piece]:
-    """What a rank keeps of a tensor of ``shape`` after ``cuts``, applied one after another; nothing if its shard is empty.
+    """The pieces that a rank keeps of a tensor of ``shape`` after ``cuts``, applied one after another; none if its shard is empty.
 
     One piece, unless a strided cut leaves it several ranges of a dim: ``pieces_of((8,), [Cut(0, 2, 0, 2)])`` has [0, 2) and [4, 6).
     """

@@ -29,7 +29,7 @@ BUFFER_NBYTES = 16 << 20
 """Memory for what cannot be read straight into place: a dtype to convert, a device to send to, strides, gaps between runs."""
 
 GAP_NBYTES = 16 << 10
-"""Runs closer than this are read together with what is between them."""
+"""Runs closer than this are read together with the bytes between them."""
 
 MAX_OPEN_FILES = 8
 

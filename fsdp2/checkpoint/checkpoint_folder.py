@@ -1,15 +1,16 @@
-"""A folder of checkpoints, of which one is the latest: complete ones only have their names, whatever crashes when.
+"""A folder of checkpoints, of which one is the latest: only complete checkpoints have their names, at whichever moment a job crashes.
 
     runs/a/latest          one line, "step_000200"; replaced in one rename
     runs/a/step_000100/    complete
     runs/a/step_000200/    complete
-    runs/a/partial_1f0c/   being written, or being removed, or what a crash left of either; the next save removes it
-    runs/a/.lock           of the run that writes here
+        runs/a/partial_1f0c/   being written or removed, or left by a crash; the next save removes it
+        runs/a/.lock           held by the run that writes here
 
-A checkpoint is written as ``partial_...``, renamed when it is complete, and then named in ``latest``. One is removed by renaming it to
-such a name first. So what is named is whole at every moment. One run at a time writes to a folder, from its first save until it is
-closed or dead; every folder that is not complete has a name of its own, so that two runs do not meet even where the file system
-has no locks, nor do two checkpointers of one process. This file refuses to know what is in a checkpoint, and other ranks.
+``CheckpointFolder`` writes a checkpoint as ``partial_...``, renames it when it is complete, and then names it in ``latest``. It removes
+a checkpoint by renaming it to such a name first. So a checkpoint with a name is whole at every moment. One run at a time writes to a
+folder, from its first save until it is closed or dead. Every incomplete folder has a name of its own, so that two runs do not meet even
+where the file system has no locks, nor do two checkpointers of one process. This file refuses to know the content of checkpoints, and
+other ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from .failure import failure
 _PARTIAL = re.compile(r"partial(_[0-9a-f]{32})?|latest(_[0-9a-f]{32})?\.partial")
 _NAME = re.compile(r"step_(\d+)(?:_(\d+))?")
 _being_written: set[str] = set()
-"""Names of partial folders and pointers that this process writes, which another ``CheckpointFolder`` of it must not remove."""
+"""Partial folders and pointers that this process writes: another ``CheckpointFolder`` of the process must not remove them."""
 
 
 def is_partial(name: str) -> bool:
@@ -39,7 +40,7 @@ def is_partial(name: str) -> bool:
 
 
 class CheckpointFolder:
-    """For rank 0. ``keep_last``: how many checkpoints stay, None for all."""
+    """For rank 0. keep_last: how many checkpoints stay; None for all"""
 
     def __init__(self, path: Path, keep_last: int | None) -> None:
         self.path = Path(os.path.abspath(path))  # the process may go to another directory
@@ -55,7 +56,10 @@ class CheckpointFolder:
         return sorted(found, key=lambda each: ((each / METADATA).stat().st_mtime_ns, _order(each)))
 
     def latest(self) -> Path | None:
-        """What ``latest`` names; if that is gone, the newest of the others. Raises: CheckpointError if it is there and not whole"""
+        """The checkpoint that ``latest`` names; if it is gone, the newest other.
+
+        Raises: CheckpointError if it is there and not whole
+        """
         if self._pointer.is_file():
             named = self.path / self._pointer.read_text(errors="replace").strip()
             if named.parent == self.path and _NAME.fullmatch(named.name) and named.is_dir():

@@ -1,4 +1,4 @@
-"""``Checkpointer``: what a training loop saves and goes on from, complete or not at all.
+"""``Checkpointer``: saves the state of a training loop, complete or not at all, and restores it.
 
     checkpointer = Checkpointer("runs/a", model, optimizer, scheduler, data=loader)
     step = checkpointer.load().step if checkpointer.latest() else 0
@@ -50,7 +50,7 @@ from .targets.dcp_writer import DigestingWriter, LatePlanner
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What has a state to save: a scheduler, a data loader, ..."""
+    """An object with a state to save: a scheduler, a data loader, ..."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -79,7 +79,7 @@ class Checkpointer:
     folder:        of the checkpoints, seen by all ranks. One run at a time: from the first save to
                    ``close``, its own end or that of its process it keeps other processes from saving there
     data:          the position in the data: an object with ``state_dict`` and ``load_state_dict``, or a dict; of every rank its own
-    keep_last:     how many checkpoints stay; None for all. While one is written there is one more
+    keep_last:     how many checkpoints stay; None for all. While one is being written there is one more
     asynchronous:  False: ``save`` returns when the checkpoint is complete
     process_group: the ranks that train this model; None: all
 
@@ -129,7 +129,7 @@ class Checkpointer:
         self._pending: Future[None] | None = None
         self._closed = False
         self._locked = False  # whether the folder is ours to write to
-        # Whoever forgets to close must not keep others out; the thread holds on to this object until a save is written.
+        # An object that the user forgets to close must not lock other runs out; the thread holds the object until a save is written.
         weakref.finalize(self, self._folder.unlock).atexit = False  # the lock ends with the process
 
     @property
@@ -184,7 +184,7 @@ class Checkpointer:
 
     @torch.no_grad()  # of a thread's own; with it a DTensor's local tensor would cost a node of autograd each time
     def _write(self, state: dict[str, Any], step: int) -> None:
-        """In the thread. Nobody else talks in our group meanwhile."""
+        """Write ``state``, in the thread. No other thread uses our process group meanwhile."""
         folder, what = self._folder, f"cannot save step {step} in {self._folder.path}"
         parts: dict[str, Any] = {name: state[name] for name in ("model", "optimizer") if name in state}
         rank = dist.get_rank(self._group)
@@ -201,7 +201,7 @@ class Checkpointer:
         def write(writer: DigestingWriter, planner: LatePlanner) -> None:
             into = folder.path / told[0][0]  # a rank may see the folder at another path
             dcp_save(state, checkpoint_id=into, storage_writer=writer, planner=planner, process_group=self._group)
-            if rank == 0:  # DCP has heard of every rank that all of it is written
+            if rank == 0:  # DCP knows that every rank has written all of it
                 read_metadata(into)  # refuses files that are not there: other ranks may have written to folders of their own
                 folder.commit(step)
 
@@ -241,13 +241,13 @@ class Checkpointer:
         path = self._folder.path / from_rank_0(self._group, f"cannot read {self._folder.path}", lambda: self._find(checkpoint))
         with torch.inference_mode(False), torch.no_grad(), at_disk():
             restored = read_state(path, self._group, self._model, self._optimizer, self._given(), verify)
-            # What is not ours may refuse its state, and comes before what is changed for good.
+            # The user's objects may refuse their state, so they come before changes that cannot be undone.
             on_every_rank(self._group, f"cannot go on from {path}", lambda: self._restore_others(restored))
             on_every_rank(self._group, f"cannot go on from {path}", lambda: self._restore(restored))
         return Resumed(restored.step, path, restored.world_size, restored.random is not None)
 
     def _find(self, checkpoint: str | os.PathLike[str] | None) -> Path:
-        """From our folder on."""
+        """The folder of ``checkpoint``, by its name in our folder or by its path; None: the latest."""
         if checkpoint is not None:
             return Path(checkpoint) if (self._folder.path / checkpoint).exists() else Path(os.path.abspath(checkpoint))
         latest = self._folder.latest()
@@ -262,7 +262,7 @@ class Checkpointer:
 
     @property
     def _device_type(self) -> str:
-        """Where the model computes."""
+        """The device on which the model computes."""
         devices = (getattr(param, "device_mesh", param.device) for param in self._model.parameters())
         kinds = [each.type if isinstance(each, torch.device) else each.device_type for each in devices]
         return next((kind for kind in kinds if kind != "cpu"), "cpu")

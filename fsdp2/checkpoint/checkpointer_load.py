@@ -1,7 +1,7 @@
-"""What a checkpoint has for this model on this rank: compared with the model first, then read into host memory, then handed out.
+"""A checkpoint's content for this model on this rank: compared with the model first, then read into host memory, then handed out.
 
-Until all of it has been read nothing of the model or the optimizer is changed. Names and shapes come from the checkpoint's metadata, so
-that an optimizer without state needs no step to get some: a tensor of its parameter's shape is sharded like the parameter.
+The model and the optimizer change only when all of it has been read. Names and shapes come from the checkpoint's metadata, so that
+an optimizer without state needs no step to get some: a tensor of its parameter's shape is sharded like the parameter.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .verify import verify as verify_checkpoint
 
 @dataclass
 class Restored:
-    """In host memory; ``scheduler``, ``data`` and ``random`` packed, the last None if another number of ranks saved it."""
+    """The state in host memory; ``scheduler``, ``data`` and ``random`` packed, the last None if another number of ranks saved it."""
 
     step: int
     world_size: int
@@ -81,7 +81,7 @@ def read_state(
 
 
 class _Reading:
-    """``flat``: what is read, by the metadata's keys: tensors into the memory that is there, other values in place of None."""
+    """``flat``: the values to read, by the metadata's keys: tensors read into their memory, other values replace None."""
 
     def __init__(self, path: Path, metadata: Metadata, rank: int, world_size: int) -> None:
         self.path = path
@@ -158,12 +158,12 @@ class _Reading:
             if path[1] == "state":
                 like = _at(state, path[2:])
                 param = params.get(path[2])
-                if like is None and param is not None and path[-1] != "step":  # the key of what is never sharded
+                if like is None and param is not None and path[-1] != "step":  # the key of a value that is never sharded
                     like = param
             self.flat[key] = self._space(key, like)
 
     def _space(self, key: str, like: Tensor | None) -> Tensor | None:
-        """Where ``key`` is read into: sharded like ``like``, if that has the same shape."""
+        """The tensor into which ``key`` is read: sharded like ``like``, if that has the same shape."""
         found = self.metadata.state_dict_metadata[key]
         if not isinstance(found, TensorStorageMetadata):
             return None
@@ -260,7 +260,7 @@ class _Reading:
 
 
 def _at(state: Any, path: tuple[Any, ...]) -> Tensor | None:
-    """What is at ``path`` in nested dicts, if it is a tensor."""
+    """The tensor at ``path`` in nested dicts; None if there is none."""
     for part in path:
         state = state.get(part) if isinstance(state, dict) else None
     return state if isinstance(state, Tensor) else None

@@ -44,7 +44,7 @@ from .targets.torch_target import write_torch
 from .verify import verify as verify_checkpoint
 
 _MAX_EXPANSION, _MAX_TIES, _FREE_NBYTES = 16, 64, 1 << 30
-"""So many times larger than what is read may be what is written: where tensors repeat elements, and where they have many names."""
+"""Conversion may write so many times more than it reads: where tensors repeat elements, and where they have many names."""
 
 TARGETS = ("dcp", "safetensors", "torch")
 
@@ -214,7 +214,7 @@ def _check_total(state: State, total: int) -> None:
 
 
 def _written_nbytes(state: State, to: str, dtype: torch.dtype | None) -> int:
-    """Of the target's tensors; DCP alone writes a tied one for each of its names."""
+    """Bytes of the target's tensors; DCP alone writes a tied tensor for each of its names."""
     nbytes: dict[Any, int] = {}
     for name, lazy in tensors_of(state):
         found = dtype_of(lazy)
@@ -278,7 +278,7 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``fsdp2 convert`` takes."""
+    """The arguments of ``fsdp2 convert``."""
     parser.add_argument("src", help="folder or file; one file of FSDP1's or FSDP2's ranks stands for all")
     parser.add_argument("dst", help="what to write: a folder (dcp, safetensors) or a file (torch)")
     parser.add_argument("--to", required=True, choices=TARGETS)
@@ -296,7 +296,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Convert, and say what was done."""
+    """Convert, and print a summary."""
     done = convert(
         options.src,
         options.dst,

@@ -1,12 +1,12 @@
 """Read DCP's files without running what is in them.
 
-DCP's own reader unpickles a checkpoint's metadata, and every value that is no tensor, without limits: whoever can write a checkpoint
-can run code. Here metadata may name only the classes that it is made of, and values are what ``torch.load(weights_only=True)`` takes.
-This file refuses to know what the values mean.
+DCP's own reader unpickles a checkpoint's metadata, and every value that is no tensor, without limits: a person who can write a
+checkpoint can run code. Here metadata may name only the classes that DCP makes them of, and values only those of
+``torch.load(weights_only=True)``. This file refuses to know what the values mean.
 
-Note: what a checkpoint can hold. Tensors; numbers, strings, bytes, None; dicts, lists, tuples and sets of these. ``pack`` refuses the
-rest when it is saved, rather than when it is needed. It also keeps DCP from taking dicts apart, which would turn int keys into strings,
-tuples into lists, and lose empty ones.
+Note: what a checkpoint can hold. Tensors; numbers, strings, bytes, None; dicts, lists, tuples and sets of these. ``pack`` refuses other
+values when they are saved, rather than when they are needed. It also keeps DCP from taking dicts apart, which would turn int keys into
+strings, tuples into lists, and lose empty ones.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def read_metadata(folder: Path) -> Metadata:
             wanted[info.relative_path] = max(wanted.get(info.relative_path, (0, "")), (info.offset + info.length, str(index.fqn)))
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a broken pickle raises
+    except Exception as error:  # a broken pickle may raise any error
         raise failure(f"{path} cannot be read: {error}", expected="metadata as dcp.save writes them", file=path) from error
     sizes = {name: (folder / name).stat().st_size if (folder / name).is_file() else None for name in wanted}
     broken = sorted(name for name, (nbytes, _) in wanted.items() if (sizes[name] or 0) < nbytes)

@@ -1,7 +1,7 @@
-"""Whether DCP's metadata describe tensors that are all there: every element in one chunk, every chunk in a file of the folder.
+"""Checks that DCP's metadata describe whole tensors: every element in one chunk, every chunk in a file of the folder.
 
-Readers allocate what the metadata say and fill what the chunks say; where these differ, what was in memory before would be taken for
-values. This file refuses to know how metadata are read.
+Readers allocate what the metadata tell and fill what the chunks tell; where these differ, they would take for values what was in memory
+before. This file refuses to know how metadata are read.
 
 Worked example: a (4, 2) tensor whose chunks are rows [0, 2) twice, or [0, 2) and [3, 4), is refused; one of [0, 2) and [2, 4) is not.
 """
@@ -20,7 +20,7 @@ from .hf_folder import is_inside
 
 
 def box_of(chunk: ChunkStorageMetadata) -> Box:
-    """Where it lies in its tensor."""
+    """The chunk's box in its tensor."""
     start = tuple(chunk.offsets)
     return Box(start, tuple(at + size for at, size in zip(start, chunk.sizes, strict=True)))
 
@@ -53,7 +53,7 @@ def check_metadata(path: Path, metadata: Metadata) -> None:
 
 
 def _chunks(path: Path, key: str, entry: TensorStorageMetadata) -> list[tuple[int, ...] | None]:
-    """Where the chunks that have elements begin."""
+    """The starts of the chunks that have elements."""
     shape = tuple(entry.size)
     boxes = []
     for chunk in entry.chunks:
@@ -67,7 +67,7 @@ def _chunks(path: Path, key: str, entry: TensorStorageMetadata) -> list[tuple[in
 
 
 def _check_paths(path: Path, metadata: Metadata) -> None:
-    """Where values belong in the nested state: none may be both a value and a dict."""
+    """Check the paths of values in the nested state: no path may be both a value and a dict."""
     places: dict[str, Any] = metadata.planner_data or {}
     for key, place in places.items():
         if not isinstance(place, tuple) or not place or not all(isinstance(part, (str, int)) for part in place):

@@ -1,8 +1,8 @@
-"""What DCP has to know of a strided shard, where torch's own arithmetic is wrong.
+"""Answers DCP's questions about strided shards, for which torch's own arithmetic is wrong.
 
 Where tensor parallelism and ``fully_shard`` cut one dim, DCP asks torch which rows a rank has. If these do not divide evenly over
-both, the answer is wrong (torch 2.13): chunks overlap, which DCP may notice or may not. A local tensor that has
-``__create_write_items__`` and its like is asked instead: here are these. This file refuses to know files and names.
+both, the answer is wrong (torch 2.13): chunks overlap, which DCP may notice or may not. DCP asks a local tensor instead, if it has
+``__create_write_items__`` and similar methods; they are here. This file refuses to know files and names.
 
 Worked example, 7 rows over 2 tensor-parallel ranks ([0, 4) and [4, 7)), each half over 3 data-parallel ranks: (dp 0, tp 1) has row 4.
 
@@ -41,7 +41,7 @@ def tell_chunks(tensor: DTensor) -> DTensor:
 
 
 class _Chunks:
-    """Of one local tensor, which holds this: a strong reference back would keep it until a garbage collection."""
+    """For one local tensor, which holds this object: a strong reference back would keep the tensor until a garbage collection."""
 
     def __init__(self, local: Tensor, shape: torch.Size, pieces: Sequence[Piece]) -> None:
         self._local = weakref.ref(local)

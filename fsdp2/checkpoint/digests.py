@@ -1,9 +1,9 @@
-"""What a checkpoint says of its own bytes, so that damage is noticed: CRC-32, computed while they are written.
+"""Digests of a checkpoint's own bytes, by which ``verify`` notices damage: CRC-32, computed while they are written.
 
-Every record of a ``torch.save`` file has its CRC-32 in the file's directory; so a DCP folder, whose chunks are such files, needs to
-keep only what these do not say: ``digests.json`` has the CRC-32 of ``.metadata`` and of each chunk's directory, by which files that
-were exchanged are noticed as well. A CRC notices any damage of up to 32 bits in a row, and of other damage all but one in four billion
-cases; it is no protection against somebody who means it. This file refuses to know how files are written and read.
+Every record of a ``torch.save`` file has its CRC-32 in the file's directory. A DCP folder's chunks are such files, so ``digests.json``
+keeps only the rest: the CRC-32 of ``.metadata`` and of each chunk's directory, which also shows that files were exchanged. A CRC
+notices any damage of up to 32 bits in a row, and of other damage all but one in four billion cases; it is no protection against an
+attacker. This file refuses to know how files are written and read.
 
     {"files": {".metadata": {"nbytes": 1310, "crc32": 2845392438}, "__0_0.distcp": {"nbytes": 1620, "directories": {"0": 93746151}}},
      "crc32": 3421780262}
@@ -31,7 +31,7 @@ _MAX_NBYTES = 1 << 30
 
 @dataclass
 class FileDigest:
-    """Of one file: its length, and either the CRC-32 of all of it, or those of its chunks' directories by the chunks' offsets."""
+    """The digest of one file: its length, and its CRC-32, or those of its chunks' directories by the chunks' offsets."""
 
     nbytes: int
     crc32: int | None = None
@@ -66,7 +66,7 @@ def _of(fields: dict[str, Any]) -> int:
 
 
 def read_digests(folder: Path) -> dict[str, FileDigest] | None:
-    """None if there are none: something else wrote the folder. Raises: CheckpointError if they are damaged themselves"""
+    """The digests of a folder; None if another program wrote it. Raises: CheckpointError if they are damaged themselves"""
     path = folder / DIGESTS
     if not path.exists():
         return None

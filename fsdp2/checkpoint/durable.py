@@ -1,4 +1,4 @@
-"""What survives a power failure: files whose bytes, and folders whose names, are on the disk when these functions return."""
+"""Files and folders that survive a power failure: their bytes and names are on the disk when these functions return."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def durable_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have what was made, renamed and removed in ``folder`` on the disk."""
+    """Wait until files made, renamed and removed in ``folder`` are so on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Do something on every rank, or on rank 0 for all: what fails on one rank is an error on every rank, so that none waits in vain.
+"""Do something on every rank, or on rank 0 for all: an error on one rank is an error on every rank, so that no rank waits in vain.
 
 This file refuses to know what is done.
 """
@@ -31,7 +31,7 @@ def on_every_rank(process_group: dist.ProcessGroup | None, what: str, action: Ca
 
 
 def from_rank_0(process_group: dist.ProcessGroup | None, what: str, action: Callable[[], T]) -> T:
-    """What ``action()`` returns or raises on rank 0 of the group, on all ranks: they agree even if their views of a disk do not.
+    """The result or the error of ``action()`` on rank 0 of the group, on all ranks: they agree even if their views of a disk differ.
 
     Collective: yes, over ``process_group``
     """
@@ -41,7 +41,7 @@ def from_rank_0(process_group: dist.ProcessGroup | None, what: str, action: Call
 
 
 def tried(what: str, action: Callable[[], T]) -> tuple[list[T], FSDPError | None]:
-    """What ``action()`` returns, alone in a list, or the problem: the FSDPError that it raises, or a CheckpointError with the cause.
+    """The result of ``action()``, alone in a list, or its problem: its own FSDPError, or a CheckpointError with the cause.
 
     Of what DCP has collected from several ranks, the FSDPError of the lowest.
     """

@@ -35,7 +35,7 @@ def failure(
 
 @contextlib.contextmanager
 def readable(path: Path, key: str | None = None) -> Iterator[None]:
-    """Around reading ``path``, at ``key``: what the operating system refuses becomes a CheckpointError."""
+    """Around reading ``path``, at ``key``: turns an error of the operating system into a CheckpointError."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""One run at a time writes to a place: a lock that its owner's death takes away.
+"""One run at a time writes to a place: it holds a lock, which ends with the process.
 
-It is a lock of the operating system on a file, which the kernel gives up with the process, however that ends, also for other hosts of a
-network file system. A process may take it several times. Where a file system knows no locks nobody is refused. This file refuses to
+It is the operating system's lock on a file: the kernel releases it when the process ends in any way, also for other hosts of a
+network file system. A process may take it several times. On a file system without locks every process may write. This file refuses to
 know what is written.
 """
 
@@ -80,7 +80,7 @@ _NO_LOCKS = "the file system has no locks"
 
 
 def _locked(file: int, path: Path) -> str | None:
-    """None if the lock is ours now; else its owner, or "" if the file was removed by its last one in between."""
+    """None if the lock is ours now; else its owner, or "" if its last owner has removed the file in between."""
     if not HAS_LOCKS:
         return _NO_LOCKS
     try:
@@ -101,10 +101,10 @@ def _locked(file: int, path: Path) -> str | None:
 
 
 def give_up(path: Path) -> None:
-    """As often as it was taken. path: what ``take`` has returned"""
+    """Give the lock back, as often as it was taken. path: the result of ``take``"""
     file, count, owner_id = _held[path]
     if owner_id != os.getpid():
-        return  # the lock is that of the process of which this one is a fork
+        return  # this process is a fork of the lock's owner
     if count > 1:
         _held[path] = file, count - 1, owner_id
         return

@@ -1,7 +1,7 @@
 """Whole tensors on rank 0's CPU: the state of a sharded model and its optimizer as if nothing had been sharded.
 
-One tensor after another is sent to rank 0 in bands; no other rank, and no device, ever has one whole. What comes out is what the
-unsharded model's ``state_dict()`` and its optimizer's would be, ties included. This file refuses to know how tensors are sharded.
+Ranks send one tensor after another to rank 0 in bands; no other rank, and no device, ever has a whole one. The result is equal to the
+unsharded model's ``state_dict()`` and its optimizer's, ties included. This file refuses to know how tensors are sharded.
 
 Worked example, a model of 100 equal layers of 1 GB on 8 ranks: rank 0 ends with 100 GB in host memory; beside that and its shards a
 rank holds 128 MiB at a time.
@@ -101,7 +101,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, *, by_name
 def save_full_state(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> None:
     """Write the full state to one file with ``torch.save``, for ``torch.load(path, weights_only=True)``.
 
-    path:       written by rank 0, which makes its folders; what was there before is replaced at the end, at once
+    path:       written by rank 0, which makes its folders; the file replaces an earlier one at the end, at once
     optimizer:  None: the file is the model's state dict alone; else ``{"model": ..., "optimizer": ...}``, the latter with
                 parameters as numbers; beside its "state" and "param_groups" are "param_names", by which ``fsdp2 convert`` knows them
     Collective: yes, over all ranks and over the meshes of the parameters
@@ -144,7 +144,7 @@ def _write(state: State, path: Path) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _on_rank_0(model: nn.Module, what: str, take: Callable[[], State]) -> State:
-    """What ``take`` returns on each rank, with every tensor whole, in host memory, sharing nothing; {} on the other ranks.
+    """On rank 0 the result of ``take`` with every tensor whole, in host memory, sharing nothing; {} on the other ranks.
 
     take:       not collective
     Collective: yes, over the meshes of the model. A mesh without rank 0 only hears whether all went well
@@ -184,7 +184,7 @@ class _Gathered:
                 self._streamed.setdefault(mesh, []).append(planned)
 
     def gather(self) -> FSDPError | None:
-        """What went wrong, if something did. Collective: yes, over every mesh that has rank 0, whatever goes wrong before."""
+        """The first problem, if there was one. Collective: yes, over every mesh that has rank 0, also after a problem."""
         problem: FSDPError | None = None
         for mesh, tensors in self._streamed.items():
             bands = (band for tensor in tensors for band in tensor.bands(BAND_NBYTES))
@@ -209,11 +209,11 @@ class _Gathered:
         return map_values(self._result_of, self._state) if _is_rank_0() else {}
 
     def _result_of(self, leaf: Any) -> Any:
-        """Of a tensor that has several names, one for all of them."""
+        """The result for a leaf; the same for all names of a tensor."""
         if not isinstance(leaf, Tensor):
             return copy.deepcopy(leaf)
         if isinstance(leaf, DTensor) and leaf.device_mesh.get_coordinate() is None:
-            return None  # rank 0 has nothing of it
+            return None  # rank 0 has no part of it
         if id(leaf) not in self._whole:
             if isinstance(leaf, DTensor):  # without elements there are no bands
                 self._whole[id(leaf)] = torch.empty(leaf.shape, dtype=leaf.dtype)

@@ -1,4 +1,4 @@
-"""A gloo process group over the ranks of another, for a thread that talks while training talks.
+"""A gloo process group over the ranks of another, for a thread that communicates while training does.
 
 Groups are given back and lent again, not destroyed: a process group costs five files and three threads as long as the process lives.
 """
@@ -14,11 +14,11 @@ from ..core.comm.process_groups import another_over
 from ..errors import OrderError
 
 _free: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], list[dist.ProcessGroup]]] = WeakKeyDictionary()
-"""By the default group, which ends with ``destroy_process_group()``, and by ranks: those that nobody uses."""
+"""Groups that no thread uses, by the default group, which ends with ``destroy_process_group()``, and by ranks."""
 
 
 def borrow_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A group that nobody else uses, over the ranks of ``process_group`` (None: all). Collective: yes, over these."""
+    """A group over the ranks of ``process_group`` (None: all) for the caller alone. Collective: yes, over these."""
     if not dist.is_initialized():
         raise OrderError(
             "there is no process group",
@@ -34,7 +34,7 @@ def borrow_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def give_back(group: dist.ProcessGroup, process_group: dist.ProcessGroup | None) -> None:
-    """On all its ranks alike, with nothing under way in it. Nobody gets it again if a rank of it is gone."""
+    """Give it back, on all its ranks alike, with nothing under way in it. If a rank of it is gone, it is not lent again."""
     if dist.is_initialized() and not is_lost(group):
         _free_for(process_group).append(group)
 

@@ -1,19 +1,20 @@
-"""A folder goes from one checkpoint to the next in one rename, whatever happens before or after it.
+"""A folder goes from one checkpoint to the next in one rename, also if a crash comes before or after it.
 
 Files are written under temporary names and renamed when all are complete. New files never take the name of one that the earlier
 checkpoint still needs, so that until the decisive rename a reader finds the earlier checkpoint, whole, and the new one from then on:
 
     new is one file       rename to model.safetensors (readers look for it first); then the old index and its files go
-    new is several files  rename these (names that nobody looks for yet), then the index; then the old files go
-    ... over a single     as before, but what decides is that the old model.safetensors goes
+        new is several files  rename these (to names that readers do not look for yet), then the index; then the old files go
+        ... over a single     as before, but the decisive step is that the old model.safetensors goes
 
-A ``config.json`` that changes is away meanwhile, so that nobody reads weights beside the config of others: after a crash between
-these renames ``from_pretrained`` finds none, and says so, until the next save gives it back. One that stays the same is left alone.
+A ``config.json`` that changes is away meanwhile, so that no reader combines weights with the config of others: after a crash between
+these renames ``from_pretrained`` finds none, and reports that, until the next save gives it back. One that stays the same is left
+alone.
 
-Before it, the safetensors library has to open every new file: readers are made of it.
+Before the decisive rename, the safetensors library has to open every new file, because readers use that library.
 
-What a crash leaves behind, the next save removes; so one save at a time may write to a folder, which ``folder_lock.py`` sees to. This
-file refuses to know what is in the files, and models and ranks.
+The next save removes what a crash leaves behind. So one save at a time may write to a folder, which ``folder_lock.py`` ensures. This
+file refuses to know the files' content, and models and ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ _EARLIER = re.compile(r"\.(?P<name>.+\.json)\.earlier-(?P<decides>single|index)\
 
 @dataclass(frozen=True)
 class Names:
-    """Of each file, in order; ``token`` marks the temporary ones of one save."""
+    """The name of each file, in order; ``token`` marks the temporary names of one save."""
 
     final: tuple[str, ...]
     token: str
@@ -60,13 +61,13 @@ def temporary_path(folder: Path, name: str, token: str) -> Path:
 
 
 def rename(path: Path, to: Path) -> None:
-    """In place of what may be there, at once. Raises: CheckpointError"""
+    """Rename, and replace an earlier file at once. Raises: CheckpointError"""
     with _reported(to):
         os.replace(path, to)
 
 
 def take_away(paths: Iterable[Path], names: Names) -> dict[Path, Path]:
-    """Rename those of ``paths`` that exist, and say where they are now; the next save gives back what a crash leaves there.
+    """Rename those of ``paths`` that exist; returns where they are now. The next save gives back what a crash leaves there.
 
     Raises: CheckpointError, with all of them where they were
     """
@@ -199,7 +200,7 @@ def commit(folder: Path, names: Names, nbytes: Sequence[int], weight_map: Mappin
     if len(names.final) == 1:
         with _reported(folder / SINGLE):
             os.replace(names.temporary(folder, 0), folder / SINGLE)
-        earlier = [INDEX, *earlier]  # the index goes first: it must not name what is not there
+        earlier = [INDEX, *earlier]  # the index goes first: it must not name missing files
     else:
         _commit_several(folder, names, weight_map, metadata)
     for name in (name for name in earlier if name not in names.final):
@@ -241,7 +242,7 @@ def _commit_several(folder: Path, names: Names, weight_map: Mapping[str, str], m
 
 
 def _files_of_index(folder: Path) -> list[str]:
-    """Names of the files that an earlier checkpoint of several files is made of, and of those that a crash left without an index."""
+    """Names of the files of an earlier checkpoint of several files, and of those that a crash left without an index."""
     found = {path.name for path in folder.iterdir() if _NUMBERED.fullmatch(path.name)}
     with contextlib.suppress(CheckpointError):
         found |= {name for name in read_index(folder / INDEX).values() if name.endswith(".safetensors") and name != SINGLE}

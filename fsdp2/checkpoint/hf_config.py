@@ -1,6 +1,6 @@
-"""The files beside the weights that transformers opens a model by: ``config.json``, and ``generation_config.json`` where there is one.
+"""The files that transformers needs beside the weights: ``config.json``, and ``generation_config.json`` if there is one.
 
-transformers is not imported: what a model carries as ``config`` writes itself. This file refuses to know weights and ranks.
+This file does not import transformers: a model's ``config`` writes itself. It refuses to know weights and ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def config_files(model: nn.Module, dtypes: Collection[torch.dtype]) -> dict[str,
 
 
 def _describe(config: Any, model: nn.Module, dtypes: Collection[torch.dtype]) -> None:
-    """As transformers' own save_pretrained does: the class to make, not the sharded one's name, and the dtype of the weights."""
+    """Write as transformers' own save_pretrained does: the user's class, not the sharded one, and the dtype of the weights."""
     config.architectures = [_class_of(model).__name__]
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
     if len(floating) == 1:

@@ -1,6 +1,6 @@
-"""A checkpoint on disk, as Hugging Face lays it out: one ``model.safetensors``, or several files and an index that says what is where.
+"""A checkpoint on disk, as Hugging Face lays it out: one ``model.safetensors``, or several files and an index of their keys.
 
-Finding the files, checking that index and headers agree, and refusing what leads outside of the folder. This file refuses to know
+This file finds the files, checks that index and headers agree, and refuses paths that lead outside of the folder. It refuses to know
 models and ranks, and reads no tensor.
 
 Worked example of an index, ``model.safetensors.index.json``:
@@ -45,7 +45,7 @@ class Checkpoint:
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Read the headers of a folder's checkpoint, of an index or of a single file. Collective: no.
 
-    Raises: CheckpointError naming what is missing, corrupt, truncated, or outside of the folder
+    Raises: CheckpointError naming the files that are missing, corrupt, truncated, or outside of the folder
     """
     found = _find(Path(path))
     if found.suffix != ".json":
@@ -119,7 +119,7 @@ def _find(path: Path) -> Path:
 
 
 INDEX_DIGEST = "fsdp2_crc32"
-"""In an index's metadata: what ``digest_of`` its weight_map was when it was written."""
+"""A key of an index's metadata: ``digest_of`` its weight_map at the time of writing."""
 
 
 def digest_of(weight_map: Mapping[str, str]) -> str:
@@ -128,13 +128,13 @@ def digest_of(weight_map: Mapping[str, str]) -> str:
 
 
 def told_digest(path: Path) -> str | None:
-    """What an index that ``read_index`` reads says of itself."""
+    """What an index that ``read_index`` reads tells about itself."""
     metadata = _fields(path).get("metadata")
     return str(metadata[INDEX_DIGEST]) if isinstance(metadata, dict) and INDEX_DIGEST in metadata else None
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Key to name of its file, all of which are names inside the folder. Raises: CheckpointError"""
+    """For each key the name of its file; all are names inside the folder. Raises: CheckpointError"""
     weight_map = _fields(path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise failure(f"{path} has no weight_map of keys to files", expected='{"weight_map": {"<key>": "<file>"}}', file=path)

@@ -1,6 +1,6 @@
 """Copies of this rank's shards in host memory, to be written while training goes on, or to be filled before anything is changed.
 
-Page-locked where the shards lie on a device, so that the copies overlap each other. This file refuses to know names and files.
+They are page-locked if the shards lie on a device, so that the copies overlap each other. This file refuses to know names and files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .named_state import map_values
 def host_copy(state: Any, *, shared: bool = False) -> Any:
     """``state`` with every tensor copied; of a DTensor, this rank's part. Waits for the device. Collective: no.
 
-    shared: tensors that are in host memory are not copied: for who has done with them before they change
+    shared: tensors that are in host memory are not copied: for a caller that has finished before they change
     Memory: this rank's part of ``state``, in host memory
     """
     devices: set[torch.device] = set()

@@ -1,6 +1,6 @@
 """From the names and shapes of a checkpoint to those of a model, and back: renamed, fused, split, stacked and transposed weights.
 
-A key map is a list of rules, each of which turns the tensors that there are into others, in order; nothing is read for it. In the
+A key map is a list of rules. Each rule, in order, turns the present tensors into others; it reads none. In the
 templates of the rules ``*`` stands for any text, and the n-th ``*`` of a target is the text that the n-th ``*`` of the source stands
 for. This file refuses to know ranks and files.
 
@@ -61,7 +61,7 @@ regular expression and what to replace it by wherever it is found (None: ignore 
 def apply_key_map(tensors: Mapping[str, LazyTensor], shapes: Shapes, key_map: KeyMap | None) -> Tensors:
     """``tensors`` under the model's names. Collective: no.
 
-    Raises: ArgumentError for what is no rule; CheckpointError if two tensors get one name, or parts do not go together
+    Raises: ArgumentError for an invalid rule; CheckpointError if two tensors get one name, or parts do not go together
     """
     mapped = dict(tensors)
     if key_map is None:
@@ -81,7 +81,7 @@ def inverted(key_map: KeyMap | None) -> list[KeyRule]:
         if isinstance(rule, KeyRule):
             inverse.append(rule.inverse())
         elif callable(rule) or rule[1] is not None:
-            # That of r"gamma$" to "weight" would rename all weights: a pattern does not say what had been there before.
+            # The inverse of r"gamma$" to "weight" would rename all weights: a pattern does not tell the earlier names.
             raise _no_inverse(rule, "give both directions: Rename(there, back)")
     return inverse
 
@@ -189,7 +189,7 @@ class Concat(KeyRule):
 class Split(KeyRule):
     """Splits one tensor into several along ``dim``.
 
-    sizes: of the parts along ``dim``; None: those that the model's parameters of these names have
+    sizes: of the parts along ``dim``; None: those of the model's parameters with these names
 
     Example:
         rule = fsdp2.checkpoint.Split("*.qk.weight", ["*.q.weight", "*.k.weight"])
@@ -325,7 +325,7 @@ class Transpose(KeyRule):
 
 
 def _texts_of_any(sources: Iterable[str], keys: Iterable[str]) -> list[tuple[str, ...]]:
-    """What the wildcards stand for, once for each way in which a key matches one of ``sources``, in the order of the keys."""
+    """The texts for the wildcards, once for each way in which a key matches one of ``sources``, in the order of the keys."""
     keys = list(keys)
     patterns = [
         re.compile("".join({"*": "(.+)", "#": "([0-9]+)"}.get(part, re.escape(part)) for part in re.split(r"([*#])", source)))

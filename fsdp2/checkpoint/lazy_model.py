@@ -1,7 +1,7 @@
-"""Tensors of a model as lazy ones: what a key map puts together of them is known before any value is moved.
+"""Tensors of a model as lazy ones: the result of a key map is known before any value moves.
 
-Reading one says which boxes of which parameters would have to go where; ``bands.py`` brings them. This file refuses to know files and
-ranks.
+Reading such a tensor tells which boxes of which parameters would have to go where; ``bands.py`` moves them. This file refuses to know
+files and ranks.
 
 Worked example: with ``Split`` of a fused (6, 8) parameter into k of rows [4, 6), the whole of k wants rows [4, 6) of the parameter.
 """
@@ -43,7 +43,7 @@ class LazyParameter(LazyTensor):
         return tuple(self.source.tensor.shape)
 
     def stored(self) -> Iterator[Stored]:
-        """It as a file would have it, with its dtype, for messages."""
+        """The tensor as a file would have it, with its dtype, for messages."""
         dtype = self.source.tensor.dtype
         yield Stored(Path(), self.source.name, Entry(NAMES.get(dtype, str(dtype)), self.shape, 0, 0))
 
@@ -53,7 +53,7 @@ class LazyParameter(LazyTensor):
 
 
 def wanted(lazy: LazyTensor, box: Box, out: Tensor) -> list[tuple[ModelTensor, Box, Tensor]]:
-    """What ``box`` of ``lazy`` is made of, and where in ``out``, of the box's shape, each part belongs. Collective: no."""
+    """The parts that make up ``box`` of ``lazy``, and each one's place in ``out``, of the box's shape. Collective: no."""
     reader = Wanted()
     lazy.read(box, out, reader)
     return reader.parts

@@ -1,4 +1,4 @@
-"""``load_checkpoint``: whatever a reader opens, straight into a sharded model.
+"""``load_checkpoint``: reads a checkpoint of any format that has a reader, straight into a sharded model.
 
 This file refuses to know formats.
 """

@@ -1,7 +1,7 @@
-"""What a model keeps in a checkpoint: its parameters and persistent buffers, each once, under all of its names.
+"""The tensors of a model that a checkpoint keeps: its parameters and persistent buffers, each once, under all of its names.
 
-Names are those of ``state_dict`` without the prefixes that wrappers add. It knows what a rank keeps of each (``pieces``), and gives
-those on the meta device storage without disturbing who holds them. This file refuses to know files.
+Names are those of ``state_dict`` without the prefixes that wrappers add. This file knows which pieces a rank keeps (``pieces``), and
+gives tensors on the meta device storage without disturbing the objects that hold them. It refuses to know files.
 
 Worked example: a tied ``Transformer`` has one ModelTensor with names ``["embedding.weight", "head.weight"]``.
 """
@@ -68,7 +68,7 @@ class ModelTensor:
         return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
     def pieces(self) -> list[Piece]:
-        """What this rank keeps of the whole tensor."""
+        """The pieces that this rank keeps of the whole tensor."""
         tensor = self.tensor
         if not isinstance(tensor, DTensor):
             return pieces_of(tensor.shape, ())
@@ -94,7 +94,7 @@ class ModelTensor:
 
 
 def cuts_of(tensor: DTensor, coordinate: Sequence[int]) -> list[Cut]:
-    """What the placements of ``tensor`` do on the rank at ``coordinate`` of its mesh, in the order in which they do it."""
+    """The cuts by the placements of ``tensor`` on the rank at ``coordinate`` of its mesh, in the order in which they are made."""
     cuts = []
     for axis, placement in enumerate(tensor.placements):
         dim = compat.shard_dim(placement)
@@ -131,7 +131,7 @@ def checked_model(model: Any, caller: str) -> nn.Module:
 def model_tensors(model: nn.Module) -> list[ModelTensor]:
     """All parameters and buffers, sharded ones sharded: ``reshard`` before.
 
-    Raises: ParameterError naming those that cannot be read or written
+    Raises: ParameterError naming the tensors that cannot be read or written
     """
     found: dict[int, ModelTensor] = {}
     for prefix, module in all_names(model):
@@ -167,19 +167,19 @@ def reshard(model: nn.Module) -> list[Unit]:
 
 
 def meshes_of(model: nn.Module) -> list[DeviceMesh]:
-    """Where its sharded parameters and buffers lie, in the model's order; also where it shows unsharded ones. Collective: no."""
+    """The meshes of its sharded parameters and buffers, in the model's order; also while it shows unsharded ones. Collective: no."""
     sharded = [param.sharded for unit in units_in(model.modules()) for group in unit.groups for param in group.params]
     shown = itertools.chain.from_iterable((*each._parameters.values(), *each._buffers.values()) for each in model.modules())
     return [each.device_mesh for each in (*sharded, *shown) if isinstance(each, DTensor)]
 
 
-# --- storage for what is on the meta device ---------------------------------------------------------------------------------------
+# --- storage for tensors on the meta device ---------------------------------------------------------------------------------------
 
 
 def give_storage(tensors: Iterable[ModelTensor], units: Sequence[Unit], device: torch.device) -> None:
     """Give each of ``tensors`` that is on the meta device storage, not written; parameters keep their identity.
 
-    device: for those that no unit manages and that lie on no mesh
+    device: for tensors that no unit manages and that lie on no mesh
     Memory: beside the storage itself, one group's shard
     """
     unit_of = {id(param.sharded): unit for unit in units for group in unit.groups for param in group.params}
@@ -208,7 +208,7 @@ def take_storage(tensors: Iterable[ModelTensor], units: Sequence[Unit]) -> None:
 
 
 def _device(each: ModelTensor, device: torch.device) -> torch.device:
-    """Where a tensor belongs that no unit manages."""
+    """The device for a tensor that no unit manages."""
     tensor = each.tensor
     if not isinstance(tensor, DTensor):
         return device
@@ -236,5 +236,5 @@ def _allocate(each: ModelTensor, device: torch.device) -> None:
 
 
 def still_on_meta(tensors: Iterable[ModelTensor]) -> Iterator[str]:
-    """Names of what has no values yet."""
+    """Names of the tensors that have no values yet."""
     return (each.name for each in tensors if each.is_meta)

@@ -1,8 +1,8 @@
 """The state of a model and its optimizer by parameter name, sharded, as ``torch.distributed.checkpoint.state_dict`` lays it out.
 
-Names carry no prefixes of wrappers. An optimizer's state is taken as it is: torch's own ``get_optimizer_state_dict`` takes a step of
-zero gradients if there is none yet, after which Adam counts one step more than the run without a checkpoint. This file refuses to know
-files and processes.
+Names carry no prefixes of wrappers. This file takes an optimizer's state as it is: torch's own ``get_optimizer_state_dict`` makes a
+step of zero gradients if there is no state yet, after which Adam counts one step more than the run without a checkpoint. It refuses to
+know files and processes.
 
     {"state": {"head.weight": {"step": tensor(3.), "exp_avg": DTensor}}, "param_groups": [{"lr": 0.1, "params": ["head.weight"]}]}
 """
@@ -36,7 +36,7 @@ def clean_name(name: str) -> str:
 def named_model_state(model: nn.Module) -> State:
     """``model.state_dict()`` under clean names: DTensors, nothing copied. Collective: no.
 
-    Raises: MaterializationError if some of it is still on the meta device
+    Raises: MaterializationError if a part of it is still on the meta device
     """
     token = wants_shards.set(True)
     try:
@@ -54,14 +54,14 @@ def named_model_state(model: nn.Module) -> State:
 
 
 def param_names(model: nn.Module) -> dict[int, str]:
-    """By ``id`` of each parameter, the first of its names. Sharded modules show their sharded parameters: take a state dict before."""
+    """The first name of each parameter, by ``id``. Sharded modules show their sharded parameters: take a state dict before."""
     return {id(param): clean_name(name) for name, param in model.named_parameters()}
 
 
 def names_in(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """The names of the parameters of each of the optimizer's groups.
 
-    Raises: CheckpointError naming the places of those that are not the model's
+    Raises: CheckpointError naming the places of parameters that are not the model's
     """
     known = param_names(model)
     groups = [group["params"] for group in optimizer.param_groups]
@@ -98,7 +98,7 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
 
 
 def numbered_optimizer_state(state: State, names: list[list[str]]) -> State:
-    """What ``optimizer.load_state_dict`` takes, of what ``named_optimizer_state`` gave; ``names`` are the optimizer's."""
+    """The argument of ``optimizer.load_state_dict`` for a result of ``named_optimizer_state``; ``names`` are the optimizer's."""
     number_of: dict[str, int] = {}
     groups = []
     for group, named in zip(state["param_groups"], names, strict=True):

@@ -1,8 +1,8 @@
-"""Tensors that are not sharded, and yet not the same on every rank: each rank's own are kept.
+"""Tensors that are not sharded and still differ between ranks: each rank keeps its own.
 
-Running means of a batch norm are such: every rank sees its own batches. DCP takes what is not sharded from any rank. Here the value of
-the lowest rank is what the checkpoint has under its name, and ranks that differ from it keep their own beside it, which only matters
-if as many ranks go on from it. This file refuses to know what the values are, and how ranks talk.
+Running means of a batch norm are an example: every rank sees its own batches. DCP takes a tensor that is not sharded from any rank.
+Here the checkpoint has the lowest rank's value under the tensor's name, and beside it the values of the ranks that differ, which a load
+uses only if as many ranks go on. This file refuses to know what the values are, and how ranks communicate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Path = tuple[Any, ...]
 
 
 def value_digests(state: dict[str, Any]) -> dict[Path, bytes]:
-    """Of the plain tensors of ``state``, in host memory, by their path of keys: what ranks have to tell each other."""
+    """Digests of the plain tensors of ``state``, in host memory, by their path of keys, for ranks to compare."""
     return {path: _digest(tensor) for path, tensor in _plain_tensors(state, ()).items()}
 
 
@@ -43,7 +43,7 @@ def take_per_rank_values(state: dict[str, Any], of_ranks: Sequence[dict[Path, by
 
 
 def put_per_rank_values(state: dict[str, Any], own: dict[Path, Tensor]) -> None:
-    """Undo ``take_per_rank_values`` on what has been loaded, which may be the model's state alone."""
+    """Undo ``take_per_rank_values`` on a loaded state, which may be the model's alone."""
     for path, tensor in own.items():
         if path[0] not in state:
             continue

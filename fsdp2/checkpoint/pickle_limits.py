@@ -1,9 +1,9 @@
-"""Bounds on a pickle before it is unpickled: what a few bytes of it could cost.
+"""Bounds on a pickle before it is unpickled: a few bytes of it can cost gigabytes or hours.
 
-C's unpickler keeps its memo in an array: nine bytes that store something at index 2**27 make it write 2 GiB. And a dict's key that is
-a tuple of shared tuples, forty levels deep, is hashed 2**40 times. So the opcodes are run here first with numbers in place of objects:
-of each object how many parts it has, shared ones counted as often as they occur. What it makes is checked by ``check_made``. This file
-refuses to know what the objects mean.
+C's unpickler keeps its memo in an array: nine bytes that store something at index 2**27 make it write 2 GiB. And to hash a dict's key
+that is a tuple of shared tuples, forty levels deep, takes 2**40 steps. So this file first runs the opcodes with numbers in place of
+objects: for each object the number of its parts, shared parts counted as often as they occur. ``check_made`` checks the result. This
+file refuses to know what the objects mean.
 
 Worked example: ``(x, x)`` where x is ``(1, 2)`` has 7 parts: itself, twice x, and four numbers.
 
@@ -18,10 +18,10 @@ import pickletools
 from typing import Any
 
 MAX_KEY_PARTS = 100
-"""Of one key of a dict: a checkpoint's keys are names, numbers, and small tuples of these."""
+"""How many parts a dict's key may have: a checkpoint's keys are names, numbers, and small tuples of these."""
 
 MAX_DEPTH = 100
-"""Of containers in one another. Readers go down them by recursion."""
+"""How deep containers may lie in one another. Readers descend into them by recursion."""
 
 _LONG_KEY_NBYTES = 8
 """Integers of more bytes can be chosen so that their hashes are equal, and then a dict of n of them takes n**2 steps: no keys."""
@@ -157,7 +157,7 @@ def _check_keys(keys: Any) -> None:
 
 
 def check_key(key: Any) -> None:
-    """The same of an object. Raises: UnpicklingError"""
+    """Bound an object that is a key. Raises: UnpicklingError"""
     todo, parts = [key], 0
     while todo:
         each = todo.pop()
@@ -168,7 +168,7 @@ def check_key(key: Any) -> None:
             todo.extend(list(each)[: MAX_KEY_PARTS + 1])
 
 
-# What a pickle gets when it calls a container: one whose keys cost no more than those that an opcode puts in.
+# The containers that a pickle may call: their keys cost no more than those that an opcode puts in.
 
 
 def checked_set(items: Any = ()) -> set[Any]:
@@ -198,7 +198,7 @@ def _checked_keys(items: Any) -> list[Any]:
 
 
 def check_made(root: Any, max_parts: int) -> None:
-    """Bound what it costs to go through nested dicts, lists and tuples, where shared ones are met as often as they occur.
+    """Bound the cost of a walk through nested dicts, lists and tuples, which meets shared ones as often as they occur.
 
     Raises: UnpicklingError if that is more than ``max_parts`` objects, deeper than MAX_DEPTH, or endless
     """

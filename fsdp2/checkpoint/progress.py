@@ -1,4 +1,4 @@
-"""A progress bar on rank 0, if somebody is there to see it, for work that takes longer than a moment."""
+"""A progress bar on rank 0, if its output is a terminal, for work that takes longer than a moment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch.distributed as dist
 
 _PATIENCE_S = 1.0
-"""Whoever waits for less than this asks for no bar; one that flashes up and goes is only noise."""
+"""A user who waits for less than this needs no bar; a bar that flashes up and goes is only noise."""
 
 
 @contextlib.contextmanager

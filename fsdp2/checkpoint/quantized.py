@@ -1,6 +1,6 @@
-"""Weights that were quantised: where a scale lies beside a float8 tensor, its values are not the weight's.
+"""Weights that were quantised: if a scale lies beside a float8 tensor, the tensor's values are not the weight's.
 
-This file refuses to know how a scale is applied, which is not the same in any two formats.
+This file refuses to know how a scale is applied, which differs between formats.
 
 Worked example: ``mlp.weight`` in F8_E4M3 with ``mlp.weight_scale_inv`` beside it, as DeepSeek-V3 has them.
 """

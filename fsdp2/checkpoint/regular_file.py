@@ -1,6 +1,6 @@
-"""Open what somebody else has named, without waiting for it.
+"""Opens a file that a stranger may have named, without waiting for it.
 
-A named pipe blocks whoever opens it until somebody writes, and a device may have no end; both can be called ``model.safetensors``.
+To open a named pipe blocks until a process writes to it, and a device may have no end; both can be called ``model.safetensors``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def open_descriptor(path: Path) -> int:
-    """The same as a descriptor, which the caller closes."""
+    """Open it as a descriptor, which the caller closes."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # not to wait for a pipe's writer
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)

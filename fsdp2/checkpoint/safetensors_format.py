@@ -1,11 +1,11 @@
-"""The safetensors format: a header that says where each tensor's bytes are. Headers are read, checked and built here, alone.
+"""The safetensors format: a header that tells where each tensor's bytes are. Only this file reads, checks and builds headers.
 
 A file is 8 bytes (little-endian length of the header), the header (JSON), then the tensors' bytes one after another, C-contiguous,
 little-endian, without gaps. This file refuses to know models, ranks, and how the bytes behind the header are read.
 
-The safetensors library checks what we have written (see ``hf_commit.py``). Beside it we read headers ourselves, because it tells no
-offsets, without which no rank could read its byte ranges alone, and neither bounds what a damaged header costs nor names its key; and
-write them ourselves, because it writes whole tensors that are in memory, where we write a stream.
+The safetensors library checks the files that we have written (see ``hf_commit.py``). We read headers ourselves because it tells no
+offsets, without which no rank could read its byte ranges alone, and neither bounds what a damaged header costs nor names its key. We
+write them ourselves because it writes whole tensors that are in memory, where we write a stream.
 
 Worked example: one fp16 tensor "a" of shape (2,):
 
@@ -72,7 +72,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a file says about itself; ``nbytes`` is the length of header and its length field, where the tensors begin."""
+    """A file's description of itself; ``nbytes`` is the length of header and its length field, where the tensors begin."""
 
     entries: dict[str, Entry]
     metadata: dict[str, str]
@@ -124,7 +124,7 @@ def parse_header(path: Path, text: bytes, file_nbytes: int) -> Header:
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For ``json.loads``: an object whose names are all different. Raises: ValueError"""
+    """For ``json.loads``: an object whose names all differ. Raises: ValueError"""
     fields: dict[str, Any] = {}
     for name, value in pairs:
         if name in fields:
@@ -162,7 +162,7 @@ _PREFIX = f'{{"__metadata__":{{"{_DIGESTS}":"'.encode()
 
 @dataclass(frozen=True)
 class Digests:
-    """What a header tells: ``header`` is its own CRC-32, ``found`` what it has; ``tensors`` those of the tensors' bytes."""
+    """The CRC-32s that a header has: ``header`` its own, ``found`` that of its bytes as they are; ``tensors`` those of the tensors."""
 
     header: int
     found: int

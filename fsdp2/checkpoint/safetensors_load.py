@@ -1,8 +1,8 @@
 """``load_safetensors``: from files straight into shards; each rank reads the bytes that it keeps, and gets none from others.
 
-First files, headers, names, shapes and dtypes are checked, then what is on the meta device gets storage, then the bytes are read, those
-for parameters that have values aside. Only when every rank has come so far are these overwritten: a disk may fail on one rank alone,
-and the others would train on, or wait, without it. This file refuses to know the format and the folder's layout.
+It checks files, headers, names, shapes and dtypes, then gives parameters on the meta device storage, then reads the bytes; those of
+parameters that have values into memory aside. Only when every rank has come so far it overwrites these: a disk may fail on one rank
+alone, and the others would train on, or wait, without it. This file refuses to know the format and the folder's layout.
 
 Worked example, 4 ranks, an (8, 1024) fp32 parameter under Shard(0), stored in bf16: rank 1 reads the 4096 bytes of rows [2, 4), and
 converts them on the way into its shard.
@@ -249,7 +249,7 @@ def load_opened(
 
 @dataclass(frozen=True)
 class _Look:
-    """What the model has; ``device`` is where what is not sharded goes."""
+    """The model's units and tensors; ``device`` is the device of tensors that are not sharded."""
 
     units: list[Unit]
     tensors: list[ModelTensor]
@@ -258,7 +258,7 @@ class _Look:
 
 
 def _target(each: ModelTensor, in_place: bool) -> Tensor:
-    """What to read this rank's part into: itself, or host memory aside."""
+    """The tensor into which this rank's part is read: the part itself, or host memory aside."""
     return each.local if in_place else torch.empty_like(each.local, device="cpu")
 
 
@@ -330,7 +330,7 @@ def _device(units: Sequence[Unit], device: torch.device | str | None) -> torch.d
 
 
 def _read(targets: Sequence[tuple[ModelTensor, LazyTensor, Tensor]], progress: bool | None) -> int:
-    """Read this rank's pieces of each, into what is behind it, in the order of the files; the number of bytes."""
+    """Read this rank's pieces of each tensor into its target, in the order of the files; returns the number of bytes."""
     work: list[tuple[LazyTensor, Tensor, list[Piece]]] = [(lazy, local, each.pieces()) for each, lazy, local in targets]
     work.sort(key=lambda item: min((str(stored.path), stored.entry.offset) for stored in item[0].stored()))
     total = sum(piece.box.numel * local.itemsize for _, local, pieces in work for piece in pieces)

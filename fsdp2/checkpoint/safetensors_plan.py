@@ -1,4 +1,4 @@
-"""Which tensor goes into which file, who writes it, and in which pieces it gets there: decided from names, shapes and dtypes alone.
+"""The file that each tensor goes into, the rank that writes it, and its pieces: decided from names, shapes and dtypes alone.
 
 Every rank makes the same plan. This file refuses to know values, folders and collectives.
 
@@ -43,7 +43,7 @@ class PlannedTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def bands(self, max_nbytes: int) -> Iterator[Band]:
-        """All of it, in order."""
+        """The bands of all of it, in order."""
         for box in split(Box.whole(self.shape), max_nbytes // self.dtype.itemsize):
             yield Band(self, box)
 
@@ -79,7 +79,7 @@ class PlannedFile:
 
 
 def written_tensors(tensors: Iterable[ModelTensor], key_map: KeyMap | None) -> Tensors:
-    """What is to be written, by its name in the checkpoint.
+    """The tensors to write, by their names in the checkpoint.
 
     key_map: as for loading; its rules are undone
     Raises:  ArgumentError for a rule that cannot be; CheckpointError if loading with ``key_map`` would not give these tensors again
@@ -130,7 +130,7 @@ def in_files(tensors: Iterable[PlannedTensor], max_nbytes: int, writers: Sequenc
 
 
 def weight_map(files: Sequence[PlannedFile], names: Sequence[str]) -> dict[str, str]:
-    """What an index says: in which file each key is."""
+    """The content of an index: the file of each key."""
     return {tensor.key: name for file, name in zip(files, names, strict=True) for tensor in file.tensors}
 
 

@@ -135,7 +135,7 @@ def save_safetensors(
 
 
 def _ready(model: nn.Module, group: dist.ProcessGroup | None) -> Ready:
-    """Over ``group``, on the device on which its ranks send; without sharded tensors they send nothing, and agree at the end."""
+    """Agreement over ``group``, on the device on which its ranks send; without sharded tensors they agree only at the end."""
     meshes = meshes_of(model)
     axes = [(group, device_of(meshes[0]))] if group is not None and meshes else []
     return lambda problem: agree_over(axes, problem)
@@ -190,7 +190,7 @@ def _agreed_plan(
 
 
 def _commit(folder: Path, names: Names, files: list[PlannedFile], configs: dict[str, bytes], new_files: list[NewFile]) -> None:
-    """Make what is written the folder's checkpoint; on one rank."""
+    """Make the written files the folder's checkpoint; on one rank."""
     different = [name for name, content in configs.items() if _content(folder / name) != content]
     changed = {name: temporary_path(folder, name, names.token) for name in different}
     for name, path in changed.items():  # before anything is renamed: the disk may be full
@@ -246,7 +246,7 @@ def _refuse_other_ranks(tensors: list[ModelTensor], group: dist.ProcessGroup | N
 
 @contextlib.contextmanager
 def _temporary_files() -> Iterator[list[NewFile]]:
-    """This rank's new files; those that still have their temporary names at the end go."""
+    """This rank's new files; at the end, those that still have temporary names are removed."""
     new_files: list[NewFile] = []
     try:
         yield new_files

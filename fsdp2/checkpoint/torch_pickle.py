@@ -1,4 +1,4 @@
-"""``data.pkl`` in a file of ``torch.save``: what describes the objects, in which each tensor names the storage that has its bytes.
+"""``data.pkl`` in a file of ``torch.save``: it describes the objects, and each tensor names the storage that has its bytes.
 
 This file refuses to know files, and where the bytes are.
 """
@@ -45,7 +45,7 @@ class StoredAs:
 
 
 class TensorPickler(pickle.Pickler):
-    """Describes as a tensor whatever ``stored_as`` returns something for."""
+    """Writes each object for which ``stored_as`` returns a description as a tensor."""
 
     def __init__(self, file: io.BytesIO, stored_as: Callable[[Any], StoredAs | None]) -> None:
         super().__init__(file, protocol=2)
@@ -72,7 +72,7 @@ class TensorPickler(pickle.Pickler):
 
 
 def described(tensor: Tensor) -> bytes | None:
-    """``description_of`` a contiguous tensor; None where that does not tell all of it."""
+    """``description_of`` a contiguous tensor; None if that would lose a part of it."""
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
     return description_of(tensor.dtype, tuple(tensor.shape)) if plain else None
 

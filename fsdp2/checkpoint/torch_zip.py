@@ -1,4 +1,4 @@
-"""The bytes around a tensor's own in a file of ``torch.save``: so that these can be written as they lie in memory, once.
+"""The bytes around a tensor's own in a file of ``torch.save``, so that the tensor's bytes are written as they lie in memory, once.
 
 Such a file is a zip of uncompressed records. ``torch.save`` copies a tensor in pieces of a few KB through Python, and is as slow as a
 disk; here the tensor is one write. This file refuses to know files.
@@ -31,7 +31,7 @@ class _Zip:
         self.count = 0
 
     def header(self, name: str, nbytes: int, crc: int, at: int) -> bytes:
-        """What stands before the record of ``nbytes`` bytes, itself at ``at`` from the beginning of the zip."""
+        """The bytes before the record of ``nbytes`` bytes; they begin at ``at`` from the beginning of the zip."""
         path = f"archive/{name}".encode()
         large = nbytes >= self._large
         size = _ELSEWHERE if large else nbytes
@@ -59,14 +59,14 @@ class _Zip:
 
 
 def around(description: bytes, data: memoryview) -> tuple[bytes, bytes]:
-    """What comes before and behind ``data`` in a file whose ``data.pkl`` is ``description``; the latter is the directory."""
+    """The bytes before and behind ``data`` in a file whose ``data.pkl`` is ``description``; the latter are the directory."""
     head, in_head, tail, in_tail = _without_crc(description, len(data), LARGE)
     crc = struct.pack("<I", zlib.crc32(data))
     return head[:in_head] + crc + head[in_head + 4 :], tail[:in_tail] + crc + tail[in_tail + 4 :]
 
 
 def data_behind(start: bytes, description: bytes, nbytes: int) -> bool:
-    """Whether ``start`` is what comes before ``nbytes`` bytes in such a file, whichever bytes these are."""
+    """Whether ``start`` are the bytes before ``nbytes`` bytes of data in such a file, for any data."""
     head, in_head, *_ = _without_crc(description, nbytes, LARGE)
     return start[:in_head] == head[:in_head] and start[in_head + 4 :] == head[in_head + 4 :]
 
@@ -77,7 +77,7 @@ def head_nbytes(description: bytes, nbytes: int) -> int:
 
 @functools.lru_cache(maxsize=10_000)
 def _without_crc(description: bytes, nbytes: int, large: int) -> tuple[bytes, int, bytes, int]:
-    """Both for ``nbytes`` bytes of data, and where in each their CRC-32 is to be: a training saves the same shapes again and again."""
+    """Both for ``nbytes`` bytes of data, and where in each its CRC-32 goes: a training saves the same shapes again and again."""
     zipped = _Zip(large)
     head = b""
     for name, record in (("data.pkl", description), ("byteorder", b"little"), ("version", b"3\n")):

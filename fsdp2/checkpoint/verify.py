@@ -1,8 +1,8 @@
-"""``verify``: whether a checkpoint's bytes are those that were written; ``fsdp2 verify PATH``.
+"""``verify``: whether a checkpoint's bytes are the ones that were written; ``fsdp2 verify PATH``.
 
-What there is to compare with: safetensors files of ``save_safetensors`` and ``convert`` have the CRC-32 of each tensor in their header;
-files of ``torch.save`` (also DCP's chunks) that of each record in their directory; and folders of ``Checkpointer`` and ``convert`` have
-``digests.json``, for what is around these. This file refuses to know what the values mean.
+It compares CRC-32s: safetensors files of ``save_safetensors`` and ``convert`` have that of each tensor in their header; files of
+``torch.save`` (also DCP's chunks) that of each record in their directory; and folders of ``Checkpointer`` and ``convert`` have
+``digests.json`` for the other bytes. This file refuses to know what the values mean.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .safetensors_format import digests_of, read_header
 
 _PIECE_NBYTES = 16 << 20
 _NOWHERE = -1
-"""In place of the CRC-32 of a chunk's directory, where ``digests.json`` knows the file and not the chunk."""
+"""Stands in place of the CRC-32 of a chunk's directory, if ``digests.json`` knows the file and not the chunk."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Verified:
 class _Part:
     """``check`` returns the bytes compared, None if there is nothing to compare with. Raises: ValueError, saying what is wrong
 
-    problem: why nobody can tell the parts of the file, if so; it has no other part then
+    problem: why the parts of the file cannot be told apart, if so; it has no other part then
     """
 
     file: Path
@@ -140,7 +140,7 @@ def _or_problem(file: Path, parts: Iterator[_Part]) -> Iterator[_Part]:
 
 
 def _torch_files(path: Path, kind: str) -> list[Path]:
-    """Those that ``open_source`` reads."""
+    """The files that ``open_source`` reads."""
     if kind == "deepspeed":
         folder = find_deepspeed(path) or path
         found = sorted(folder.glob("*_states.pt"))
@@ -272,13 +272,13 @@ def _of_zip(path: Path, offset: int, length: int | None, key: str, directory: in
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``fsdp2 verify`` takes."""
+    """The arguments of ``fsdp2 verify``."""
     parser.add_argument("path", help="folder or file")
     parser.add_argument("--from", dest="format", choices=FORMATS, help="the format of PATH, where it is not what the files look like")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare, and say what was compared."""
+    """Compare, and print the result."""
     done = verify(options.path, format=options.format)
     sys.stdout.write(f"{done.path}: {done.nbytes / 1e6:.1f} MB of {done.format} are as they were written\n")
     for each in done.unchecked[:20]:

@@ -1,4 +1,4 @@
-"""DCP folders, of whatever saved them: FSDP1, torch's FSDP2, fsdp2, or a program without shards.
+"""DCP folders, saved by any program: FSDP1, torch's FSDP2, fsdp2, or a program without shards.
 
 Each chunk of a tensor is a ``torch.save`` of its own inside a ``.distcp`` file; it is opened when it is read. This file refuses to know
 what the state means.
@@ -62,7 +62,7 @@ class Chunk(LazyTensor):
         found.read(box, out, reader)
 
     def _as_we_write(self, reader: ByteReader) -> Stored | None:
-        """Without taking the file apart, which costs more than reading a small tensor: it begins as ``DigestingWriter`` begins it."""
+        """The stored bytes without opening the file, which costs more than a small tensor: its head is ``DigestingWriter``'s."""
         description = description_of(self.dtype, self.shape_)
         nbytes = math.prod(self.shape_) * self.dtype.itemsize
         if description is None or head_nbytes(description, nbytes) + nbytes > self.length:

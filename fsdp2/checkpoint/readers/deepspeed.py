@@ -8,7 +8,8 @@ A folder has ``*_model_states.pt`` (names and shapes of the parameters, buffers)
 
 The moments of the optimizer lie like the parameters. It refuses to run DeepSpeed's code, or to have it installed.
 
-Source: deepspeed/utils/zero_to_fp32.py and ``state_dict`` of its ZeRO optimizers, DeepSpeed 0.19 (https://github.com/deepspeedai/DeepSpeed).
+Source: deepspeed/utils/zero_to_fp32.py and ``state_dict`` of its ZeRO optimizers, DeepSpeed 0.19
+(https://github.com/deepspeedai/DeepSpeed).
 
 Worked example, stage 3 on 2 ranks, parameters a (3,) and b (2, 2): rank 0's flat group is a[0], a[1], b[0, 0], b[0, 1], rank 1's
 a[2], padding, b[1, 0], b[1, 1].
@@ -203,7 +204,7 @@ class _Stage2:
 
 
 def _model(models: list[dict[Any, Any]], layout: _Stage3 | _Stage2, flats: list[list[LazyTensor]]) -> State:
-    """In the order of the module's state; ties from ``shared_params``."""
+    """The model's state, in the order of the module's; ties from ``shared_params``."""
     first = models[0]
     found: State = {name: layout.locate(name, flats) for name in layout.shapes}
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
@@ -218,7 +219,7 @@ def _model(models: list[dict[Any, Any]], layout: _Stage3 | _Stage2, flats: list[
 
 
 def _optimizer(zero: list[dict[Any, Any]], shapes: list[dict[str, tuple[int, ...]]], layout: _Stage3 | _Stage2) -> State | None:
-    """By name; None if the files have it in a form that is not known."""
+    """The optimizer's state by name; None if the files have it in an unknown form."""
     bases: list[Any] = [each.get("optimizer_state_dict", each.get("base_optimizer_state")) for each in zero]
     if not all(isinstance(base, dict) and {"state", "param_groups"} <= base.keys() for base in bases):
         return None

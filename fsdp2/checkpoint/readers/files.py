@@ -1,11 +1,11 @@
-"""Which files belong together, and what format they are.
+"""Finds the files that belong together, and their format.
 
     folder with .metadata                         DCP, also one each for model and optimizer in folders below
     folder with *_optim_states.pt, or ``latest``  DeepSpeed
     folder with *.safetensors                     Hugging Face
     *.pt, *.pth, *.bin, *.ckpt                    torch.save: one file, or one for each rank, whose number is the last in its name
 
-This file refuses to know what is in the states.
+This file refuses to know the states' content.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Family:
 
 
 def detect(path: Path) -> str:
-    """The format; "torch" also for FSDP1's files, which only what is in them tells. Raises: CheckpointError"""
+    """The format; "torch" also for FSDP1's files, which only their content shows. Raises: CheckpointError"""
     if path.is_dir():
         if (path / METADATA).is_file() or dcp_folders(path):
             return "dcp"
@@ -69,7 +69,7 @@ def detect(path: Path) -> str:
 
 
 def dcp_folders(path: Path) -> list[Path]:
-    """Folders of DCP right below, as accelerate lays out model and optimizer; but for what a save has not finished."""
+    """Folders of DCP right below, as accelerate lays out model and optimizer, without those of unfinished saves."""
     found = sorted(each.parent for each in path.glob(f"*/{METADATA}"))
     return [each for each in found if not each.name.startswith(".") and not is_partial(each.name)]
 

@@ -1,8 +1,8 @@
 """FSDP1's flat parameters: which elements of them are which parameter.
 
-A local state dict has one 1-D tensor for each FSDP instance, ``<module>._flat_param``, and says neither names nor shapes. Both
+A local state dict has one 1-D tensor for each FSDP instance, ``<module>._flat_param``, without names and shapes. Both
 are those of the module's parameters that no FSDP instance below it has, one after another, in the order of ``named_parameters``; so
-whoever has the model, or its names and shapes in this order, can take it apart. (The order matters, which is why the header of a
+with the model, or its names and shapes in this order, a reader can take the tensor apart. (The order matters, so the header of a
 safetensors file, which is sorted, cannot stand for it.) This file refuses to know files.
 
 Worked example: parameters first.weight (10, 7), first.bias (10,), blocks.0.scale (1,), last.weight (5, 10), and flat parameters
@@ -91,8 +91,9 @@ def units_of(model: State, shapes: Shapes) -> dict[str, dict[str, Slot]]:
 
 
 def _slots(flat: str, value: LazyTensor, params: Shapes, model: State) -> dict[str, Slot]:
-    """With ``use_orig_params`` each begins at a multiple of 16 bytes, and the whole is padded to a multiple of the ranks."""
-    others = {name: shape for name, shape in params.items() if name not in model}  # what is there as well FSDP was told to ignore
+    """The slots. With ``use_orig_params`` each begins at a multiple of 16 bytes, and the whole is padded to a multiple of the ranks."""
+    # FSDP was told to ignore parameters that the model's state has as well.
+    others = {name: shape for name, shape in params.items() if name not in model}
     aligned = _laid_out(params, 16 // dtype_of(value).itemsize)
     found = value.shape[0]
     for slots, padding in ((_laid_out(others, 1), 1), (_laid_out(params, 1), 1), (aligned, sum(1 for _ in value.stored()))):
@@ -126,7 +127,7 @@ def unflattened(model: State, shapes: Shapes) -> State:
 
 
 def unflattened_optimizer(optimizer: State, model: State, shapes: Shapes) -> State:
-    """By name, from every rank's own ``optimizer.state_dict()``: of flat parameters, or of each rank's part of the original ones."""
+    """The state by name, from each rank's ``optimizer.state_dict()``: of flat parameters, or of its parts of the original ones."""
     count = sum(len(group["params"]) for group in optimizer["param_groups"])
     if count == len(shapes):
         params_of = [{name: Slot(0, shape)} for name, shape in shapes.items()]

@@ -1,9 +1,9 @@
 """Unpickle what ``torch.save`` wrote without running anything that is in it.
 
-A pickle names classes and functions, and calls them. Here containers and dtypes are themselves, tensors become whatever ``tensor_of``
-makes of their description, and every other name becomes a class without behaviour (``Inert``) that remembers what it was called
-with. So files with classes of DeepSpeed, FSDP1 or the user's own can be read where these are not installed, and by nobody's leave.
-What reading costs is bounded by the bytes that are read, see ``pickle_limits.py``. This file refuses to know files and formats.
+A pickle names classes and functions, and calls them. Here containers and dtypes are themselves, ``tensor_of`` makes tensors of their
+description, and every other name becomes a class without behaviour (``Inert``) that remembers its arguments.
+So files with classes of DeepSpeed, FSDP1 or the user's own can be read where these are not installed, and none of their code runs.
+The bytes that are read bound the cost of reading, see ``pickle_limits.py``. This file refuses to know files and formats.
 
 Worked example: ``ds.ZeroStageEnum(2)`` comes out as an Inert with ``path == "ds.ZeroStageEnum"`` and ``args == (2,)``.
 """
@@ -36,7 +36,7 @@ _STORAGE_DTYPES = {
     "UntypedStorage": torch.uint8,
 }
 _MAX_CLASSES = 10_000
-"""Of one file. A class takes five bytes to name and two thousand to make."""
+"""How many classes a file may name. A class takes five bytes to name and two thousand to make."""
 
 
 class Inert:
@@ -173,7 +173,7 @@ class _Unpickler(pickle.Unpickler):
         return self._tensor_of(SavedTensor(storage.key, dtype, offset, tuple(shape), tuple(stride)))
 
     def _from_type(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
-        """A tensor of a Python class: of ours it is the tensor; a subclass that wraps others stays inert, with its state."""
+        """A tensor of a Python class: the tensor itself if we know the class; a subclass around others stays inert, with its state."""
         value = function(*args)
         if isinstance(value, Inert) and isinstance(kind, type) and issubclass(kind, Inert):
             made = kind(*args)
@@ -198,7 +198,7 @@ def _encode(text: str, encoding: str = "latin1") -> bytes:
 
 
 def unpickle(data: bytes, tensor_of: Callable[[SavedTensor], Any]) -> Any:
-    """What ``data`` describes. Raises: whatever a broken pickle raises"""
+    """The object that ``data`` describes. Raises: any error that a broken pickle may raise"""
     check_pickle(data)
     made = _Unpickler(data, tensor_of).load()
     check_made(made, 4 * len(data) + 1000)  # without sharing, each object takes a byte or more

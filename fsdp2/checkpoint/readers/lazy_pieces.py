@@ -1,4 +1,4 @@
-"""Lazy tensors that are put together of pieces: of boxes that ranks have saved, or of ranges of flat buffers.
+"""Lazy tensors made of pieces: of boxes that ranks have saved, or of ranges of flat buffers.
 
 This file refuses to know formats and names.
 
@@ -35,7 +35,7 @@ def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def dtype_of(lazy: LazyTensor) -> torch.dtype:
-    """Of its first stored part; pieces of one tensor have one dtype, which who puts them together checks.
+    """The dtype of its first stored part; pieces of one tensor have one dtype, which their assembler checks.
 
     Raises: CheckpointError if torch has no such dtype
     """
@@ -77,7 +77,7 @@ class Strided(LazyTensor):
 
 @dataclass(frozen=True, eq=False)
 class Assembled(LazyTensor):
-    """A tensor of boxes that together are all of it, none of them twice."""
+    """A tensor of boxes that together cover it, each element once."""
 
     shape_: tuple[int, ...]
     parts: tuple[tuple[Box, LazyTensor], ...]
@@ -118,7 +118,7 @@ class Flat(LazyTensor):
         return self.shape_
 
     def needed(self) -> Iterator[tuple[int, int, LazyTensor]]:
-        """The parts that have some of it, with the range of the concatenation that they are."""
+        """The parts that it needs, each with its range of the concatenation."""
         first, last = self.start, self.start + math.prod(self.shape_)
         for part, end in zip(self.parts, self.ends, strict=True):
             if end > first and end - part.shape[0] < last:
@@ -147,7 +147,7 @@ class Flat(LazyTensor):
                 out[common.seen_from(box.start).slices].copy_(values[common.seen_from(band.start).slices])
 
     def _read_range(self, box: Box, out: Tensor, reader: ByteReader) -> None:
-        """``box`` is one run of elements."""
+        """Read ``box``, which is one run of elements."""
         strides = [math.prod(self.shape_[dim + 1 :]) for dim in range(len(self.shape_))]
         first = self.start + sum(start * stride for start, stride in zip(box.start, strides, strict=True))
         last = first + box.numel

@@ -1,4 +1,4 @@
-"""Which of the ranks' or parts' numbers are missing, where these come from names that anybody may have given.
+"""The missing numbers of ranks or parts, where numbers come from names that a stranger may have chosen.
 
 Worked example: a folder with ``model-00001-of-99999999999.bin`` alone misses more numbers than fit in memory; a hundred are enough.
 """
@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 
 def missing_numbers(numbers: Collection[int], start: int, stop: int) -> list[int]:
-    """Those from ``start`` to ``stop`` that are not in ``numbers``: a few more than these at most, whatever a file's name says."""
+    """Numbers from ``start`` to ``stop`` that are not in ``numbers``: at most a few more than these, however large a file's number."""
     return list(itertools.islice((number for number in range(start, stop) if number not in numbers), len(numbers) + 100))
 
 

@@ -1,6 +1,6 @@
-"""``open_source``: whatever people have, as one ``Source``: names and lazy tensors of model and optimizer.
+"""``open_source``: a checkpoint of any format as one ``Source``: names and lazy tensors of model and optimizer.
 
-It finds the format, lets its reader read the descriptions, and picks model and optimizer out of what it gets. This file refuses to know
+It finds the format, lets its reader read the descriptions, and picks model and optimizer out of them. This file refuses to know
 targets.
 """
 
@@ -36,7 +36,7 @@ _AROUND = ("app", "state")
 
 @dataclass(frozen=True)
 class Keys:
-    """Where a file has its model and its optimizer: keys, of nested dicts joined by dots; None: under a usual name."""
+    """The keys of a file's model and optimizer; those of nested dicts joined by dots; None: under a usual name."""
 
     model: str | None = None
     optimizer: str | None = None
@@ -86,7 +86,7 @@ def open_source(
 
 
 def _latest(path: Path) -> Path:
-    """The latest checkpoint of a ``Checkpointer``'s folder; anything else is what was meant itself."""
+    """The latest checkpoint, if ``path`` is a ``Checkpointer``'s folder; else ``path`` itself."""
     return (CheckpointFolder(path, None).latest() if path.is_dir() else None) or path
 
 
@@ -252,7 +252,7 @@ def _combined(path: Path, kind: str, found: list[Source]) -> Source:
 
 
 def _picked(path: Path, kind: str, root: Any, keys: Keys) -> Source:
-    """Model and optimizer out of what a file holds."""
+    """The model and the optimizer in a file's content."""
     if keys.model is not None or keys.optimizer is not None:
         root = {
             name: _at(path, root, key) for name, key in (("model", keys.model), ("optimizer", keys.optimizer)) if key is not None
@@ -277,7 +277,7 @@ def _picked(path: Path, kind: str, root: Any, keys: Keys) -> Source:
 
 
 def _at(path: Path, root: Any, key: str) -> Any:
-    """What ``root`` has under ``key``. Raises: CheckpointError that lists the keys there are"""
+    """The value under ``key`` in ``root``. Raises: CheckpointError that lists the keys there are"""
     found = root
     for part in key.split("."):
         if not isinstance(found, dict) or part not in found:
@@ -295,7 +295,7 @@ def _at(path: Path, root: Any, key: str) -> Any:
 
 
 def _as_optimizer(value: Any) -> State | None:
-    """Also of a list of one."""
+    """The optimizer's state, also in a list of one."""
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
     if looks_like_optimizer(value):

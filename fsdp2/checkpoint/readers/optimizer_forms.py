@@ -1,4 +1,4 @@
-"""An optimizer's state by parameter name, whichever way it was saved.
+"""An optimizer's state by parameter name, from each form in which it may have been saved.
 
 Names come from the state itself (DCP, FSDP1's ``optim_state_dict`` and its older forms), from ``param_names`` of its groups
 (of ``save_full_state``, beside these), or, where parameters are numbers, from the model's order. This file refuses to know files.
@@ -19,7 +19,7 @@ def looks_like_optimizer(value: Any) -> bool:
 
 
 def nested(flat: State) -> State:
-    """What ``flatten_optimizer_state_dict`` took apart: keys ``state.<name>.<key>`` and ``param_groups.<name>.<key>``."""
+    """Undo ``flatten_optimizer_state_dict``: keys ``state.<name>.<key>`` and ``param_groups.<name>.<key>``."""
     state: dict[str, State] = {}
     options: dict[str, State] = {}
     for path, value in flat.items():
@@ -86,7 +86,7 @@ def _names_of_numbers(optimizer: State, model: State) -> dict[Any, str]:
 
 
 def _check_shapes(state: State, model: State) -> None:
-    """A moment that is larger than its parameter belongs to another one."""
+    """Raise if a moment is larger than its parameter: it belongs to another parameter."""
     wrong: dict[str, str] = {}
     for name, values in state.items():
         param = model.get(name)

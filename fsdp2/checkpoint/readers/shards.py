@@ -1,8 +1,8 @@
 """One state out of the files of many ranks: FSDP1's sharded and local state dicts, FSDP2's, and full ones that every rank has saved.
 
-A ShardedTensor says where its shards lie, a DTensor its mesh, placements and coordinate; both are read as inert objects, without
-process group or mesh. Plain tensors of several ranks stay a ``Ranks``, until it is known what they are parts of. This file refuses to
-know files' names.
+A ShardedTensor tells where its shards lie, a DTensor its mesh, placements and coordinate; both are read as inert objects, without
+process group or mesh. Plain tensors of several ranks stay a ``Ranks``, until the reader knows what they are parts of. This file refuses
+to know files' names.
 
 Worked example: rank 0 has rows [0, 5) of a (9, 4) ShardedTensor, rank 1 rows [5, 9): an Assembled (9, 4) of two stored boxes.
 """
@@ -25,7 +25,7 @@ from .source import named
 
 @dataclass(frozen=True)
 class Ranks:
-    """What several ranks have saved under one name as plain tensors, in the order of the ranks."""
+    """Plain tensors that several ranks have saved under one name, in the order of the ranks."""
 
     values: tuple[LazyTensor, ...]
 
@@ -36,7 +36,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class _Shard:
-    """A part of a tensor: which box of it, and in which file."""
+    """A part of a tensor: its box, and its file."""
 
     box: Box
     value: LazyTensor
@@ -75,7 +75,7 @@ def merge(files: Sequence[tuple[Path, Any]], key: str = "") -> Any:
 def resolve(value: Any, shape: tuple[int, ...] | None, key: str) -> Any:
     """The tensor that the ``Ranks`` are parts or copies of; anything else as it is.
 
-    shape: of the whole tensor; None if nobody knows: then they have to be copies
+    shape: of the whole tensor; None if it is unknown: then they have to be copies
     Raises: CheckpointError naming ``key``
     """
     if not isinstance(value, Ranks):
@@ -150,7 +150,7 @@ _Found = tuple[tuple[int, ...], list[_Shard], dict[Box, str]]
 
 
 def _of_sharded_tensor(value: Inert, path: Path) -> _Found:
-    """Shape, the shards in this file, and the boxes of all ranks' with who has them."""
+    """The shape, the shards in this file, and the boxes of all ranks' shards with their ranks."""
     local, metadata = value.state[0], value.state[1].fields
     shards = [_Shard(_box(each.fields["metadata"]), each.fields["tensor"], path) for each in local]
     expected = {_box(each): f"of rank {each.fields['placement'].fields.get('_rank')}" for each in metadata["shards_metadata"]}
@@ -196,7 +196,7 @@ def _part(whole: LazyTensor, box: Box) -> LazyTensor:
 
 
 def _coordinate(mesh: Inert) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where in its mesh the rank was that saved, and the mesh's shape; as torch 2.x of different ages pickles it."""
+    """The saving rank's place in its mesh, and the mesh's shape, in the forms of several torch versions."""
     fields = mesh.fields
     coordinate = fields.get("_coordinate_on_dim")
     layout = fields.get("_layout")

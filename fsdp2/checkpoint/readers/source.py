@@ -1,4 +1,4 @@
-"""What a reader makes of a checkpoint, whatever its format: names and lazy tensors, as if nothing had been sharded.
+"""The result of a reader for a checkpoint of any format: names and lazy tensors, as if nothing had been sharded.
 
 This file refuses to know formats.
 """
@@ -47,7 +47,7 @@ def named(value: Any, key: str) -> Any:
 
 
 def cleaned(value: Any, where: str, left_out: list[str]) -> Any:
-    """``value`` without what was inert in it, whose places go into ``left_out``; None if nothing remains of it."""
+    """``value`` without its inert parts, whose places go into ``left_out``; None if no part is left."""
     if isinstance(value, Inert):
         left_out.append(f"{where}: {value.path}")
         return None

@@ -1,4 +1,4 @@
-"""Files of ``torch.save``: what is in them, as lazy tensors that are read by byte ranges, without loading and without ``torch.load``.
+"""Files of ``torch.save`` as lazy tensors that are read by byte ranges, without loading the file and without ``torch.load``.
 
 Such a file is an uncompressed zip: ``data.pkl`` describes the objects, and each storage is an entry whose bytes are read when wanted.
 It may be a part of a larger file, as in DCP's. This file refuses to know what the objects mean.
@@ -40,7 +40,7 @@ def is_torch_file(path: Path) -> bool:
 
 
 def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> Any:
-    """The objects of the file, or of ``length`` bytes of it from ``offset`` on; every tensor in it a LazyTensor, unknown classes Inert.
+    """The objects of the file, or of ``length`` bytes of it from ``offset`` on; each tensor is a LazyTensor, unknown classes are Inert.
 
     Raises: CheckpointError naming the file: it is cut short, none of torch.save's, or has a dtype that no target can hold
     """
@@ -54,7 +54,7 @@ def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> A
             return _read(path, zipped, file, offset)
     except CheckpointError:
         raise
-    except Exception as error:  # whatever a broken file raises
+    except Exception as error:  # a broken file may raise any error
         raise failure(
             f"{path} cannot be read: {str(error) or type(error).__name__}",
             expected="a whole file that torch.save of torch 1.6 or later wrote",

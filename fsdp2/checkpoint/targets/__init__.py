@@ -1,1 +1,1 @@
-"""Writers of checkpoints from lazy tensors, on one process, with bounded memory: what ``convert`` can write."""
+"""Writers of checkpoints from lazy tensors, on one process, with bounded memory: the formats that ``convert`` can write."""

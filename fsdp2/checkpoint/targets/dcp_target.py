@@ -1,6 +1,6 @@
 """Write a DCP folder from lazy tensors, a band at a time, with DCP's own writer.
 
-DCP plans from descriptions of tensors and asks for values when it writes them: it is given tensors on the meta device for the former,
+DCP plans from descriptions of tensors and asks for values when it writes them: it gets tensors on the meta device for the former,
 and bands, each a shard of its tensor, for the latter. This file refuses to know checkpoints.
 """
 
@@ -88,5 +88,5 @@ def write_dcp(folder: Path, state: State, model: State, stream: Stream) -> None:
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")  # which is how it is meant
         try:
             dcp_save(map_values(describe, state), storage_writer=writer, planner=_Planner(lazy_of, stream), no_dist=True)
-        except CheckpointException as wrapped:  # no Exception; what is in it says which file and key
+        except CheckpointException as wrapped:  # not an Exception; the error inside names file and key
             raise next(iter(wrapped.failures.values()))[0] from wrapped

@@ -1,6 +1,6 @@
-"""DCP's storage writer, as fast as the disk: each tensor is one write, of which the CRC-32 is computed on the way.
+"""DCP's storage writer, as fast as the disk: each tensor is one write, and its CRC-32 is computed on the way.
 
-The files are those that DCP's own writer makes, and anything of DCP reads them; beside them lies ``digests.json``. This file refuses to
+The files are those of DCP's own writer, and all of DCP's tools read them; beside them lies ``digests.json``. This file refuses to
 know what is saved, and ranks.
 """
 
@@ -57,7 +57,7 @@ class DigestingWriter(FileSystemWriter):
             try:
                 at = 0
                 for item in plan.items:
-                    value: Any = planner.resolve_data(item)  # kept until it is written: the parts are views of it
+                    value: Any = planner.resolve_data(item)  # kept until it is written, because the parts are views of it
                     if item.type == WriteItemType.BYTE_IO:
                         parts = [value.getbuffer()]
                     else:
@@ -76,7 +76,7 @@ class DigestingWriter(FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On one rank, with what all have written."""
+        """Write the digests, on one rank, of the files of all ranks."""
         files: dict[str, FileDigest] = {}
         for result in (result for of_rank in results for result in of_rank):
             info, directory = result.storage_data
@@ -90,11 +90,11 @@ class DigestingWriter(FileSystemWriter):
 
 
 def _parts(tensor: Tensor) -> list[memoryview]:
-    """Its file in three, of which the last is the directory; or in one."""
+    """The tensor's file in three parts, the last of which is the directory; or in one."""
     description = described(tensor)
     if description is None:
         buffer = io.BytesIO()
-        torch.save(tensor.clone(), buffer)  # not the storage of which it is a part
+        torch.save(tensor.clone(), buffer)  # a clone: the storage of the tensor may be larger
         return [buffer.getbuffer()]
     data = bytes_of(tensor)
     head, tail = around(description, data)

@@ -1,4 +1,4 @@
-"""Lazy tensors read in bands, one at a time, for whoever writes them.
+"""Lazy tensors read in bands, one at a time, for a writer.
 
 This file refuses to know formats.
 """

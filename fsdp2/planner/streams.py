@@ -70,4 +70,4 @@ class WrittenHost(HostStreams):
     """The CPU, whose storages are resized in sight."""
 
     def __init__(self, log: Log) -> None:
-        self.resize = log.resize  # type: ignore[assignment]
+        self.resize = log.resize  # type: ignore[method-assign]

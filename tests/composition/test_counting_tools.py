@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import profile
@@ -19,12 +24,13 @@ from harness import cpu_mesh, on_ranks
 COMPARISON = ("c10d.allreduce_", "c10d::allreduce_")  # of ranks, before a backward; torch's FSDP2 compares nothing
 
 
-def model_of(shard) -> nn.Module:
+def model_of(shard, mesh=None) -> nn.Module:
+    mesh = mesh or cpu_mesh()
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(3)])  # large enough for broadcasts, as measured
     for layer in model:
-        shard(layer, mesh=cpu_mesh())
-    return shard(model, mesh=cpu_mesh())
+        shard(layer, mesh=mesh)
+    return shard(model, mesh=mesh)
 
 
 def step(model: nn.Module) -> None:
@@ -64,6 +70,71 @@ def test_stock_algorithms_are_counted_as_those_of_torchs_fsdp2(count):
     assert ours == count(torch_fully_shard)
     assert sorted(ours.values()) == [3, 6]  # a reduce-scatter for each unit; a gather in forward, and one in backward
     assert ours != count(fsdp2.fully_shard)
+
+
+def in_flight_recorder(shard) -> Counter[str]:
+    """Names and numbers of the collectives of a second step in torch's flight recorder, a ring that earlier tests fill, too."""
+    model = model_of(shard)
+    step(model)
+    before = max((entry["record_id"] for entry in flight_records()), default=-1)
+    step(model)
+    return Counter(entry["profiling_name"] for entry in flight_records() if entry["record_id"] > before)
+
+
+def flight_records() -> list[dict[str, Any]]:
+    return pickle.loads(torch._C._distributed_c10d._dump_fr_trace())["entries"]
+
+
+@on_ranks(2)
+def test_the_flight_recorder_has_a_gather_and_a_reduction_of_each_unit_by_the_names_that_torchs_fsdp2_has():
+    fsdp2.set_collective_algorithms("stock")
+    try:
+        ours = in_flight_recorder(fsdp2.fully_shard)
+    finally:
+        fsdp2.set_collective_algorithms("measured")
+    theirs = in_flight_recorder(torch_fully_shard)
+    assert sorted(theirs.values()) == [3, 6]
+    assert theirs - ours == Counter()
+    assert sorted((ours - theirs).values()) == [1]  # the comparison of ranks before backward
+
+
+def memory_tracked(shard, mesh) -> tuple[int, int, int]:
+    """Bytes as torch's MemTracker counts them: of the parameters, of everything at the peak of two steps, of everything after them."""
+    model = model_of(shard, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    tracker = MemTracker()
+    tracker.track_external(model, optimizer)
+    with tracker:
+        for _ in range(2):
+            step(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            tracker.reset_mod_stats()
+        after = tracker.get_tracker_snapshot("current")[torch.device("cpu")]["Total"]
+    peak = {str(kind): nbytes for kind, nbytes in tracker.get_tracker_snapshot("peak")[torch.device("cpu")].items()}
+    return peak["_MemRefType.PARAM"], peak["Total"], after
+
+
+@pytest.fixture
+def one_of_two() -> Iterator[DeviceMesh]:
+    """Rank 0 of two, whose collectives do nothing and hold nothing: no thread lets go of a buffer later."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def test_the_memory_tracker_sees_what_is_freed_and_no_higher_peak_than_that_of_torchs_fsdp2(one_of_two):
+    """It once saw no storage shrink: we had kept the function that it patches.
+
+    It counts the shards twice: as parameters, and as the flat shard of which they are views with storages of their own.
+    """
+    params, peak, after = memory_tracked(fsdp2.fully_shard, one_of_two)
+    expected_params, expected_peak, expected_after = memory_tracked(torch_fully_shard, one_of_two)
+    assert params == expected_params
+    assert peak - params <= expected_peak
+    assert after - params <= expected_after + 1024  # scalars of the optimizer's and of ours
 
 
 @on_ranks(2)

@@ -86,7 +86,6 @@ class HostStreams:
     host_waits = True
     compute = copy_in = gather = reduce = all_reduce = offload = None
     _nowhere: AbstractContextManager[Any] = contextlib.nullcontext()
-    resize = staticmethod(torch.UntypedStorage.resize_)
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
         return self._nowhere
@@ -96,6 +95,9 @@ class HostStreams:
 
     def order(self, stream: Stream, event: Event) -> None:
         pass
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        storage.resize_(nbytes)  # looked up at each call: memory trackers patch it
 
     def synchronize(self, event: Event) -> None:
         pass

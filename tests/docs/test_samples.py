@@ -1,8 +1,9 @@
-"""The samples on the pages of docs/howto/ and docs/start.md run, in the order of each page, on two ranks."""
+"""The samples on the pages of docs/howto/ and on some others run, in the order of each page, on two ranks."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import sys
 import traceback
@@ -14,7 +15,8 @@ from fsdp2 import errors
 from harness import on_ranks
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ["start.md", *sorted(str(page.relative_to(DOCS)) for page in (DOCS / "howto").glob("*.md") if page.name != "index.md")]
+HOWTO = sorted(str(page.relative_to(DOCS)) for page in (DOCS / "howto").glob("*.md") if page.name != "index.md")
+PAGES = ["start.md", "doctor.md", "inspecting.md", *HOWTO]
 TOCTREE = re.compile(r"```\{toctree\}\n(?::[^\n]*\n)*(.*?)```", re.DOTALL)
 NEEDS = re.compile(r"<!-- needs: (\w+) -->")
 BLOCK = re.compile(r"(?P<unless><!-- not run: [^>]+ -->\n)?```python\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -37,17 +39,22 @@ def page_param(page: str):
 
 @on_ranks(2)
 @pytest.mark.parametrize("page", [page_param(page) for page in PAGES])
-def test_samples_of_a_page_run(page):
+def test_samples_of_a_page_run(page, tmp_path):
     found = samples(page)
     assert found, "a page without a sample that runs"
     names: dict[str, object] = {"__name__": "sample"}
-    for line, code in found:
-        exec(compile("\n" * line + code, str(DOCS / page), "exec"), names)
+    before = os.getcwd()
+    os.chdir(tmp_path)  # the samples' own folders lie there
+    try:
+        for line, code in found:
+            exec(compile("\n" * line + code, str(DOCS / page), "exec"), names)
+    finally:
+        os.chdir(before)
 
 
 def test_each_page_of_the_folder_is_in_its_index():
     (listed,) = TOCTREE.findall((DOCS / "howto" / "index.md").read_text())
-    assert sorted(f"howto/{name}.md" for name in listed.split()) == PAGES[1:]
+    assert sorted(f"howto/{name}.md" for name in listed.split()) == HOWTO
 
 
 ERRORS = [each for each in vars(errors).values() if isinstance(each, type) and each.__module__ == errors.__name__]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core import torch_compat as compat
-from ..core.comm.agreement import agree_on_meshes
+from ..core.comm.agreement import agree_on_meshes, tell_later
 from ..core.comm.streams import streams_of
 from ..core.group.mapped_file import check_disk_policy
 from ..core.group.param import as_sharded
@@ -54,7 +54,8 @@ def offloaded(
     Memory:     on the host, beside the states, the gradients and parameters of two runs that are on their way; with files, of the
                 states those of 1 + 2 ``read_ahead`` runs. A run is a group's parameters of one kind at most
     Collective: yes, over the meshes of the parameters: all ranks go on or raise. Its ``step`` is not
-    Raises:     as ``flat``; ArgumentError for a folder that takes no files; FSDPError in a step if the disk has no room
+    Raises:     as ``flat``; ArgumentError for a folder that takes no files; FSDPError if the disk has no room or does not write, where
+                ranks next agree: in the backward after the step. The step was not taken as a whole then
 
     Example:
         optimizer = fsdp2.optim.offloaded(torch.optim.AdamW, model, fsdp2.DiskOffloadPolicy(folder))
@@ -148,9 +149,13 @@ class OffloadedOptimizer(FlatOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._take_over_steps()
-        steps.refuse_changed()
-        self._take_step()
+        try:
+            self._take_over_steps()
+        except FSDPError as error:
+            self._tell(error)
+        else:
+            steps.refuse_changed()
+            self._take_step()
         steps.end()
         steps.is_armed = bool(steps.order)
         return loss
@@ -170,15 +175,24 @@ class OffloadedOptimizer(FlatOptimizer):
         turns = [run for run in self._host_runs.values() if run.data.grad is not None]
         self._look_ahead(turns, 0)  # beside the step of the others
         self._step_others(inner)
-        for position, run in enumerate(turns):
-            self._look_ahead(turns, position)
-            self._after[group_of[run.data]] = self._step_one(run)
-            inner.state[run.data] = run.state
+        try:
+            for position, run in enumerate(turns):
+                self._look_ahead(turns, position)
+                self._after[group_of[run.data]] = self._step_one(run)
+                inner.state[run.data] = run.state
+            self.states.files.wait()
+        except FSDPError as error:
+            self._tell(error)
         for index, options in self._after.items():
             inner.param_groups[index].update(options)
         self._after = {}
         _order_behind(turns)
-        self.states.files.wait()
+
+    def _tell(self, problem: FSDPError) -> None:
+        """The disk of this rank has failed: raise if it is alone, else at the next agreement, for the others know nothing of it."""
+        if not any(len(group.mesh.ranks) > 1 for group, _ in self._flats):
+            raise problem
+        tell_later(problem)
 
     def _look_ahead(self, turns: list[HostRun], position: int) -> None:
         for run in turns[position : position + 1 + self.states.ahead]:
@@ -278,9 +292,12 @@ class OffloadedOptimizer(FlatOptimizer):
         inner = self._inner
         assert inner is not None
         self._choose(inner)
-        for run in self._host_runs.values():
-            self.states.put_back(run)
-        self.states.files.wait()
+        try:
+            for run in self._host_runs.values():
+                self.states.put_back(run)
+            self.states.files.wait()
+        except FSDPError as error:
+            self._tell(error)
 
 
 def _order_behind(runs: Sequence[HostRun]) -> None:

@@ -60,7 +60,7 @@ class WriteBehind:
             file.ask_for()
 
     def write(self, file: MappedFile) -> None:
-        """Once more is under way than allowed, wait for the oldest. Raises: OSError if that could not be written."""
+        """Once more is under way than allowed, wait for the oldest. Raises: FSDPError if that could not be written."""
         self._under_way.append((self._thread.submit(file.write_back), file))
         self.wait(self._max_files)
 

@@ -1,7 +1,7 @@
 """One collective after which every rank goes on, or every rank raises the same error.
 
 Worked example: rank 2 of 4 finds the disk full. It calls ``agree(group, error)``, the others ``agree(group, None)``; all four raise
-rank 2's CheckpointError.
+rank 2's CheckpointError. Where it finds it between collectives it calls ``tell_later(error)``, and the next agreement is the same.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def agree(process_group: dist.ProcessGroup | None, problem: FSDPError | None, sa
 
     Raises: the problem of the lowest rank that has one, on every rank; LostRankError if a rank does not answer
     """
+    problem = problem or take_untold()
     if process_group is None:
         if problem is not None:
             raise problem
@@ -103,6 +104,28 @@ def is_lost(process_group: dist.ProcessGroup | None) -> bool:
     return process_group in _lost
 
 
+def tell_later(problem: FSDPError) -> None:
+    """Note a problem that this rank has found where ranks do not meet: the next agreement, of whatever, tells it to all of its ranks.
+
+    Until then this rank takes part in all collectives, so that none of the others waits for it.
+    """
+    _untold.append(problem)
+
+
+def has_untold() -> bool:
+    return bool(_untold)
+
+
+def take_untold() -> FSDPError | None:
+    """The first problem that was to be told later; all of them are forgotten."""
+    problem = next(iter(_untold), None)
+    _untold.clear()
+    return problem
+
+
+_untold: list[FSDPError] = []
+
+
 def agree_on_meshes(meshes: Sequence[DeviceMesh], problem: FSDPError | None) -> None:
     """Let all ranks of ``meshes`` go on, or raise if a rank of them has a problem. No meshes: this rank decides alone.
 
@@ -125,6 +148,7 @@ def agree_over(axes: Sequence[Axis], problem: FSDPError | None) -> None:
     Collective: yes, over each of ``axes``, in this order, which is the same on all of their ranks
     Raises:     this rank's problem, or else that of another rank
     """
+    problem = problem or take_untold()
     failed = problem is not None
     for group, device in axes:
         with reached(group, problem):

@@ -36,6 +36,7 @@ class MappedFile:
     def __init__(self, folder: str, nbytes: int, what: str) -> None:
         """what: its content, for the error message. Raises: FSDPError if the folder has no room"""
         self.nbytes = max(nbytes, 1)
+        self._what = f"{what} in {folder}"
         self.number = next(_numbers)
         self._file = -1
         try:
@@ -70,8 +71,15 @@ class MappedFile:
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def write_back(self) -> None:
-        """Write the changes, and give the memory back."""
-        os.fdatasync(self._file)
+        """Write the changes, and give the memory back. Raises: FSDPError if the disk does not take them"""
+        try:
+            os.fdatasync(self._file)
+        except OSError as error:
+            raise FSDPError(
+                f"the disk does not take {self.nbytes:,} bytes of {self._what}: {error}",
+                expected="a disk that writes what it has promised room for: values may be lost now",
+                fix="look at the disk and its quotas, name another folder, and go on from the last checkpoint",
+            ) from error
         self.let_go()
 
     def __del__(self) -> None:

@@ -23,9 +23,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ...errors import meta_error, misplaced_error
+from ...errors import FSDPError, meta_error, misplaced_error
 from ...policy import AllGather
 from ..comm import collective_log
+from ..comm.agreement import tell_later
 from ..comm.streams import streams_of
 from ..plan.mesh import DataParallelMesh
 from ..plan.placement import in_dtype
@@ -143,8 +144,7 @@ class GroupMemory:
                 shard = shard_view(self.flat, slot, param.spec, param.rank)
                 shard.copy_(param.local_now())
                 param.move_to(shard)
-        if self.file is not None:
-            self.file.write_back()
+        self._write_file()
 
     def align_to(self, block: int) -> None:
         """From now on, let no block of so many elements of the flat shard have elements of two parameters. Every rank must call it."""
@@ -172,8 +172,18 @@ class GroupMemory:
             param.move_to(local)
         if self.options.folder is not None:
             locals_ = [param.local for param in self.params]
-            self.file = mapped(self.options.folder, [leaf for local in locals_ for leaf in leaves_of(local)], self._what())
-            self.file.write_back()
+            try:
+                self.file = mapped(self.options.folder, [leaf for local in locals_ for leaf in leaves_of(local)], self._what())
+            except FSDPError as error:  # of this rank alone: the parameters stay in memory until ranks meet
+                tell_later(error)
+            self._write_file()
+
+    def _write_file(self) -> None:
+        if self.file is not None:
+            try:
+                self.file.write_back()
+            except FSDPError as error:
+                tell_later(error)
 
     def _what(self) -> str:
         return f"parameters of {self.params[0].fqn} and others"
@@ -189,8 +199,12 @@ class GroupMemory:
 
     def _new_flat(self, numel: int, dtype: torch.dtype) -> Tensor:
         if self.options.folder is not None:
-            self.file = MappedFile(self.options.folder, numel * dtype.itemsize, self._what())
-            return self.file.tensor(dtype, numel)
+            try:
+                self.file = MappedFile(self.options.folder, numel * dtype.itemsize, self._what())
+                return self.file.tensor(dtype, numel)
+            except FSDPError as error:  # of this rank alone: the parameters stay in memory until ranks meet
+                self.file = None
+                tell_later(error)
         device = torch.device("cpu") if self.options.offload else self.device
         return torch.zeros(numel, dtype=dtype, device=device, pin_memory=self.options.offload and self.options.pin_memory)
 

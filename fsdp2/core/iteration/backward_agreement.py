@@ -3,7 +3,8 @@
 Ranks gather and reduce groups one after another, in an order that follows from each rank's own graph. If one rank left out a unit that
 the others have, its next group would meet their last one: a hang, or, between groups of equal size, wrong gradients
 without an error. So the first moment of a backward costs one all-gather of eight bytes, a checksum of what the rank will do; where the
-checksums differ, ranks gather one byte a unit as well. Ranks may differ in what they do without a collective: how often they call a
+checksums differ, ranks gather one byte a unit as well. One bit of the eight bytes says that a rank has a problem to tell
+(``comm/agreement.py``), which then all of them raise. Ranks may differ in what they do without a collective: how often they call a
 unit that they need not gather, which frozen units they call, whether their data need a gradient. If no rank has to gather a unit that
 some ranks reduce at the end of backward, all ranks reduce it there. A backward that runs through several roots is compared as a whole
 when the first of them begins: a rank that leaves out a root would otherwise not come to compare it. On stream-ordered backends (NCCL)
@@ -30,6 +31,7 @@ import torch.distributed as dist
 from ...errors import OrderError
 from .. import torch_compat as compat
 from ..comm import backends, collective_log
+from ..comm.agreement import agree_over, has_untold, take_untold
 from ..group.param_group import ParamGroup
 from .forward_log import ForwardLog
 from .group_numbers import num_units_over
@@ -118,10 +120,14 @@ class Agreement:
         """Raise OrderError on every rank if this backward, which has just begun, communicates in another order on one of them.
 
         Collective: yes, over the shard axis, then the replicate axis; no if the root communicates nothing, or is the only unit that
-        ``fully_shard`` has made over these ranks, or was already compared together with an earlier root.
+                    ``fully_shard`` has made over these ranks, without parameters in files, or was already compared with an earlier root
+        Raises:     as well what ranks were to tell later (``tell_later``), on every rank; where ranks compare nothing, this rank alone
         """
         task = compat.current_graph_task()
-        if not self._process_groups or _compared.get(self) == task or not any(map(self._communicates, self._units)):
+        if not self._process_groups:
+            self._raise_alone()
+            return
+        if _compared.get(self) == task or not any(map(self._communicates, self._units)):
             return
         logs = self._logs()
         parts = [self._part([log for log in logs if log.is_in_this_backward()] or logs[-1:], keeps_logs=bool(logs))]
@@ -133,11 +139,24 @@ class Agreement:
                 parts.append(part)
                 _compared[other] = task
         # The backward of another rank may go through a root that this rank's backward does not reach, or that is gone on this rank.
-        if (len(parts) > 1 or num_units_over(self._mesh) > 1) and not self._have_one_order(parts):
+        if not (len(parts) > 1 or num_units_over(self._mesh) > 1 or self._has_files()):
+            self._raise_alone()
+        elif not self._have_one_order(parts):
+            agree_over([(group, torch.device("cpu")) for group in self._process_groups], None)  # raises what a rank was to tell later
             self._join_or_refuse(parts)
 
+    @staticmethod
+    def _raise_alone() -> None:
+        """What this rank was to tell later, here, where ranks do not compare anything."""
+        problem = take_untold()
+        if problem is not None:
+            raise problem
+
+    def _has_files(self) -> bool:
+        return any(group.options.folder is not None for groups in self._uses.values() for group in groups)
+
     def _have_one_order(self, parts: Sequence[_Part]) -> bool:
-        """Whether all ranks communicate in the order of this rank's ``parts``. Collective: yes."""
+        """Whether all ranks communicate in the order of this rank's ``parts``, and none has a problem to tell. Collective: yes."""
         numbers = [part.root if len(parts) > 1 else 0 for part in parts]
         timed = sorted(
             (
@@ -152,9 +171,10 @@ class Agreement:
         lent = [(number, part.lent) for number, part in zip(numbers, parts, strict=True) if part.lent]
         recomputed = [part.recomputed for part in parts if part.recomputed]
         checksum = zlib.crc32(repr((order, lent, recomputed)).encode())
-        mine = torch.tensor([*dist.get_rank().to_bytes(4, "big"), *checksum.to_bytes(4, "big")], dtype=torch.uint8)
+        said = dist.get_rank() | has_untold() << 31
+        mine = torch.tensor([*said.to_bytes(4, "big"), *checksum.to_bytes(4, "big")], dtype=torch.uint8)
         rows: list[list[int]] = self._gather(mine).tolist()
-        return all(row[4:] == rows[0][4:] for row in rows)
+        return all(row[4:] == rows[0][4:] and row[0] < 128 for row in rows)
 
     def _join_or_refuse(self, parts: Sequence[_Part]) -> None:
         """The ranks' orders differ: if it makes them equal that ranks reduce what they leave out at the end, do so; else raise."""

@@ -100,6 +100,8 @@ def build_unit(
         if isinstance(own_after, int) and not isinstance(own_after, bool):
             group.smaller_mesh = post_forward_mesh(own_mesh, own_after)
         groups.append(group)
+    if options.folder is not None:
+        agree_on_meshes([mesh.mesh], None)  # raises on all ranks if the disk of one had no room
     for buffer in read.buffers.values():
         if not buffer.is_meta:
             compat.set_data(buffer, buffer.to(device))

@@ -192,19 +192,23 @@ class FlatOptimizer(Optimizer):
         if missing:
             raise meta_error(missing, "a device")
         self._runs = [runs_of(group["params"], known, self._block) for group in self.param_groups]
-        kept: list[tuple[Run, State]] = []
-        for index, runs in enumerate(self._runs):
-            pairs = [pair for run in runs for pair in _with_state(run, state)]
-            self._runs[index] = [run for run, _ in pairs]
-            kept += [(run, self._as_kept(values, index, run)) for run, values in pairs if values]
+        self._runs = [[part for run in runs for part in _cut_by_states(run, state)] for runs in self._runs]
         data = [[run.data for run in runs] for runs in self._runs]
         inner_groups = [{"params": each, **_options_of(group)} for each, group in zip(data, self.param_groups, strict=True)]
         inner = self._class(inner_groups or [{"params": []}], **self._options)
         inner.param_groups = inner.param_groups[: len(inner_groups)]  # an optimizer cannot begin with none
-        inner.state.update({run.data: values for run, values in kept})
+        self._take_states(inner, state)
         _pass_options(inner.param_groups, self.param_groups)  # torchao's make tensors of learning rates
         self._listed = [list(group["params"]) for group in self.param_groups]
         self._inner, self._loaded, self._shown = inner, None, None
+
+    def _take_states(self, inner: Optimizer, state: Mapping[Tensor, State]) -> None:
+        """Let ``inner`` have the ``state`` of the parameters, by run."""
+        for index, runs in enumerate(self._runs):
+            for run in runs:
+                values = state_of(run, state)
+                if values:
+                    inner.state[run.data] = self._as_kept(values, index, run)
 
     def _as_kept(self, values: State, index: int, run: Run) -> State:
         """The state with ``values`` of a run in group ``index``, as the optimizer keeps it."""
@@ -363,16 +367,13 @@ def _part_of(key: str, value: Any, data: Tensor, part: slice) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _with_state(run: Run, state: Mapping[Tensor, State]) -> list[tuple[Run, State]]:
-    """``run`` cut where the states of neighbours cannot be one, with the state of each part."""
+def _cut_by_states(run: Run, state: Mapping[Tensor, State]) -> list[Run]:
+    """``run``, cut where the states of neighbours cannot be one."""
     states = {piece.param: state.get(piece.param, {}) for piece in run.pieces}
-    if not any(states.values()):
-        return [(run, {})]
-    if len(run.pieces) == 1 and run.pieces[0].slot is None:
-        param = run.pieces[0].param
-        return [(run, {key: _local(value, param) for key, value in states[param].items()})]
+    if not any(states.values()) or len(run.pieces) == 1:
+        return [run]
     parts = run.cut(lambda before, piece: not _go_together(states[before.param], states[piece.param], piece.param))
-    return [(part, _joined(part, states)) for part, _ in parts]
+    return [part for part, _ in parts]
 
 
 def _go_together(one: State, other: State, param: Tensor) -> bool:
@@ -387,17 +388,26 @@ def _go_together(one: State, other: State, param: Tensor) -> bool:
     return True
 
 
-def _joined(run: Run, states: Mapping[Tensor, State]) -> State:
+def state_of(run: Run, state: Mapping[Tensor, State], device: torch.device | None = None, to_dtype: bool = False) -> State:
+    """That of the parameters of ``run`` as one, or nothing if they have none.
+
+    device:   where to make the entries with a value for each element; None: where they are
+    to_dtype: cast these to the run's dtype, as ``load_state_dict`` of an optimizer does
+    """
     first = run.pieces[0].param
     found: State = {}
-    for key, value in states[first].items():
+    for key, value in state.get(first, {}).items():
         if not is_elementwise(key, value, first):
             found[key] = value.clone() if isinstance(value, Tensor) else value
             continue
         local = _local(value, first)
-        buffer = torch.zeros(run.data.shape, dtype=local.dtype, device=local.device)
+        dtype = run.data.dtype if to_dtype and local.dtype.is_floating_point else local.dtype
+        if run.pieces[0].slot is None:  # it lies in no flat shard
+            found[key] = local.to(device or local.device, dtype)
+            continue
+        buffer = torch.zeros(run.data.shape, dtype=dtype, device=device or local.device)
         for piece in run.pieces:
-            piece.place_in(buffer).copy_(_local(states[piece.param][key], piece.param))
+            piece.place_in(buffer).copy_(_local(state[piece.param][key], piece.param))
         found[key] = buffer
     return found
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from ..core.group.param import as_sharded
 from ..core.iteration.module_state import group_with, sharded_parameters
 from ..errors import ArgumentError, FSDPError
 from ..policy import CPUOffloadPolicy, DiskOffloadPolicy, TorchCPUOffloadPolicy
-from .flat import FlatOptimizer, State
+from .flat import FlatOptimizer, State, state_of
 from .host_runs import HostRun, HostStates
 from .in_backward import BackwardSteps, in_turn
 from .runs import Run
@@ -125,6 +126,7 @@ class OffloadedOptimizer(FlatOptimizer):
         self._host_runs: dict[Tensor, HostRun] = {}  # by the data of a run, in the order of their turns
         self._stepper: Optimizer | None = None  # of the class, which is given one run after another
         self._options_of: dict[Tensor, dict[str, Any]] = {}  # by the data of a run, when this step began
+        self._is_given = False  # what is loaded was not cast to the dtypes of parameters
         self._after: dict[int, dict[str, Any]] = {}  # options of groups, by index, as the steps of their runs in backward left them
 
     def _made_of(self) -> tuple[Any, ...]:
@@ -278,26 +280,76 @@ class OffloadedOptimizer(FlatOptimizer):
                 sharded = run.pieces[0].sharded
                 found = HostRun(run, inner.state.get(run.data, {}), pin_memory)
                 found.param_file = None if sharded is None else group_with(sharded).file
-                found.move_state()
+                found.move_state()  # which may be that of a run that was cut
             self._host_runs[run.data] = found
         for run in runs:
             if run.data in known and run.data not in self._host_runs:  # it was chosen before the order of gradients was known
                 inner.state[run.data] = known[run.data].state_at(run.data.device)
 
-    @torch.no_grad()
     def _rebuild(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
         super()._rebuild(state)
+        self._is_given = False
         self._watch()
+
+    @torch.no_grad()
+    def _take_states(self, inner: Optimizer, state: Mapping[Tensor, State]) -> None:
+        """Of one run after another: each is where it is kept before the next one is made."""
         self._host_runs.clear()
-        inner = self._inner
-        assert inner is not None
         self._choose(inner)
         try:
-            for run in self._host_runs.values():
-                self.states.put_back(run)
+            for run in (run for runs in self._runs for run in runs):
+                host = self._host_runs.get(run.data)
+                device = run.data.device if host is None else torch.device("cpu")
+                values = state_of(run, state, device, self._is_given)
+                if values:
+                    inner.state[run.data] = values
+                if values and host is not None:
+                    host.state = values
+                    self.states.put_back(host)
             self.states.files.wait()
         except FSDPError as error:
             self._tell(error)
+
+    # --- what is loaded ---
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As any optimizer's; the states go straight to where they are kept, run by run.
+
+        Memory: beside ``state_dict``, the states of one run where its parameters are or on the host, and those in files that are not
+                written yet. Parameters on the meta device have no place: then the first step does it.
+        """
+        handle = self.register_load_state_dict_pre_hook(_as_given)  # behind the user's
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        if not any(param.is_meta for param in self._params()):
+            self._current()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        states = state.get("state", {})
+        given = {
+            param: {key: each.value for key, each in values.items() if isinstance(each, _Given)} for param, values in states.items()
+        }
+        self._is_given = any(given.values())
+        if "state" in state:
+            state = {**state, "state": {param: {**values, **given[param]} for param, values in states.items()}}
+        super().__setstate__(state)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A tensor that ``load_state_dict`` of torch does not copy to the device of the parameter, as it does with all that it sees."""
+
+    value: Tensor
+
+
+def _as_given(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    states = {
+        number: {key: _Given(value) if isinstance(value, Tensor) and value.dim() > 0 else value for key, value in values.items()}
+        for number, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": states}
 
 
 def _order_behind(runs: Sequence[HostRun]) -> None:

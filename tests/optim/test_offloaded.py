@@ -20,6 +20,7 @@ import fsdp2
 from fsdp2 import fully_shard
 from fsdp2.optim import AnyPrecisionAdamW, DiskOffloadPolicy, flat, offloaded
 from harness import cpu_mesh, on_ranks
+from harness.memory import PeakBytes
 from harness.models import batches, mlp
 from harness.training import Step, adamw, assert_same_bits, assert_same_tensor, fed_in_chunks, fed_own_chunk, forward_backward
 
@@ -69,6 +70,32 @@ def test_state_dicts_go_from_it_to_the_ordinary_optimizer_and_back(tmp_path):
         for name in expected:
             assert_same_tensor(found[name], expected[name], name)
     assert all(run.file is not None for run in reloaded._host_runs.values())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_state_dict_goes_into_files_run_by_run(dtype, tmp_path):
+    """Copies of all of it lay beside the parameters, and the next step made the runs of all of these before the first file."""
+    model, twin = sharded(num_blocks=12), sharded(num_blocks=12)
+    ordinary = adamw(twin.parameters())
+    fed_own_chunk(twin, batches(1), optimizer=ordinary)
+    given = ordinary.state_dict()
+    for state in given["state"].values():
+        state.update({key: value.to(dtype) for key, value in state.items() if value.dim() > 0})
+    optimizer = offloaded(torch.optim.AdamW, model, DiskOffloadPolicy(tmp_path), lr=1.0)
+    with PeakBytes() as bytes_in_use:
+        bytes_in_use.touch([given, list(model.parameters())])
+        before = bytes_in_use.peak
+        optimizer.load_state_dict(given)
+    files = [run.file.nbytes for run in optimizer._host_runs.values()]
+    assert len(files) == 13
+    # Files count with all of their pages; 4 096: numbers of steps, and the values of a parameter in its own dtype.
+    assert bytes_in_use.peak - before <= sum(files) + max(files) + 4096 < 1.5 * sum(files)
+    assert optimizer.param_groups[0]["lr"] == 0.01
+    for (name, param), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        for key, value in ordinary.state[other].items():
+            expected = value.to(param.dtype) if value.dim() > 0 else value
+            assert_same_tensor(optimizer.state[param][key], expected, f"{name}.{key}")
 
 
 @on_ranks(2)

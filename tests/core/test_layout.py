@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp2.core.group.all_gather import assemble, disassemble
+from fsdp2.core.group.rank_pieces import assemble, disassemble
 from fsdp2.core.plan.layout import (
     Cut,
     GroupLayout,

@@ -27,6 +27,7 @@ from ..comm import backends, collectives
 from ..comm.streams import Event, Stream, Streams
 from ..plan.layout import Cut, GroupLayout
 from .param import storage_view
+from .rank_pieces import assemble
 
 
 @dataclass(frozen=True)
@@ -340,56 +341,3 @@ def send_together(waiting: Sequence[Waiting], streams: Streams) -> None:
             collectives.all_gather(outputs, inputs, process_group, "stock", async_op=False)
         for gather, _ in waiting:
             gather.land()
-
-
-def assemble(slots: Tensor, cut: Cut, whole: Tensor) -> None:
-    """Join the slots of all ranks, (num_shards, slot_numel), to the physical tensor ``whole`` of ``cut.shape``."""
-    for piece, region in _regions(slots, cut, whole):
-        region.copy_(piece)
-
-
-def disassemble(whole: Tensor, cut: Cut) -> Tensor:
-    """The reverse: (num_shards, slot_numel) with the piece of each rank, padded with zeros."""
-    if cut.dim is None:
-        return whole.reshape(1, -1).repeat(cut.num_shards, 1)  # contiguous: of other tensors ``chunk_cat`` copies piece by piece
-    is_even = cut.shape[cut.dim] % cut.num_shards == 0
-    slots = (whole.new_empty if is_even else whole.new_zeros)(cut.num_shards, cut.slot_numel)
-    for piece, region in _regions(slots, cut, whole):
-        piece.copy_(region)
-    return slots
-
-
-def join(padded: Tensor, dim: int, whole: Tensor) -> None:
-    """Write the pieces (num_shards, ...) into ``whole`` one after another along ``dim``, without the rows beyond its size."""
-    rows = padded.shape[dim + 1]
-    full = whole.shape[dim] // rows if rows > 0 else 0
-    left = whole.shape[dim] - full * rows
-    if full > 0:
-        _by_ranks(whole, dim, full, rows).copy_(padded[:full].movedim(0, dim))
-    if left > 0:
-        whole.narrow(dim, full * rows, left).copy_(padded[full].narrow(dim, 0, left))
-
-
-def _regions(slots: Tensor, cut: Cut, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of views of ``slots`` and ``whole`` that hold the same elements: at most two, however many ranks there are.
-
-    ``torch.chunk`` gives the first ranks equally many rows, at most one rank fewer, and the others none.
-    """
-    dim, shape = cut.dim, cut.shard_shape(0)
-    assert dim is not None
-    rows = shape[dim]
-    full = cut.shape[dim] // rows if rows > 0 else 0
-    left = cut.shape[dim] - full * rows
-    regions = []
-    if full > 0:
-        pieces = slots[:full].view(full, *shape).movedim(0, dim)
-        regions.append((pieces, _by_ranks(whole, dim, full, rows)))
-    if left > 0:
-        region = whole.narrow(dim, full * rows, left)
-        regions.append((slots[full, : region.numel()].view(region.shape), region))
-    return regions
-
-
-def _by_ranks(whole: Tensor, dim: int, ranks: int, rows: int) -> Tensor:
-    """The first ``ranks * rows`` rows along ``dim``, as two dims."""
-    return whole.narrow(dim, 0, ranks * rows).view(*whole.shape[:dim], ranks, rows, *whole.shape[dim + 1 :])

@@ -25,9 +25,10 @@ from ..comm.communicators import CommWork
 from ..comm.streams import Event, Stream, Streams
 from ..plan.layout import Cut
 from ..plan.mesh import DataParallelMesh
-from .all_gather import Waiting, join
+from .all_gather import Waiting
 from .extensions import Extensions, releases_gathered, require_same_kinds
 from .param import ShardedParam, new_unsharded_param, storage_view
+from .rank_pieces import join
 
 ALIGN_NBYTES = 16
 """At whose multiples the tensors that ranks send begin, as kernels want it that read them."""

@@ -24,10 +24,10 @@ from .. import torch_compat as compat
 from ..plan.layout import Cut, group_layout
 from ..plan.model_axes import local_gradient, varying_axes
 from ..plan.placement import ShardSpec, in_dtype
-from .all_gather import disassemble
 from .memory import GroupMemory
 from .order_tags import TAG_NUMEL, tag_of
 from .param import ShardedParam
+from .rank_pieces import disassemble
 
 CAST_BEHIND_NBYTES = 256 << 10
 """On the CPU ``chunk_cat`` casts each piece by itself: for buffers up to this size, one cast of the whole buffer costs less."""

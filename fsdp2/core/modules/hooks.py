@@ -2,8 +2,8 @@
 
 Per forward call of a unit: a pre-hook unshards and passes each input through a node of its own, whose turn in backward comes when the
 gradient of that input is done; a post-hook reshards and puts a hook before the node of every output, whose turn comes when the
-output's gradient has arrived. Each hook reports a moment to the schedule, which decides. This file refuses to know memory and
-collectives.
+output's gradient has arrived (``backward_hooks.py``). Each hook reports a moment to the schedule, which decides. This file refuses to
+know memory and collectives.
 
 Note: why nodes and not tensor hooks. A view made of an input costs 3 us and no Python in backward but our hook's (a custom Function
 10 us); it exists under every transform, and in-place changes of it are autograd's usual business. A hook on an output's *node*
@@ -13,7 +13,6 @@ node away too, so the base's node gets a hook as well.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
@@ -25,13 +24,14 @@ from torch import Tensor, nn
 
 from ...errors import CompileError, OrderError
 from .. import torch_compat as compat
-from ..iteration.call import Call, GraphPart, next_moment
+from ..iteration.call import GraphPart, next_moment
 from ..iteration.first_forward import adopt
 from ..iteration.module_state import ModuleState, units_below
 from ..iteration.schedule import Schedule
 from ..iteration.unit import Unit
 from ..plan.annotations import exempt_from_typechecking
 from ..plan.model_axes import varying_axes
+from .backward_hooks import begin_backward, end_backward, labelled, pass_input
 from .compiler_orders import warn_of_losing_orders
 from .grad_dtypes import AfterLoading
 from .graph_nodes import apart_from, apart_from_bottom, below, find_bottoms, made_input, outlive_parameters
@@ -184,7 +184,7 @@ class UnitHooks:
             else:
                 args, kwargs = map_tensors(self._cast_input, (args, kwargs))
         if compat.profiler_is_on() or compat.functorch_is_active():
-            with _around("pre_forward", unit):
+            with labelled("pre_forward", unit):
                 schedule.begin_forward(unit)
         else:
             schedule.begin_forward(unit)
@@ -323,9 +323,9 @@ class UnitHooks:
         for each in compat.levels_of(view) if levels else (view,):
             node = each.grad_fn
             if node is not None and not is_first:
-                node.register_prehook(functools.partial(_pass_input, self._unit, part.call))
+                node.register_prehook(functools.partial(pass_input, self._unit, part.call))
             elif node is not None:
-                node.register_prehook(functools.partial(_end_backward, self._unit, part.call))
+                node.register_prehook(functools.partial(end_backward, self._unit, part.call))
                 part.append(node)
         return view
 
@@ -354,7 +354,7 @@ class UnitHooks:
         log = None if forward is None else forward.log
         begins = forward is not None and forward.root is self._unit
         finds_bottoms = log is not None and (begins or not part) and not self._unit.calls.running and not levels
-        hook = functools.partial(_begin_backward, self._unit, part)
+        hook = functools.partial(begin_backward, self._unit, part)
         seen: list[Any] = []
         for tensor in found:
             if not tensor.requires_grad:
@@ -398,63 +398,6 @@ def _refuse_autograd(unit: ModuleState) -> None:
             expected="torch.no_grad() around it: gradients of the whole parameters would be lost",
             fix="run training steps outside of summon_full_params",
         )
-
-
-@contextlib.contextmanager
-def _around(moment: str, unit: ModuleState) -> Iterator[None]:
-    """Label the moment for the profiler, outside of any transform of ``torch.func``: parameters are the same to all of them."""
-    with torch.profiler.record_function(f"fsdp2::{moment} ({unit.fqn})"), compat.functorch_disabled():
-        yield
-
-
-@compat.dynamo_disabled
-def _begin_backward(unit: ModuleState, part: GraphPart, grads: Any) -> None:
-    schedule = unit.schedule
-    assert schedule is not None
-    if compat.profiler_is_on() or compat.functorch_is_active():
-        with _around("pre_backward", unit):
-            schedule.begin_backward(part.call, unit)
-    else:
-        schedule.begin_backward(part.call, unit)
-
-
-@compat.dynamo_disabled
-def _end_backward(unit: ModuleState, call: Call, grads: Any) -> None:
-    schedule = unit.schedule
-    assert schedule is not None
-    if torch.is_grad_enabled():
-        _watch_gradients(unit, call, grads)
-    if compat.profiler_is_on() or compat.functorch_is_active():
-        with _around("post_backward", unit):
-            schedule.end_backward_of(call, unit)
-    else:
-        schedule.end_backward_of(call, unit)
-
-
-@compat.dynamo_disabled
-def _pass_input(unit: ModuleState, call: Call, grads: Any) -> None:
-    """Autograd has computed the gradient of an input that does not end the call."""
-    if torch.is_grad_enabled():
-        _watch_gradients(unit, call, grads)
-
-
-def _watch_gradients(unit: ModuleState, call: Call, grads: tuple[Tensor | None, ...]) -> None:
-    """A backward with ``create_graph`` made a graph: a backward through that graph needs the parameters from here on."""
-    part = call.graph()
-    if part is None:
-        return
-    for grad in grads:
-        for each in () if grad is None else compat.levels_of(grad):
-            if each.grad_fn is not None:
-                each.grad_fn.register_prehook(functools.partial(_begin_backward_through_backward, unit, part))
-
-
-@compat.dynamo_disabled
-def _begin_backward_through_backward(unit: ModuleState, part: GraphPart, grads: Any) -> None:
-    _begin_backward(unit, part, grads)
-    schedule = unit.schedule
-    if schedule is not None and schedule.backward is not None:
-        schedule.backward.keep_to_end(unit)
 
 
 class _Saving:

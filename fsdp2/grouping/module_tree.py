@@ -13,6 +13,8 @@ from torch import nn
 from ..core import torch_compat as compat
 from ..core.iteration.module_state import unit_of
 from ..core.modules.sharded_class import original_class
+from ..core.plan.placement import is_lazy
+from ..errors import ParameterError
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 OPAQUE = (nn.MultiheadAttention,)
@@ -90,6 +92,18 @@ class ModuleTree:
 def class_of(module: nn.Module) -> type[nn.Module]:
     """The class that it had before ``fully_shard``."""
     return original_class(type(module)) if unit_of(module) is not None else type(module)
+
+
+def refuse_lazy_parameters(model: nn.Module) -> None:
+    """Raise ParameterError naming each parameter of a lazy module that has not run yet."""
+    lazy = [name for name, param in model.named_parameters() if is_lazy(param)]
+    if lazy:
+        raise ParameterError(
+            f"{len(lazy)} parameters have no shape yet",
+            items=lazy,
+            expected="a model whose lazy modules have run once",
+            fix="run a forward pass with an input of the right shape before",
+        )
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ModuleError, ParameterError, got_object
-from .module_tree import CONTAINERS, ModuleTree, is_sharded
+from ..errors import ModuleError, got_object
+from .module_tree import CONTAINERS, ModuleTree, is_sharded, refuse_lazy_parameters
 from .policies import as_policy
 
 
@@ -110,14 +110,7 @@ def plan(model: nn.Module, policy: Any = "auto", *, ignored_params: Iterable[nn.
             fix="plan first",
         )
     tree = ModuleTree(model, ignored_params or ())
-    lazy = [name for name, param in model.named_parameters() if isinstance(param, nn.UninitializedParameter)]
-    if lazy:
-        raise ParameterError(
-            f"{len(lazy)} parameters have no shape yet",
-            items=lazy,
-            expected="a model whose lazy modules have run once",
-            fix="run a forward pass with an input of the right shape before",
-        )
+    refuse_lazy_parameters(model)
     order = {id(module): index for index, module in enumerate(tree.candidates.values())}
     chosen: list[list[nn.Module]] = []
     for modules in as_policy(policy).choose(tree):

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import ModuleError, ParameterError, got_object
+from ..errors import ModuleError, got_object
+from ..grouping.module_tree import refuse_lazy_parameters
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,7 @@ def workload_of(
         raise ModuleError(
             got_object("plan", model), expected="an nn.Module, or the name of a shape", fix="see fsdp2 plan --help for the shapes"
         )
-    lazy = [name for name, param in model.named_parameters() if isinstance(param, nn.UninitializedParameter)]
-    if lazy:
-        raise ParameterError(
-            f"{len(lazy)} parameters have no shape yet",
-            items=lazy,
-            expected="a model whose lazy modules have run once",
-            fix="run a forward pass with an input of the right shape before",
-        )
+    refuse_lazy_parameters(model)
     return Workload(type(model).__name__, lambda: on_meta(model), inputs or tokens, loss or next_token_loss)
 
 

@@ -42,7 +42,7 @@ _DROPPED = {
 
 
 def migrate_config(text: str) -> Migrated:
-    """Rewrite one YAML file; what is no FSDP1 configuration of accelerate stays as it is, and so does every other line."""
+    """Rewrite one YAML file; a file without an FSDP1 configuration of accelerate stays as it is, and so does every other line."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import YAMLError
 

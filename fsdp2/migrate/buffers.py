@@ -25,7 +25,7 @@ _UNSEEN = "buffer_dtype={}: which buffers it casts is not seen in this file"
 
 
 def find_casts(editor: Editor, signature: tuple[str, ...], precision: tuple[str, ...]) -> dict[int, str]:
-    """Before anything is rewritten: by ``id`` of a call of FSDP, the statement that casts, with {model} for the name of the model.
+    """Before the rewrite: the statement that casts, by ``id`` of a call of FSDP, with {model} for the name of the model.
 
     signature, precision: the arguments of FSDP and of MixedPrecision
     """

@@ -113,7 +113,7 @@ def _mapped(editor: Editor, old: cst.Call, name: str, value: cst.BaseExpression,
 
 
 def find_hooks(editor: Editor) -> None:
-    """Before anything is rewritten: whether gradients are compressed, which is ``reduce_dtype``, and whether DDP is joined."""
+    """Before the rewrite: whether gradients are compressed, which becomes ``reduce_dtype``, and whether DDP is joined."""
     here = editor.of(_Found)
     for call in editor.names.facts.calls:
         made_by = editor.names.origin_of(call.func)

@@ -57,7 +57,7 @@ class Engine:
 
 
 def find_engine(editor: Editor) -> None:
-    """Before anything is rewritten: what the ``initialize`` of this file becomes."""
+    """Before the rewrite: what becomes of this file's ``initialize``."""
     names = editor.names
     calls = [call for call in names.facts.calls if names.origin_of(call.func) == "deepspeed:initialize"]
     if len(calls) > 1:
@@ -256,7 +256,7 @@ _ENGINE_ONLY = (
 
 
 def engine_attribute(editor: Editor, old: cst.Attribute, new: cst.Attribute) -> cst.BaseExpression:
-    """What only DeepSpeed's engine has."""
+    """Names that only DeepSpeed's engine has."""
     if old.attr.value in _ENGINE_ONLY and editor.names.tag_of(old.value) == "deepspeed":
         editor.refuse("deepspeed", old, f"engine.{old.attr.value}: the model has nothing of that name")
     return new

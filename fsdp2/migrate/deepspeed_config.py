@@ -35,7 +35,7 @@ class Text:
 
 @dataclass
 class Plan:
-    """What replaces ``deepspeed.initialize``. ``refused`` says why it cannot be; ``notes`` what is otherwise."""
+    """The replacement of ``deepspeed.initialize``. refused: why there is none; notes: what differs"""
 
     strategy: str = "ddp"
     policies: list[str] = field(default_factory=list)  # keyword arguments of parallelize
@@ -48,7 +48,7 @@ class Plan:
 
 
 def from_dict(node: cst.Dict) -> Any:
-    """A dict display as a dict, with ``Text`` for what is no literal."""
+    """A dict display as a dict, with ``Text`` for values that are no literals."""
     found: dict[str, Any] = {}
     for each in node.elements:
         key = string_of(each.key) if isinstance(each, cst.DictElement) else None

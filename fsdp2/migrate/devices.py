@@ -1,4 +1,4 @@
-"""On which kind of device a script trains: by the backends that it starts; at run time where they are not written.
+"""The kind of device on which a script trains: by the backends that it starts, or at run time if the file does not name them.
 
 This file refuses to know what needs a device.
 """
@@ -29,7 +29,7 @@ def device_type(editor: Editor) -> str:
 
 
 def _strings(names: Names, node: cst.BaseExpression | None, depth: int = 0) -> set[str | None]:
-    """What an expression may be, as far as it is written in this file; None for what is not."""
+    """The values that an expression may have, as far as this file writes them; None for other values."""
     text = string_of(node)
     if text is not None:
         return {text.lower()}

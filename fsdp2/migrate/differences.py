@@ -1,4 +1,4 @@
-"""What ``--parity`` takes for a difference between two runs: losses, gradients and parameters, each step, the first one found.
+"""What ``--parity`` counts as a difference between two runs: losses, gradients and parameters in each step; it reports the first.
 
 Rounding may differ, and by how much depends on the arithmetic: 1e-4 where both runs compute in fp32, 2e-2 where both do in bf16 or
 fp16. Parameters need more than that: Adam divides a gradient by its own size, and so moves an element whose gradient is nothing but
@@ -21,18 +21,18 @@ from typing import Any
 
 _TOLERANCE, _NARROW_TOLERANCE = 1e-4, 2e-2
 _NEGLIGIBLE = 0.1
-"""Of the model's largest gradient. What is smaller is measured against this: the rounding in it comes from sums of larger ones."""
+"""A share of the model's largest gradient; smaller ones are measured against it: their rounding comes from sums of larger ones."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What the processes of one side wrote: by rank, then by step."""
+    """The records of one side's processes: by rank, then by step."""
 
     folder: Path
     status: int
     said: str
     ranks: list[list[dict[str, Any]]]
-    hangs: str = ""  # where, and what it printed last, if it was ended because it took too long
+    hangs: str = ""  # where it was, and its last output, if it was ended because it took too long
 
     @property
     def num_steps(self) -> int:
@@ -96,7 +96,7 @@ class _Apart:
         self._allowed: dict[str, Any] = {}
 
     def gradients(self, step: int) -> Iterator[str]:
-        """Those that differ. FSDP1 shows only their norm; then only the new run's are known."""
+        """The gradients that differ. FSDP1 shows only their norm; then only the new run's are known."""
         old, new = (_written(run, step, "gradients") for run in (self._old, self._new))
         known = {name: grad.double() for name, grad in {**old, **new}.items()}
         norm = math.sqrt(sum(float(grad.norm()) ** 2 for grad in known.values()))

@@ -30,7 +30,7 @@ _COMPOUND = (cst.If, cst.For, cst.While, cst.With, cst.Try, cst.FunctionDef, cst
 
 @dataclass
 class Rules:
-    """By the origin of what is called, by the name of a method, by the type of a node; ``on_with`` for context managers."""
+    """The rules by the origin of a call, by the name of a method, by the type of a node; ``on_with`` for context managers."""
 
     calls: dict[str, CallRule] = field(default_factory=dict)
     methods: dict[str, CallRule] = field(default_factory=dict)
@@ -57,7 +57,7 @@ def _either(first: CallRule, second: CallRule) -> CallRule:
 
 @dataclass
 class _Around:
-    """What is put around one statement."""
+    """The statements and comments around one statement."""
 
     comments: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)  # the user's comments, out of arguments that are gone
@@ -115,7 +115,7 @@ class Editor(cst.CSTTransformer):
         return id(above)
 
     def of(self, kind: type[State]) -> State:
-        """What a file of rules has found out about this text: an instance of a class of its own, which it makes without arguments."""
+        """What a file of rules has found out about this text: an instance of the file's own class, which it makes without arguments."""
         if kind not in self._states:
             self._states[kind] = kind()
         found: State = self._states[kind]
@@ -144,7 +144,7 @@ class Editor(cst.CSTTransformer):
         self._of(None).instead = list(texts)
 
     def keep_comments(self, comments: Sequence[str]) -> None:
-        """The user's comments out of what is dropped go above the statement."""
+        """Move the user's comments in dropped code above the statement."""
         self._of(None).kept.extend(comments)
 
     @property
@@ -219,11 +219,11 @@ class Editor(cst.CSTTransformer):
             leading = cast(cst.SimpleStatementLine, old).leading_lines
             body = [statement(text) for text in around.instead]
             blank = leading
-        if not body:  # comments of what is gone wait for the next statement of the block
+        if not body:  # comments of dropped code wait for the next statement of the block
             body = [cst.SimpleStatementLine([cst.Pass()])]
             gone = True
         body = [*(statement(text) for text in around.before), *body, *(statement(text) for text in around.after)]
-        if isinstance(old, cst.SimpleStatementLine):  # comments out of what is dropped
+        if isinstance(old, cst.SimpleStatementLine):  # comments in dropped code
             written = "".join(code(each) for each in body)
             around.kept += [comment for comment in comments_in(old) if comment not in written and comment not in around.kept]
         present = {line.comment.value for line in blank if line.comment is not None}
@@ -236,7 +236,7 @@ class Editor(cst.CSTTransformer):
         return cst.FlattenSentinel(body)
 
     def _block(self, block: Any) -> Any:
-        """Without the statements that are gone; what was said about them goes to the next one, or to the end of the block."""
+        """The block without its dropped statements; notes on those go to the next statement, or to the end of the block."""
         body: list[Any] = []
         pending: list[cst.EmptyLine] = []
         for each in block.body:
@@ -257,7 +257,7 @@ def _comment_lines(text: str) -> list[str]:
 
 
 def enclosing_call(names: Names, node: cst.CSTNode) -> cst.Call | None:
-    """The call of which ``node`` is an argument's value."""
+    """The call that has ``node`` as an argument's value."""
     parent = names.parent_of(node)
     above = names.parent_of(parent) if isinstance(parent, cst.Arg) else None
     return above if isinstance(above, cst.Call) else None

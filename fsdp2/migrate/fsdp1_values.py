@@ -41,7 +41,7 @@ _OWN_FSDP1 = ("lightning", "lightning_fabric", "pytorch_lightning", "accelerate"
 
 
 def find_borders(editor: Editor) -> None:
-    """Before anything is rewritten: values that are passed to what another file or package defines, which knows FSDP1's."""
+    """Before the rewrite: values that the file passes to functions of other files or packages, which know FSDP1's."""
     for call in editor.names.facts.calls:
         origin = editor.names.origin_of(call.func)
         top = origin.partition(".")[0]
@@ -74,7 +74,7 @@ def strategy_name(editor: Editor, old: cst.Attribute, new: cst.BaseExpression) -
 
 
 def annotation(editor: Editor, old: cst.Annotation, new: cst.Annotation) -> cst.Annotation:
-    """Types of values that have another type now. ``Optional[X]`` and ``X | None`` keep what is around."""
+    """Types of values that have another type now. ``Optional[X]`` and ``X | None`` keep the rest."""
     types = {
         "fsdp:ShardingStrategy": ("str",),
         "fsdp:MixedPrecision": ("fsdp2.MixedPrecisionPolicy", "import fsdp2"),

@@ -115,7 +115,7 @@ def _renamed(editor: Editor, at: cst.CSTNode, name: str, old: cst.BaseExpression
 
 
 def _may_be_none(editor: Editor, value: cst.BaseExpression, depth: int = 0) -> bool:
-    """Whether FSDP1's "None: the default" could be meant; only what is plainly a value is not."""
+    """Whether a value could be FSDP1's "None: the default"; only a plain value cannot."""
     if depth > 5 or is_none(value):
         return True
     if isinstance(value, cst.Name):
@@ -143,7 +143,7 @@ def _ignored_states(editor: Editor, new: cst.BaseExpression) -> str:
 
 
 def _param_init_fn(editor: Editor, at: cst.CSTNode, old: cst.BaseExpression) -> None:
-    """Only the usual function: ``to_empty``, then ``reset_parameters``; what it does is what ``fsdp2.materialize`` does."""
+    """Whether it is the usual function: ``to_empty``, then ``reset_parameters``, as ``fsdp2.materialize`` does."""
     functions = editor.names.facts.functions.get(dotted(old), [])
     lines = {line.strip() for each in functions for line in code(each.body).splitlines() if line.strip()}
     param = functions[0].params.params[0].name.value if functions and functions[0].params.params else ""

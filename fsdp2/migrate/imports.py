@@ -1,4 +1,4 @@
-"""Import lines, after everything else is rewritten: what nobody uses any more goes, what is still used comes from fsdp2.
+"""Import lines, after everything else is rewritten: unused imports go, and the used names come from fsdp2.
 
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, fully_shard    import fsdp2
                                                                                         from fsdp2 import fully_shard
@@ -81,7 +81,7 @@ class _Imports(cst.CSTTransformer):
         super().__init__()
         self.used, self.old_names, self.keep_unused = used, old_names, keep_unused
         self.moved: set[str] = set()
-        self.findings: list[tuple[str, str]] = []  # module of a star import, what becomes of it
+        self.findings: list[tuple[str, str]] = []  # module of a star import, and its replacement
 
     def leave_SimpleStatementLine(  # noqa: N802
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine

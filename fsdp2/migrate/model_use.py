@@ -27,7 +27,7 @@ def inner_module(editor: Editor, old: cst.Attribute, new: cst.BaseExpression) ->
 
 
 def is_asked_for(names: Names, node: cst.Attribute) -> bool:
-    """Whether a ``hasattr`` around it asks for it: a sharded model has none, and what else comes there has it still."""
+    """Whether a ``hasattr`` around the use asks for it: a sharded model has none, and other models there still have it."""
     question = re.compile(rf"hasattr\({re.escape(code(node.value))}, ['\"]{node.attr.value}['\"]\)")
     above = names.parent_of(node)
     while above is not None:
@@ -138,7 +138,7 @@ SHARED = Rules(
     methods={"no_sync": no_sync, "clip_grad_norm_": clip_method},
     nodes={cst.Attribute: [inner_module, no_sync_itself], cst.Assign: [sync_flag]},
 )
-"""For every framework."""
+"""The rules for every framework."""
 
 FSDP1 = Rules(
     calls={f"{_STATIC}fsdp_modules": fsdp_modules, f"{_STATIC}summon_full_params": summon},

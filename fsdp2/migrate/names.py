@@ -1,4 +1,4 @@
-"""What the names of one file stand for: where they were imported from, and which of them hold a sharded model, an optimizer, a policy.
+"""What the names of one file stand for: the import of each, and which hold a sharded model, an optimizer, a policy.
 
 Values are followed by the text of their names, through assignments, the arguments and results of functions of the same file, and
 attributes; so that in ``def save(net): ...`` and ``save(self.model)`` the name ``net`` is known. Two things of the same name in one
@@ -66,7 +66,7 @@ Function = cst.FunctionDef | cst.Lambda | None
 
 @dataclass
 class Facts:
-    """What a file says, before anything is concluded from it."""
+    """The plain facts of a file, before any conclusion."""
 
     assigned: list[tuple[cst.BaseExpression, cst.BaseExpression, Function]] = field(default_factory=list)
     functions: dict[str, list[cst.FunctionDef]] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Names(cst.CSTVisitor):
         return self._imports_framework or any(":" in each for each in self._origins.values())
 
     def frameworks(self) -> set[str]:
-        """Those of fsdp1, ddp, deepspeed whose names this file uses."""
+        """The frameworks among fsdp1, ddp, deepspeed whose names this file uses."""
         found = {each.partition(":")[::2] for each in self._origins.values()}
         known = {"ddp": "ddp", "zero": "ddp", "join": "ddp", "deepspeed": "deepspeed"}
         used = {known[kind] for kind, name in found if kind in known and name}
@@ -134,7 +134,7 @@ class Names(cst.CSTVisitor):
         return self.frameworks() - self.off
 
     def tag_of(self, node: cst.CSTNode | None) -> str:
-        """What kind of value an expression has: one of SHARDED, "optimizer", "strategy", "precision", ...; "" if unknown."""
+        """The kind of value of an expression: one of SHARDED, "optimizer", "strategy", "precision", ...; "" if unknown."""
         found = self._tag(node)
         return "" if found in self.off else found
 
@@ -162,7 +162,7 @@ class Names(cst.CSTVisitor):
         return [value for target, value, _ in self.facts.assigned if dotted(target) == name]
 
     def passed_or_assigned(self, node: cst.Name | cst.Attribute) -> list[cst.BaseExpression]:
-        """``values_of`` what ``node`` names, and what is passed for it, if it is a parameter of the function around it."""
+        """The ``values_of`` of ``node``, and of arguments passed for it, if it is a parameter of the function around it."""
         values = [value for value in self.values_of(dotted(node)) if value is not node]
         function = self.function_of(node)
         if not isinstance(node, cst.Name) or not isinstance(function, cst.FunctionDef):
@@ -322,7 +322,7 @@ class Names(cst.CSTVisitor):
         name = node.func.attr.value if isinstance(node.func, cst.Attribute) else dotted(node.func)
         if name in self.facts.functions:
             if name not in self._returned:
-                self._returned[name] = ""  # for a function that returns what it returns
+                self._returned[name] = ""  # for a function that returns its own result
                 self._returned[name] = next((tag for value in self.facts.returns.get(name, ()) if (tag := self._tag(value))), "")
             return self._returned[name]
         if any(isinstance(each, cst.Call) and self.origin_of(each.func) == "functools.partial" for each in self.values_of(name)):

@@ -33,7 +33,7 @@ def asks_for_gpus(text: str) -> bool:
 
 
 def stand_in() -> None:
-    """From now on, in this process, until it ends."""
+    """Run on the CPU from now on, in this process, until it ends."""
     cuda: Any = torch.cuda
     for name in _DOES_NOTHING:
         setattr(cuda, name, lambda *_, **__: None)

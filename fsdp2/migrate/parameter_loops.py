@@ -96,7 +96,7 @@ def _sources(value: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
 
 
 def _is_sharded(names: Names, node: cst.BaseExpression) -> bool:
-    """Of a parameter of a function, what it is called with says so: its name may be that of the model elsewhere."""
+    """Whether ``node`` is sharded. For a function's parameter its calls tell: elsewhere the name may be the model's."""
     function = names.function_of(node)
     if isinstance(node, cst.Name) and isinstance(function, cst.FunctionDef):
         params = [each.name.value for each in parameters(function) if each.name.value not in ("self", "cls")]

@@ -27,7 +27,7 @@ def compare(
     """0: the same within ``tolerance``; 1: different, or a side failed, or nothing was recorded. Says which, and where.
 
     timeout:  seconds that each side may take
-    in_place: both run in the current folder, not each in a copy of it
+    in_place: both sides run in the current folder, not each in a copy of it
     """
     if not timeout > 0:
         raise ArgumentError(f"--timeout is {timeout:g}", expected="seconds, more than 0", fix="for instance --timeout 600")

@@ -32,7 +32,7 @@ _WRAPPERS = ("module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_o
 
 
 class Probe:
-    """What one rank sees. ``install`` starts it; after ``num_steps`` steps of the outermost optimizer the process ends."""
+    """Records one rank. ``install`` starts it; after ``num_steps`` steps of the outermost optimizer the process ends."""
 
     def __init__(self, folder: Path, num_steps: int) -> None:
         self._folder, self._num_steps = folder, num_steps
@@ -78,7 +78,7 @@ class Probe:
 
     def _after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._optimizers_deep -= 1
-        # Not the optimizer inside of another one, nor a step that only makes the state which is then loaded.
+        # Not an optimizer inside of another one, nor a step that only makes the state for a later load.
         if self._optimizers_deep or not self._losses:
             return
         self._step += 1
@@ -105,7 +105,7 @@ def _is_fsdp1(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def _gradient_norm(models: list[nn.Module]) -> float:
-    """Over the trainable parameters of all models. Collective."""
+    """The norm of the gradients of all models' trainable parameters. Collective."""
     total = 0.0
     for model in models:
         if _is_fsdp1(model):
@@ -135,7 +135,7 @@ def _whole_parameters(models: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _whole_gradients(models: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """As ``_whole_parameters``. Not FSDP1's, which lie in flat tensors. Collective."""
+    """As ``_whole_parameters``. Not for FSDP1's, which lie in flat tensors. Collective."""
     for index, model in enumerate(models):
         prefix = f"model {index}: " if index else ""
         for name, param in () if _is_fsdp1(model) else model.named_parameters():

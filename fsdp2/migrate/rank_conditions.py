@@ -40,7 +40,7 @@ _VARIABLES = {
     "SLURM_NODEID": Which.SEVERAL,
     "OMPI_COMM_WORLD_LOCAL_RANK": Which.SEVERAL,
 }
-"""Of the environment."""
+"""Ranks in the environment, and the ranks of which their 0 is the first."""
 
 _OF_ALL = re.compile(r"rank|global|world|my|this|current|cur|dist|ddp|fsdp|process|proc|worker|mpi|get|is|main|trainer|the|self")
 _OF_SOME = re.compile(
@@ -81,7 +81,7 @@ def asks_for_all_but(names: Names, test: cst.BaseExpression, depth: int = 0) -> 
 
 
 def _flag(names: Names, test: cst.BaseExpression, depth: int) -> Which | None:
-    """A name for the answer: what it is assigned, or by its words."""
+    """A name that holds the answer: by its assignment, or by its words."""
     of = test.func if isinstance(test, cst.Call) else test
     if not isinstance(of, (cst.Name, cst.Attribute)) or depth > 5:
         return None
@@ -97,7 +97,7 @@ def _flag(names: Names, test: cst.BaseExpression, depth: int) -> Which | None:
 
 
 def rank_of(names: Names, node: cst.BaseExpression, depth: int = 0) -> Which | None:
-    """Of an expression that is a rank: of which ranks its 0 is the first. None: it is no rank of a process."""
+    """If an expression is a rank: the ranks of which its 0 is the first. None: it is no rank of a process."""
     if depth > 5:
         return None
     if isinstance(node, cst.Call):
@@ -157,7 +157,7 @@ def _is_number(node: cst.BaseExpression, text: str) -> bool:
 
 
 def _holds_first(node: cst.BaseExpression) -> bool:
-    """``[-1, 0]``, of scripts that have rank -1 where there is one process."""
+    """``[-1, 0]``, in scripts that have rank -1 where there is one process."""
     if not isinstance(node, (cst.List, cst.Tuple, cst.Set)):
         return False
     return {code(each.value) for each in node.elements} in ({"0"}, {"-1", "0"})

@@ -26,7 +26,7 @@ class _Variables:
 
 @dataclass(frozen=True)
 class _Guard:
-    """What keeps ``old`` from running on every rank.
+    """The statements that keep ``old`` from running on every rank.
 
     at:    the statement before which all ranks still are together; None: the open one
     which: rank 0 alone, or one rank of each of several

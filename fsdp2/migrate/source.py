@@ -27,7 +27,7 @@ def migrate_source(text: str, path: Path | None = None, *, off: Collection[str] 
     """Rewrite one file.
 
     path:    where it is: a DeepSpeed configuration is looked for beside it, and an ``__init__.py`` keeps imports it does not use
-    off:     frameworks that are not rewritten, whatever this file says; "fsdp1" then goes to fsdp2.compat
+    off:     frameworks that stay as they are, even if this file uses them; "fsdp1" then goes to fsdp2.compat
     Raises:  libcst.ParserSyntaxError if it is no Python
     """
     wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=False)

@@ -1,4 +1,4 @@
-"""State dicts of wrapped models and their optimizers: calls that say what they give, for FSDP1's contexts and DDP's ``.module``.
+"""State dicts of wrapped models and their optimizers: calls that name their result, for FSDP1's contexts and DDP's ``.module``.
 
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, rank0_cpu):    state = fsdp2.checkpoint.full_state_dict(model)
         state = model.state_dict()
@@ -27,7 +27,7 @@ FULL = "StateDictOptions(full_state_dict=True)"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What kind of state dict is in force. Rank 0 only, to the CPU: of the model, and of the optimizer."""
+    """The kind of state dict in force. Rank 0 only, to the CPU: of the model, and of the optimizer."""
 
     kind: str = "FULL_STATE_DICT"
     rank0: bool = False
@@ -113,7 +113,7 @@ def leave_with(editor: Editor, node: cst.With) -> None:
 
 
 def unwrap_with(editor: Editor, old: cst.With, new: cst.With) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement]:
-    """Without ``state_dict_type``; the body alone if nothing else is left of the ``with``."""
+    """Remove ``state_dict_type``; the body alone stays if the ``with`` has nothing else."""
     kept = [
         after
         for before, after in zip(old.items, new.items, strict=True)
@@ -331,7 +331,7 @@ def _load_arguments(editor: Editor, call: cst.Call) -> tuple[str, str, str, cst.
 
 
 def _find_loads(editor: Editor) -> dict[str, tuple[str, str]]:
-    """Of each optimizer that is loaded by FSDP1's functions: its model, and the options if the function says them."""
+    """For each optimizer that FSDP1's functions load: its model, and the options if the function names them."""
     found = {}
     for call in editor.names.facts.calls:
         if editor.names.origin_of(call.func).removeprefix(_STATIC) in _LOADS:

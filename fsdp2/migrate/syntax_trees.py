@@ -24,7 +24,7 @@ def statement(text: str) -> cst.SimpleStatementLine | cst.BaseCompoundStatement:
 
 
 def dotted(node: cst.CSTNode | None) -> str:
-    """``self.model`` for that chain of names; "" for anything else, but what is subscripted keeps its text."""
+    """``self.model`` for that chain of names; "" for other expressions. The text of a subscript stays."""
     if isinstance(node, cst.Name):
         return node.value
     if isinstance(node, cst.Attribute):
@@ -83,7 +83,7 @@ def arguments(args: Sequence[cst.Arg], signature: Sequence[str]) -> Arguments:
 
 
 def parameters(function: cst.FunctionDef | cst.Lambda) -> list[cst.Param]:
-    """Those with a name, positional or not."""
+    """The arguments with a name, positional or not."""
     given = function.params
     return [*given.posonly_params, *given.params, *given.kwonly_params]
 
@@ -118,7 +118,7 @@ def with_args(call: cst.Call, args: Sequence[cst.Arg]) -> cst.Call:
 
 
 def _between(call: cst.Call) -> cst.BaseParenthesizableWhitespace:
-    """What stands between two arguments: a new line if it does so already."""
+    """The separator between two arguments: a new line if they have one already."""
     for arg in call.args[:-1]:
         if isinstance(arg.comma, cst.Comma) and isinstance(arg.comma.whitespace_after, cst.ParenthesizedWhitespace):
             return without_comment(arg.comma.whitespace_after)

@@ -10,7 +10,7 @@ from .syntax_trees import arguments, code, is_none
 
 
 def by_module(editor: Editor, old: cst.Attribute, new: cst.BaseExpression) -> cst.BaseExpression:
-    """``torch.distributed.fsdp.fully_shard`` is ``fsdp2.fully_shard``, under whatever name the module was imported."""
+    """``torch.distributed.fsdp.fully_shard`` becomes ``fsdp2.fully_shard``, under any name that the module was imported by."""
     found = editor.names.origin_of(old)
     if found == "fsdp:?":
         parent = editor.names.parent_of(old)
@@ -33,7 +33,7 @@ def private_name(editor: Editor, old: cst.Name, new: cst.BaseExpression) -> cst.
 
 
 def mixed_precision(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
-    """What ``reduce_dtype=None`` means depends on the installed torch, under its own FSDP2 as here."""
+    """Whatever the installed torch means by ``reduce_dtype=None`` for its own FSDP2 holds here as well."""
     given = arguments(new.args, ("param_dtype", "reduce_dtype"))
     computed, reduced = given.value("param_dtype"), given.value("reduce_dtype")
     if computed is not None and not is_none(computed) and (reduced is None or is_none(reduced)):

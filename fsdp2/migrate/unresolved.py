@@ -1,4 +1,4 @@
-"""What only a wrapped model has, asked of something that nobody knows: ``state.model.no_sync()``, ``things["net"].state_dict()``.
+"""Uses that only a wrapped model has, of a value that is unknown: ``state.model.no_sync()``, ``things["net"].state_dict()``.
 
 Values are followed by the text of their names (``names.py``), so a model that comes out of a container, an object or another file is
 not seen. Each such use is listed: it may need to be rewritten. What plainly is something else, an optimizer, a sampler, a module that
@@ -32,11 +32,11 @@ _OTHER_THINGS = re.compile(
     r"|^(args|cfg|config|hparams|options|spec|record|frame)$",
     re.IGNORECASE,
 )
-"""Names of what has a state dict, or an attribute ``module``, and is no model."""
+"""Names of objects that have a state dict, or an attribute ``module``, and are no model."""
 
 
 def find(names: Names) -> Iterator[tuple[cst.CSTNode, str]]:
-    """Each use of something unknown as a wrapped model is used, and what it becomes if it is one; in the order of the text."""
+    """Each use of an unknown value as a wrapped model, and its replacement if the value is one; in the order of the text."""
     for node in names.facts.attributes:
         name = node.attr.value
         if name in _INSTEAD and (_is_taken(names, node) or (_is_such_a_use(names, node) and not _is_known(names, node))):
@@ -107,7 +107,7 @@ def _last_word(node: cst.BaseExpression) -> str:
 
 
 def _may_be_a_model(names: Names, node: cst.Attribute) -> bool:
-    """Of ``self``: whether its class inherits what is asked for."""
+    """Whether ``self`` may inherit the name from a class that is no part of the file."""
     above = names.parent_of(node)
     while above is not None and not isinstance(above, cst.ClassDef):
         above = names.parent_of(above)

@@ -1,1 +1,1 @@
-"""What tests of sharded programs use and no training run imports: streams that record what they order, checked for races."""
+"""Tools for tests of sharded programs, which no training run imports: streams that record and are checked for races."""

@@ -16,7 +16,7 @@ Seen = TypeVar("Seen")
 
 
 class Observer(Protocol[Seen]):
-    """Who is told. What ``before_operator`` returns comes back with what the operator made."""
+    """Hears of each operator. The result of ``before_operator`` comes back with the operator's results."""
 
     def before_operator(
         self, what: str, reads: list[Tensor], writes: list[Tensor], others: list[Tensor], blocks: bool = False
@@ -66,7 +66,7 @@ class _Operators(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def _replaced_functions(observer: Observer[Any]) -> Iterator[None]:
-    """See what is no operator: reads by the host, ``to``, which from CPU to CPU does nothing, and pinned memory.
+    """Also sees reads by the host, ``to``, which from CPU to CPU does nothing, and pinned memory, which are no operators.
 
     By replacing functions: torch function modes, which are made for this, are not active in backward.
     """
@@ -112,7 +112,7 @@ def _replaced_functions(observer: Observer[Any]) -> Iterator[None]:
             setattr(torch, name, function)
 
 
-# c10d's schemas do not say what they write.
+# c10d's schemas do not tell what they write.
 _COLLECTIVE_WRITES = {
     "_allgather_base_": {"output_tensor"},
     "_reduce_scatter_base_": {"output_tensor"},
@@ -162,7 +162,7 @@ class _Roles:
             }
 
     def sort(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """The tensors that are read, those that are written, and those of which neither is true."""
+        """The tensors that the operator reads, those that it writes, and those that it does neither with."""
         reads: list[Tensor] = []
         writes: list[Tensor] = []
         for name, value in (*zip(self._names, args, strict=False), *kwargs.items()):

@@ -45,7 +45,7 @@ from .touches import Memory, Race, Touch, extent, frames
 
 Clock = dict[Stream, int]
 _HOST = "host"
-"""Where operators on host memory run. What it did is past for everything that is started later."""
+"""The stream of operators on host memory. Their work is past for everything that starts later."""
 
 
 class RaceError(AssertionError):
@@ -70,7 +70,7 @@ class RecordingStreams:
 
     A third of its attributes are names of streams.
 
-    races: what was found
+    races: the races found
     """
 
     host_waits = False
@@ -147,7 +147,7 @@ class RecordingStreams:
             raise RaceError(f"{len(self.races)} race(s)\n{listed}")
 
     def keep_on_host(self, tensor: Tensor) -> None:
-        """From now on ``tensor``'s memory is the host's, as with CPU offload; so is what is allocated with ``pin_memory=True``.
+        """From now on ``tensor``'s memory is the host's, as with CPU offload; so is memory allocated with ``pin_memory=True``.
 
         Operators on such memory alone run on the host. ``.to(torch.device(...))`` of it is a copy to the device.
         """
@@ -166,7 +166,7 @@ class RecordingStreams:
 
     def _host_waits_for(self, event: Clock) -> None:
         _advance(self._host, event)
-        for clock in self._clocks.values():  # whatever is started from now on is started after the wait
+        for clock in self._clocks.values():  # work that starts from now on starts after the wait
             _advance(clock, event)
 
     def _touch_now(self, what: str, stream: Stream | None = None) -> Touch:
@@ -188,7 +188,7 @@ class RecordingStreams:
     # --- memory ---
 
     def _holder(self, storage: torch.UntypedStorage, allocated: Touch | None = None) -> _Holder:
-        """What is known of ``storage``; if it was not seen before, or has moved, its memory is taken for new or for older."""
+        """What is known of ``storage``; if it is new, or has moved, its memory is taken for new or for older."""
         holder = self._holders.get(storage._cdata)
         if holder is not None:
             start = storage.data_ptr()

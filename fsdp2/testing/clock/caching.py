@@ -46,7 +46,7 @@ class CachingAllocator:
     _deferred: list[tuple[float, _Block]] = field(default_factory=list)
 
     def alloc(self, block_id: int, nbytes: int, stream: int, now: float) -> None:
-        """At host time ``now``."""
+        """Allocate at host time ``now``; deferred blocks whose events have passed come back before."""
         if self._deferred:
             passed = [block for when, block in self._deferred if when <= now]
             self._deferred = [(when, block) for when, block in self._deferred if when > now]
@@ -94,7 +94,7 @@ class CachingAllocator:
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
 
     def empty_cache(self) -> None:
-        """Give back segments of which nothing is in use."""
+        """Give back segments without a block in use."""
         for free in self._free.values():
             for nbytes, order in list(free):
                 block = self._by_order[order]

@@ -26,7 +26,7 @@ class Protocol:
     inside_s: float
     between_s: float
     share: float
-    """Of the links' bandwidth."""
+    """The share of the links' bandwidth that the protocol keeps."""
 
 
 # tuning.cc: LL carries 4 bytes of data in 8 and keeps fewer of them under way, so that a third of the bandwidth is left.
@@ -73,9 +73,9 @@ class Card:
     memory_share: float = 0.80
     link_share: float = 0.80
     kernel_s: float = 2.0e-6
-    """What a kernel takes that has nothing to do."""
+    """Seconds that an empty kernel takes."""
     launch_s: float = 3.0e-6
-    """From the host's call to the kernel's begin on an idle stream."""
+    """Seconds from the host's call to the kernel's begin on an idle stream."""
     protocols: tuple[Protocol, ...] = (RING_LL, RING_SIMPLE)
     host: HostCosts = field(default_factory=HostCosts)
 

@@ -1,6 +1,7 @@
 """What one entry of a trace costs on a card: pure functions. They refuse to know streams and what else is under way.
 
-A matrix product takes the longer of its arithmetic and its memory traffic; whatever else takes its traffic alone. Collectives are
+A matrix product takes the longer of its arithmetic and its memory traffic; every other operator takes its traffic alone. Collectives
+are
 rings: ``base + steps * latency + bytes / bandwidth``, by the protocol that is faster, as NCCL chooses.
 
 Worked example, H100: (16384, 4096) @ (4096, 14336) in bf16 is 2 * 16384 * 4096 * 14336 = 1.92e12 FLOP, at 0.7 * 989e12 FLOP/s 2.78 ms;
@@ -31,7 +32,7 @@ def is_copy(entry: Entry) -> bool:
 
 
 def flops_of(entry: Entry) -> float:
-    """Of matrix products and attention; 0 for all else."""
+    """The arithmetic of matrix products and attention; 0 for other operators."""
     name = base_name(entry)
     reads = [tensor for tensor in entry.tensors if tensor.is_read]
     if name in _MATMULS:

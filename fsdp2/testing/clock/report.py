@@ -1,4 +1,4 @@
-"""What a stretch of virtual time consists of: computing, exposed communication and copies by phase, idle gaps. Pure functions."""
+"""How a stretch of virtual time divides: computing, exposed communication and copies by phase, idle gaps. Pure functions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """What of ``intervals`` is in none of ``others``; both disjoint and ascending."""
+    """The parts of ``intervals`` that are in none of ``others``; both disjoint and ascending."""
     result: list[Interval] = []
     index = 0
     for start, stop in intervals:
@@ -63,7 +63,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 
 def break_down(spans: Sequence[Span], start: float, stop: float) -> Breakdown:
-    """Between ``start`` and ``stop``. A gap belongs to the phase of what the compute stream does after it."""
+    """The gaps between ``start`` and ``stop``. A gap belongs to the phase of the next work on the compute stream."""
 
     def inside(chosen: Iterable[Span]) -> list[Interval]:
         return union((max(span.start, start), min(span.stop, stop)) for span in chosen if span.stop > start and span.start < stop)
@@ -89,5 +89,5 @@ def break_down(spans: Sequence[Span], start: float, stop: float) -> Breakdown:
 
 
 def copies(spans: Iterable[Span]) -> list[Span]:
-    """Those that move bytes on the device or to and from the host."""
+    """The entries that move bytes on the device or to and from the host."""
     return [span for span in spans if is_copy(span.entry)]

@@ -25,7 +25,7 @@ COMPUTE = 0
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What ran on ``stream`` from ``start`` to ``stop``. issued: when the host had launched it"""
+    """An entry that ran on ``stream`` from ``start`` to ``stop``. issued: when the host had launched it"""
 
     stream: int
     start: float

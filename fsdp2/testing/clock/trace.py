@@ -1,4 +1,4 @@
-"""What a program gave to a device, in the order of its host: plain values, which say nothing of what anything costs.
+"""A program's orders to a device, in the order of its host: plain values without costs.
 
 kind                    name        stream  id      other          nbytes
 op                      operator    of it   -       -              -          with ``tensors``
@@ -24,7 +24,7 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One tensor of an operator. nbytes: what it touches, an expanded dimension once"""
+    """One tensor of an operator. nbytes: what the operator touches, an expanded dimension once"""
 
     is_read: bool
     is_written: bool
@@ -48,7 +48,7 @@ class Entry:
 
     @classmethod
     def of(cls, row: tuple[Any, ...]) -> Entry:
-        """From the device's log."""
+        """Read the device's log."""
         kind, name, stream, id_, other, nbytes, tensors, host_ns = row
         seen = tuple(Seen(bool(roles & 1), bool(roles & 2), dtype, size, tuple(sizes)) for roles, dtype, size, sizes in tensors)
         return cls(kind, name, stream, id_, other, nbytes, seen, host_ns * 1e-9)
@@ -63,7 +63,7 @@ class Trace:
 
 
 def steady(steps: Sequence[Trace]) -> list[Trace]:
-    """``steps``, those that do what the last one does with the medians of their host times: what measured them was not idle."""
+    """Those of ``steps`` that do what the last one does, with the medians of their host times: the measuring host was not idle."""
 
     def shape(step: Trace) -> list[tuple[str, str, int]]:
         return [(entry.kind, entry.name, entry.stream) for entry in step.entries]

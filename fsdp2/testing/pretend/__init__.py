@@ -81,7 +81,7 @@ def no_host_waits(*kinds: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
-    """Inside, what a graph capture refuses is an error: waiting for the device, asking events, ``record_stream``'s deferred frees."""
+    """Inside, operations that a graph capture refuses are errors: waiting for the device, asking events, ``record_stream``."""
     synchronize()
     extension().set_capturing(True)
     try:

@@ -25,7 +25,7 @@ SOURCES = Path(__file__).parent / "csrc"
 
 
 def missing_tools() -> list[str]:
-    """What must be installed first: a C++ compiler, ninja, and a torch with the C++ names that the sources use."""
+    """What a user must install first: a C++ compiler, ninja, and a torch with the C++ names that the sources use."""
     missing = [" or ".join(names) for names in (("g++", "c++", "clang++"), ("ninja",)) if not any(map(shutil.which, names))]
     return missing if torch.__version__ >= "2.13" else [*missing, "torch 2.13 or later"]
 
@@ -40,13 +40,13 @@ def build_folder(prefix: str, files: Iterable[Path]) -> Path:
 
 
 def compiled(name: str, folder: Path, sources: Iterable[Path]) -> Path:
-    """``folder/name.so``, compiled now if nobody has; about a minute. Several processes may ask at the same time."""
+    """``folder/name.so``, compiled now if it is missing, in about a minute. Several processes may ask at the same time."""
     target = folder / f"{name}.so"
     if not target.exists():
         work = folder / f"by-{os.getpid()}"
         work.mkdir(parents=True, exist_ok=True)
         compat.compile_extension(name, [str(path) for path in sorted(sources)], str(work))
-        (work / f"{name}.so").replace(target)  # whoever comes second finds all of it or nothing
+        (work / f"{name}.so").replace(target)  # a process that comes second finds all of it or nothing
         shutil.rmtree(work, ignore_errors=True)
     return target
 

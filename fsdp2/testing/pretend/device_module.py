@@ -1,4 +1,4 @@
-"""What ``torch.pretend`` is: what code written for accelerators finds at ``torch.<device type>``.
+"""``torch.pretend``: the module that code written for accelerators finds at ``torch.<device type>``.
 
 Streams and events are torch's own generic ones. This file refuses to know process groups and fsdp2.
 """

@@ -16,7 +16,8 @@ import torch.utils
 
 def compile_extension(name: str, sources: list[str], build_directory: str) -> None:
     """Compile ``sources`` into ``build_directory/name.so`` by torch's own tooling, for this torch and this Python."""
-    # In another process, as that tooling loads what it has built, from where nobody else will: this one would have two devices.
+    # In another process, as that tooling loads the library that it has built, from where no other import comes: this process would
+    # have two devices.
     # -O1: half the time that -O2 takes, and the device is not there to be fast.
     script = (
         "import sys; from torch.utils.cpp_extension import load; "

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from .core import torch_compat as compat
+from .core.comm.joint_calls import joint
 from .core.setup.meta_tensors import MetaTensors, find_meta_tensors
 from .core.setup.whole_parameters import Initialising
 from .errors import ArgumentError, MaterializationError, got, got_object
@@ -28,6 +29,7 @@ RESET_NAMES = ("reset_parameters", "_reset_parameters")
 """Methods by which torch's modules initialise themselves; the second is what MultiheadAttention and Transformer have."""
 
 
+@joint
 def materialize(
     model: nn.Module,
     init_fn: Callable[[nn.Module], object] | None = None,

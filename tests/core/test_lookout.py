@@ -102,6 +102,53 @@ def test_a_rank_that_waits_says_who_has_not_come_and_where_that_rank_is():
 
 
 @on_ranks(2)
+def test_a_rank_that_never_came_to_materialize_is_named():
+    joint_calls.counts.clear()
+    with torch.device("meta"):
+        model = sharded()
+    store, own = store_of("lookout_materialize"), store_of("lookout_materialize")
+    said: list[str] = []
+    look_out = Lookout(own, tell=lambda text: (said.append(text), own.set("told", "1")))
+    if dist.get_rank() == 0:
+        thread = threading.Thread(target=look_beside, args=(own, look_out))
+
+        def init(module: nn.Module) -> None:
+            thread.start()
+            thread.join()
+            module.reset_parameters()
+
+        fsdp2.materialize(model, init)
+        assert "Rank 1 has not come: it is in none such call, and has called materialize 0 times" in said[0]
+    else:
+        in_something_else(store, look_out)
+        fsdp2.materialize(model)
+        assert said == []
+
+
+@on_ranks(2)
+def test_a_rank_that_has_left_the_call_is_not_blamed_by_one_with_more_to_do_there():
+    joint_calls.counts.clear()
+    store = store_of("lookout_left")
+    said: list[str] = []
+    look_out = Lookout(store, tell=said.append)
+
+    def look_together() -> None:
+        for _ in range(6):
+            look_out.look()
+            dist.barrier()
+
+    @joint_calls.joint
+    def call(model: nn.Module) -> None:
+        if dist.get_rank() == 0:
+            look_together()
+
+    call(sharded())
+    if dist.get_rank() == 1:
+        look_together()
+    assert said == []
+
+
+@on_ranks(2)
 def test_nobody_is_blamed_while_all_ranks_are_in_the_call_or_in_none():
     """A save of a large model takes long on all ranks."""
     store = store_of("lookout_all")

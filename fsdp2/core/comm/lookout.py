@@ -111,7 +111,7 @@ class Lookout:
         if looks > 3 and not is_over:
             return
         told = {rank: self._answer_of(rank) for rank in sorted(_expected(call, self._world_size))}
-        missing = {rank: answer for rank, answer in told.items() if answer is None or answer["call"] != call.name}
+        missing = {rank: answer for rank, answer in told.items() if answer is None or not _has_come(call, answer)}
         if not missing or (None in missing.values() and looks < 3 and not is_over):  # other ranks may not have looked yet
             return
         if not self._has_told:
@@ -132,6 +132,12 @@ class Lookout:
             return None
         answer: dict[str, Any] = json.loads(self._read(f"call/{rank}"))
         return answer if answer["asked"] >= (self._asked or 0) else None
+
+
+def _has_come(call: JointCall, answer: dict[str, Any]) -> bool:
+    """A rank that has called it as often may have left it: not each rank has as much to do there."""
+    calls: int = answer["counts"].get(call.name, 0)
+    return calls >= call.number or bool(answer["call"] == call.name)
 
 
 def _stack_of_main_thread() -> str:

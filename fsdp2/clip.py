@@ -46,13 +46,15 @@ def clip_grad_norm_(
 
     parameters: DTensors (sharded evenly or not, replicated, partial) and plain tensors, with gradients or without. All ranks pass
                 theirs in the same order. The unsharded parameters of a module stand for its sharded ones.
+    max_norm:   the norm that all gradients together may have
     norm_type:  any number, "inf" or "-inf". As in torch, the norm of the parameters' norms: with 0, how many of them are not zero.
     foreach:    False computes one tensor after another
     Returns:    the norm before clipping: a plain 0-d tensor, fp32 (fp64 if a gradient is), on the first gradient's device, the same
                 on every rank; torch returns a DTensor, whose ``full_tensor()`` is this norm. For a plain parameter each rank counts its
                 own gradient.
     Collective: yes, over every mesh axis over which a parameter is cut; one all-reduce each, of a few numbers.
-    Raises:     RuntimeError on all ranks if ``error_if_nonfinite`` and the norm is; ArgumentError for a mesh without this rank.
+    Raises:     RuntimeError on all ranks if ``error_if_nonfinite`` and the norm is not finite; ArgumentError for a mesh without
+                this rank.
 
     Example:
         model(x).sum().backward()
@@ -75,7 +77,12 @@ def get_total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """``torch.nn.utils.get_total_norm`` for tensors on any mixture of meshes and placements; see ``clip_grad_norm_``.
+    """``torch.nn.utils.get_total_norm`` for tensors on any mixture of meshes and placements; it changes none of them.
+
+    tensors:    gradients or others, on any mesh; all ranks pass theirs in the same order
+    Returns:    a plain 0-d tensor, fp32 (fp64 if a tensor is), the same on every rank. For a plain tensor each rank counts its own.
+    Collective: yes, over every mesh axis over which a tensor is cut; one all-reduce each, of a few numbers.
+    Raises:     as ``clip_grad_norm_``, whose other arguments these are
 
     Example:
         model(x).sum().backward()

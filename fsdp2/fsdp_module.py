@@ -266,7 +266,9 @@ class FSDPModule:
     # --- memory against communication ---
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Change ``reshard_after_forward`` for the root as well, to True or False: 1 could mean one rank. Recursive.
+        """Change what ``fully_shard`` got as ``reshard_after_forward``, for the root as well. Recursive.
+
+        Raises: ArgumentError for an int: 1 could mean one rank
 
         Example:
             model.set_reshard_after_forward(False)  # keeps parameters from forward to backward
@@ -322,6 +324,8 @@ class FSDPModule:
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """In forward, gather ``modules`` as soon as this module has its parameters, instead of the next one of the recorded order.
 
+        Raises: ModuleError if one of them is not sharded
+
         Example:
             model[0].set_modules_to_forward_prefetch([model[1]])
         """
@@ -329,6 +333,8 @@ class FSDPModule:
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """In backward, gather ``modules`` as soon as this module has its parameters, instead of the module that ran before it.
+
+        Raises: ModuleError if one of them is not sharded
 
         Example:
             model[1].set_modules_to_backward_prefetch([model[0]])
@@ -357,9 +363,11 @@ class FSDPModule:
     # --- reduction ---
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
-        """Call ``hook(reduce_output)`` after the reduction, before gradients are handed out; it may change its argument in place.
+        """Call ``hook(reduce_output)`` for each group after its reduction, before its gradients reach the parameters.
 
-        reduce_output: 1-D, reduce dtype. stream: to run it on; not with native HSDP.
+        hook:   gets this rank's reduced gradients of the group, 1-D, in the reduce dtype; it may change them in place
+        stream: on which it runs; None: that of the reduction
+        Raises: ArgumentError for a ``stream`` under HSDP
 
         Example:
             def count(reduce_output):
@@ -382,6 +390,8 @@ class FSDPModule:
 
     def set_gradient_divide_factor(self, factor: float | None) -> None:
         """Divide summed gradients by ``factor`` instead of the number of data-parallel ranks; None: by that number again.
+
+        Raises: ArgumentError for a factor that is not positive
 
         Example:
             model[0].set_gradient_divide_factor(1.0)  # sums the ranks' gradients
@@ -469,6 +479,9 @@ class FSDPModule:
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """All-gather through ``comm`` (see ``AllGather``): it allocates the whole output, of which the input is a slice.
 
+        Collective: no; all ranks must make the call.
+        Raises:     ArgumentError for a module whose groups communicate over different meshes
+
         Example:
             model[0].set_custom_all_gather(gather)  # an AllGather of yours
         """
@@ -477,6 +490,9 @@ class FSDPModule:
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce-scatter through ``comm`` (see ``ReduceScatter``): it allocates input and output.
+
+        Collective: no; all ranks must make the call.
+        Raises:     ArgumentError for a module whose groups communicate over different meshes
 
         Example:
             model[0].set_custom_reduce_scatter(scatter)  # a ReduceScatter of yours

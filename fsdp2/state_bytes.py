@@ -31,7 +31,14 @@ Moment = Literal["accumulating", "stepping"]
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes on this rank."""
+    """Bytes on this rank, without activations, buffers of collectives and the group that runs just now.
+
+    compute:   unsharded parameters that stay between their uses, in the dtype of forward
+    gradients: those that wait for the optimizer, or for another micro-batch
+    master:    the parameters that the optimizer sees
+    optimizer: its state
+    total:     the sum
+    """
 
     compute: float
     gradients: float

@@ -6,6 +6,7 @@
     ``name``                                               stays: double backquotes are code in both
     an indented block behind a blank line                  ->   a literal block
     Example:, and an indented block                        ->   a heading, and a block of Python
+    ``fully_shard``, MeshError                             ->   links, where a page of the reference has an entry of that name
 
 A line of ``words: text`` begins a field where its neighbours do as well, or where the word is Returns, Raises, Collective or Source.
 Signatures are shown as a user calls: see ``_signature``.
@@ -14,6 +15,7 @@ Signatures are shown as a user calls: see ``_signature``.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from sphinx.pycode import ModuleAnalyzer
@@ -22,6 +24,23 @@ from fsdp2.errors import troubleshooting
 
 _FIELD = re.compile(r"^(\*{0,2}[A-Za-z_][\w.\[\]]*(?:, \*{0,2}[\w.]+)*):\s+(\S.*)$")
 _ALWAYS = {"Returns", "Raises", "Collective", "Source", "Memory", "Yields"}
+_ENTRY = re.compile(r"^\.\. auto(?:function|class|method|exception):: (\S+)$", re.MULTILINE)
+_ENTRIES = [name for page in (Path(__file__).parents[1] / "reference").glob("*.md") for name in _ENTRY.findall(page.read_text())]
+_PLAIN = ("accumulate", "materialize", "parallelize")
+"""Names of entries that are links although they are words; others, such as ``wrap``, are names of arguments as well."""
+
+
+def _targets() -> dict[str, str]:
+    """Entries by each name that a docstring may call them by, if only one entry has it."""
+    by_name: dict[str, list[str]] = {}
+    for entry in _ENTRIES:
+        short = entry.rpartition(".")[2]
+        for name in {entry, *([short] if "_" in short or short[0].isupper() or short in _PLAIN else [])}:
+            by_name.setdefault(name, []).append(entry)
+    return {name: entries[0] for name, entries in by_name.items() if len(entries) == 1}
+
+
+_TARGETS = _targets()
 
 
 def to_rst(lines: list[str], names: set[str]) -> list[str]:
@@ -51,10 +70,11 @@ def to_rst(lines: list[str], names: set[str]) -> list[str]:
                 result.append("")
             # Sphinx would write the names of fields with a capital; of terms it does not.
             begin = f":{field[1]}:" if kind == "field" else ", ".join(f"``{name.strip()}``" for name in field[1].split(","))
-            result += [f"{begin} {_escaped(field[2])}"] if kind == "field" else [begin, f"    {_escaped(field[2])}"]
+            described = _linked(field[2], names)
+            result += [f"{begin} {described}"] if kind == "field" else [begin, f"    {described}"]
             in_field, in_literal = kind, False
         elif in_field and indent > 0 and not previous_blank:
-            result.append(f"    {_escaped(text)}")
+            result.append(f"    {_linked(text, names)}")
         elif indent >= 4 and (previous_blank or in_literal):
             if not in_literal:
                 result += ["::", ""]
@@ -63,20 +83,28 @@ def to_rst(lines: list[str], names: set[str]) -> list[str]:
         else:
             if in_field or in_literal:
                 result.append("")
-            result.append(_escaped(text))
+            result.append(_linked(text, names))
             in_field, in_literal = "", False
         previous_blank = False
     return result
 
 
-def _escaped(text: str) -> str:
-    """``text`` with the characters escaped that mean something to reStructuredText outside of code and emphasis."""
-    parts = re.split(r"(``.*?``|(?<!\w)\*[^*\s][^*]*\*(?!\w))", text)
-    return "".join(part if index % 2 else re.sub(r"([*|`\\]|(?<=\w)_(?=\W|$))", r"\\\1", part) for index, part in enumerate(parts))
+def _linked(text: str, names: set[str]) -> str:
+    """``text`` with links to entries, but for ``names`` of this one, and with the characters escaped that mean something to
+    reStructuredText outside of code and emphasis."""
+    parts = re.split(r"(``.*?``|(?<!\w)\*[^*\s][^*]*\*(?!\w)|\b[A-Z]\w+Error\b)", text)
+    return "".join(
+        _link(part, names) if index % 2 else re.sub(r"([*|`\\]|(?<=\w)_(?=\W|$))", r"\\\1", part) for index, part in enumerate(parts)
+    )
+
+
+def _link(code: str, names: set[str]) -> str:
+    name = code.strip("`")
+    return f":py:obj:`{name} <{_TARGETS[name]}>`" if name in _TARGETS and name not in names else code
 
 
 def _process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    lines[:] = to_rst(lines, _names_of(obj))
+    lines[:] = to_rst(lines, _names_of(obj) | {name, name.rpartition(".")[2]})
     if what == "exception":
         place = troubleshooting(obj).removeprefix("docs/").replace(".md", ".html")
         lines += ["", f"`Cause, fix and an example <../{place}>`__", ""]

@@ -139,7 +139,8 @@ def _put(tensors: Tensors, key: str, tensor: LazyTensor) -> None:
 class Rename(KeyRule):
     """A renaming in both directions: each is a function of a key, or a pair of a regular expression and its replacement.
 
-    ``Rename((r"^model\\.", ""), (r"^(?!lm_head)", "model."))``
+    there: from the checkpoint's names to the model's
+    back:  from the model's names to the checkpoint's
 
     Example:
         rule = fsdp2.checkpoint.Rename((r"^model\\.", ""), (r"^", "model."))
@@ -161,7 +162,8 @@ class Rename(KeyRule):
 class Concat(KeyRule):
     """Concatenates several tensors along ``dim``; the checkpoint must have all of them, or none.
 
-    sizes: of the sources along ``dim``; only saving needs them
+    sources, target: names, in which ``*`` stands for any text, the same in all of them
+    sizes:           of the sources along ``dim``; only saving needs them
 
     Example:
         rule = fsdp2.checkpoint.Concat(["*.q.weight", "*.k.weight"], "*.qk.weight", sizes=[64, 64])
@@ -189,7 +191,8 @@ class Concat(KeyRule):
 class Split(KeyRule):
     """Splits one tensor into several along ``dim``.
 
-    sizes: of the parts along ``dim``; None: those of the model's parameters with these names
+    source, targets: names, in which ``*`` stands for any text, the same in all of them
+    sizes:           of the parts along ``dim``; None: those of the model's parameters with these names
 
     Example:
         rule = fsdp2.checkpoint.Split("*.qk.weight", ["*.q.weight", "*.k.weight"])
@@ -241,6 +244,8 @@ class Split(KeyRule):
 class Stack(KeyRule):
     """Stacks tensors numbered 0, 1, ... at ``#`` along a new dim ``dim``, as ``torch.stack`` does.
 
+    source, target: names, in which ``*`` stands for any text, the same in both
+
     Example:
         rule = fsdp2.checkpoint.Stack("*.experts.#.weight", "*.experts.weight")
     """
@@ -272,6 +277,8 @@ class Stack(KeyRule):
 class Unstack(KeyRule):
     """Cuts one tensor along its dim ``dim`` into tensors without that dim, numbered 0, 1, ... at ``#``, as ``torch.unbind`` does.
 
+    source, target: names, in which ``*`` stands for any text, the same in both
+
     Example:
         rule = fsdp2.checkpoint.Unstack("*.experts.weight", "*.experts.#.weight")
     """
@@ -299,6 +306,8 @@ class Unstack(KeyRule):
 @dataclass(frozen=True)
 class Transpose(KeyRule):
     """Exchanges two dims of the tensors of these names, as ``torch.transpose`` does.
+
+    source: a name, in which ``*`` stands for any text
 
     Example:
         rule = fsdp2.checkpoint.Transpose("*.weight")

@@ -43,6 +43,8 @@ from .verify import verify as verify_checkpoint
 class Mismatch:
     """A tensor of the checkpoint that does not fit the model's.
 
+    name, shape, dtype: of the model's parameter or buffer
+    stored_shape, stored_dtypes: of the checkpoint's, after the key map
     scale: of a float8 tensor that would be converted without it: the name of the tensor that it would have to be multiplied by
     """
 

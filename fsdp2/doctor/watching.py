@@ -71,7 +71,7 @@ def watch(
 
 
 class Watch:
-    """See ``watch``. report: what was found so far"""
+    """What ``watch`` returns; its ``report`` holds what it has found so far."""
 
     def __init__(
         self,

@@ -59,7 +59,7 @@ def ledger(
 
 
 class Ledger:
-    """See ``ledger``. Most of its attributes are what it was given, or found when it began; four change with each step."""
+    """What ``ledger`` returns. Most of its attributes are what it was given, or found when it began; four change with each step."""
 
     def __init__(
         self,

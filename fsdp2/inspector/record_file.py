@@ -54,7 +54,7 @@ def record(
 
 
 class Recording(collective_log.Listener):
-    """See ``record``."""
+    """What ``record`` returns."""
 
     def __init__(
         self,

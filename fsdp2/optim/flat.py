@@ -54,7 +54,7 @@ def flat(
 
 
 class FlatOptimizer(Optimizer):
-    """See ``flat``. Schedulers, scalers, ``zero_grad``, closures and state dicts work as with the optimizer that it stands for."""
+    """What ``flat`` returns. Schedulers, scalers, ``zero_grad``, closures and state dicts work as with an ``optimizer_class``."""
 
     _steps_at_once = True  # ``_step`` is a step of the inner optimizer, of all runs
 

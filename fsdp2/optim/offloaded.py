@@ -101,7 +101,7 @@ def _meshes_of(listed: list[Any]) -> list[Any]:
 
 
 class OffloadedOptimizer(FlatOptimizer):
-    """See ``offloaded``."""
+    """What ``offloaded`` returns: a ``FlatOptimizer`` that steps on the host for the parameters whose states are there."""
 
     _steps_at_once = False
 

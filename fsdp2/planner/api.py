@@ -58,8 +58,10 @@ def plan(
     checkpointing:  "none", or a policy of ``apply_activation_checkpointing``: "full" computes each repeated block again in backward
     offload:        True: as CPUOffloadPolicy, sharded parameters, gradients and optimizer state are kept in host memory;
                     "optimizer": as ``offloaded(..., CPUOffloadPolicy())``, the state alone, beside the copies of two groups under way
+    micro_batches:  forwards and backwards before a step of the optimizer
     prefetch:       units that are gathered ahead
     backend:        whose algorithms and schedule: "nccl" for accelerators, "gloo" for the CPU
+    ranks_per_host: consecutive ranks that share a host, for the traffic between hosts
     card:           "a100-40gb", "a100-80gb", "h100", "h200", or a ``fsdp2.testing.clock.cards.Card``: how long a step takes, by a model
     inputs:         from batch and sequence, a tuple of what the model is called with; None: numbers of words, (batch, sequence)
     loss:           from what the model returns, and that tuple; None: cross entropy of logits, or the mean of anything else

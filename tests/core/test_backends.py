@@ -10,7 +10,7 @@ from torch import nn
 from fsdp2 import fully_shard
 from fsdp2.core.comm import backends
 from fsdp2.core.comm.backends import backend_of
-from fsdp2.core.group.group_plan import _gather_mode
+from fsdp2.core.group.group_plan import direct_from_nbytes
 from harness import cpu_mesh, on_ranks
 
 
@@ -36,6 +36,7 @@ def test_a_backend_written_as_a_mixed_string_gathers_and_reduces_as_gloo_does():
     fully_shard(model, mesh=dist.DeviceMesh.from_group(written, "cpu"))
     model(torch.ones(2, 300)).sum().backward()
     group = model._get_fsdp_state().groups[0]
-    assert _gather_mode(group.mesh, group.options) == "packed"
+    assert group.plan.unsharded_nbytes > direct_from_nbytes(2)  # so that other backends gather the weight straight into place
+    assert group.plan.num_direct == 0
     assert group.gradients.backends == ("gloo", "")
     assert not backends.is_stream_ordered(backend_of(written, "cpu"))

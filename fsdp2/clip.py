@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from .core.comm import collective_log
 from .core.comm.joint_calls import joint
 from .core.group.flat_gradients import forget_padding, joined
 from .core.group.param import as_sharded
-from .errors import ArgumentError
+from .errors import ArgumentError, got
 
 
 @joint
@@ -54,16 +55,17 @@ def clip_grad_norm_(
                 own gradient.
     Collective: yes, over every mesh axis over which a parameter is cut; one all-reduce each, of a few numbers.
     Raises:     RuntimeError on all ranks if ``error_if_nonfinite`` and the norm is not finite; ArgumentError for a mesh without
-                this rank.
+                this rank, and for an argument of a wrong kind.
 
     Example:
         model(x).sum().backward()
         norm = fsdp2.clip_grad_norm_(model.parameters(), max_norm=1.0)
         norm.item()
     """
-    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    listed, order = _listed("clip_grad_norm_", "parameters", parameters), _order("clip_grad_norm_", norm_type)
+    _check_max_norm(max_norm)
     params = as_sharded(listed)  # a root's may be unsharded at the moment; gradients belong to the sharded ones
-    total, parts = total_norm([param.grad for param in params], params, float(norm_type), foreach)
+    total, parts = total_norm([param.grad for param in params], params, order, foreach)
     if error_if_nonfinite:
         _refuse_nonfinite(total, norm_type)
     scale(parts, clip_coefficient(total, max_norm), foreach)
@@ -88,11 +90,33 @@ def get_total_norm(
         model(x).sum().backward()
         norm = fsdp2.get_total_norm([param.grad for param in model.parameters()])
     """
-    listed = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    total, _ = total_norm(listed, listed, float(norm_type), foreach)
+    listed, order = _listed("get_total_norm", "tensors", tensors), _order("get_total_norm", norm_type)
+    total, _ = total_norm(listed, listed, order, foreach)
     if error_if_nonfinite:
         _refuse_nonfinite(total, norm_type)
     return total
+
+
+def _listed(caller: str, argument: str, tensors: Any) -> list[Tensor]:
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    if isinstance(tensors, str) or not isinstance(tensors, Iterable):
+        raise ArgumentError(got(caller, argument, tensors), expected="a tensor, or several", fix="pass those of the model")
+    return list(tensors)
+
+
+def _check_max_norm(max_norm: Any) -> None:
+    if not isinstance(max_norm, (Real, Tensor)):
+        raise ArgumentError(got("clip_grad_norm_", "max_norm", max_norm), expected="a number", fix="pass for instance max_norm=1.0")
+
+
+def _order(caller: str, norm_type: Any) -> float:
+    try:
+        return float(norm_type)
+    except (TypeError, ValueError):
+        raise ArgumentError(
+            got(caller, "norm_type", norm_type), expected='a number, "inf" or "-inf"', fix="leave it out for the 2-norm"
+        ) from None
 
 
 def _refuse_nonfinite(total: Tensor, norm_type: float) -> None:

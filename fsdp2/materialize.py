@@ -108,7 +108,12 @@ def _check_arguments(model: Any, init_fn: Any) -> None:
 
 def _device(found: MetaTensors, device: torch.device | str | None) -> torch.device:
     if device is not None:
-        return torch.device(device)
+        try:
+            return torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ArgumentError(
+                got("materialize", "device", device), expected="a torch.device, or its name", fix='for instance device="cpu"'
+            ) from error
     if found.units:
         return found.units[0].device
     return torch.device(compat.default_device_type())

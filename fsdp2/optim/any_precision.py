@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import ArgumentError
+from .arguments import holds, listed_params
 
 
 class AnyPrecisionAdamW(Optimizer):
@@ -54,12 +55,12 @@ class AnyPrecisionAdamW(Optimizer):
         compensation_dtype: torch.dtype | None = None,
     ) -> None:
         for name, value, is_fine in (
-            ("lr", lr, float(lr) >= 0),
-            ("betas", betas, all(0 <= beta < 1 for beta in betas)),
-            ("eps", eps, eps >= 0),
-            ("weight_decay", weight_decay, weight_decay >= 0),
+            ("lr", lr, lambda lr: float(lr) >= 0),
+            ("betas", betas, lambda betas: all(0 <= beta < 1 for beta in betas)),
+            ("eps", eps, lambda eps: eps >= 0),
+            ("weight_decay", weight_decay, lambda decay: decay >= 0),
         ):
-            if not is_fine:
+            if not holds(is_fine, value):
                 raise ArgumentError(
                     f"AnyPrecisionAdamW got {name}={value}",
                     expected="betas from 0 to below 1" if name == "betas" else "0 or more",
@@ -75,7 +76,7 @@ class AnyPrecisionAdamW(Optimizer):
             "use_kahan_summation": use_kahan_summation,
             "compensation_dtype": compensation_dtype,
         }
-        super().__init__(params, defaults)
+        super().__init__(listed_params("AnyPrecisionAdamW", params), defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

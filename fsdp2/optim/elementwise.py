@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ..core import torch_compat as compat
 from ..errors import ArgumentError
+from .arguments import made
 from .block_states import block_of
 
 _NUM_STEPS = 3
@@ -35,7 +36,7 @@ def check_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, An
     """What a trial of ``optimizer_class`` with ``options`` shows. What it quantises in blocks is larger than what is tried.
 
     device: where to try it; one matrix has values a hundred times as large as the other, so that what mixes them shows
-    Raises: what ``optimizer_class`` raises for ``options``; ArgumentError if it is not element-wise
+    Raises: ArgumentError if it refuses ``options``, or is not element-wise
     """
     with compat.outside_of_modes():  # which may make tensors that have no values
         return _tried(optimizer_class, options, device)
@@ -45,7 +46,7 @@ def _tried(optimizer_class: type[Optimizer], options: Mapping[str, Any], device:
     apart = [torch.linspace(-1, 1, 6, device=device).view(3, 2), torch.linspace(50, 100, 5, device=device).view(5, 1)]
     two = [nn.Parameter(each.clone()) for each in apart]
     one = [nn.Parameter(torch.cat([each.flatten() for each in apart]))]
-    of_two = optimizer_class(two, **copy.deepcopy(dict(options)))
+    of_two = made(lambda: optimizer_class(two, **copy.deepcopy(dict(options))), optimizer_class.__name__, options)
     block = block_of(of_two)
     try:
         of_one = optimizer_class(one, **copy.deepcopy(dict(options)))

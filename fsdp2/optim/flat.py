@@ -23,6 +23,7 @@ from ..core.group.flat_gradients import forget_padding
 from ..core.group.param_group import ParamGroup
 from ..core.iteration.module_state import sharded_parameters
 from ..errors import ArgumentError, meta_error
+from .arguments import checked_class, listed_params
 from .block_states import is_quantised, quantised, values_of
 from .elementwise import check_elementwise
 from .runs import Piece, Run, is_elementwise, runs_of
@@ -41,7 +42,8 @@ def flat(
     params:          a model, or what any optimizer takes: parameters, names with parameters, or groups of them with options
     options:         those of ``optimizer_class``
     Collective:      no, nor is its ``step``
-    Raises:          ArgumentError if an update of ``optimizer_class`` mixes elements, or draws random numbers; what it raises itself
+    Raises:          ArgumentError if an update of ``optimizer_class`` mixes elements, or draws random numbers, or
+                     if it refuses ``options``; for what is no class of optimizers, or no parameters
 
     Example:
         optimizer = fsdp2.optim.flat(torch.optim.AdamW, model, lr=1e-3)
@@ -49,8 +51,8 @@ def flat(
         optimizer.step(max_norm=1.0)  # clips and steps
         optimizer.grad_norm
     """
-    listed = list(params.parameters()) if isinstance(params, nn.Module) else list(params)
-    return FlatOptimizer(optimizer_class, listed, options)
+    checked_class("flat", optimizer_class)
+    return FlatOptimizer(optimizer_class, listed_params("flat", params), options)
 
 
 class FlatOptimizer(Optimizer):

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ..core import torch_compat as compat
 from ..errors import ArgumentError
 from .any_precision import step_adamw
+from .arguments import holds, listed_params
 from .whole_matrices import Cut, Job, compute_by_owners, cut_of
 
 
@@ -59,13 +60,13 @@ class Muon(Optimizer):
         adamw_eps: float = 1e-8,
     ) -> None:
         for name, value, is_fine, expected in (
-            ("lr", lr, lr >= 0, "0 or more"),
-            ("weight_decay", weight_decay, weight_decay >= 0, "0 or more"),
-            ("momentum", momentum, 0 <= momentum < 1, "0 to below 1"),
-            ("ns_steps", ns_steps, ns_steps >= 1, "1 or more"),
-            ("adjust_lr_fn", adjust_lr_fn, adjust_lr_fn in (None, *_ADJUSTMENTS), f"None or one of {', '.join(_ADJUSTMENTS)}"),
+            ("lr", lr, lambda lr: lr >= 0, "0 or more"),
+            ("weight_decay", weight_decay, lambda decay: decay >= 0, "0 or more"),
+            ("momentum", momentum, lambda momentum: 0 <= momentum < 1, "0 to below 1"),
+            ("ns_steps", ns_steps, lambda steps: steps >= 1, "1 or more"),
+            ("adjust_lr_fn", adjust_lr_fn, (None, *_ADJUSTMENTS).__contains__, f"None or one of {', '.join(_ADJUSTMENTS)}"),
         ):
-            if not is_fine:
+            if not holds(is_fine, value):
                 raise ArgumentError(f"Muon got {name}={value!r}", expected=expected, fix=f"pass another {name}")
         defaults = {
             "lr": lr,
@@ -183,7 +184,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _groups(params: nn.Module | Iterable[Any]) -> list[dict[str, Any]]:
     """Groups that all say ``use_muon``."""
-    listed: list[Any] = list(params.parameters()) if isinstance(params, nn.Module) else list(params)
+    listed = listed_params("Muon", params)
     groups: list[dict[str, Any]] = [each for each in listed if isinstance(each, dict)] or [{"params": listed}]
     found: list[dict[str, Any]] = []
     for group in groups:

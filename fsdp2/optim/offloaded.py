@@ -23,8 +23,10 @@ from ..core.comm.streams import streams_of
 from ..core.group.mapped_file import check_disk_policy
 from ..core.group.param import as_sharded
 from ..core.iteration.module_state import group_with, sharded_parameters
+from ..core.setup.arguments import checked_bool
 from ..errors import ArgumentError, FSDPError
 from ..policy import CPUOffloadPolicy, DiskOffloadPolicy, TorchCPUOffloadPolicy
+from .arguments import checked_class, listed_params
 from .flat import FlatOptimizer, State, state_of
 from .host_runs import HostRun, HostStates
 from .in_backward import BackwardSteps, in_turn
@@ -63,7 +65,9 @@ def offloaded(
         model(x).sum().backward()
         optimizer.step()
     """
-    listed = list(params.parameters()) if isinstance(params, nn.Module) else list(params)
+    checked_class("offloaded", optimizer_class)
+    listed = listed_params("offloaded", params)
+    step_in_backward = checked_bool("offloaded", "step_in_backward", step_in_backward)
     problem: FSDPError | None = None
     try:
         check_policy(policy)

@@ -181,8 +181,8 @@ def checked_depth(units: Any, max_nbytes: Any) -> PrefetchDepth:
     return PrefetchDepth(units, max_nbytes)
 
 
-def check_method(module: nn.Module, method_name: str) -> None:
-    if not hasattr(module, method_name):
+def check_method(module: nn.Module, method_name: Any) -> None:
+    if not isinstance(method_name, str) or not hasattr(module, method_name):
         raise ArgumentError(
             f"{type(module).__name__} does not have a method {method_name!r}",
             expected="the name of a method of the module",

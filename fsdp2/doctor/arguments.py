@@ -1,4 +1,4 @@
-"""What a user passed to the doctor, checked before anything is looked at; and the names of all checks."""
+"""The doctor's arguments, checked before it looks at anything; and the names of all checks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHECKS = (
     "gradient-scale",
     "token-weights",
 )
-"""In the order of docs/doctor.md, which explains each."""
+"""The checks in the order of docs/doctor.md, which explains each."""
 
 
 def ignored_checks(caller: str, ignore: Any) -> frozenset[str]:

@@ -71,7 +71,7 @@ def check(
 
 
 def check_alone(model: nn.Module) -> list[Finding]:
-    """What this rank finds by itself, where the others may be anywhere. Collective: no. Raises: as ``check``"""
+    """The findings of this rank alone, wherever the other ranks are. Collective: no. Raises: as ``check``"""
     rank = dist.get_rank() if dist.is_initialized() else 0
     return [replace(finding, ranks=(rank,)) for finding in _local_findings(inspect(model, None, "check"), ())]
 

@@ -1,6 +1,6 @@
-"""Who clips, and what: ``torch.nn.utils.clip_grad_norm_`` and ``fsdp2.clip_grad_norm_`` are listened to, whoever has imported them.
+"""Hears calls of ``torch.nn.utils.clip_grad_norm_`` and ``fsdp2.clip_grad_norm_``, also from modules that have imported them already.
 
-It refuses to know what a clip should do.
+This file refuses to know what a clip should do.
 """
 
 from __future__ import annotations

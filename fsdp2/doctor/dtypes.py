@@ -1,4 +1,4 @@
-"""In which dtypes is a model kept and computed, and has anybody asked for that?"""
+"""The dtypes in which a model is kept and computed, and whether the user has asked for them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _compensates(optimizer: Optimizer) -> bool:
 
 
 def _casts(inspected: Inspected) -> Iterator[Finding]:
-    """Where a policy's ``param_dtype`` widens what is kept narrow, or narrows what is kept wide beside others."""
+    """Findings where a policy's ``param_dtype`` widens narrow parameters, or narrows wide ones beside others."""
     widened: defaultdict[tuple[torch.dtype, torch.dtype], list[str]] = defaultdict(list)
     narrowed: defaultdict[tuple[torch.dtype, torch.dtype], list[str]] = defaultdict(list)
     for _, unit in inspected.units:

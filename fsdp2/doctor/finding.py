@@ -1,11 +1,11 @@
-"""What the doctor says: findings as plain data, and a report of them as text.
+"""The doctor's findings as plain data, and a report of them as text.
 
     [warning] optimizer-misses-parameters (ranks 0, 1): the optimizer does not have 2 trainable parameters
         head.weight, head.bias
         why: no step ever changes them
         fix: build the optimizer from model.parameters(), after fully_shard
 
-It refuses to know models and checks.
+This file refuses to know models and checks.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Finding:
 
     check:    the name of the check that found it, by which ``ignore`` leaves it out and docs/doctor.md explains it
     severity: "error": results are wrong, or the program will fail; "warning": results may be wrong; "note": it costs time or memory
-    what:     what is wrong
+    what:     the fault
     why:      why that matters
     fix:      what to do
     params:   names of parameters, buffers or modules from the root; empty if it is about none
-    ranks:    on which ranks it was found; empty: on this one, where nobody has compared
+    ranks:    the ranks on which it was found; empty: this one, if ranks have not compared
     """
 
     check: str

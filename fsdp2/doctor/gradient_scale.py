@@ -1,4 +1,4 @@
-"""The gradient-scale certificate: by what is every parameter's gradient divided, and is that what was meant?
+"""The gradient-scale certificate: the number that divides each parameter's gradient, and whether it is the declared one.
 
 A step of the user's runs with two probes. One hears each gradient as autograd computes it, before anything is reduced; it keeps a few
 projections on random signs, whose sum over ranks and micro-batches is compared with what the parameter gets: the quotient is what
@@ -64,7 +64,7 @@ class Probe:
 
     def _hear(self, weights: Tensor) -> None:
         heard = weights.detach().double().abs()
-        heard = heard[heard > 0]  # what is masked out is no token
+        heard = heard[heard > 0]  # masked targets are no tokens
         if heard.numel() > 0:
             self.count += heard.numel()
             self.total += heard.sum().item()
@@ -79,7 +79,7 @@ def gradient_scales(
     declared: float | Callable[[str], float] | None = None,
     tolerance: float = 0.02,
 ) -> Certificate:
-    """Find by what each parameter's gradient is divided in ``step``, and which differ from what was declared.
+    """Find the number that divides each parameter's gradient in ``step``, and the gradients where it differs from the declared one.
 
     step:       runs forwards and backwards, without the optimizer, and passes each loss of a token (or sample) through the probe
                 before it averages; one that does not is measured without the loss's own weights

@@ -1,6 +1,6 @@
 """A sharded model as the checks look at it: its units by name, its parameters as optimizers hold them, its buffers.
 
-It refuses to know what is a fault.
+This file refuses to know what is a fault.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Inspected:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """Those that state dicts have, and those that they do not."""
+        """The tensors that state dicts have, and those that they lack."""
         return dict(self.model.named_buffers())
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Those that train on different data, this one among them: of the root's mesh."""
+        """The ranks that train on different data, this one among them: those of the root's mesh."""
         return tuple(sorted(next((group.mesh.ranks for _, group in self.groups), frozenset())))
 
 

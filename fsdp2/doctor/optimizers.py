@@ -1,4 +1,4 @@
-"""Does the optimizer have the parameters that train? It refuses to know what optimizers compute."""
+"""Does the optimizer have the parameters that train? This file refuses to know what optimizers compute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .inspected import Inspected
 
 
 def optimizer_findings(inspected: Inspected) -> Iterator[Finding]:
-    """Of optimizers that were built before ``fully_shard``, that hold what is not in the model, or that miss some of it."""
+    """Findings on optimizers built before ``fully_shard``, with parameters that are not the model's, or without some of the model's."""
     if not inspected.optimizers:
         return
     held = {id(param): param for optimizer in inspected.optimizers for group in optimizer.param_groups for param in group["params"]}

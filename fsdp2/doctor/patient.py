@@ -101,7 +101,7 @@ class Patient:
             if not any(id(param) in ours or sharded_from(param) is not None for param in held):
                 return  # another model's
             self._first = optimizer
-            # Others of its optimizers have not stepped yet: nobody knows them.
+            # Optimizers that have not stepped yet are unknown.
             self._add(*check(model, optimizer))
             self._watch = Watch(
                 model,

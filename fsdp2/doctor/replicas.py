@@ -25,7 +25,7 @@ _CHUNK_NBYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Facts:
-    """What one rank has.
+    """The facts of one rank.
 
     ranks:   those that train the same model as this one on other data
     shapes:  of each parameter and buffer by name: shape, dtype, whether it requires a gradient
@@ -106,7 +106,7 @@ def digest(tensor: Tensor) -> int:
     """CRC-32 of the bytes of a tensor, of a DTensor of its local one."""
     local = compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
     if type(local) is not Tensor:
-        return 0  # a subclass with memory of its own: nobody knows what its bytes mean
+        return 0  # a subclass with memory of its own, whose bytes we cannot read
     found = zlib.crc32(str((tuple(local.shape), local.dtype)).encode())
     flat = local.contiguous().view(-1).view(torch.uint8)
     for start in range(0, flat.numel(), _CHUNK_NBYTES):
@@ -116,7 +116,7 @@ def digest(tensor: Tensor) -> int:
 
 
 _Said = Mapping[tuple[str, tuple[int, ...]], Hashable]
-"""Of one rank: what it has, by a name and the ranks that must have the same."""
+"""The facts of one rank, by a name and the ranks that must have the same."""
 
 
 def _among(ranks: tuple[int, ...], said: Mapping[str, Hashable]) -> _Said:

@@ -1,6 +1,6 @@
-"""What can be seen of one step: gradients, micro-batches, clipping, data. Findings are made here; ``watching.py`` knows when.
+"""Faults that one step shows: gradients, micro-batches, clipping, data. Findings are made here; ``watching.py`` knows when.
 
-It refuses to know hooks and steps.
+This file refuses to know hooks and steps.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def accumulation_switches(units: Sequence[tuple[str, ModuleState]]) -> Iterator[
 
 
 def gradients_left(units: Sequence[tuple[str, ModuleState]]) -> Iterator[Finding]:
-    """Before an optimizer's step: what it will not see."""
+    """Findings before an optimizer's step: gradients that it will not see."""
     waiting = tuple(param.fqn for _, unit in units for group in unit.groups if group.gradients.has_unreduced for param in group.params)
     if waiting:
         yield Finding(
@@ -136,7 +136,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Observed:
-    """What one rank says of one step, for all to compare.
+    """The facts of one rank on one step, for all ranks to compare.
 
     ranks: those that train on different data, this one among them
     data:  a digest of the root's inputs; None: there were none
@@ -192,7 +192,7 @@ def scale_findings(by_rank: Sequence[Observed]) -> Iterator[Finding]:
 
 
 def digest_of(arguments: Any) -> int | None:
-    """Of all tensors in it; None if there is none."""
+    """A digest of all tensors in ``arguments``; None if there are none."""
     found: list[Tensor] = []
     find_tensors(arguments, found)
     return zlib.crc32(repr([digest(tensor) for tensor in found]).encode()) if found else None

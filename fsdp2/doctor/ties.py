@@ -53,7 +53,7 @@ def tie_findings(inspected: Inspected, ties: Ties) -> Iterator[Finding]:
 
 
 def _declared(model: nn.Module, shown: dict[str, nn.Parameter]) -> Iterator[tuple[str, ...]]:
-    """What transformers' models say: ``config.tie_word_embeddings``, and the two modules that have these weights."""
+    """The ties that transformers' models declare: ``config.tie_word_embeddings``, and the two modules that have these weights."""
     config: Any = getattr(model, "config", None)
     if not getattr(config, "tie_word_embeddings", False) or not hasattr(model, "get_output_embeddings"):
         return
@@ -67,6 +67,6 @@ def _declared(model: nn.Module, shown: dict[str, nn.Parameter]) -> Iterator[tupl
 
 
 def _identity(param: Any) -> int:
-    """Equal for what is shown of one parameter, sharded or not."""
+    """A key that is equal for all views of one parameter, sharded or not."""
     sharded = sharded_from(param)
     return id(param if sharded is None else sharded.sharded)

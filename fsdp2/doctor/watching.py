@@ -166,7 +166,7 @@ class Watch:
         self._close = _Close(self._num_steps == 1 or (self._num_steps + 1) % self._every == 0, close.findings)
 
     def _note_missing(self) -> None:
-        """Of those that only wait to be reduced, that was said."""
+        """Note parameters without gradients, but for those that wait to be reduced, which another finding names."""
         waiting = {name for finding in self._found.values() if finding.check == "step-before-reduction" for name in finding.params}
         missing, self._no_gradient = self._no_gradient, []
         self._note(missing_gradients([param for param in missing if param.fqn not in waiting], self._num_steps))
@@ -219,7 +219,7 @@ class Watch:
 
 
 class _Close:
-    """What a step that is looked at closely has seen. A new watch begins with one.
+    """What a close look at one step has found. A new watch begins with one.
 
     findings: what the other ranks have not been told
     data:     digest of the inputs of all micro-batches so far

@@ -60,7 +60,7 @@ def _large_root(inspected: Inspected) -> Iterator[Finding]:
 
 
 def _peak(root: int, others: list[int]) -> int:
-    """Of unsharded parameters: the root's, those of the module that runs, and those of the next one."""
+    """The peak of unsharded parameters: the root's, those of the module that runs, and those of the next one."""
     return root + sum(sorted(others)[-2:])
 
 

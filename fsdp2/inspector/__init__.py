@@ -1,7 +1,7 @@
-"""What a run did, written down while it runs and shown afterwards (docs/inspecting.md).
+"""Records of a run, written while it runs and shown afterwards (docs/inspecting.md).
 
 ledger_file    a line for each step and rank
-meter          what is counted for it
+meter          counts for it
 memory_now     bytes by kind, asked for while steps run
 trace_file     what all ranks do in a few steps, as a file for Perfetto
 moments        spans and samples of one rank

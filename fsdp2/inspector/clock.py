@@ -43,7 +43,7 @@ def measure(clock: Callable[[], int] = time.time_ns) -> Offset:
 
 
 def offset_from(own: Stamps, first: Stamps) -> Offset:
-    """Of the rank with the stamps ``own``; first: rank 0's."""
+    """The offset of the rank with the stamps ``own``; first: rank 0's stamps"""
     low = max(before - behind for (before, _), (_, behind) in zip(own, first, strict=True))
     high = min(behind - before for (_, behind), (before, _) in zip(own, first, strict=True))
     if low <= 0 <= high:  # one host's ranks have one clock, and others may

@@ -13,10 +13,10 @@ from .fingerprint import NOTHING, Fingerprint
 from .run_folder import Values
 
 PHASES = ("parameters", "gradients", "update")
-"""In the order of a step; that of units within one is recorded."""
+"""The phases in the order of a step; the record has the order of units within one."""
 
 Lines = Mapping[int, Sequence[Values]]
-"""Of one run, by rank."""
+"""The lines of one run, by rank."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Parting:
 
 
 def partings(first: Lines, second: Lines) -> Iterator[Parting]:
-    """In order, of each phase of each step of both runs: the first parameter that parts, and the first by more than rounding.
+    """In order, for each phase of each step of both runs: the first parameter that parts, and the first by more than rounding.
 
     One that a run does not have parts by more.
     """
@@ -72,7 +72,7 @@ def common_steps(first: Lines, second: Lines) -> list[int]:
 
 
 def _steps(lines: Lines) -> set[int]:
-    """That all ranks have."""
+    """The steps that all ranks have."""
     return set.intersection(*({line["step"] for line in each} for each in lines.values())) if lines else set()
 
 
@@ -87,7 +87,7 @@ class _Whole:
 
 
 def _wholes(phase: str, by_rank: Mapping[int, Values]) -> dict[tuple[str, str], dict[int, _Whole]]:
-    """By (unit, parameter) in the order of the lowest rank, by rank or replica."""
+    """The values by (unit, parameter) in the order of the lowest rank, and by rank or replica."""
     found: dict[tuple[str, str], dict[int, _Whole]] = {}
     for rank, line in sorted(by_rank.items()):
         for unit, params in line[phase].items():

@@ -1,7 +1,7 @@
-"""What is kept of a tensor to tell later whether another run had the same: a checksum of its bits, and a sketch of its values.
+"""A fingerprint tells later whether another run had the same tensor: a checksum of its bits, and a sketch of its values.
 
 Both are sums over the elements, of functions of an element's index in the whole tensor and of its value. So each rank sums up its own
-shard, and the sum over all ranks is that of the whole tensor, however it was cut. It refuses to know ranks.
+shard, and the sum over all ranks is that of the whole tensor, however it was cut. This file refuses to know ranks.
 
     checksum   mod 2**64, of each element's bits mixed with its index: equal bits, equal checksum; one other bit anywhere, another one
     sketch     four sums of x[i] times a random sign of i. Of the difference d of two tensors, the sketches' difference is a sketch, and
@@ -56,7 +56,7 @@ NOTHING = Fingerprint(0, 0.0, (0.0,) * NUM_SKETCHES)
 
 @torch.no_grad()
 def fingerprint(local: Tensor, shape: Sequence[int], pieces: Iterable[Piece]) -> Fingerprint:
-    """Of what this rank has of a tensor of ``shape``. Waits for the device. Memory: a few MB."""
+    """The fingerprint of this rank's part of a tensor of ``shape``. Waits for the device. Memory: a few MB."""
     boxes = [(piece, box) for piece in pieces for box in split(piece.box, _CHUNK)]
     return reduce(Fingerprint.__add__, (_of_box(local, shape, piece, box) for piece, box in boxes), NOTHING)
 
@@ -76,7 +76,7 @@ def _of_box(local: Tensor, shape: Sequence[int], piece: Piece, box: Box) -> Fing
 
 
 def _indices(shape: Sequence[int], box: Box, device: torch.device) -> Tensor:
-    """Of the elements of ``box`` in the whole tensor, as it is laid out row by row."""
+    """The indices of the elements of ``box`` in the whole tensor, as it is laid out row by row."""
     indices = torch.zeros((), dtype=torch.int64, device=device)
     for dim, (start, stop) in enumerate(zip(box.start, box.stop, strict=True)):
         stride = math.prod(shape[dim + 1 :])

@@ -45,7 +45,7 @@ def ledger(
     optimizer:  one, or all that train it: the step of the last one ends a step; None: each step of any optimizer
     tokens:     that this rank trains on in a step, or a function that says how many there were in the last one
     first_step: number of the step that comes first; of a run that goes on, the next one
-    plan:       what ``fsdp2.plan`` predicted; ``fsdp2 report`` draws it beside what was measured
+    plan:       the prediction of ``fsdp2.plan``; ``fsdp2 report`` draws it beside the measurements
     findings:   of ``doctor.check``, or of a ``doctor.watch`` (its ``report`` when the ledger stops), for the report
     Collective: no; without it nothing is counted, and a step asks a module attribute where it would be
     Raises:     ModuleError if ``model`` is not sharded; ArgumentError for something else than optimizers
@@ -131,7 +131,7 @@ class Ledger:
         self._num_steps += 1
 
     def _write_run(self) -> None:
-        """At the beginning, for a run that crashes, and at the end, when a watch knows more."""
+        """Write it at the beginning, for a run that crashes, and at the end, when a watch knows more."""
         if self._rank != 0:
             return
         findings = getattr(self._findings, "report", self._findings)
@@ -161,7 +161,7 @@ def _said(counts: Counts) -> Values:
 
 
 def plan_said(plan: Plan) -> Values:
-    """What a report shows of a plan."""
+    """The part of a plan that a report shows."""
     peak = plan.memory.peak
     return {
         "peak": {"nbytes": peak.nbytes, "by_kind": peak.by_kind, "phase": peak.phase, "where": peak.where},

@@ -27,7 +27,7 @@ from ..state_bytes import measured_state_bytes
 
 
 class MemoryNow:
-    """What collectives have to do with. most: by kind, the most bytes at a time since ``forget_most``"""
+    """The bytes of collectives. most: by kind, the most bytes at a time since ``forget_most``"""
 
     def __init__(self) -> None:
         self._groups: dict[int, GroupMemory] = {}
@@ -43,7 +43,7 @@ class MemoryNow:
             self.look()  # now: on a host its input is freed when the backend is done with it, which may be before the next look
 
     def look(self) -> dict[str, int]:
-        """Bytes now; what has none left is not asked again."""
+        """Bytes now; tensors without memory are not asked again."""
         unsharded = gathering = reducing = 0
         for key, group in list(self._groups.items()):
             made = group.unsharded
@@ -69,7 +69,7 @@ class MemoryNow:
 
 
 def kept_bytes(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, int]:
-    """Between backward and the next forward: what lives through the step."""
+    """The memory that lives through the step; call it between backward and the next forward."""
     states = [measured_state_bytes(model, each) for each in optimizers]
     return {
         PARAMETERS: int(states[0].master),
@@ -83,7 +83,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def all_kept_bytes() -> int:
-    """Of everything in this process that was sharded, and of every optimizer that has stepped; not of what a plan has rehearsed."""
+    """The memory of everything in this process that was sharded, and of every optimizer that has stepped; not of a plan's rehearsal."""
     real = [group for param, group in sharded_parameters().values() if not isinstance(param.local, compat.FakeTensor)]
     groups = {id(group): group for group in real}.values()
     found: dict[int, int] = {}
@@ -94,7 +94,7 @@ def all_kept_bytes() -> int:
     def add_storage(storage: torch.UntypedStorage) -> None:
         try:
             found[storage.data_ptr()] = storage.nbytes()
-        except RuntimeError:  # it has no memory: what a compiler, or a plan, has traced
+        except RuntimeError:  # a tensor without memory, traced by a compiler or a plan
             return
 
     for group in groups:
@@ -117,7 +117,7 @@ def all_kept_bytes() -> int:
 
 
 def training_device() -> torch.device:
-    """Of what was sharded first; the CPU before."""
+    """The device of the first unit; the CPU before there is one."""
     return next((group.device for _, group in sharded_parameters().values()), torch.device("cpu"))
 
 

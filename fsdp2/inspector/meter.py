@@ -1,6 +1,6 @@
-"""Counts what happens in a step: collectives by phase and kind, host time in our hooks, and the part of it that waits.
+"""Counts the work of a step: collectives by phase and kind, host time in our hooks, and the part of it that waits.
 
-It hears what ``core/comm/collective_log.py`` tells. It refuses to know files, and when a step ends.
+It hears what ``core/comm/collective_log.py`` tells. This file refuses to know files, and when a step ends.
 
 Worked example: forward of ``layers.0`` begins at 0 ms, its all-gather of 1 MB over 2 ranks is waited for from 1 to 3 ms, and the hook
 returns at 4 ms: forward has 1 all-gather of 1 MB, of which each rank sends 0.5 MB; 2 ms are exposed, and the hooks had 2 ms of
@@ -23,13 +23,13 @@ BETWEEN = "between"
 
 
 def nbytes_of(record: Record) -> int:
-    """Of the whole buffer, padding included; what is sent in another dtype travels as bytes."""
+    """Bytes of the whole buffer, padding included; a tensor of another dtype travels as bytes."""
     return record.numel * DTYPE_NBYTES.get(record.dtype, 1)
 
 
 @dataclass
 class Tally:
-    """Of one kind of collective in one phase. nbytes: of buffers; sent: by this rank, around a ring; exposed: seconds waited"""
+    """One kind of collective in one phase. nbytes: of buffers; sent: by this rank, around a ring; exposed: seconds waited"""
 
     calls: int = 0
     nbytes: int = 0
@@ -50,7 +50,7 @@ class Counts:
 
 
 class Meter(Listener):
-    """``take`` what was counted since the last time. memory: looked at where much of it is in use"""
+    """``take`` returns the counts since the last call. memory: measured where much of it is in use"""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.memory = MemoryNow()

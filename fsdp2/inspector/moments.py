@@ -1,6 +1,6 @@
-"""What happens in traced steps, as spans of one rank on its own clock: modules that compute, hooks that wait, collectives under way.
+"""The moments of traced steps, as spans of one rank on its own clock: modules that compute, hooks that wait, collectives under way.
 
-It hears what ``core/comm/collective_log.py`` tells. It refuses to know other ranks and file formats.
+It hears what ``core/comm/collective_log.py`` tells. This file refuses to know other ranks and file formats.
 
 Worked example, two layers in forward: ``forward of 0`` computes, a hook waits for ``all-gather of 1``, ``forward of 1`` computes; the
 all-gather of 1 is under way from before ``forward of 0`` to the end of that wait.
@@ -45,7 +45,7 @@ class Sample:
 
 
 class Moments(Listener):
-    """spans, samples: so far. allocated: asked for the allocator's bytes, where there is one that knows"""
+    """spans, samples: so far. allocated: returns the allocator's bytes, if there is an allocator that counts"""
 
     def __init__(self, clock: Callable[[], int] = time.time_ns, allocated: Callable[[], int | None] = lambda: None) -> None:
         self.spans: list[Span] = []

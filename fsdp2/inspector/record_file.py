@@ -90,7 +90,7 @@ class Recording(collective_log.Listener):
             self._undo.callback(register_optimizer_step_post_hook(end_step).remove)
 
     def stop(self) -> None:
-        """End it; what was recorded stays. A second time: nothing."""
+        """End it; the record stays. A second call does nothing."""
         self._undo.close()
 
     def __enter__(self) -> Recording:
@@ -157,7 +157,7 @@ def _gradients(groups: Iterable[ParamGroup]) -> Iterator[tuple[str, Values]]:
 
 
 def _coarsest(group: ParamGroup, dtype: torch.dtype) -> float:
-    """The rounding unit of what a value went through."""
+    """The coarsest rounding unit of the dtypes that a value went through."""
     dtypes = (dtype, group.plan.param_dtype, group.plan.reduce_dtype)
     return max(torch.finfo(each).eps for each in dtypes if each.is_floating_point)
 

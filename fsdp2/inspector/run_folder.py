@@ -1,4 +1,4 @@
-"""What lies where in the folder of a run, and files of which a crash leaves whole lines.
+"""The places of files in a run's folder, and files of which a crash leaves whole lines.
 
     run/
       run.json               of rank 0: world size, versions, the plan, findings
@@ -7,7 +7,7 @@
       trace.rank0.json       spans and samples of that rank, in Chrome's trace format
       trace.json             those of all ranks
 
-It refuses to know what the values mean.
+This file refuses to know what the values mean.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def read_lines(path: Path) -> list[Values]:
 
 
 def write_json(path: Path, values: Any) -> None:
-    """At once: a reader sees the file as it was, or as it is."""
+    """Write at once: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(json.dumps(values))

@@ -91,7 +91,7 @@ def _allocator_of(device: torch.device) -> Callable[[], int | None]:
 
 
 def _allocated(before: int, events: list[tuple[int, int]]) -> list[Sample]:
-    """Sums, of which neighbours that lie within 10 us are one, at the highest."""
+    """Sums, with neighbours that lie within 10 us joined to one, the highest."""
     samples: list[Sample] = []
     now = before
     since = highest = 0

@@ -2,7 +2,7 @@
 
 A bf16 parameter has eight bits: an update smaller than 1/256 of it is lost, and training stops where fp32 goes on. *Kahan summation*
 (W. Kahan 1965, for a running sum) keeps what each rounding lost in a tensor beside the parameter and adds it to the next update: two
-bytes more an element, instead of four of an fp32 copy. It refuses to know shards; ``flat`` may drive it.
+bytes more an element, instead of four of an fp32 copy. This file refuses to know shards; ``flat`` may drive it.
 
 Worked example, a parameter of 256 and updates of 0.5, where neighbours of 256 in bf16 are 2 apart
 
@@ -80,7 +80,7 @@ class AnyPrecisionAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step, after ``closure`` if there is one, whose result is returned."""
+        """One step, after ``closure`` if there is one; returns its result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -93,7 +93,7 @@ class AnyPrecisionAdamW(Optimizer):
 
 
 def step_adamw(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """One step of one parameter. state: of it, empty before the first step. group: options, as of ``AnyPrecisionAdamW``."""
+    """One step of one parameter. state: its own, empty before the first step. group: options, as of ``AnyPrecisionAdamW``."""
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32)
         state["exp_avg"] = torch.zeros_like(param, dtype=group["momentum_dtype"] or param.dtype)
@@ -107,7 +107,7 @@ def step_adamw(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[s
     exp_avg.lerp_(grad.to(exp_avg.dtype), 1 - beta1)
     squared = grad.to(exp_avg_sq.dtype)
     exp_avg_sq.mul_(beta2).addcmul_(squared, squared, value=1 - beta2)
-    # In fp32 or wider whatever the states are: an update is small beside what it is added to.
+    # In fp32 or wider, whatever dtype the states have: an update is small beside the value that it is added to.
     wide = torch.promote_types(torch.float32, torch.promote_types(exp_avg.dtype, exp_avg_sq.dtype))
     denominator = (exp_avg_sq.to(wide).sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
     size = -lr / (1 - beta1**step)

@@ -33,7 +33,7 @@ class Tried:
 
 
 def check_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, Any], device: torch.device) -> Tried:
-    """What a trial of ``optimizer_class`` with ``options`` shows. What it quantises in blocks is larger than what is tried.
+    """The result of a trial of ``optimizer_class`` with ``options``. States quantised in blocks are larger than the trial's.
 
     device: where to try it; one matrix has values a hundred times as large as the other, so that what mixes them shows
     Raises: ArgumentError if it refuses ``options``, or is not element-wise

@@ -1,8 +1,8 @@
 """An element-wise optimizer that steps on the flat shards of groups: no DTensor is dispatched, and a few kernels serve many parameters.
 
 The user's optimizer is an ordinary one: its groups hold the sharded parameters, its state has a DTensor for each. An inner optimizer
-of the class that was asked for has the runs (``runs.py``) in their place, and its state is where the numbers are. It refuses to know
-how an optimizer computes.
+of the class that was asked for has the runs (``runs.py``) in their place, and its state is where the numbers are. This file refuses to
+know how an optimizer computes.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class FlatOptimizer(Optimizer):
         self._shown: defaultdict[Tensor, State] | None = None
         self._loaded: defaultdict[Tensor, State] | None = None  # what runs take over when they are next asked for
         self.grad_norm: Tensor | None = None  # of the last step's gradients, if it clipped them
-        self._values: dict[Run, State] = {}  # of each run whose state is shown: what is shown are views of these
-        self._removed: dict[Tensor, State] = {}  # of parameters that no group has any more, for whoever puts them back
+        self._values: dict[Run, State] = {}  # of each run whose state is shown: the user sees views of these
+        self._removed: dict[Tensor, State] = {}  # of parameters that are in no group any more, for a user who puts them back
 
     def _made_of(self) -> tuple[Any, ...]:
         return self._class, self._options, self._block
@@ -94,7 +94,7 @@ class FlatOptimizer(Optimizer):
     # --- a step ---
 
     def step(self, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None, norm_type: float = 2.0) -> Any:
-        """One step of the optimizer, after ``closure`` if there is one, whose result is returned.
+        """One step of the optimizer, after ``closure`` if there is one; returns its result.
 
         max_norm:   to which the gradients of all parameters of this optimizer are clipped before, as by ``clip_grad_norm_``, and
                     ``grad_norm`` is what their norm was. Fused kernels clip while they step; for others it is a product for each run.
@@ -226,7 +226,7 @@ class FlatOptimizer(Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, State]:
-        """By parameter, as with the ordinary optimizer: DTensors over the flat state, made when they are asked for after a step.
+        """The state by parameter, as with the ordinary optimizer: DTensors over the flat state, made at the first use after a step.
 
         The next step takes over what was written into it. A step ends what was shown before it: ask again then. That of a parameter
         which was taken out of ``param_groups`` is kept and not shown; it goes on when the parameter is put back.
@@ -237,7 +237,7 @@ class FlatOptimizer(Optimizer):
 
     @state.setter
     def state(self, value: Mapping[Tensor, State]) -> None:
-        # One object: what is written into ``state`` before the next step is what that step takes over.
+        # One object: the next step takes over what the user writes into ``state`` before it.
         self._shown = self._loaded = value if isinstance(value, defaultdict) else defaultdict(dict, value)
 
     def _take_over_writes(self) -> None:
@@ -273,7 +273,7 @@ class FlatOptimizer(Optimizer):
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        """What ``copy.deepcopy`` and pickle take: no runs, for a copy has other parameters."""
+        """The state for ``copy.deepcopy`` and pickle: without runs, because a copy has other parameters."""
         state = {**self._removed, **self.state}
         return {**super().__getstate__(), "state": state, _MADE_OF: self._made_of()}
 
@@ -290,7 +290,7 @@ class FlatOptimizer(Optimizer):
             self.state = {param: values for param, values in reader.state.items() if values}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As any optimizer's."""
+        """The state dict, as any optimizer's."""
         self._take_over_writes()
         state = self._state_now()
         super().add_param_group(param_group)
@@ -302,7 +302,7 @@ class FlatOptimizer(Optimizer):
                     known[id(param)][1].align_to(self._block)
 
     def state_tensors(self) -> list[Tensor]:
-        """What the state takes memory for, as it is kept: a tensor for each run and kind of value."""
+        """The memory of the state, as it is kept: a tensor for each run and kind of value."""
         if self._loaded is not None or self._inner is None:
             states = list((self._loaded or {}).values())
         else:

@@ -56,7 +56,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """What GradScaler calls before a step: divides gradients by the scale, and finds out whether one is not finite anywhere.
+        """GradScaler calls this before a step: divides gradients by the scale, and finds out whether one is not finite anywhere.
 
         Returns: found_inf by device, 1.0 or 0.0, the same on all ranks
         """

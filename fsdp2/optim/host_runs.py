@@ -78,14 +78,14 @@ class HostRun:
         return host.copy_(tensor, non_blocking=self._pin_memory)
 
     def let_go(self) -> None:
-        """Of the gradient on the device, whose memory goes back to the reduce stream, or to the current one, behind the copy."""
+        """Drop the gradient on the device: its memory goes back to the reduce stream, or to the current one, behind the copy."""
         if self._read:
             for stream in (self._streams.reduce, self._streams.compute):
                 self._streams.order(stream, self._arrived)
             self._read = ()
 
     def step(self, optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
-        """By ``optimizer``, which gets this run and ``options`` for it, and start to copy the result back; blocks the host.
+        """Step by ``optimizer``, which gets this run and ``options`` for it, and start to copy the result back; blocks the host.
 
         Afterwards the offload stream is behind the copy back.
         Returns: the options as ``optimizer`` left them
@@ -105,7 +105,7 @@ class HostRun:
     def _send_back(self) -> None:
         streams = self._streams
         with streams.on(streams.offload), torch.no_grad():
-            self.data.copy_(self._param.detach(), non_blocking=self._pin_memory)  # a tensor that stays what it is
+            self.data.copy_(self._param.detach(), non_blocking=self._pin_memory)  # the tensor stays the same object
         self._param.grad = None
         compat.set_data(self._param, torch.empty(0, dtype=self.data.dtype))
 
@@ -114,7 +114,7 @@ class HostRun:
         return {key: value for key, value in self.state.items() if is_elementwise(key, value, self.data) and value.numel() > 0}
 
     def move_state(self) -> None:
-        """To the host, if it was loaded elsewhere."""
+        """Move the state to the host, if it was loaded elsewhere."""
         self.state.update(self.state_at(torch.device("cpu")))
 
     def state_at(self, device: torch.device) -> State:
@@ -122,7 +122,7 @@ class HostRun:
 
 
 class HostStates:
-    """Where the states of runs are between their steps: ``policy`` says it."""
+    """The places of the runs' states between their steps, by ``policy``."""
 
     def __init__(self, policy: CPUOffloadPolicy | DiskOffloadPolicy) -> None:
         self.ahead = policy.read_ahead if isinstance(policy, DiskOffloadPolicy) else 1

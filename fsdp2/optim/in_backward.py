@@ -3,7 +3,7 @@
 A run's turn comes when its last gradient has been reduced. The gradient goes to the host and leaves the device, a thread waits for the
 copy and steps, and the parameters go back. Nobody can look at all gradients before: no clipping, no loss scaling, no sum over several
 backwards. The first step is taken after its backward, as usual: it learns in which order gradients come, and finds those who changed
-them meanwhile. It refuses to know modules, and how a run is stepped.
+them meanwhile. This file refuses to know modules, and how a run is stepped.
 
 Worked example, units a, b, c
 
@@ -55,7 +55,8 @@ class BackwardSteps:
         self._step = weakref.WeakMethod(step)
         self._watched: dict[Tensor, Any] = {}
         self._seen: dict[Tensor, tuple[Tensor, int, Tensor]] = {}  # gradients of a backward without steps, their versions and norms
-        self._waiting: dict[Tensor, tuple[Run, HostRun, set[Tensor]]] | None = None  # by parameter, with those that have none yet
+        # By parameter, with those whose gradient has not arrived.
+        self._waiting: dict[Tensor, tuple[Run, HostRun, set[Tensor]]] | None = None
         self._stepped: set[Tensor] = set()
         self._leaving: deque[HostRun] = deque()
         self._under_way: list[tuple[HostRun, Future[Options]]] = []
@@ -102,7 +103,7 @@ class BackwardSteps:
         self._seen[param] = (grad, _version(grad), _norm(grad))
 
     def _send(self, run: Run, host: HostRun) -> None:
-        """On the stream on which its gradients were reduced."""
+        """Take a gradient, on the stream on which it was reduced."""
         run.take_gradients()
         host.send()
         for piece in run.pieces:
@@ -116,7 +117,7 @@ class BackwardSteps:
         self._under_way.append((host, self._thread.submit(step, host)))
 
     def wait(self) -> list[tuple[HostRun, Options]]:
-        """Until all that was sent so far is stepped: the runs, each once, and the options as the optimizer left them."""
+        """Wait for the steps of all runs sent so far: the runs, each once, and the options as the optimizer left them."""
         under_way, self._under_way = self._under_way, []
         return [(host, done.result()) for host, done in under_way]
 
@@ -165,7 +166,7 @@ def _second_backward() -> OrderError:
 
 
 def in_turn(runs: Sequence[Run], order: dict[Tensor, int]) -> list[Run]:
-    """By when their last gradient comes; those of which that is not known behind the others, the model's last ones first."""
+    """The runs, by when their last gradient comes; if that is unknown, behind the others, the model's last ones first."""
     late = len(order)
 
     def turn(run: Run) -> int:

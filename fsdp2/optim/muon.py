@@ -2,7 +2,7 @@
 
 Sources: K. Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks" (the iteration and its coefficients); J. Liu
 et al. 2025, "Muon is scalable for LLM training" (weight decay, ``match_rms_adamw``). Values are those of ``torch.optim.Muon`` on the
-unsharded model, up to the rounding of bf16 in the iteration. It refuses to know how matrices find their owners.
+unsharded model, up to the rounding of bf16 in the iteration. This file refuses to know how matrices find their owners.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Muon(Optimizer):
         self._cuts: dict[Tensor, Cut | None] = {}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As any optimizer's; see ``params`` of the class."""
+        """As any optimizer's; see ``params`` of the class for the parameters."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         wrong = [f"parameter {tuple(param.shape)}" for param in group["params"] if group["use_muon"] and param.dim() not in (2, 3)]
@@ -99,7 +99,7 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step, after ``closure`` if there is one, whose result is returned. Collective: see the class."""
+        """One step, after ``closure`` if there is one; returns its result. Collective: see the class."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

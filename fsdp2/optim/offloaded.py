@@ -1,6 +1,6 @@
 """A flat optimizer that steps on the host, run by run, and has its states there, in memory or in files.
 
-The parameters may be on a device, or on the host as well. It refuses to know how a run is copied, and how a file is read.
+The parameters may be on a device, or on the host as well. This file refuses to know how a run is copied, and how a file is read.
 
 Source: ZeRO-Offload (Ren et al. 2021), section 4; ZeRO-Infinity (Rajbhandari et al. 2021), section 5.1.1; the fraction is
 ZeRO-Offload++'s twin flow.
@@ -45,7 +45,7 @@ def offloaded(
     step_in_backward: bool = False,
     **options: Any,
 ) -> OffloadedOptimizer:
-    """As ``flat``, with the states of parameters where ``policy`` says; every value is the ordinary optimizer's.
+    """As ``flat``, with the states of parameters at the place that ``policy`` names; every value is the ordinary optimizer's.
 
     policy:     CPUOffloadPolicy: in host memory; DiskOffloadPolicy: in files. The optimizer steps on the host, the parameters stay
                 where ``fully_shard`` has put them
@@ -79,7 +79,7 @@ def offloaded(
 
 
 def check_policy(policy: Any) -> None:
-    """Raises: ArgumentError if it is none, or says what cannot be."""
+    """Raises: ArgumentError if it is no such policy, or has values that cannot work."""
     if not isinstance(policy, (TorchCPUOffloadPolicy, DiskOffloadPolicy)):
         raise ArgumentError(
             f"offloaded got policy={policy!r}",
@@ -96,7 +96,7 @@ def _check_fraction(fraction: Any) -> None:
 
 
 def _meshes_of(listed: list[Any]) -> list[Any]:
-    """Of the sharded ones among what an optimizer is given."""
+    """The meshes of the sharded parameters among an optimizer's arguments."""
     groups = [each["params"] if isinstance(each, dict) else [each] for each in listed]
     tensors = [tensor for group in groups for tensor in ([group] if isinstance(group, Tensor) else group)]
     params = as_sharded([tensor[1] if isinstance(tensor, tuple) else tensor for tensor in tensors])
@@ -138,7 +138,7 @@ class OffloadedOptimizer(FlatOptimizer):
 
     def _begin(self, optimizer_class: type[Optimizer], options: dict[str, Any], block: int, kept_by: Any = None) -> None:
         super()._begin(optimizer_class, options, block)
-        if kept_by is not None:  # of the one of which this is a copy
+        if kept_by is not None:  # those of the optimizer that this one is a copy of
             self._keep_by(*kept_by)
 
     def __repr__(self) -> str:
@@ -168,7 +168,7 @@ class OffloadedOptimizer(FlatOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """What a GradScaler asks before it has an optimizer step."""
+        """GradScaler reads this before it lets an optimizer step."""
         if self._in_backward is None:
             return False
         raise ArgumentError("a GradScaler scales the loss of an optimizer that steps in backward", expected=_ALL_FIRST, fix=_FIX)
@@ -207,7 +207,7 @@ class OffloadedOptimizer(FlatOptimizer):
             run.send()
 
     def _step_others(self, inner: Optimizer) -> None:
-        """Those whose states stayed beside their parameters."""
+        """Step the runs whose states stayed beside their parameters."""
         groups = inner.param_groups
         inner.param_groups = [
             {**group, "params": [data for data in group["params"] if data not in self._host_runs]} for group in groups
@@ -220,7 +220,7 @@ class OffloadedOptimizer(FlatOptimizer):
             inner.param_groups = groups
 
     def _step_one(self, run: HostRun) -> dict[str, Any]:
-        """It was sent. Returns: the options of its group as the optimizer left them"""
+        """Step a run that was sent. Returns: the options of its group as the optimizer left them"""
         if self._stepper is None:
             self._stepper = self._class([torch.zeros(1)], **self._options)
         after = run.step(self._stepper, self._options_of[run.data])
@@ -228,7 +228,7 @@ class OffloadedOptimizer(FlatOptimizer):
         return after
 
     def _note_options(self) -> None:
-        """Those by which this step is taken: a step of one run must not change them for the next."""
+        """Note the options of this step: a step of one run must not change them for the next."""
         names = ("params", "param_names")
         before = [{key: value for key, value in group.items() if key not in names} for group in self.param_groups]
         self._options_of = {run.data: options for options, runs in zip(before, self._runs, strict=True) for run in runs}

@@ -44,7 +44,7 @@ class Piece:
     slot: Slot | None = None
 
     def view_of(self, buffer: Tensor) -> Tensor:
-        """Of a tensor with an element for each of the run's, this parameter's part, as a tensor of the parameter's kind."""
+        """This parameter's part of a tensor with an element for each of the run's, as a tensor of the parameter's kind."""
         if self.sharded is not None and self.slot is not None:
             local = shard_view(buffer, self.slot, self.sharded.spec, self.sharded.rank)
             return compat.new_dtensor(local, in_dtype(self.sharded.spec.sharded, buffer.dtype))
@@ -104,7 +104,7 @@ class Run:
         return compat.complete_locals([piece.param.grad for piece in self.pieces if piece.param.grad is not None])
 
     def _where_they_lie(self, locals_: Sequence[Tensor]) -> Tensor | None:
-        """The buffer of which ``locals_`` are views, if that is laid out like this run."""
+        """The buffer of which ``locals_`` are views, if it is laid out like this run."""
         first: Tensor | None = None
         begin = 0
         first_byte = compat.first_byte_of(locals_)

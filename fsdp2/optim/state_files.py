@@ -1,6 +1,6 @@
 """Optimizer states in memory-mapped files: each is read ahead, worked on in place, and written behind by a thread.
 
-It refuses to know optimizers.
+This file refuses to know optimizers.
 
 Worked example, files of three runs, one ahead
 
@@ -40,7 +40,7 @@ class StateFile(MappedFile):
 
 
 class WriteBehind:
-    """Files that a thread writes, at most ``max_files`` at a time: whoever is faster waits.
+    """Files that a thread writes, at most ``max_files`` at a time: the faster side waits.
 
     in_memory, peak: bytes of the files that were asked for and are not written yet; the most so far
     """
@@ -65,7 +65,7 @@ class WriteBehind:
         self.wait(self._max_files)
 
     def wait(self, max_files: int = 0) -> None:
-        """Until at most ``max_files`` are under way."""
+        """Wait until at most ``max_files`` are under way."""
         while len(self._under_way) > max_files:
             done, file = self._under_way.popleft()
             done.result()

@@ -3,7 +3,7 @@
 Gathering each matrix on every rank moves W times as much and computes everything W times. Here matrices are dealt to the ranks of
 their shard group by cost, the dearest first to whoever has least so far (longest processing time first: R. L. Graham 1969), and go in
 *rounds* of one matrix an owner: one all-to-all to the owners, the function, one all-to-all back. While owners compute a round, the next
-one is on its way to them. It refuses to know what is computed; what Shampoo or SOAP do to a matrix would fit as well as Muon.
+one is on its way to them. This file refuses to know what is computed; what Shampoo or SOAP do to a matrix would fit as well as Muon.
 
 Cost model: a rank sends and receives, each way, its piece of every matrix; it computes what it owns. The step is as long as that of the
 rank that owns most, which is at most 4/3 of an even share, or the dearest matrix alone.
@@ -45,7 +45,7 @@ class Cut:
 
 
 def cut_of(param: Tensor, name: str) -> Cut | None:
-    """How ``param`` is cut; None if this rank has all of it, or all of each matrix that it has a part of.
+    """How ``param`` is cut; None if this rank has all of it, or whole matrices of a batch.
 
     Raises: ParameterError if several mesh axes cut it
     """
@@ -63,7 +63,7 @@ def cut_of(param: Tensor, name: str) -> Cut | None:
             fix="give it to AdamW: {'params': [...], 'use_muon': False}",
         )
     if param.dim() > 2 and dim < param.dim() - 2:
-        return None  # a batch of matrices, of which this rank has some whole
+        return None  # a batch of matrices, some of which this rank has whole
     size, num_ranks = param.shape[dim], mesh.size(axes[0])
     rows = -(-size // num_ranks)
     sizes = tuple(max(min(rows, size - rank * rows), 0) for rank in range(num_ranks))
@@ -169,7 +169,7 @@ def _nbytes_of_pieces(job: Job) -> list[int]:
 
 
 def _bytes_of(tensor: Tensor | None, device: torch.device) -> Tensor:
-    """Any dtype travels: backends differ in those that they know."""
+    """``tensor`` as bytes, because backends differ in the dtypes that they know."""
     if tensor is None or tensor.numel() == 0:
         return torch.empty(0, dtype=torch.uint8, device=device)
     return tensor.contiguous().view(-1).view(torch.uint8)

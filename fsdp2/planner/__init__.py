@@ -1,4 +1,4 @@
-"""What a training run will need, before there is a machine for it: ``fsdp2.plan`` and ``fsdp2 plan``.
+"""The needs of a training run, before there is a machine for it: ``fsdp2.plan`` and ``fsdp2 plan``.
 
     workload     what is trained: a model on the meta device, its inputs, its loss
     models       what built-in workloads are made of

@@ -1,4 +1,4 @@
-"""``fsdp2.plan``: arguments to a workload and a setting, what was rehearsed to a plan."""
+"""``fsdp2.plan``: turns its arguments into a workload and a setting, and their rehearsal into a plan."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def plan(
     inputs: Callable[[int, int], tuple[Any, ...]] | None = None,
     loss: Callable[[Any, tuple[Any, ...]], Tensor] | None = None,
 ) -> Plan:
-    """What a rank of ``world_size`` needs to train ``model``: bytes, where their peak is, what is communicated.
+    """The needs of a rank of ``world_size`` to train ``model``: bytes, where their peak is, what is communicated.
 
     The library's own code is run on tensors without memory: sharding, two steps of forward, backward and optimizer. ``model`` is not
     changed, and its values are not read; nothing is allocated, and no accelerator and no process group are needed (or touched).

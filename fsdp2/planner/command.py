@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan, or what a search has found. Returns 0, or the status of ranks that were to measure."""
+    """Print the plan, or the result of a search. Returns 0, or the status of ranks that were to measure."""
     if options.measure is not None:
         return measure_in_ranks(options.measure)
     if options.model is None or options.ranks is None:
@@ -116,7 +116,7 @@ def setting_of(options: argparse.Namespace) -> Setting:
 
 
 def show(title: str, found: Sequence[Table]) -> None:
-    """On standard output."""
+    """Print to standard output."""
     try:
         import rich.box
         import rich.console

@@ -1,6 +1,7 @@
 """How long a step that was written down would take on a card: a model (docs/step_clock.md says what it leaves out, and its error).
 
-It refuses to know what is trained. The host's time above torch's dispatcher is not counted: a host that is slow makes steps longer.
+This file refuses to know what is trained. The host's time above torch's dispatcher is not counted: a host that is slow makes steps
+longer.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..testing.clock.trace import Entry, Ranks
 
 @dataclass(frozen=True)
 class Duration:
-    """Of one step, in seconds. exposed: by phase, compute does nothing and a collective runs; idle: nothing runs
+    """The times of one step, in seconds. exposed: by phase, compute does nothing and a collective runs; idle: nothing runs
 
     mfu: floating point operations of the model, without those that are computed again, over what the card could do in that time
     """
@@ -31,7 +32,7 @@ class Duration:
 
 
 def duration_of(entries: Sequence[Entry], groups: Sequence[Ranks], card: Card) -> Duration:
-    """On ``card``, of the step that ``entries`` are."""
+    """The duration on ``card`` of the step of ``entries``."""
     clock = Clock(card, groups)
     clock.run(entries)
     parts = break_down(clock.spans, 0.0, clock.end)

@@ -54,7 +54,7 @@ def main(path: str) -> None:
 
 
 def measured_card(device: torch.device) -> Card:
-    """Of ``device``, and of the default process group. Collective: yes, over all ranks"""
+    """Measure ``device``, and the default process group. Collective: yes, over all ranks"""
     is_cpu = device.type == "cpu"
     size = 256 if is_cpu else 8192
     nbytes = (16 if is_cpu else 1024) << 20

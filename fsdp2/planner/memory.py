@@ -36,7 +36,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Memory:
-    """Of a step on one rank. most: by kind, the most bytes at a time, not all at the same one; host: kept in host memory
+    """The bytes of a step on one rank. most: by kind, the most bytes at a time, not all at the same one; host: kept in host memory
 
     moments: the course of the step, one unit after another
     """
@@ -131,7 +131,7 @@ def memory_of(visits: Sequence[Visit], on_host: Collection[str] = ()) -> Memory:
 
 
 def _kinds(before: Sequence[Block], blocks: Sequence[Block], entries: Sequence[Entry]) -> dict[int, str]:
-    """What each block is; what the model's forward has left when backward begins are activations, all else of its own temporaries."""
+    """The kind of each block; those that the model's forward leaves until backward are activations, its others are temporaries."""
     kinds = {block.id: block.label for block in before}
     made_in_forward: set[int] = set()
     phase = ""

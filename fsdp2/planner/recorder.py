@@ -1,8 +1,8 @@
 """What a step allocates, computes and communicates, written down entry by entry, while its tensors have sizes and no memory.
 
 Inside, every tensor that a program makes is a fake one: operators work out shapes and nothing else. Each storage is a *block*; the
-entries say when it is allocated and freed, on which stream, and between which operators and collectives. It refuses to know what a
-step consists of, and what anything costs.
+entries say when it is allocated and freed, on which stream, and between which operators and collectives. This file refuses to know what
+a step consists of, and what anything costs.
 
 Worked example: ``y = x @ w`` of (4, 8) and (8, 2) in fp32 is written as ``alloc`` of 32 bytes and ``op`` of ``aten::mm``, which
 reads 128 and 64 bytes and writes 32; when ``y`` dies, ``free`` follows.
@@ -48,7 +48,7 @@ _ASKED_BY = {
     "reduce_plan": REDUCING,
     "reduction": REDUCING,
 }
-"""What a file of ``core/group`` allocates."""
+"""The kind of memory that a file of ``core/group`` allocates."""
 
 _CORE = "fsdp2.core.group."
 _MAKE_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "set_", "resize_", "lift_fresh", "detach"}
@@ -64,7 +64,7 @@ _ATTENTION = {
     "_scaled_dot_product_flash_attention_for_cpu": "planner::attention",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "planner::attention_backward",
 }
-"""By the CPU's names. Devices have others for the same."""
+"""Operators by the CPU's names. Devices have others for the same."""
 
 
 @dataclass(slots=True, eq=False)
@@ -128,7 +128,7 @@ class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return [block for _, block in self._alive.values() if block.nbytes > 0]
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """As a stream does it. A storage has a block for each time that it is allocated."""
+        """Resize as a stream does. A storage has a block for each time that it is allocated."""
         key = id(storage)
         before = self._alive.get(key)
         if before is not None:
@@ -203,7 +203,7 @@ class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         arguments, views = _roles(func)
         if base in _MAKE_NOTHING or (views and all(views)):
             return
-        if base == "_chunk_cat":  # a reduction copies in what it reduces
+        if base == "_chunk_cat":  # a reduction copies in its gradients
             self.relabel(_tensors(args[0]), UNSHARDED_GRADIENTS, instead_of=(ACTIVATIONS, TEMPORARY))
         seen: list[Seen] = []
         for index, (argument, is_written) in enumerate(arguments):
@@ -215,7 +215,7 @@ class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.entries.append(Entry("op", _ATTENTION.get(base, name), self.stream, tensors=tuple(seen)))
 
     def relabel(self, tensors: Iterable[Any], label: str, instead_of: Iterable[str] | None = None) -> None:
-        """Say what the blocks of ``tensors`` are, now that it is known."""
+        """Note the kind of the blocks of ``tensors``, which is known now."""
         for each in tensors:
             block = self.block_of(each) if isinstance(each, Tensor) else None
             if block is not None and (instead_of is None or block.label in instead_of):
@@ -246,7 +246,7 @@ class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors(given: Any) -> Iterator[Tensor]:
-    """Those in an operator's arguments or results, which are at most lists of tensors."""
+    """The tensors in an operator's arguments or results, which are at most lists of tensors."""
     if isinstance(given, Tensor):
         yield given
     elif isinstance(given, (tuple, list)):
@@ -270,7 +270,7 @@ def _roles(func: Any) -> tuple[list[tuple[str, bool]], list[bool]]:
 
 
 def _label_by_caller() -> str:
-    """By which file of the core has asked for memory; else a module of the user's, or an optimizer has."""
+    """The kind of a block, by the file of the core that asked for it; else a module of the user's, or an optimizer has."""
     frame = sys._getframe(3)
     while frame is not None:
         name: str = frame.f_globals.get("__name__", "")

@@ -1,7 +1,7 @@
 """A workload, sharded by the library's own code and trained for two steps by rank 0 of a world that does not exist.
 
 The first step is what every run begins with: gathers are not prefetched, the optimizer makes its state. The second is like all later
-ones, and is the one that is written down. It refuses to know what to make of that.
+ones, and is the one that is written down. This file refuses to know what to make of that.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def rehearse(workload: Workload, setting: Setting) -> Rehearsed:
 
 
 def _unused_everywhere(flags: Sequence[Tensor]) -> list[float]:
-    """What this rank has not used, no rank has: all do the same."""
+    """Flags of use, none set: what this rank has not used, no rank has used, since all do the same."""
     return [0.0] * sum(each.numel() for each in flags)
 
 

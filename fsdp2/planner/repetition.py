@@ -28,7 +28,7 @@ from .traffic import Traffic
 from .workload import Workload
 
 _TOLERANCE = 1e-3
-"""Of durations: how a stream catches up with another one takes a few blocks."""
+"""The tolerance of durations: some blocks pass until one stream has caught up with another."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _signature(block: nn.Module) -> tuple[object, ...]:
 
 
 def _longest_run(values: Sequence[object]) -> tuple[int, int]:
-    """Where it starts, and how many equal ``values`` it has."""
+    """The start of the longest run of equal ``values``, and its length."""
     runs, start = [(0, 0)], 0
     for _, equal in itertools.groupby(values):
         count = len(list(equal))

@@ -101,7 +101,7 @@ def searched(plan: Callable[[Setting], Plan], setting: Setting, limit: float, ra
     """The search itself. plan: of a setting; it may raise an FSDPError for what cannot be"""
 
     def rank_of(proposal: Proposal) -> tuple[bool, float]:
-        """What fits, by its time; what does not, by its bytes."""
+        """Choices that fit, by their time; others by their bytes."""
         fits = proposal.peak <= limit
         return not fits, proposal.step if fits else proposal.peak
 

@@ -14,7 +14,7 @@ COMPUTE, COPY_IN, GATHER, REDUCE, ALL_REDUCE, OFFLOAD = range(6)
 
 
 class Log(Protocol):
-    """What is told."""
+    """The log that gets the entries."""
 
     stream: int
 

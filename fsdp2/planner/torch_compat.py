@@ -1,4 +1,4 @@
-"""The private torch names that the planner stands on, in one place, each with its reason. It refuses to know fsdp2."""
+"""The private torch names that the planner needs, each with its reason. This file refuses to know fsdp2."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["FakeTensor", "FakeTensorMode", "TorchDispatchMode"]
 
 GLOO_STAND_IN = "fake_gloo"
 ASKS_DEVICE = torch.ops.prim.device.default
-"""What asking a fake tensor for its device becomes."""
+"""The operator by which a program asks a fake tensor for its device."""
 _c10d: Any = dist.distributed_c10d
 _numbers = itertools.count(1)
 _MAPS = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_tags_to_pg", "_pg_to_tag")
@@ -61,7 +61,7 @@ def is_inside_fake_mode() -> bool:
 
 
 def sequence_number() -> int:
-    """Of the next node that autograd records on this thread: nodes are numbered as forward makes them."""
+    """The number of the next node that autograd records on this thread: nodes are numbered as forward makes them."""
     autograd: Any = torch.autograd
     return int(autograd._get_sequence_nr())
 

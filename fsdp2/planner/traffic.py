@@ -28,7 +28,7 @@ class Traffic:
 
 
 def traffic_of(entries: Sequence[Entry], groups: Sequence[Ranks], ranks_per_host: int) -> tuple[Traffic, ...]:
-    """In the order in which they first occur."""
+    """The collectives in the order in which they first occur."""
     found: dict[tuple[str, str, int], list[int]] = {}
     phase = ""
     for entry in entries:
@@ -47,7 +47,7 @@ def traffic_of(entries: Sequence[Entry], groups: Sequence[Ranks], ranks_per_host
 
 def sent_by_each(kind: str, nbytes: int, size: int) -> int:
     """Bytes that one rank sends around a ring of ``size``."""
-    if kind == "broadcast":  # of which one rank is the source
+    if kind == "broadcast":  # one rank is the source
         return nbytes
     return nbytes * (size - 1) // size * (2 if kind == "all_reduce" else 1)
 

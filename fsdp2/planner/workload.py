@@ -1,6 +1,6 @@
-"""What is trained: how its model is made on the meta device, what it is given, and what its loss is.
+"""A workload: how its model is made on the meta device, its inputs, and its loss.
 
-It refuses to know how training is sharded.
+This file refuses to know how training is sharded.
 """
 
 from __future__ import annotations

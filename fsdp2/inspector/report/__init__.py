@@ -1,4 +1,4 @@
-"""``fsdp2 report DIR``: what a run has written down, as one HTML page that needs nothing else.
+"""``fsdp2 report DIR``: the records of a run, as one HTML page that needs nothing else.
 
 reading    the files of a run's folder, as values
 figures    values to figures of plotly, as plain dicts

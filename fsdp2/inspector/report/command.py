@@ -1,4 +1,4 @@
-"""``fsdp2 report DIR``: what a run has written down, as one HTML page.
+"""``fsdp2 report DIR``: the records of a run, as one HTML page.
 
 fsdp2 report run --output run.html
 """

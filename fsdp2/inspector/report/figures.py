@@ -1,4 +1,4 @@
-"""Values to figures of plotly, as plain dicts: {"data": [...], "layout": {...}}. It refuses to know files and HTML.
+"""Values to figures of plotly, as plain dicts: {"data": [...], "layout": {...}}. This file refuses to know files and HTML.
 
 Colours are readable on light and on dark pages; the page sets those of text and lines.
 """
@@ -26,7 +26,7 @@ COLOURS = {
 OTHER = "#9aa3ad"
 MIB = 2**20
 MAX_RANKS = 16
-"""Of a larger job the first ones are drawn."""
+"""How many ranks are drawn; of a larger job the first ones."""
 
 
 def timeline(run: Run) -> Figure | None:
@@ -85,7 +85,7 @@ def _bars(events: list[Values]) -> Iterable[tuple[str, str, str, float, float]]:
 
 
 def memory(run: Run) -> Figure | None:
-    """Over the last step that was traced, on its lowest rank; the plan's bytes beside."""
+    """Memory over the last traced step, on its lowest rank; the plan's bytes beside."""
     if not run.traces:
         return None
     rank = min(run.traces)
@@ -121,7 +121,7 @@ def _line(name: str, x: Iterable[float], y: Iterable[float], colour: str) -> Val
 
 
 def _planned(run: Run, events: list[Values], begin: float, end: float) -> tuple[list[float], list[float]] | None:
-    """What the plan says of each unit and phase, at the time at which it ran.
+    """The plan's moments for each unit and phase, at the time at which it ran.
 
     Both lists are in the order of the step; the root runs between any two units, and a plan has a moment of it only where it allocates.
     """

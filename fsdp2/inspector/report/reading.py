@@ -21,7 +21,7 @@ class Run:
 
     @property
     def plan(self) -> Values | None:
-        """What the ledger was told."""
+        """The arguments of the ledger."""
         plan: Values | None = self.run.get("plan")
         return plan
 
@@ -45,7 +45,7 @@ def read_run(folder: Path) -> Run:
 
 
 def last_step(events: list[Values]) -> tuple[float, float]:
-    """Of a rank's events, when the last whole step begins and ends, in us: from its forward to the end of the trace."""
+    """When the last whole step of a rank's events begins and ends, in us: from its forward to the end of the trace."""
     spans = [each for each in events if each["ph"] == "X"]
     forwards = [each["ts"] for each in spans if each["name"] == "forward"]
     return (max(forwards) if forwards else 0.0), max((each["ts"] + each["dur"] for each in spans), default=0.0)

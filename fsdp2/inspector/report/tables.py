@@ -1,4 +1,4 @@
-"""Values to rows of text. It refuses to know HTML."""
+"""Values to rows of text. This file refuses to know HTML."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def shown(nbytes: float | None) -> str:
 
 
 def usual(lines: Sequence[Values]) -> Sequence[Values]:
-    """Without the first two steps, where there are more: they make plans and optimizer state."""
+    """The steps without the first two, if there are more: those make plans and optimizer state."""
     return lines[2:] or lines
 
 
 def headline(run: Run) -> Rows:
-    """What the page begins with: (what, value)."""
+    """The first table of the page: (name, value)."""
     rows: Rows = []
     lines = [line for each in run.ledgers.values() for line in usual(each)]
     if lines:

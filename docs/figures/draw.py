@@ -1,7 +1,9 @@
 """Draws the pictures of the pages from the planner's and the clock's data: ``python docs/figures/draw.py`` writes the SVGs beside it.
 
     step.svg        what runs on which stream in a step of a sharded model, on the clock's H100s
+    prefetch.svg    the same step's forward with no module gathered ahead, and with one
     memory.svg      what a rank's memory holds in the same step
+    group.svg       where the parameters of one group lie in the ranks' flat shards and in the unsharded storage
     strategies.svg  bytes a parameter by strategy, by the formula of ``fsdp2.state_bytes``
     hsdp.svg        which ranks each collective of a step joins under HSDP, and what leaves a host, beside zero3
     steps.svg       a step's duration beside torch's, as benchmarks/strategies.py has measured it and docs/strategies.md tells
@@ -12,6 +14,7 @@ Each is a function from data to SVG. Colours are readable on light and dark page
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 from collections import Counter
@@ -25,6 +28,7 @@ from torch import nn
 
 from fsdp2.checkpoint.checkpoint_folder import CheckpointFolder, is_partial
 from fsdp2.checkpoint.dcp_files import METADATA
+from fsdp2.core.plan.layout import Cut, group_layout
 from fsdp2.planner.memory import _kinds
 from fsdp2.planner.rehearsal import Rehearsed, Setting, rehearse
 from fsdp2.planner.streams import COMPUTE, COPY_IN, GATHER, REDUCE
@@ -128,11 +132,12 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def rehearsed(strategy: str = "zero3", shard_size: int | None = None) -> Rehearsed:
+def rehearsed(strategy: str = "zero3", shard_size: int | None = None, prefetch: int = 1) -> Rehearsed:
     """A step of ``Model`` on one of 8 ranks, bf16 with fp32 weights."""
     workload = Workload("model", Model, tokens, lambda output, inputs: output.float().mean())
     bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
-    return rehearse(workload, Setting(world_size=8, strategy=strategy, shard_size=shard_size, batch=1, sequence=4096, **bf16))
+    setting = Setting(world_size=8, strategy=strategy, shard_size=shard_size, batch=1, sequence=4096, prefetch=prefetch, **bf16)
+    return rehearse(workload, setting)
 
 
 def step(data: Rehearsed) -> Svg:
@@ -149,6 +154,64 @@ def step(data: Rehearsed) -> Svg:
     svg.text(left, 176, "0 ms")
     svg.text(left + width, 176, f"{end * 1e3:.1f} ms", "end")
     svg.legend(left, 204, {name: colour for name, colour in COLOURS.items() if name != "all-reduce"})
+    return svg
+
+
+def prefetch(by_depth: dict[int, Rehearsed]) -> Svg:
+    """Compute and all-gathers of a forward for each number of modules that are gathered ahead, on one scale."""
+    forwards: dict[int, list[Span]] = {}
+    for depth, data in by_depth.items():
+        clock = Clock(H100, data.process_groups)
+        clock.run(data.entries)
+        last = max(span.stop for span in clock.spans if span.stream == COMPUTE and span.phase == "forward")
+        forwards[depth] = [span for span in clock.spans if span.stream in (COMPUTE, GATHER) and span.stop <= last]
+    end = max(span.stop for spans in forwards.values() for span in spans)
+    svg = Svg(860, 232, "A forward that gathers no module ahead, and one that gathers one: gathers then run beside the computation")
+    left, width = 110.0, 740.0
+    for index, (depth, spans) in enumerate(forwards.items()):
+        top = 24.0 + 92 * index
+        svg.text(left, top - 8, f"set_prefetch_depth({depth})")
+        rows = {"compute": top, "all-gather": top + 34}
+        for name, y in rows.items():
+            svg.text(left - 8, y + 18, name, "end")
+        for (name, colour), start, stop in _bars(spans):
+            svg.rect(left + width * start / end, rows[name], width * (stop - start) / end, 26, colour)
+    svg.text(left, 200, "0 ms")
+    svg.text(left + width, 200, f"{end * 1e3:.1f} ms", "end")
+    svg.legend(left, 224, {name: COLOURS[name] for name in ("forward", "all-gather")})
+    return svg
+
+
+def group(module: nn.Module, num_shards: int = 2) -> Svg:
+    """The flat shards of ``module``'s group, and the unsharded storage, element for element."""
+    params = dict(module.named_parameters())
+    cuts = [Cut(tuple(param.shape), 0, num_shards) for param in params.values()]
+    layout = group_layout(cuts, num_shards=num_shards, align=32)  # 128 bytes of fp32
+    colours = dict(zip(params, ("#4c8dd6", "#d98a3d", "#5aa469", "#b565a7"), strict=True))
+    svg = Svg(860, 238, "One group: each rank keeps a flat shard, and a gather gives every rank the unsharded storage")
+    left, width = 150.0, 700.0
+    scale = width / layout.unsharded_numel
+    for rank in range(num_shards):
+        y = 14.0 + 40 * rank
+        svg.text(left - 8, y + 18, f"flat shard of rank {rank}", "end")
+        svg.rect(left, y, scale * layout.shard_numel, 26, "#9aa3ad")
+        for colour, slot in zip(colours.values(), layout.slots, strict=True):
+            svg.rect(left + scale * slot.offset, y, scale * math.prod(slot.cut.shard_shape(rank)), 26, colour)
+    svg.text(left + scale * layout.shard_numel + 14, 52, "one all-gather brings both together,")
+    svg.text(left + scale * layout.shard_numel + 14, 68, "and lays out one parameter after another")
+    y = 122.0
+    svg.text(left - 8, y + 18, "unsharded storage", "end")
+    svg.rect(left, y, width, 26, "#9aa3ad")
+    for colour, slot in zip(colours.values(), layout.slots, strict=True):
+        x = left + scale * slot.unsharded_offset
+        svg.rect(x, y, scale * slot.cut.numel, 26, colour)
+        for rank in range(num_shards):
+            numel = math.prod(slot.cut.shard_shape(rank))
+            if scale * numel > 60:
+                svg.text_on(x + scale * numel / 2, y + 18, f"rank {rank}", "middle")
+            x += scale * numel
+    svg.legend(left, 190, {f"{name} {tuple(param.shape)}": colours[name] for name, param in params.items()})
+    svg.legend(left, 216, {"padding, up to the next 128 bytes": "#9aa3ad"})
     return svg
 
 
@@ -381,6 +444,8 @@ def main() -> None:
     data = rehearsed()
     pictures = {
         "step": step(data),
+        "prefetch": prefetch({0: rehearsed(prefetch=0), 1: data}),
+        "group": group(nn.Sequential(nn.Linear(16, 40), nn.GELU(), nn.Linear(40, 24))),
         "memory": memory(data),
         "strategies": strategies(),
         "hsdp": hsdp(data, rehearsed("hsdp", shard_size=4)),

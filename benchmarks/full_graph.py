@@ -114,7 +114,7 @@ def counted(counts: collections.Counter[str]) -> Iterator[None]:
 
 
 class Row:
-    """One implementation: its model, and what a step of it does."""
+    """One implementation: its model, and the work of one step."""
 
     def __init__(self, name: str, options: argparse.Namespace, mesh: Any, tokens: torch.Tensor) -> None:
         self.name = name

@@ -122,7 +122,7 @@ def peak() -> int:
 
 
 def bytes_read() -> int:
-    """What the process has read by system calls, from the page cache or the disk."""
+    """Bytes that the process has read by system calls, from the page cache or the disk."""
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 
 

@@ -85,7 +85,7 @@ def _bytes_through(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Distinct bytes of ``tensor``: what is expanded (stride 0) is touched once."""
+    """Distinct bytes of ``tensor``: an expanded dimension (stride 0) counts once."""
     numel = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         numel *= size if stride != 0 or size == 0 else 1

@@ -37,7 +37,7 @@ NUM_BLOCKS, DIM, WORLD = 8, 256, 8
 
 
 class _Later:
-    """In the place of the thread that steps, as if that were slow: on the pretend device, two host threads may block each other."""
+    """Stands in place of the thread that steps, as if that were slow: on the pretend device, two host threads may block each other."""
 
     def submit(self, action: Callable[[Any], Any], argument: Any) -> Any:
         return SimpleNamespace(result=lambda: action(argument))

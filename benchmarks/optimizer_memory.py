@@ -40,7 +40,7 @@ if torchao is not None:
 
 
 def nbytes_of(value: object) -> int:
-    """Of what this rank keeps; of a quantised tensor its codes and scales, for all share one table of values."""
+    """Bytes that this rank keeps; for a quantised tensor its codes and scales, because all share one table of values."""
     if isinstance(value, DTensor):
         value = value.to_local()
     if not isinstance(value, Tensor) or value.dim() == 0:

@@ -1,6 +1,6 @@
 """How long would a training step take on GPUs, by a model: ours and torch's FSDP2, the same trace and clock for both?
 
-It is a model. docs/step_clock.md says what it knows and what not, and by how much it is wrong where times have been published.
+It is a model. docs/step_clock.md tells what it knows and what not, and how wrong it is where times have been published.
 
     python benchmarks/step_clock.py                         every row
     python benchmarks/step_clock.py --rows dense --worlds 8 --card h200
@@ -45,7 +45,7 @@ WORLDS = (1, 8, 64, 512)
 
 @dataclass(frozen=True)
 class Row:
-    """What is trained, and how. change: what is done to the model before it is sharded"""
+    """The model, and how it is trained. change: applied to the model before it is sharded"""
 
     shape: Shape
     batch: int = 1
@@ -248,7 +248,7 @@ HEAD = (
 
 
 def published_line(result: dict[str, Any]) -> str:
-    """Upstream by the model beside what was published, in tokens a second and GPU."""
+    """The model's times for upstream beside published ones, in tokens a second and GPU."""
     modelled = PUBLISHED_BATCH * PUBLISHED_SEQUENCE / result[UPSTREAM]["step_ms"] * 1e3
     measured = PUBLISHED[result["world"]]
     error = f"{modelled / measured - 1:+.0%}"

@@ -1,6 +1,6 @@
 """The models of ``step_clock.py``: a Llama 3, one with two storage dtypes, one with experts, one whose weights are gathered in float8.
 
-They compute nothing, for the device that they run on does not; but they launch what such models launch. Attention is one operator, as a
+They compute nothing, because their device does not; but they launch what such models launch. Attention is one operator, as a
 flash kernel is. None of them knows of sharding; ``units`` says which modules a user would shard, one by one.
 """
 
@@ -43,7 +43,7 @@ class _Attention(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large a model is. experts: in each block, of which ``top`` are used by a token; 0: none"""
+    """The size of a model. experts: in each block, ``top`` of which a token uses; 0: none"""
 
     dim: int
     layers: int

@@ -52,7 +52,7 @@ def ours(strategy: str, shard_size: int, **options: Any) -> nn.Module:
 
 
 def counterpart(strategy: str, shard_size: int, flat: DeviceMesh, hybrid: DeviceMesh) -> nn.Module:
-    """torch's way to what is nearest to ``strategy``."""
+    """torch's counterpart that is nearest to ``strategy``."""
     from torch.distributed.fsdp import fully_shard
 
     model = new_model()
@@ -186,7 +186,7 @@ def run_rank(rank: int, options: argparse.Namespace, directory: str) -> None:
 
 
 def largest_difference(losses: list[list[float]]) -> float:
-    """Of any loss from that of the first training, step by step."""
+    """The largest difference of any losses from those of the first training, step by step."""
     return max((abs(one - first) for each in losses[1:] for one, first in zip(each, losses[0], strict=True)), default=0.0)
 
 

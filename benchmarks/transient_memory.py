@@ -121,7 +121,7 @@ def transient_of(implementation: str, mesh: DeviceMesh, num_blocks: int, mixed: 
 
 
 def transient_of_cuda(implementation: str, mesh: DeviceMesh, num_blocks: int, mixed: bool, prefetch: bool) -> Peak:
-    """The peak by the caching allocator's own count, which cannot say what it is made of."""
+    """The peak by the caching allocator's own count, which cannot tell its parts."""
     gc.collect()
     dtype = torch.bfloat16 if mixed else torch.float32
     before = torch.cuda.memory_allocated()

@@ -22,12 +22,12 @@ import torch.distributed as dist
 
 
 def own_device() -> torch.device:
-    """As in the training: one GPU a rank, or the CPU where the host has none at all."""
+    """The device, as in the training: one GPU a rank, or the CPU if the host has none at all."""
     return torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def device_problem(device: torch.device, gpus: int, min_free: float) -> str | None:
-    """What is wrong with this rank's device. ``gpus``: how many the host must show; ``min_free``: share of memory nobody uses."""
+    """The faults of this rank's device. ``gpus``: how many the host must show; ``min_free``: the share of memory that must be free."""
     if torch.cuda.device_count() < gpus:
         return f"has {torch.cuda.device_count()} GPUs, and should have {gpus}"
     try:

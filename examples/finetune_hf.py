@@ -89,7 +89,7 @@ def write_pretrained(folder: Path, args: argparse.Namespace) -> None:
 
 
 def sharded_model(folder: Path, device: torch.device) -> nn.Module:
-    """The folder's model, of which every rank reads and keeps its share."""
+    """The folder's model; every rank reads and keeps its share of it."""
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
         model = transformers.AutoModelForSeq2SeqLM.from_config(config)

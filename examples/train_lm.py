@@ -3,8 +3,8 @@
     torchrun --standalone --nproc_per_node 2 examples/train_lm.py
 
 The text is the source of Python's standard library, or any file or folder given by `--text`; its last tenth is held
-out for validation. Who knows only how frequent each byte is spends about 4.5 bits a byte there, so whatever the
-validation loss falls below that has been learned. Two CPU cores reach about 2.2 bits in a minute. On CUDA the same
+out for validation. A model that knows only how frequent each byte is needs about 4.5 bits a byte there; a lower
+validation loss shows what this model has learned. Two CPU cores reach about 2.2 bits in a minute. On CUDA the same
 program runs with NCCL and bf16.
 
 A checkpoint is written every `--checkpoint-every` steps, at the end, and on Ctrl-C, SIGTERM or SIGUSR2 (torchrun then adds
@@ -95,7 +95,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """From bytes (rows, context) to the logits of the byte that follows each: (rows, context, 256)."""
+    """Maps bytes (rows, context) to the logits of the byte that follows each: (rows, context, 256)."""
 
     def __init__(self, layers: int, width: int, heads: int) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def histogram_bits(text: Tensor) -> float:
 
 
 def from_rank_0(make: Callable[[], Any]) -> Any:
-    """What ``make()`` returns or raises on rank 0, on all ranks: they agree even if their disks do not."""
+    """The result or the error of ``make()`` on rank 0, on all ranks: they agree even if their disks do not."""
     answer = [None]
     if dist.get_rank() == 0:
         try:
@@ -197,7 +197,7 @@ def peak_gib() -> float:
 
 @torch.no_grad()
 def validation_bits(model: nn.Module, text: Tensor, args: argparse.Namespace, device: torch.device) -> float:
-    """Bits a byte on the same few batches of the held-out text, whatever the step. Collective: yes."""
+    """Bits a byte on the same few batches of the held-out text in every step. Collective: yes."""
     losses = [next_byte_loss(model, batch_at(i, text, args).to(device)) for i in range(args.eval_batches)]
     return mean_over_ranks(torch.stack(losses).mean(), device=device)[0] / math.log(2)
 
@@ -214,7 +214,7 @@ def sample(model: nn.Module, args: argparse.Namespace, device: torch.device) -> 
 
 
 def sharded_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
-    """The model, of which every rank keeps its share of each parameter. An optimizer must be made of these shares."""
+    """The model; every rank keeps its share of each parameter. An optimizer must be made of these shares."""
     torch.manual_seed(args.seed)  # the ranks must start from the same values; built on the CPU, any device gets them
     model = GPT(args.layers, args.width, args.heads)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -246,7 +246,7 @@ def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Op
 
 
 def planned(args: argparse.Namespace, device: torch.device) -> Any:
-    """What a rank will need, rehearsed without memory; None on other ranks than 0, which only have to agree on what they do."""
+    """The needs of a rank, rehearsed without memory; None on other ranks than 0, which only have to agree to go on."""
     if dist.get_rank() != 0 or args.hsdp:
         return None
     on_gpu = device.type == "cuda"
@@ -312,7 +312,7 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
             norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip).full_tensor().item()
             optimizer.step()
             optimizer.zero_grad()
-        # The wish to stop travels with the loss: all ranks leave after the same step, whoever heard of it first.
+        # The wish to stop travels with the loss: all ranks leave after the same step, whichever rank heard of it first.
         mean_loss, wish = mean_over_ranks(loss.detach(), bool(told), device=device)
         stop = wish > 0
         seconds = [*seconds[-19:], time.perf_counter() - began]

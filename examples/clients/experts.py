@@ -39,7 +39,7 @@ class AllToAll(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """Of all experts, or of those of one rank: the weights, stacked."""
+    """The stacked weights of all experts, or of those of one rank."""
 
     def __init__(self, count: int) -> None:
         super().__init__()

@@ -76,7 +76,7 @@ def pipelined() -> list[float]:
 
 
 def clip(model: nn.Module, mesh: dist.DeviceMesh, max_norm: float) -> None:
-    """By the norm over both stages: each knows that of its own parameters."""
+    """Clip by the norm over both stages: each stage knows that of its own parameters."""
     total = fsdp2.get_total_norm([param.grad for param in model.parameters()]).square()
     dist.all_reduce(total, group=mesh["pipeline"].get_group())
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, total.sqrt())

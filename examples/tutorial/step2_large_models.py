@@ -13,7 +13,7 @@ import fsdp2
 
 
 def sharded_model() -> ByteModel:
-    """From the meta device: no rank ever holds the whole model."""
+    """Build the model from the meta device: no rank ever holds the whole model."""
     policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device("meta"):
         model = ByteModel()

@@ -209,6 +209,87 @@ KEPT = {
         in_hooks=True,
         unused=True,
     ),
+    "a unit of a checkpointed segment that ran again for the later of two forwards was taken for the earlier one's": Program(
+        dim=6,
+        root=Node(
+            "root",
+            "heads",
+            children=(
+                Node("a", "bare"),
+                Node("b", children=(Node("c", "bare", unit=Unit()),), checkpoint="saved"),
+                Node("d", "bare"),
+            ),
+            unit=Unit(),
+        ),
+        steps=(Step((Micro(forwards=2, order="sum", input_grad=True),)),),
+        ignores=True,
+        unused=True,
+    ),
+    "a segment that some ranks' losses ignore has one unit with a graph, and inside of it one that runs under no_grad": Program(
+        dim=6,
+        root=Node(
+            "root",
+            "heads",
+            children=(
+                Node("a", "bare"),
+                Node(
+                    "b",
+                    "sum",
+                    children=(Node("c", "bare", unit=Unit(), detach="no_grad"), Node("d", "bare")),
+                    unit=Unit(),
+                    checkpoint="saved",
+                ),
+                Node("e", "bare", unit=Unit()),
+            ),
+            unit=Unit(),
+        ),
+        steps=(Step(), Step()),
+        ignores=True,
+        unused=True,
+    ),
+}
+
+REFUSED = {
+    "a segment that some ranks' losses ignore has a unit that runs under no_grad, which only the other ranks gathered again": Program(
+        dim=6,
+        root=Node(
+            "root",
+            "heads",
+            children=(
+                Node("a", "bare", unit=Unit()),
+                Node(
+                    "b",
+                    "sum",
+                    children=(Node("c", "bare", unit=Unit(), detach="no_grad"), Node("d", "bare", unit=Unit())),
+                    checkpoint="saved",
+                ),
+                Node("e", "bare"),
+            ),
+            unit=Unit(),
+        ),
+        ignores=True,
+        unused=True,
+    ),
+    "a segment that some ranks' losses ignore has a frozen unit without inputs that need a gradient": Program(
+        dim=6,
+        root=Node(
+            "root",
+            "heads",
+            children=(
+                Node("a", "bare"),
+                Node(
+                    "b",
+                    "sum",
+                    children=(Node("c", "bare", unit=Unit(), frozen=True, detach="cut"), Node("d", "bare", unit=Unit())),
+                    checkpoint="saved",
+                ),
+                Node("e", "bare"),
+            ),
+            unit=Unit(),
+        ),
+        ignores=True,
+        unused=True,
+    ),
 }
 
 
@@ -216,3 +297,9 @@ KEPT = {
 def test_what_failed_once_is_right(program):
     result = run(program)
     assert result.kind == "right", result.text
+
+
+@pytest.mark.parametrize("program", REFUSED.values(), ids=REFUSED.keys())
+def test_what_ended_the_processes_once_is_refused_by_name(program):
+    result = run(program)
+    assert result.kind == "refused", result.text

@@ -16,6 +16,7 @@ Worked example, units a and b in a root; this rank's loss ignores what b returne
 
 from __future__ import annotations
 
+import collections
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +39,14 @@ class Moment(NamedTuple):
     is_end: bool
 
 
+class _WithoutGraph(NamedTuple):
+    """A call that has no backward, in a checkpointed segment. place: where its moments would be"""
+
+    unit: Unit
+    place: int
+    segment: int
+
+
 class ForwardLog:
     """The calls of one forward of a root that has a graph. A log lives as long as the graph of one of its calls, which refers to it."""
 
@@ -45,6 +54,7 @@ class ForwardLog:
         self.number = next(_numbers)
         self.moments: list[Moment | None] = []
         self.calls: dict[Unit, list[Call]] = {}
+        self._without_graph: list[_WithoutGraph] = []
 
     def enter(self, unit: Unit, part: GraphPart) -> None:
         """A forward call of ``unit`` begins. A list of modules that run in one pass enters once."""
@@ -53,11 +63,15 @@ class ForwardLog:
             part.log, part.bottoms = self, []
             call.log = self.number
             call.end_at = len(self.moments)
-            around = compat.checkpoint_around()
-            if around is not None:
-                call.segment = _segments.setdefault(around, next(_numbers))
+            call.segment = _segment_around()
             self.moments.append(Moment(unit, call, is_end=True))
             self.calls.setdefault(unit, []).append(call)
+
+    def enter_without_graph(self, unit: Unit) -> None:
+        """A forward call of ``unit`` begins under no_grad."""
+        segment = _segment_around()
+        if segment is not None:
+            self._without_graph.append(_WithoutGraph(unit, len(self.moments), segment))
 
     def leave(self, unit: Unit, part: GraphPart) -> None:
         """A forward call of ``unit`` has ended. In a list each module's call does; the last one counts."""
@@ -74,17 +88,45 @@ class ForwardLog:
 
         The recomputation gathers in the order of forward. For one unit, or one unit inside another, both orders are the same.
         """
-        segments: dict[int, list[Call]] = {}
+        segments: dict[int, list[tuple[Call, Unit]]] = {}
         around: list[Call] = []
-        gathered = [call for unit, calls in self.calls.items() if is_gathered(unit) for call in calls if call.begin_at is not None]
-        for call in sorted(gathered, key=lambda each: each.end_at):
+        gathered = [
+            (call, unit) for unit, calls in self.calls.items() if is_gathered(unit) for call in calls if call.begin_at is not None
+        ]
+        for call, unit in sorted(gathered, key=lambda each: each[0].end_at):
             while around and not _holds(around[-1], call):
                 around.pop()
             around.append(call)
             segment = next((each.segment for each in around if each.segment is not None), None)
             if segment is not None:
-                segments.setdefault(segment, []).append(call)
-        return any(len(others) > 1 or (others and not _holds(first, others[0])) for first, *others in segments.values())
+                segments.setdefault(segment, []).append((call, unit))
+        return self._gathers_more(segments, is_gathered) or any(
+            len(others) > 1 or (others and not _holds(first[0], others[0][0])) for first, *others in segments.values()
+        )
+
+    def _gathers_more(self, segments: dict[int, list[tuple[Call, Unit]]], is_gathered: Callable[[Unit], bool]) -> bool:
+        """Whether recomputations of these segments gather units that ran without a graph, to whose backward no rank comes.
+
+        All ranks gather such a unit, by prefetching, behind the one unit with a graph that it is a part of.
+        """
+        seen: set[int] = set()
+        logged = (
+            _WithoutGraph(unit, call.end_at, call.segment)
+            for unit, calls in self.calls.items()
+            for call in calls
+            if call.begin_at is None and call.segment is not None
+        )
+        for other in (*self._without_graph, *logged):
+            members = segments.get(other.segment, [])
+            if not members or not is_gathered(other.unit) or any(unit is other.unit for _, unit in members):
+                continue
+            (call, unit), *more = members
+            assert call.begin_at is not None
+            is_prefetched = call.end_at < other.place <= call.begin_at and unit.options.prefetches_the_one_before
+            if more or other.segment in seen or not is_prefetched:
+                return True
+            seen.add(other.segment)
+        return False
 
     def reached(self) -> list[int]:
         """The places of the calls that this rank's backward reaches."""
@@ -93,6 +135,12 @@ class ForwardLog:
     def is_in_this_backward(self) -> bool:
         """Whether the backward that has just begun reaches any call of this forward."""
         return any(call.is_in_this_backward() for calls in self.calls.values() for call in calls)
+
+
+def _segment_around() -> int | None:
+    """The number of the outermost checkpointed segment whose forward is running."""
+    around = compat.checkpoint_around()
+    return None if around is None else _segments.setdefault(around, next(_numbers))
 
 
 def _holds(outer: Call, inner: Call) -> bool:
@@ -126,6 +174,7 @@ class Reading:
         self._logs = {log.number: log for log in logs}
         self._to_come = {log.number: len(log.moments) for log in logs if log.is_in_this_backward()}  # moments, by log
         self._done: set[tuple[Call, bool]] = set()
+        self._num_recomputed: collections.Counter[Call] = collections.Counter()  # modules
 
     def is_done(self, call: Call, is_end: bool) -> bool:
         """Whether this moment has passed, on this rank or on another."""
@@ -151,18 +200,30 @@ class Reading:
         """``unit`` runs again, maybe before its backward begins: yields the moments before it that this rank has left out."""
         for log in reversed(self._logs.values()):
             for call in reversed(log.calls.get(unit, ()) if log.number in self._to_come else ()):
-                # A call without inputs, or with a detached output, may be in this backward: assume that it is what runs again.
-                is_known = bool(call.graph())
-                is_reached = call.is_in_this_backward() if is_known else call.begun in (-1, self._task)
-                begins = call.begin_at is not None and not self.is_done(call, is_end=False) and is_reached
-                if begins and call.segment is not None:
-                    assert call.begin_at is not None
+                if call.segment is None or call.begin_at is None or not self._may_run_again(unit, call):
+                    continue
+                self._num_recomputed[call] += 1
+                if not self.is_done(call, is_end=False):
                     for later in reversed(self._logs.values()):
                         if later is log:
                             break
                         yield from self._left_out(later, -1, in_graph=True)
                     yield from self._left_out(log, call.begin_at, in_graph=True)
-                    return
+                return
+
+    def _may_run_again(self, unit: Unit, call: Call) -> bool:
+        """Whether a recomputation of ``unit`` may be that of ``call``; the latest such call is what runs again.
+
+        A call without inputs, or with a detached output, may be in this backward: assume that it is.
+        """
+        if call.graph():
+            is_reached = call.is_in_this_backward()
+        else:
+            is_reached = call.begun == self._task or (call.begun == -1 and not self.is_done(call, is_end=False))
+        if not is_reached or self.is_done(call, is_end=True):
+            return False
+        # Of a call without inputs nothing tells when its backward has ended; each of its modules runs again once.
+        return call.has_inputs or self._num_recomputed[call] < len(unit.modules)
 
     def left_out_at_end(self) -> Iterator[Moment]:
         """Yields the moments that are left when the graph has run."""

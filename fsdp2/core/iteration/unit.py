@@ -57,6 +57,11 @@ class UnitOptions:
     backward_depth: PrefetchDepth = NEXT_ONE
     backward_prefetch: Literal["pre", "post"] | None = "pre"
 
+    @property
+    def prefetches_the_one_before(self) -> bool:
+        """Whether the begin of its backward gathers the unit whose forward ended before its own."""
+        return self.backward_prefetch == "pre" and self.backward_depth.units > 0 and not self.prefetch_backward
+
 
 class Unit:
     """What one ``fully_shard`` call made.

@@ -189,6 +189,8 @@ class UnitHooks:
         else:
             schedule.begin_forward(unit)
         if not torch.is_grad_enabled():
+            if schedule.forward is not None and schedule.forward.log is not None:
+                schedule.forward.log.enter_without_graph(unit)
             calls.running.append(None)
             return args, kwargs
         part = calls.shared

@@ -31,8 +31,52 @@ def is_quantised(value: Any) -> bool:
 
 
 def values_of(value: Any) -> Any:
-    """A quantised tensor as an ordinary one, a copy; anything else as it is."""
-    return value.dequantize() if is_quantised(value) else value
+    """A quantised tensor as an ordinary one, a copy that quantises to the same codes and scales; anything else as it is.
+
+    That is ``dequantize()``, but for the largest element of a block: where its code stands for less than the scale, or the scale was
+    rounded, the block would get a smaller scale, and so other codes. Within a rounding of a code, that element is what the scale says.
+    """
+    if not is_quantised(value):
+        return value
+    values: Tensor = value.dequantize()
+    if isinstance(values, compat.FakeTensor):
+        return values
+    names, context = value.__tensor_flatten__()
+    again = type(value).__tensor_unflatten__(
+        {name: getattr(value, name).clone() for name in names}, context, value.shape, value.stride()
+    )
+    with torch.no_grad():
+        for _ in range(_MOST_TRIES):
+            again.copy_(values)
+            changed = [_move_largest(values, getattr(value, name), getattr(again, name)) for name in names]
+            if not any(changed):
+                break
+    return values
+
+
+_MOST_TRIES = 6
+"""One finds the scale but for its last bits, and each of the others moves it by a bit."""
+
+
+def _move_largest(values: Tensor, wanted: Tensor, found: Tensor) -> bool:
+    """Scale the largest element of each block of ``values`` whose scale is ``found`` and not as ``wanted``; False if all are.
+
+    They may be any inner tensors of a quantised one: others than scales are not touched.
+    """
+    if not wanted.is_floating_point() or wanted.numel() == 0 or values.numel() % wanted.numel() or torch.equal(wanted, found):
+        return False
+    blocks, ratio = values.view(wanted.numel(), -1), (wanted.double() / found.double()).flatten()
+    # Of two as large the negative one: codes that are not symmetric reach the scale itself with positive values.
+    sizes = torch.where(blocks < 0, blocks.abs(), torch.nextafter(blocks.abs(), torch.zeros_like(blocks)))
+    at = sizes.argmax(1, keepdim=True)
+    largest = blocks.gather(1, at)
+    moved = (largest * ratio[:, None]).to(values.dtype)
+    outward = torch.nextafter(largest, largest.sign() * torch.inf)
+    inward = torch.nextafter(largest, torch.zeros_like(largest))
+    moved = torch.where(moved == largest, torch.where(ratio[:, None] > 1, outward, inward), moved)
+    is_to_move = (ratio != 1) & ratio.isfinite() & (ratio > 0)
+    blocks.scatter_(1, at, torch.where(is_to_move[:, None], moved, largest))
+    return bool(is_to_move.any())
 
 
 def quantised(values: Mapping[str, Any], data: Tensor, new_optimizer: Callable[[nn.Parameter], Optimizer]) -> dict[str, Any]:

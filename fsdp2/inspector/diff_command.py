@@ -32,6 +32,9 @@ def run(options: argparse.Namespace) -> int:
     found = list(partings(first, second))
     for each in found[:1]:
         sys.stdout.write(f"{each}\n")
+        if each.only_in:
+            common = next((other for other in found if not other.only_in), None)
+            sys.stdout.write(f"of what both recorded: {common or 'no bit differs'}\n")
         more = next((other for other in found if not other.is_rounding), None)
         if each.is_rounding:
             sys.stdout.write(f"by more than rounding first: {more}\n" if more else "nowhere by more than rounding\n")

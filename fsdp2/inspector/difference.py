@@ -44,7 +44,16 @@ class Parting:
         where = f" on {self.who}" if self.who else ""
         more = f"; {self.others} more parameters part in that phase" if self.others else ""
         if self.only_in:
-            return f"step {self.step}, {what} of {self.unit}{where}: {self.param} was recorded in the {self.only_in} run only{more}"
+            other = "second" if self.only_in == "first" else "first"
+            why = (
+                f"in the {other} run it had no gradient behind backward, because the optimizer takes gradients in backward, or because "
+                "forward did not use it"
+                if self.phase == "gradients"
+                else f"the {other} run has no such parameter there"
+            )
+            return (
+                f"step {self.step}, {what} of {self.unit}{where}: {self.param} was recorded in the {self.only_in} run only: {why}{more}"
+            )
         return (
             f"step {self.step}, {what} of {self.unit}{where}: {self.param} parts {how}, "
             f"by about {self.distance:.3g} at a norm of {self.norm:.3g}{more}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -163,11 +164,28 @@ def test_a_folder_that_had_a_run_of_more_ranks_has_the_ranks_of_the_last_one(wor
         assert [rank for rank, _ in rank_files(folder, kind, suffix)] == [0, 1], kind
 
 
-def test_gradients_that_one_run_has_not_recorded_are_said_to_be_in_the_other_only():
+def test_gradients_that_one_run_has_not_recorded_are_said_to_be_in_the_other_only_and_why(tmp_path, capsys):
     said = {"checksum": 1, "squares": 4.0, "sketch": [1.0, 1.0, 1.0, 1.0], "replica": 0, "eps": 1e-7}
     line = {"step": 1, "parameters": {}, "gradients": {"0": {"0.weight": said}}, "update": {"0": {"0.weight": said}}}
-    (found,) = partings({0: [line]}, {0: [{**line, "gradients": {}}]})
-    assert str(found) == "step 1, reduced gradients of 0: 0.weight was recorded in the first run only"
+    lines = {
+        "after": line,
+        "in backward": {**line, "gradients": {}},
+        "other": {**line, "update": {"0": {"0.weight": {**said, "checksum": 2}}}},
+    }
+    (found,) = partings({0: [line]}, {0: [lines["in backward"]]})
+    only = "step 1, reduced gradients of 0: 0.weight was recorded in the first run only: in the second run it had no gradient"
+    assert str(found) == f"{only} behind backward, because the optimizer takes gradients in backward, or because forward did not use it"
+    (found,) = partings({0: [{**line, "update": {}}]}, {0: [line]})
+    assert str(found).endswith("0.weight was recorded in the second run only: the first run has no such parameter there")
+
+    for name, each in lines.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "record.rank0.jsonl").write_text(f"{json.dumps(each)}\n")
+    for first, common in (("after", "no bit differs"), ("other", "step 1, updated parameters of 0: 0.weight parts by rounding")):
+        assert main(["diff", str(tmp_path / first), str(tmp_path / "in backward")]) == 1
+        printed = capsys.readouterr().out
+        assert printed.startswith(only)
+        assert f"\nof what both recorded: {common}" in printed
 
 
 @on_ranks(1)

@@ -13,7 +13,7 @@ never stopped: batches and learning rate are functions of the step, and nothing 
 `--batch` counts the sequences of all ranks together, so that losses compare across world sizes.
 
 With `--inspect` the run writes down what each step communicated and kept, traces its third step, and ends with a page that shows
-both beside what fsdp2 had planned for AdamW (docs/inspecting.md).
+both beside what fsdp2 had planned, and what its doctor found (docs/inspecting.md).
 
 On several hosts, with `--hsdp`, each host shards the parameters over its own ranks and the hosts add up gradients
 (docs/clusters.md).
@@ -32,7 +32,7 @@ import sys
 import sysconfig
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2 import MixedPrecisionPolicy, doctor, fully_shard
 from fsdp2.checkpoint import Checkpointer, CheckpointError
 from fsdp2.inspector.report import write_report
 from fsdp2.optim import AnyPrecisionAdamW, Muon, flat
@@ -219,9 +219,7 @@ def sharded_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     model = GPT(args.layers, args.width, args.heads)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     if args.hsdp:
-        per_host = int(os.environ["LOCAL_WORLD_SIZE"])
-        shape = (dist.get_world_size() // per_host, per_host)
-        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(device.type, hosts_and_ranks(), mesh_dim_names=("replicate", "shard"))
     policy = MixedPrecisionPolicy()
     if device.type == "cuda":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -230,32 +228,42 @@ def sharded_model(args: argparse.Namespace, device: torch.device) -> nn.Module:
     return fully_shard(model, mesh=mesh, mp_policy=policy)  # and so do those outside the blocks
 
 
-def make_optimizer(args: argparse.Namespace, model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer of the sharded parameters; see docs/optimizers.md."""
+def hosts_and_ranks() -> tuple[int, int]:
+    """How many hosts there are, and ranks on each."""
+    per_host = int(os.environ["LOCAL_WORLD_SIZE"])
+    return dist.get_world_size() // per_host, per_host
+
+
+def make_optimizer(args: argparse.Namespace, params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer of the sharded parameters, the embedding first, the head last; see docs/optimizers.md."""
+    params = list(params)
     options: dict[str, Any] = {"lr": args.lr, "betas": (0.9, 0.95), "weight_decay": args.weight_decay}
     if args.optimizer == "flat-adamw":
-        return flat(torch.optim.AdamW, model, **options)
+        return flat(torch.optim.AdamW, params, **options)
     if args.optimizer == "anyprecision":
-        return AnyPrecisionAdamW(model.parameters(), **options, variance_dtype=torch.float32, use_kahan_summation=True)
+        return AnyPrecisionAdamW(params, **options, variance_dtype=torch.float32, use_kahan_summation=True)
     if args.optimizer == "muon":
-        hidden = [param for block in model.blocks for param in block.parameters() if param.dim() == 2]
-        others = [param for param in model.parameters() if not any(param is each for each in hidden)]
+        hidden = [param for param in params[1:-1] if param.dim() == 2]
+        others = [param for param in params if not any(param is each for each in hidden)]
         groups = [{"params": hidden, "use_muon": True}, {"params": others, "use_muon": False}]
         return Muon(groups, **options, adjust_lr_fn="match_rms_adamw")  # the learning rate is AdamW's then
-    return torch.optim.AdamW(model.parameters(), **options)
+    return torch.optim.AdamW(params, **options)
 
 
 def planned(args: argparse.Namespace, device: torch.device) -> Any:
     """The needs of a rank, rehearsed without memory; None on other ranks than 0, which only have to agree to go on."""
-    if dist.get_rank() != 0 or args.hsdp:
+    if dist.get_rank() != 0:
         return None
     on_gpu = device.type == "cuda"
     return fsdp2.plan(
         GPT(args.layers, args.width, args.heads),
         dist.get_world_size(),
+        "hsdp" if args.hsdp else "zero3",
+        shard_size=hosts_and_ranks()[1] if args.hsdp else None,
         wrap=fsdp2.wrap.by_class(Block),
         param_dtype=torch.bfloat16 if on_gpu else None,
         reduce_dtype=torch.float32 if on_gpu else None,
+        optimizer=lambda params: make_optimizer(args, params),
         batch=args.batch // dist.get_world_size(),
         sequence=args.context,
         backend="nccl" if on_gpu else "gloo",
@@ -272,7 +280,7 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
     training, validation = torch.frombuffer(bytearray(text), dtype=torch.uint8).tensor_split([len(text) * 9 // 10])
 
     model = sharded_model(args, device)
-    optimizer = make_optimizer(args, model)
+    optimizer = make_optimizer(args, model.parameters())
     flags = {flag: getattr(args, flag) for flag in MODEL_FLAGS}
     saved = flags.copy()
     checkpointer = Checkpointer(args.out, model, optimizer, data=saved)  # batches are functions of the step: no position to save
@@ -297,7 +305,13 @@ def train(args: argparse.Namespace, device: torch.device) -> int:
         plan = planned(args, device)
         console.print(str(fsdp2.summary(model, optimizer)))
         tokens = args.batch // world_size * args.context
-        inspecting.enter_context(fsdp2.ledger(run_folder, model, optimizer, tokens=tokens, first_step=done + 1, plan=plan))
+        findings, watching = doctor.check(model, optimizer), doctor.watch(model, optimizer)
+        console.print(str(findings))
+        found = [findings, watching]
+        inspecting.enter_context(
+            fsdp2.ledger(run_folder, model, optimizer, tokens=tokens, first_step=done + 1, plan=plan, findings=found)
+        )
+        inspecting.enter_context(watching)
     if resumed:
         console.print(f"going on after step {done}, from {resumed.path}")
     stop, seconds = False, []

@@ -9,9 +9,9 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,13 @@ from ..core.comm import collective_log
 from ..core.group.step_count import OPTIMIZER_STEPS
 from ..doctor.finding import Finding
 from ..doctor.inspected import inspect
+from ..doctor.watching import Watch
 from ..planner.result import Plan
 from .memory_now import allocator_peak, forget_allocator_peak, kept_bytes
 from .meter import Counts, Meter
 from .run_folder import Lines, Values, drop_absent_ranks, folder_of, rank_file, write_json
+
+Findings: TypeAlias = Watch | Iterable["Finding | Findings"]
 
 
 def ledger(
@@ -37,7 +40,7 @@ def ledger(
     tokens: int | Callable[[], int] | None = None,
     first_step: int = 1,
     plan: Plan | None = None,
-    findings: Iterable[Finding] = (),
+    findings: Findings = (),
 ) -> Ledger:
     """Write a line for each step of this rank into ``folder``, from now until the end of the ``with`` block, or until ``stop()``.
 
@@ -46,7 +49,7 @@ def ledger(
     tokens:     that this rank trains on in a step, or a function that says how many there were in the last one
     first_step: number of the step that comes first; of a run that goes on, the next one
     plan:       the prediction of ``fsdp2.plan``; ``fsdp2 report`` draws it beside the measurements
-    findings:   of ``doctor.check``, or of a ``doctor.watch`` (its ``report`` when the ledger stops), for the report
+    findings:   of ``doctor.check``, a ``doctor.watch`` (its ``report`` when the ledger stops), or several of both, for the report
     Collective: no; without it nothing is counted, and a step asks a module attribute where it would be
     Raises:     ModuleError if ``model`` is not sharded; ArgumentError for something else than optimizers
 
@@ -70,7 +73,7 @@ class Ledger:
         tokens: int | Callable[[], int] | None,
         first_step: int,
         plan: Plan | None,
-        findings: Iterable[Finding],
+        findings: Findings,
     ) -> None:
         self.folder = folder_of(folder, "ledger")
         inspected = inspect(model, optimizer, "ledger")
@@ -134,7 +137,6 @@ class Ledger:
         """Write it at the beginning, for a run that crashes, and at the end, when a watch knows more."""
         if self._rank != 0:
             return
-        findings = getattr(self._findings, "report", self._findings)
         said: Values = {
             "ranks": self._num_ranks,
             "device": str(self._device),
@@ -142,9 +144,17 @@ class Ledger:
             "fsdp2": importlib.metadata.version("fsdp2"),
             "model": type(self._model).__name__,
             "plan": None if self._plan is None else plan_said(self._plan),
-            "findings": [dataclasses.asdict(each) for each in findings],
+            "findings": [dataclasses.asdict(each) for each in _each(self._findings)],
         }
         write_json(self.folder / "run.json", said)
+
+
+def _each(findings: Findings) -> Iterator[Finding]:
+    for each in findings.report if isinstance(findings, Watch) else findings:
+        if isinstance(each, Finding):
+            yield each
+        else:
+            yield from _each(each)
 
 
 def _said(counts: Counts) -> Values:

@@ -134,8 +134,9 @@ def test_one_rank_gives_the_losses_of_two(uninterrupted: tuple[Path, str], tmp_p
 
 
 @pytest.mark.slow
-def test_an_inspected_run_ends_with_its_peak_beside_the_planned_one_and_a_report(tmp_path: Path) -> None:
-    done = run(2, "--inspect", "--steps", 4, "--eval-batches", 1, "--sample-bytes", 1, "--out", tmp_path)
+@pytest.mark.parametrize("flags", [["--optimizer=muon"], ["--optimizer=anyprecision", "--hsdp"]])
+def test_an_inspected_run_ends_with_its_peak_beside_the_planned_one_and_a_report(tmp_path: Path, flags: Sequence[str]) -> None:
+    done = run(2, *flags, "--inspect", "--steps", 4, "--eval-batches", 1, "--sample-bytes", 1, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"blocks.0 to blocks.1 +2 x FSDPBlock", done.stdout)
     said = re.search(r"peak of a step: ([\d.]+) MiB planned, ([\d.]+) MiB measured", done.stdout)
@@ -144,6 +145,11 @@ def test_an_inspected_run_ends_with_its_peak_beside_the_planned_one_and_a_report
     assert float(said[1]) == pytest.approx(float(said[2]), rel=0.5)
     assert f"report: {tmp_path}/run/report.html" in done.stdout
     assert (tmp_path / "run" / "report.html").stat().st_size > 1_000_000  # plotly is in it
+    assert "the doctor found nothing" in done.stdout
+    assert "DoctorWarning" not in done.stderr
+    kept = json.loads((tmp_path / "run" / "run.json").read_text())
+    (line, *_) = map(json.loads, (tmp_path / "run" / "ledger.rank0.jsonl").read_text().splitlines())
+    assert kept["plan"]["most"]["optimizer state"] == line["memory"]["optimizer state"]  # the plan knows which optimizer it is
 
 
 @pytest.mark.slow

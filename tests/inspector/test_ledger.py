@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
 import fsdp2
+from fsdp2 import doctor
 from fsdp2.core.comm import collective_log
-from fsdp2.errors import ArgumentError
+from fsdp2.errors import ArgumentError, DoctorWarning
 from fsdp2.inspector.meter import Meter
 from fsdp2.inspector.run_folder import Lines, rank_files, read_lines
 from harness import on_ranks
@@ -106,3 +109,17 @@ def test_the_meter_tells_waiting_from_the_time_of_hooks():
     tally = counts.tallies["forward", "all-gather"]
     assert (tally.calls, tally.nbytes, tally.sent, tally.exposed, counts.hooks) == (1, 1000, 500, 2, 2)
     assert meter.take().tallies == {}
+
+
+@on_ranks(1)
+def test_the_run_has_what_a_check_and_a_watch_found():
+    model, optimizer, _ = training(WIDTH)
+    checked = doctor.check(model, torch.optim.SGD(model[1:].parameters(), lr=0.1))
+    folder = folder_for_all()
+    watching = doctor.watch(model, optimizer)
+    with fsdp2.ledger(folder, model, optimizer, findings=[checked, watching]):
+        optimizer.step()  # and no backward
+        with pytest.warns(DoctorWarning, match="gradient-never-came"):
+            watching.stop()
+    found = [each["check"] for each in json.loads((folder / "run.json").read_text())["findings"]]
+    assert found == ["optimizer-misses-parameters", "gradient-never-came"]

@@ -14,7 +14,7 @@
     result       the plan, as plain values
     api          ``plan``; command: ``fsdp2 plan``
     card_file    device cards as files; measure: such a file of this machine, by ranks that it starts
-    search       settings that fit a memory limit, the fastest first
+    proposals    what a search has found, as tables; search: settings that fit a memory limit, the fastest first
 
 Nothing is derived by formula: ``parallelize``, the hooks, the schedule, autograd and the optimizer run as they do in training, on
 tensors that have sizes and no memory.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,14 @@ from . import recorder as labels
 from .duration import duration_of
 from .memory import memory_of, visits_of
 from .rehearsal import Offload, Optimizer, Setting, rehearse, wrapping_of
-from .repetition import Figures, NotAlikeError, fewer_blocks, figures_of_many
-from .result import Plan
+from .repetition import Figures, NotAlikeError, a_group_grows, fewer_blocks, figures_of_many, figures_of_more
+from .result import LargeRoot, Plan
 from .traffic import traffic_of
 from .workload import Workload, workload_of
 from .world import Backend
+
+_ROOT_SHARE = 0.5
+"""A root that holds more of the parameters than this is planned again with automatic wrapping, to say what that would save."""
 
 
 def plan(
@@ -99,33 +103,65 @@ def plan(
     return plan_of(workload, setting, ranks_per_host, card)
 
 
-def plan_of(workload: Workload, setting: Setting, ranks_per_host: int = 8, card: str | Card | None = None) -> Plan:
-    """The same from values."""
+def plan_of(
+    workload: Workload,
+    setting: Setting,
+    ranks_per_host: int = 8,
+    card: str | Card | None = None,
+    is_of_interest: Callable[[Plan], bool] | None = None,
+) -> Plan:
+    """The same from values.
+
+    is_of_interest: a plan from two rehearsals with few blocks is returned without the check by a third where this says so; None: check
+    """
+    planned = _planned(workload, setting, ranks_per_host, card, is_of_interest)
+    root = sum(group.numel for group in planned.groups if not group.name)
+    if is_of_interest is None and setting.wrap != "auto" and root > _ROOT_SHARE * planned.numel:
+        other = _planned(workload, replace(setting, wrap="auto"), ranks_per_host, card, None)
+        if other.memory.peak.nbytes < planned.memory.peak.nbytes:
+            return replace(planned, large_root=LargeRoot(root / planned.numel, other.memory.peak.nbytes))
+    return planned
+
+
+def _planned(
+    workload: Workload,
+    setting: Setting,
+    ranks_per_host: int,
+    card: str | Card | None,
+    is_of_interest: Callable[[Plan], bool] | None,
+) -> Plan:
     chosen = card_of(card, setting)
-    figures = _figures(workload, setting, ranks_per_host, chosen)
-    memory = memory_of(figures.visits, _on_host(setting))
-    if setting.offload == "optimizer":  # of a gradient and a parameter each
-        memory = replace(memory, host=memory.host + 2 * 2 * max((group.sharded for group in figures.groups), default=0))
-    return Plan(
-        name=workload.name,
-        setting=setting,
-        numel=figures.numel,
-        state=figures.state,
-        groups=figures.groups,
-        memory=memory,
-        traffic=figures.traffic,
-        wrapping=str(wrapping_of(workload, setting)),
-        duration=figures.duration,
-    )
+    wrapping = str(wrapping_of(workload, setting))
 
+    def plan_from(figures: Figures) -> Plan:
+        memory = memory_of(figures.visits, _on_host(setting))
+        if setting.offload == "optimizer":  # of a gradient and a parameter each
+            memory = replace(memory, host=memory.host + 2 * 2 * max((group.sharded for group in figures.groups), default=0))
+        return Plan(
+            name=workload.name,
+            setting=setting,
+            numel=figures.numel,
+            state=figures.state,
+            groups=figures.groups,
+            memory=memory,
+            traffic=figures.traffic,
+            wrapping=wrapping,
+            duration=figures.duration,
+        )
 
-def _figures(workload: Workload, setting: Setting, ranks_per_host: int, card: Card | None) -> Figures:
     fewer = fewer_blocks(workload, setting.prefetch)
     if fewer is not None:
-        small, middle, large = (_rehearsed_figures(each, setting, ranks_per_host, card) for each in fewer.workloads)
+        few, more, most = (partial(_rehearsed_figures, each, setting, ranks_per_host, chosen) for each in fewer.workloads)
         with contextlib.suppress(NotAlikeError):
-            return figures_of_many((small, middle, large), workload.repeated, fewer.times)
-    return _rehearsed_figures(workload, setting, ranks_per_host, card)
+            small, middle = few(), more()
+            if is_of_interest is not None:
+                unchecked = plan_from(figures_of_more(small, middle, workload.repeated, fewer.times + 1))
+                if not is_of_interest(unchecked):
+                    return unchecked
+            if a_group_grows(small, middle):
+                raise NotAlikeError
+            return plan_from(figures_of_many((small, middle, most()), workload.repeated, fewer.times))
+    return plan_from(_rehearsed_figures(workload, setting, ranks_per_host, chosen))
 
 
 def _rehearsed_figures(workload: Workload, setting: Setting, ranks_per_host: int, card: Card | None) -> Figures:

@@ -6,8 +6,11 @@ $ fsdp2 plan llama3-70b --ranks 64 --batch 1 --sequence 8192 --checkpointing ful
 from __future__ import annotations
 
 import argparse
+import contextlib
+import shutil
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from ..wrap import by_class
 from .api import plan_of
 from .card_file import card_named
 from .measure import measure_in_ranks
+from .proposals import words_of
 from .rehearsal import OPTIMIZERS, Setting
 from .result import headline, tables
 from .search import search
@@ -27,6 +31,8 @@ from .shapes import SHAPES, named
 from .text import Table, as_text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_PATIENCE_S = 1.0
+"""A search that takes less than this says nothing before it has found."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,12 +86,39 @@ def run(options: argparse.Namespace) -> int:
     workload, setting = named(options.model, options.inputs), setting_of(options)
     if options.search:
         limit = None if options.memory_limit is None else options.memory_limit * 1e9
-        found = search(workload, setting, card, memory_limit=limit, ranks_per_host=options.ranks_per_host)
-        show(headline(found.asked.plan), [found.table])
+        with _progress() as on_candidate:
+            found = search(
+                workload, setting, card, memory_limit=limit, ranks_per_host=options.ranks_per_host, on_candidate=on_candidate
+            )
+        show(headline(found.asked.plan), found.tables)
         return 0
     planned = plan_of(workload, setting, options.ranks_per_host, card)
     show(headline(planned), tables(planned))
     return 0
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, dict[str, str]], None]]:
+    """A function that says on the error output, where that is a terminal, which candidate is planned, once a second has gone by."""
+    begin, width = time.monotonic(), 0
+
+    def show_line(line: str) -> None:
+        nonlocal width
+        sys.stderr.write(f"\r{line.ljust(width)}")
+        sys.stderr.flush()
+        width = len(line)
+
+    def on_candidate(number: int, changes: dict[str, str]) -> None:
+        if sys.stderr.isatty() and time.monotonic() - begin >= _PATIENCE_S:
+            columns = shutil.get_terminal_size().columns
+            show_line(f"tried {number} settings; now: {words_of(changes) or 'as asked'}"[: columns - 1])
+
+    try:
+        yield on_candidate
+    finally:
+        if width:
+            show_line("")
+            sys.stderr.write("\r")
 
 
 def setting_of(options: argparse.Namespace) -> Setting:
@@ -132,7 +165,7 @@ def show(title: str, found: Sequence[Table]) -> None:
     for table in found:
         shown: Any = rich.table.Table(title=table.title, box=rich.box.SIMPLE_HEAD, title_justify="left", caption=table.note or None)
         for index, head in enumerate(table.head):
-            shown.add_column(head, justify="left" if index == 0 else "right")
+            shown.add_column(head, justify="right" if table.has_numbers and index > 0 else "left")
         for row in table.rows:
             shown.add_row(*row)
         console.print(shown)

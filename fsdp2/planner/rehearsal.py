@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 from unittest import mock
 
@@ -125,7 +125,8 @@ def rehearse(workload: Workload, setting: Setting) -> Rehearsed:
         units = stack.enter_context(_units_named(model, recorder))
         inputs = workload.inputs(setting.batch, setting.sequence)
         recorder.relabel(inputs, labels.BUFFERS)
-        _step(workload, setting, model, optimizer, recorder, inputs)
+        # However many micro-batches a step has, one records the order of gathers and lets the optimizer make its state.
+        _step(workload, replace(setting, micro_batches=1), model, optimizer, recorder, inputs)
         recorder.take()
         units.clear()
         before = tuple(recorder.alive())

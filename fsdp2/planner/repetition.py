@@ -63,8 +63,9 @@ def fewer_blocks(workload: Workload, prefetch: int) -> Fewer | None:
         blocks = workload.build().get_submodule(workload.repeated)
     assert isinstance(blocks, nn.ModuleList)
     start, count = _longest_run([_signature(block) for block in blocks])
-    # The first and the last block, and those that a prefetch reaches from there, are not like the ones in between.
-    enough = len(blocks) - count + 3 + 2 * prefetch
+    # The first and the last block, and those that a prefetch reaches from there, are not like the ones in between. Without
+    # prefetching a reduction still reaches into the next block: its buffer is there until it has ended.
+    enough = len(blocks) - count + 3 + 2 * max(prefetch, 1)
     if count < 2 * (enough + 2):
         return None
 
@@ -83,10 +84,10 @@ def fewer_blocks(workload: Workload, prefetch: int) -> Fewer | None:
 def figures_of_many(fewer: tuple[Figures, Figures, Figures], repeated: str, times: int) -> Figures:
     """fewer: with n, n + 1 and n + 2 blocks; times: how many more than n + 2. Raises: NotAlikeError if each does not add the same"""
     small, middle, large = fewer
-    expected = _extended(small, middle, repeated, 1)
+    expected = figures_of_more(small, middle, repeated, 1)
     if replace(expected, duration=None) != replace(large, duration=None) or not _are_close(expected.duration, large.duration):
         raise NotAlikeError
-    return _extended(middle, large, repeated, times)
+    return figures_of_more(middle, large, repeated, times)
 
 
 def _signature(block: nn.Module) -> tuple[object, ...]:
@@ -104,8 +105,15 @@ def _longest_run(values: Sequence[object]) -> tuple[int, int]:
     return max(runs, key=lambda run: run[1])
 
 
-def _extended(small: Figures, large: Figures, repeated: str, times: int) -> Figures:
-    """Of a model with ``times`` blocks more than ``large``, which has one more than ``small``."""
+def a_group_grows(small: Figures, large: Figures) -> bool:
+    """Whether a group holds parameters of all blocks, as a root may. Its storages are rounded up, so bytes do not fall on a line."""
+    half, added = len(small.groups) // 2, len(large.groups) - len(small.groups)
+    same = zip(small.groups, [*large.groups[:half], *large.groups[half + added :]], strict=False)
+    return any(a.numel != b.numel for a, b in same)
+
+
+def figures_of_more(small: Figures, large: Figures, repeated: str, times: int) -> Figures:
+    """Of a model with ``times`` blocks more than ``large``, which has one more than ``small``. Raises: NotAlikeError"""
     state = [_on(a, b, times) for a, b in zip(_parts(small.state), _parts(large.state), strict=True)]
     return Figures(
         numel=_on(small.numel, large.numel, times),
@@ -153,17 +161,29 @@ def _numbered(name: str, repeated: str) -> tuple[str, int, str]:
 
 
 def _groups(small: Sequence[GroupFacts], large: Sequence[GroupFacts], repeated: str, times: int) -> tuple[GroupFacts, ...]:
-    head, added = len(small) // 2, len(large) - len(small)
-    period, tail = large[head : head + added], large[head + added :]
+    """Those at the begin and at the end grow where they hold parameters of all blocks, as the root holds norms; then the blocks'."""
+    half, added = len(small) // 2, len(large) - len(small)
+    if not 0 <= added <= half:
+        raise NotAlikeError
+    ends = [_extended_group(*pair, repeated, times) for pair in zip(small, [*large[:half], *large[half + added :]], strict=True)]
+    period = large[half : half + added]
 
     def later(group: GroupFacts, by: int) -> GroupFacts:
-        if not group.name.startswith(f"{repeated}."):
-            return group
         begin, number, rest = _numbered(group.name, repeated)
         return replace(group, name=f"{begin}{number + by}{rest}")
 
-    copies = [later(group, number) for number in range(1, times + 1) for group in period]
-    return (*large[: head + added], *copies, *(later(group, times) for group in tail))
+    between = [later(group, number) for number in range(times + 1) for group in period]
+    return (*ends[:half], *between, *ends[half:])
+
+
+def _extended_group(small: GroupFacts, large: GroupFacts, repeated: str, times: int) -> GroupFacts:
+    return GroupFacts(
+        name=_name(small.name, large.name, repeated, times),
+        numel=_on(small.numel, large.numel, times),
+        sharded=_on(small.sharded, large.sharded, times),
+        unsharded=_on(small.unsharded, large.unsharded, times),
+        padding=_on(small.padding, large.padding, times),
+    )
 
 
 def _visits(small: Sequence[Visit], large: Sequence[Visit], repeated: str, times: int) -> list[Visit]:

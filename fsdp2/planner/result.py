@@ -13,6 +13,14 @@ from .traffic import Traffic
 
 
 @dataclass(frozen=True)
+class LargeRoot:
+    """The root group holds this share of the parameters, and all of them are unsharded at once. peak: bytes with ``wrap="auto"``"""
+
+    share: float
+    peak: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """Of rank 0, which has the largest shards. ``print`` it.
 
@@ -23,6 +31,7 @@ class Plan:
     traffic:  what is communicated in a step
     wrapping: the groups in words, as ``fsdp2.wrap.plan`` prints them
     duration: of a step on a card, by a model; None: no card was named
+    large_root: None: the root holds less than half of the model, or automatic wrapping needs no less memory
     """
 
     name: str
@@ -34,6 +43,7 @@ class Plan:
     traffic: tuple[Traffic, ...]
     wrapping: str
     duration: Duration | None = None
+    large_root: LargeRoot | None = None
 
     @property
     def padding(self) -> float:
@@ -113,6 +123,16 @@ def tables(plan: Plan) -> list[Table]:
                 f"{len(plan.groups)} parameter groups, {plan.padding:.1%} of their unsharded storages padding",
                 ("group", "parameters", "sharded", "unsharded"),
                 ((f"largest: {largest.name or 'the root'}", f"{largest.numel:,}", gb(largest.sharded), gb(largest.unsharded)),),
+                _root_words(plan),
             )
         )
     return found
+
+
+def _root_words(plan: Plan) -> str:
+    if plan.large_root is None:
+        return ""
+    return (
+        f"the root group holds {plan.large_root.share:.0%} of the parameters, which are unsharded all at once: "
+        f'with wrap="auto" the peak is {gb(plan.large_root.peak)} instead of {gb(plan.memory.peak.nbytes)}'
+    )

@@ -3,70 +3,35 @@
 Each candidate is rehearsed. The search goes from the setting that was asked for to better ones, one choice at a time: strategy,
 wrapping, checkpointing, prefetch depth, and into how many micro-batches a rank's sequences are split. How many these are stays.
 It ends where no single choice is better, which need not be the best of all combinations. Step times are a model (docs/step_clock.md).
+
+Two shortcuts change nothing of what is found. A candidate whose parameters and optimizer state alone exceed the limit is not rehearsed.
+One that fits worse, or is slower, than what was found before is not checked by a third rehearsal (``repetition`` says of what).
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from ..errors import ArgumentError, FSDPError, got
+from ..strategy import STRATEGIES
 from ..testing.clock.cards import Card
 from ..wrap import by_class
 from .api import card_of, plan_of
+from .proposals import Dropped, Found, Proposal
 from .rehearsal import Setting
 from .result import Plan
-from .text import Table, gb
+from .text import gb
 from .workload import Workload, workload_of
 
 LINEAR_LAYERS = by_class("Linear", "Embedding")
 """Small groups: each linear layer by itself. They need less memory at a time, and more collectives."""
 
-
-@dataclass(frozen=True)
-class Proposal:
-    """changes: by the choice's name, what it is instead of what was asked for"""
-
-    plan: Plan
-    changes: dict[str, str]
-
-    @property
-    def step(self) -> float:
-        """Seconds, by a model."""
-        assert self.plan.duration is not None
-        return self.plan.duration.step
-
-    @property
-    def peak(self) -> int:
-        return self.plan.memory.peak.nbytes
-
-
-@dataclass(frozen=True)
-class Found:
-    """asked: the setting as it was asked for; proposals: that fit, the fastest first; limit: bytes; num_tried: settings"""
-
-    asked: Proposal
-    proposals: tuple[Proposal, ...]
-    limit: float
-    num_tried: int
-
-    @property
-    def table(self) -> Table:
-        rows = [("as asked", *_costs(self.asked, self.limit))]
-        rows += [(_words(each.changes), *_costs(each, self.limit)) for each in self.proposals if each.changes]
-        return Table(
-            f"{len(self.proposals)} settings within {gb(self.limit)}, the fastest first, of {self.num_tried} that were tried",
-            ("change", "step, ms", "MFU", "peak", "fits"),
-            tuple(rows),
-            "step times are a model (docs/step_clock.md)"
-            if self.proposals
-            else "nothing that was tried fits: take more ranks, or offload",
-        )
+Planned = Callable[[Setting, Callable[[Plan], bool]], Plan]
+"""The plan of a setting, and of which plans the search wants to know that they are exact."""
 
 
 def search(
@@ -77,11 +42,13 @@ def search(
     memory_limit: float | None = None,
     ranks_per_host: int = 8,
     keep: int = 5,
+    on_candidate: Callable[[int, dict[str, str]], None] = lambda number, changes: None,
 ) -> Found:
     """Settings near ``setting`` that fit ``memory_limit``, the best predicted time first; each plan is ``plan_of`` that setting.
 
     memory_limit: bytes of a rank; None: the card's memory, less a tenth for what allocators and libraries take
     keep:         how many to propose
+    on_candidate: is called before each candidate, with how many were tried before it and what it changes
     Collective:   no
     Raises:       an FSDPError for wrong arguments, and what ``plan`` raises for ``setting``
     """
@@ -93,11 +60,21 @@ def search(
         raise ArgumentError(got("search", "memory_limit", memory_limit), expected="bytes, more than 0", fix="memory_limit=80e9")
     workload = model if isinstance(model, Workload) else workload_of(model)
     limit = 0.9 * chosen.memory_nbytes if memory_limit is None else memory_limit
-    plan = partial(plan_of, workload, ranks_per_host=ranks_per_host, card=chosen)
-    return searched(plan, setting, limit, ranks_per_host, keep)
+
+    def plan(candidate: Setting, is_of_interest: Callable[[Plan], bool]) -> Plan:
+        return plan_of(workload, candidate, ranks_per_host, chosen, is_of_interest)
+
+    return searched(plan, setting, limit, ranks_per_host, keep, on_candidate)
 
 
-def searched(plan: Callable[[Setting], Plan], setting: Setting, limit: float, ranks_per_host: int, keep: int) -> Found:
+def searched(
+    plan: Planned,
+    setting: Setting,
+    limit: float,
+    ranks_per_host: int,
+    keep: int,
+    on_candidate: Callable[[int, dict[str, str]], None] = lambda number, changes: None,
+) -> Found:
     """The search itself. plan: of a setting; it may raise an FSDPError for what cannot be"""
 
     def rank_of(proposal: Proposal) -> tuple[bool, float]:
@@ -105,20 +82,63 @@ def searched(plan: Callable[[Setting], Plan], setting: Setting, limit: float, ra
         fits = proposal.peak <= limit
         return not fits, proposal.step if fits else proposal.peak
 
-    asked = best = Proposal(plan(setting), {})
+    asked = best = Proposal(plan(setting, lambda _: True), {})
     tried = {_key(setting): asked}
+    dropped: dict[tuple[object, ...], Dropped] = {}
+
+    def is_of_interest(planned: Plan) -> bool:
+        """Whether it may be the next step of the search, or be proposed."""
+        found = Proposal(planned, {})
+        if found.peak > limit:
+            return rank_of(found) < rank_of(best)
+        faster = sum(each.peak <= limit and each.step < found.step for each in tried.values())
+        return faster < keep
+
     while True:
         here = best
         for other in _neighbours(here.plan.setting, setting, ranks_per_host, fits=here.peak <= limit):
-            if _key(other) in tried:
+            key, changes = _key(other), _changes(setting, other)
+            if key in tried or key in dropped:
                 continue
-            with contextlib.suppress(FSDPError):  # a mesh that ranks cannot form
-                found = tried[_key(other)] = Proposal(plan(other), _changes(setting, other))
-                best = min(best, found, key=rank_of)
+            on_candidate(len(tried) + len(dropped), changes)
+            kept = _least_kept(asked.plan, other)
+            if kept > limit and (best.peak <= limit or kept > best.peak):
+                dropped[key] = Dropped(changes, f"parameters and optimizer state alone take {gb(kept)}")
+                continue
+            try:
+                found = tried[key] = Proposal(plan(other, is_of_interest), changes)
+            except FSDPError as error:  # a mesh that ranks cannot form
+                dropped[key] = Dropped(changes, str(error).splitlines()[0])
+                continue
+            best = min(best, found, key=rank_of)
         if best is here:
             break
-    fitting = sorted((each for each in tried.values() if each.peak <= limit), key=rank_of)
-    return Found(asked, tuple(fitting[:keep]), limit, len(tried))
+    ranked = sorted(tried.values(), key=rank_of)
+    fitting = [each for each in ranked if each.peak <= limit]
+    return Found(
+        asked=asked,
+        proposals=tuple(fitting[:keep]),
+        limit=limit,
+        num_tried=len(tried) + len(dropped),
+        num_slower=len(fitting[keep:]),
+        dropped=(*(_too_large(each) for each in ranked[len(fitting) :] if each.changes), *dropped.values()),
+    )
+
+
+def _least_kept(asked: Plan, setting: Setting) -> float:
+    """Bytes of a rank's parameters without padding, and of states as much for each of these bytes as ``asked`` has."""
+    if setting.offload is True:
+        return 0.0
+    shards = {"nobody": 1, "node": setting.shard_size or 1, "world": setting.world_size}[STRATEGIES[setting.strategy].optimizer]
+    # An optimizer of the user's may keep states that no rank shards.
+    has_states = isinstance(setting.optimizer, str) and not setting.offload and asked.state.master > 0
+    states = asked.state.optimizer / asked.state.master if has_states else 0.0
+    return asked.numel * setting.dtype.itemsize * (1 + states) / shards
+
+
+def _too_large(proposal: Proposal) -> Dropped:
+    peak = proposal.plan.memory.peak
+    return Dropped(proposal.changes, f"needs {gb(peak.nbytes)}, in {peak.phase} of {peak.where or 'the model'}")
 
 
 def _neighbours(setting: Setting, asked: Setting, ranks_per_host: int, fits: bool) -> Iterator[Setting]:
@@ -158,13 +178,3 @@ def _changes(asked: Setting, setting: Setting) -> dict[str, str]:
     if setting.batch != asked.batch:
         changes["micro-batches"] = f"{setting.micro_batches} of {setting.batch}"
     return changes
-
-
-def _words(changes: dict[str, str]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in changes.items())
-
-
-def _costs(proposal: Proposal, limit: float) -> tuple[str, ...]:
-    assert proposal.plan.duration is not None
-    fits = "yes" if proposal.peak <= limit else "no"
-    return f"{proposal.step * 1e3:,.0f}", f"{proposal.plan.duration.mfu:.0%}", gb(proposal.peak), fits

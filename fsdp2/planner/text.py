@@ -8,10 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Table:
+    """has_numbers: all columns but the first stand at the right; else they are words, and begin at the left"""
+
     title: str
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+    has_numbers: bool = True
 
 
 def gb(nbytes: float) -> str:
@@ -30,12 +33,13 @@ def as_text(headline: str, tables: Iterable[Table]) -> str:
 def _plain(table: Table) -> str:
     rows: list[Sequence[str]] = [table.head, *table.rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(table.head))]
-    lines = [table.title, *(_line(row, widths) for row in rows)]
+    lines = [table.title, *(_line(row, widths, table.has_numbers) for row in rows)]
     return "\n".join(lines + ([f"  {table.note}"] if table.note else []))
 
 
-def _line(row: Iterable[str], widths: Sequence[int]) -> str:
+def _line(row: Iterable[str], widths: Sequence[int], has_numbers: bool) -> str:
     cells = [
-        cell.ljust(width) if index == 0 else cell.rjust(width) for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        cell.rjust(width) if has_numbers and index > 0 else cell.ljust(width)
+        for index, (cell, width) in enumerate(zip(row, widths, strict=True))
     ]
     return ("  " + "  ".join(cells)).rstrip()

@@ -52,6 +52,13 @@ def test_samples_of_a_page_run(page, tmp_path):
         os.chdir(before)
 
 
+@pytest.mark.slow
+def test_samples_of_the_page_on_planning_run_in_one_process():
+    names: dict[str, object] = {"__name__": "sample"}
+    for line, code in samples("planning.md"):
+        exec(compile("\n" * line + code, str(DOCS / "planning.md"), "exec"), names)
+
+
 def test_each_page_of_the_folder_is_in_its_index():
     (listed,) = TOCTREE.findall((DOCS / "howto" / "index.md").read_text())
     assert sorted(f"howto/{name}.md" for name in listed.split()) == HOWTO

@@ -13,6 +13,7 @@ from fsdp2.planner.api import plan_of
 from fsdp2.planner.models import DecoderShape
 from fsdp2.planner.rehearsal import Setting
 from fsdp2.planner.shapes import SHAPES, named, of_shape
+from fsdp2.wrap import root_only
 
 NUMEL = {  # in billions, as their papers have it
     "llama3-8b": 8.03,
@@ -106,3 +107,14 @@ def test_a_model_that_takes_no_tokens_needs_inputs_and_says_so(tmp_path, capsys,
     assert "Reading reads values of tensors, which a plan does not have" in capsys.readouterr().err
     assert main(["plan", "pictures_to_plan:Picture", "--ranks", "4", "--inputs", "pictures_to_plan:absent"]) == 1
     assert "pictures_to_plan:absent was not found" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_root_that_holds_most_of_the_model_is_told_with_the_peak_of_automatic_wrapping():
+    workload = of_shape("gpt", DecoderShape("gpt", dim=256, layers=4, heads=4, kv_heads=4, hidden=1024, vocabulary=64, context=16))
+    setting = Setting(world_size=8, sequence=16)
+    whole, wrapped = plan_of(workload, replace(setting, wrap=root_only)), plan_of(workload, setting)
+    assert whole.large_root is not None
+    assert (whole.large_root.share, whole.large_root.peak) == (1.0, wrapped.memory.peak.nbytes)
+    assert "the root group holds 100% of the parameters" in str(whole)
+    assert wrapped.large_root is None

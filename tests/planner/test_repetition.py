@@ -11,6 +11,7 @@ import torch
 from fsdp2.planner import api
 from fsdp2.planner.models import Decoder, DecoderShape
 from fsdp2.planner.rehearsal import Rehearsed, Setting, rehearse
+from fsdp2.planner.search import LINEAR_LAYERS
 from fsdp2.planner.shapes import SHAPES, of_shape
 from fsdp2.planner.workload import Workload, next_token_loss, tokens
 
@@ -22,6 +23,8 @@ SETTINGS = [
     replace(SETTING, optimizer="sgd", offload=True, checkpointing="full"),
     replace(SETTING, strategy="hsdp", shard_size=8, backend="gloo"),
     replace(SETTING, strategy="ddp"),
+    replace(SETTING, prefetch=0),
+    replace(SETTING, prefetch=0, strategy="zero2", checkpointing="full"),
 ]
 
 
@@ -62,6 +65,21 @@ class Widening(Decoder):
         for number, block in enumerate(self.blocks):
             x = block(x.expand(1 + number, -1, -1), None)[:1]
         return self.output(self.norm(x))
+
+
+@pytest.mark.slow
+def test_a_root_that_grows_with_the_blocks_is_rehearsed_whole_where_figures_are_to_be_exact():
+    """Its storages are rounded up, so that bytes do not fall on a line."""
+    workload, setting = of_shape("gpt", SHAPE), replace(SETTING, wrap=LINEAR_LAYERS)
+    with patch.object(api, "rehearse", side_effect=rehearse) as rehearsals:
+        nearly = api.plan_of(workload, setting, card="h100", is_of_interest=lambda planned: False)
+    assert rehearsals.call_count == 2
+    assert_planned_alike(workload, setting, num_rehearsals=3)
+    whole = api.plan_of(replace(workload, repeated=""), setting, card="h100")
+    assert nearly.memory.peak.nbytes == pytest.approx(whole.memory.peak.nbytes, rel=0.01)
+    assert nearly.duration is not None
+    assert whole.duration is not None
+    assert nearly.duration.step == pytest.approx(whole.duration.step, rel=0.01)
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from fsdp2.cli import main
 from fsdp2.errors import ArgumentError, MeshError
+from fsdp2.planner import search as searching
 from fsdp2.planner.api import plan_of
 from fsdp2.planner.duration import Duration
 from fsdp2.planner.memory import Memory, Peak
@@ -22,7 +24,7 @@ from fsdp2.state_bytes import StateBytes
 ASKED = Setting(world_size=64, batch=8, prefetch=1)
 
 
-def made_up(setting: Setting) -> Plan:
+def made_up(setting: Setting, is_of_interest: object = None) -> Plan:
     """Memory and time as a formula that a test can read. ddp cannot be."""
     if setting.strategy == "ddp":
         raise MeshError("no ddp")
@@ -55,6 +57,44 @@ def test_what_fits_is_proposed_the_fastest_first_as_changes_and_as_many_sequence
     nothing = searched(made_up, ASKED, limit=1, ranks_per_host=8, keep=4)
     assert nothing.proposals == ()
     assert "nothing that was tried fits" in nothing.table.note
+    why = {str(each.changes): each.why for each in nothing.dropped}
+    assert why["{'strategy': 'ddp'}"] == "no ddp"
+    assert why["{'strategy': 'zero2'}"] == "needs 50 B, in backward of the model"
+
+
+def test_what_is_too_large_by_its_state_alone_is_dropped_before_it_is_planned():
+    planned: list[Setting] = []
+
+    def plan(setting: Setting, is_of_interest: object) -> Plan:
+        planned.append(setting)
+        shards = {"zero3": 64, "hsdp": 8, "zero2": 64, "ddp": 1}[setting.strategy]
+        kept = 4000 / shards
+        state = StateBytes(0, kept, kept, 2 * kept)
+        return replace(made_up(replace(setting, strategy="zero3")), setting=setting, numel=1000, state=state)
+
+    found = searched(plan, ASKED, limit=2000, ranks_per_host=8, keep=4)
+    assert {each.strategy for each in planned} == {"zero3", "hsdp", "zero2"}
+    (why,) = {each.why for each in found.dropped if each.changes.get("strategy") == "ddp"}
+    assert why == "parameters and optimizer state alone take 12.0 kB"
+    assert found.num_tried == len(planned) + len(found.dropped)
+    planned.clear()
+    searched(plan, replace(ASKED, optimizer=torch.optim.SGD, offload=True), limit=2000, ranks_per_host=8, keep=4)
+    assert "ddp" in {each.strategy for each in planned}, "of state in host memory, nothing is known before"
+
+
+def test_a_candidate_is_to_be_exact_where_it_may_be_proposed_or_lead_on():
+    wanted: list[tuple[int, bool]] = []
+
+    def plan(setting: Setting, is_of_interest: Callable[[Plan], bool]) -> Plan:
+        plan = made_up(setting)
+        wanted.append((plan.memory.peak.nbytes, is_of_interest(plan)) if wanted else (plan.memory.peak.nbytes, True))
+        return plan
+
+    found = searched(plan, ASKED, limit=30, ranks_per_host=8, keep=2)
+    smallest = min(nbytes for nbytes, is_exact in wanted if is_exact)
+    assert not any(is_exact for nbytes, is_exact in wanted[1:] if nbytes > max(30, wanted[0][0]))
+    assert {each.peak for each in found.proposals} <= {nbytes for nbytes, is_exact in wanted if is_exact}
+    assert smallest <= 30
 
 
 def test_wrong_arguments_of_a_search_are_our_errors(capsys):
@@ -77,3 +117,23 @@ def test_proposals_of_a_small_decoder_are_plans_of_their_settings():
         assert each.changes
         assert each.plan == plan_of(workload, each.plan.setting, card="h100")
         assert each.peak <= limit
+
+
+@pytest.mark.full
+def test_a_search_with_shortcuts_finds_what_one_that_rehearses_all_blocks_of_all_candidates_finds(monkeypatch):
+    shape = DecoderShape("llama", dim=256, layers=18, heads=4, kv_heads=4, hidden=1024, vocabulary=2048, context=256)
+    workload = of_shape("small", shape)
+    asked = Setting(world_size=16, param_dtype=torch.bfloat16, reduce_dtype=torch.float32, batch=2, sequence=256)
+    limit = 0.6 * plan_of(workload, asked).memory.peak.nbytes
+    found = search(workload, asked, "h100", memory_limit=limit)
+    monkeypatch.setattr(searching, "_least_kept", lambda asked, setting: 0.0)
+
+    def plan(setting: Setting, is_of_interest: object) -> Plan:
+        return plan_of(replace(workload, repeated=""), setting, card="h100")
+
+    all_rehearsed = searched(plan, asked, limit, 8, 5)
+    assert len(found.proposals) == len(all_rehearsed.proposals) == 5
+    for each, other in zip(found.proposals, all_rehearsed.proposals, strict=True):
+        assert each.changes == other.changes
+        assert replace(each.plan, duration=None) == replace(other.plan, duration=None)
+        assert each.step == pytest.approx(other.step, rel=1e-3)

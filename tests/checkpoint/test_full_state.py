@@ -27,7 +27,7 @@ from fsdp2.checkpoint import CheckpointError, full_optimizer_state_dict, full_st
 from harness import cpu_mesh, on_ranks
 from harness.memory import PeakBytes, covered_bytes
 from harness.models import MLP, batches, mlp, token_batches, transformer
-from harness.training import adamw, fed_own_chunk, sgd
+from harness.training import adamw, assert_equal_training, fed_own_chunk, fed_whole, sgd
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -285,6 +285,35 @@ def test_optimizer_state_by_name_goes_into_a_model_of_any_sharding() -> None:
     set_optimizer_state_dict(other, loaded, full, options=options)
     again = full_optimizer_state_dict(other, loaded, by_name=True)
     assert_same_state(again["state"] if again else {}, full["state"] if full else {})
+
+
+@on_ranks(2)
+def test_parameters_that_share_a_step_count_in_a_file_of_fsdp1_count_by_themselves_again() -> None:
+    whole = mlp()
+    whole_optimizer = adamw(whole.parameters())
+    fed_whole(whole, batches(2), lambda _: whole_optimizer)
+    names = [name for name, _ in whole.named_parameters()]
+    plain = whole_optimizer.state_dict()
+    step = torch.tensor(2.0)  # FSDP1 keeps one for all parameters of a flat parameter
+    state = {names[index]: {**value, "step": step} for index, value in plain["state"].items()}
+    saved = {"state": state, "param_groups": [{**plain["param_groups"][0], "params": names}]}
+
+    model = mlp()
+    model.load_state_dict(whole.state_dict())
+    optimizer = adamw(sharded(model).parameters())
+    set_optimizer_state_dict(model, optimizer, saved, options=StateDictOptions(full_state_dict=True))
+    expected = fed_whole(whole, batches(3, seed=5), lambda _: whole_optimizer)
+    assert_equal_training(fed_own_chunk(model, batches(3, seed=5), optimizer=optimizer), expected)
+
+    rolled_back = optimizer.state_dict()  # into an optimizer that has stepped, and into a new one
+    for value in rolled_back["state"].values():
+        value["step"] = rolled_back["state"][0]["step"]
+    for each in (optimizer, adamw(model.parameters())):
+        each.load_state_dict(copy.deepcopy(rolled_back))
+        model(batches(1)[0]).sum().backward()
+        each.step()
+        each.zero_grad()
+        assert {value["step"].item() for value in each.state.values()} == {6.0}
 
 
 @on_ranks(2)

@@ -3,6 +3,9 @@
 An optimizer that was built before ``fully_shard``, or while parameters were unsharded, holds parameters that never get a gradient:
 its steps would change nothing, without an error. At its first step, when it has no state yet, it gets the sharded ones instead.
 Every step is counted as well (``group/step_count.py``). This file refuses to know groups and modules.
+
+FSDP1's files have one ``step`` for all parameters of a flat parameter. torch's optimizers load it as one tensor, and each parameter
+counts in it: with twelve parameters it grows by twelve in a step. Each parameter gets a count of its own behind every load.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -54,9 +58,25 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if STEPS.waiting:
         _refuse_incomplete(optimizer)
     now = len(optimizer.param_groups), STEPS.sharded
+    if optimizer not in STEPS.checked:
+        optimizer.register_load_state_dict_post_hook(_part_step_counts)
+        _part_step_counts(optimizer)  # a load before the first step had no hook yet
     if STEPS.checked.get(optimizer) != now:
         _give_sharded(optimizer)
         STEPS.checked[optimizer] = now
+
+
+def _part_step_counts(optimizer: Optimizer) -> None:
+    """Give each parameter a ``step`` of its own where several share one tensor; an optimizer not of torch may share it on purpose."""
+    if not any(base.__module__.startswith("torch.optim.") for base in type(optimizer).__mro__ if base is not Optimizer):
+        return
+    counts: set[int] = set()
+    for state in optimizer.state.values():
+        count = state.get("step")
+        if isinstance(count, Tensor):
+            if id(count) in counts:
+                state["step"] = count.clone()
+            counts.add(id(count))
 
 
 def _refuse_incomplete(optimizer: Optimizer) -> None:

@@ -60,7 +60,7 @@ def test_samples_of_the_page_on_planning_run_in_one_process():
 
 
 def test_each_page_of_the_folder_is_in_its_index():
-    (listed,) = TOCTREE.findall((DOCS / "howto" / "index.md").read_text())
+    listed = " ".join(TOCTREE.findall((DOCS / "howto" / "index.md").read_text()))  # a table for each group of tasks
     assert sorted(f"howto/{name}.md" for name in listed.split()) == HOWTO
 
 

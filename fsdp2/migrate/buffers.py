@@ -21,7 +21,10 @@ from .editor import Editor
 from .names import Names
 from .syntax_trees import arguments, code, dotted, is_none, string_of
 
-_UNSEEN = "buffer_dtype={}: which buffers it casts is not seen in this file"
+_UNSEEN = (
+    "buffer_dtype={}: which buffers it casts is not seen in this file; "
+    "if the model has no floating-point buffers, remove buffer_dtype and migrate again"
+)
 
 
 def find_casts(editor: Editor, signature: tuple[str, ...], precision: tuple[str, ...]) -> dict[int, str]:
@@ -65,6 +68,7 @@ def find_casts(editor: Editor, signature: tuple[str, ...], precision: tuple[str,
             or (sometimes and not isinstance(value, (cst.Name, cst.Attribute)))
         ):
             editor.refuse("fsdp1", call, _UNSEEN.format(text))
+            served |= {id(each) for each in found}  # the precision of a call that has been named is not a second finding
             continue
         statement = _loop(text)
         if sometimes and value is not None:

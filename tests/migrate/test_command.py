@@ -226,6 +226,17 @@ def test_buffers_whose_cast_has_no_place_stay_with_compat(file: Any, body: str) 
     assert ".buffers()" not in new
 
 
+def test_buffers_whose_cast_has_no_place_are_one_finding_that_says_what_to_do(file: Any, capsys: Any) -> None:
+    """A precision on a line of its own and the call that takes it were two findings, with the same comment above each."""
+    more = "import torch\nfrom torch.distributed.fsdp import MixedPrecision\n"
+    body = f"precision = {BF16}\nmodel = FSDP(net, mixed_precision=precision, ignored_modules=[net.table])\n"
+    path = file("train.py", IMPORT_FSDP1 + more + body)
+    assert main(["migrate", "--write", str(path)]) == 1
+    (finding,) = [line for line in capsys.readouterr().out.splitlines() if "compat: buffer_dtype" in line]
+    assert "remove buffer_dtype" in finding
+    assert path.read_text().count("compat: buffer_dtype") == 1
+
+
 @pytest.mark.parametrize(
     ("given", "is_told"),
     [

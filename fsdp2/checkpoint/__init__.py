@@ -11,7 +11,8 @@ docs/checkpoint.md is the guide.
 # Which file has what:
 #
 # Checkpointer         checkpointer, checkpointer_load; checkpoint_folder, folder_lock, gloo_group; per_rank_values, random_state
-# save_safetensors     safetensors_save, safetensors_plan (what goes where), bands (to the writers), hf_commit, hf_config
+# save_safetensors     safetensors_save, safetensors_plan (what goes where), bands (to the writers), hf_commit, hf_config,
+#                      hf_pretrained (transformers' save_pretrained)
 # load_safetensors     safetensors_load, hf_folder (finding files), quantized; key_map and safetensors_format, which both have
 # load_checkpoint      load_any_format, over ``readers``: a reader for each format
 # convert, verify      over ``readers`` and ``targets``; digests

@@ -144,14 +144,20 @@ def index_metadata(files: Iterable[PlannedFile]) -> dict[str, int]:
 
 def fill(tensors: Iterable[PlannedTensor], max_nbytes: int) -> list[list[PlannedTensor]]:
     """The tensors of each file, in the order in which they lie there; an empty one if there are none."""
-    contents: list[list[PlannedTensor]] = [[]]
+    contents: list[list[PlannedTensor]] = []
+    current: list[PlannedTensor] = []
     filled = 0
     for tensor in tensors:
-        if contents[-1] and filled + tensor.nbytes > max_nbytes:
-            contents.append([])
-            filled = 0
-        contents[-1].append(tensor)
+        if tensor.nbytes > max_nbytes:
+            contents.append([tensor])  # the current file stays open, as Hugging Face's libraries keep it
+            continue
+        if filled + tensor.nbytes > max_nbytes:
+            contents.append(current)
+            current, filled = [], 0
+        current.append(tensor)
         filled += tensor.nbytes
+    if current or not contents:
+        contents.append(current)
     for content in contents:
         content.sort(key=lambda tensor: -tensor.dtype.itemsize)  # each then begins at a multiple of its itemsize
     return contents

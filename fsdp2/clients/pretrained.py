@@ -1,14 +1,15 @@
 """``save_pretrained`` of transformers and PEFT on a sharded model: they write what they find, and would find shards.
 
-    model.save_pretrained(folder)        # on all ranks; rank 0 gets the full tensors on its host, and writes
+    model.save_pretrained(folder)        # on all ranks; rank 0 writes
 
-This file refuses to know files: what is written, and under which names, stays theirs. ``fsdp2.checkpoint.save_safetensors`` writes a
-model that no host has room for.
+A plain call of transformers' streams: ``checkpoint/hf_pretrained.py`` says which are plain, and no rank holds the model. For others
+rank 0 gets the full tensors on its host, and what is written, and under which names, stays theirs. This file refuses to know files.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -24,10 +25,15 @@ from ..errors import CheckpointError, ModuleError
 
 
 def saving_whole_tensors(inherited: Callable[..., Any]) -> Callable[..., Any]:
-    """``inherited``, which rank 0 calls with full tensors for all; a call that has tensors of its own stays as it is.
+    """``inherited`` on all ranks, with rank 0's arguments; a call that has tensors of its own (``state_dict``) stays as it is.
+
+    A plain call on a model of transformers streams its weights, as ``fsdp2.checkpoint.save_safetensors`` does. Rank 0 calls
+    ``inherited`` with full tensors for all where transformers must see the whole model: it has adapters, is quantised, or its weights
+    get other names or shapes in the files; ``push_to_hub``, ``variant`` and the like. PEFT's models are never plain.
 
     Of a model with adapters (PEFT's ``peft_config``), only what trains is gathered: the files hold nothing else of the base model.
 
+    Memory:     2 * 64 MiB on any rank for a plain call, the full tensors on rank 0's host for another
     Collective: yes, over all ranks
     Raises:     on all ranks: CheckpointError with what went wrong on rank 0, ModuleError for a model that not all ranks have
     """
@@ -35,7 +41,8 @@ def saving_whole_tensors(inherited: Callable[..., Any]) -> Callable[..., Any]:
     @joint
     @functools.wraps(inherited)
     def save_pretrained(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _has_its_own_way(self, inspect.signature(inherited).bind(self, *args, **kwargs).arguments):
+        bound = inspect.signature(inherited).bind(self, *args, **kwargs)
+        if _has_its_own_way(self, bound.arguments):
             return inherited(self, *args, **kwargs)
         meshes = [param.device_mesh for param in self.parameters() if isinstance(param, DTensor)]
         if any(mesh.size() != dist.get_world_size() for mesh in meshes):
@@ -44,11 +51,16 @@ def saving_whole_tensors(inherited: Callable[..., Any]) -> Callable[..., Any]:
                 expected="a model that is sharded over all ranks, of which rank 0 writes",
                 fix="call fsdp2.checkpoint.save_safetensors(model, folder, process_group=...) on the ranks that have it",
             )
+        streams = importlib.import_module("fsdp2.checkpoint.hf_pretrained")  # by name: it stands above the class that has this method
+        call = agree(default_group(), None, streams.plain_call(self, inherited, bound))[0]
+        if call is not None:
+            return call.run(self)
         trained_alone = hasattr(self, "peft_config")
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_alone)
         whole = get_model_state_dict(self, options=options)
         result = problem = None
         if dist.get_rank() == 0:
+            _tie(self, whole)
             try:
                 result = inherited(self, *args, **kwargs, state_dict=whole)
             except Exception as error:
@@ -68,3 +80,11 @@ def _has_its_own_way(model: nn.Module, arguments: dict[str, Any]) -> bool:
     """Whether the caller brings the tensors, or transformers itself has sharded the model, and gathers it."""
     state_dict = arguments.get("state_dict", arguments.get("kwargs", {}).get("state_dict"))
     return state_dict is not None or getattr(getattr(model, "config", None), "distributed_config", None) is not None
+
+
+def _tie(model: nn.Module, whole: dict[str, Any]) -> None:
+    """Give tied parameters one tensor again: they were gathered one by one, and would be written under each name."""
+    first: dict[int, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if name in whole:
+            whole[name] = whole[first.setdefault(id(param), name)]

@@ -9,10 +9,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from fsdp2 import ArgumentError, fully_shard
-from fsdp2.checkpoint import CheckpointError, load_safetensors, save_safetensors
+from fsdp2.checkpoint import CheckpointError, load_safetensors, safetensors_save, save_safetensors
 from harness import cpu_mesh, on_ranks
+from harness.memory import PeakBytes
 
 pytest.importorskip("transformers", reason="needs transformers")
 
@@ -180,3 +182,91 @@ def test_save_pretrained_writes_whole_tensors_or_raises_on_all_ranks(tmp_path, f
         assert torch.equal(opened.get_parameter(name), param), name
     with pytest.raises(CheckpointError, match=r"(?s)save_pretrained on rank 0.*save_safetensors"):
         model.save_pretrained(tmp_path / "whole", max_shard_size="no size")
+    with pytest.raises(CheckpointError, match="save_pretrained on rank 0"):
+        model.save_pretrained(None)
+
+
+def written(folder):
+    """Each file's tensors, and the other files' content; without what only we add: digests."""
+    tensors = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
+    texts = {path.name: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    texts.get("model.safetensors.index.json", {"metadata": {}})["metadata"].pop("fsdp2_crc32", None)
+    assert {path.name for path in folder.iterdir()} == tensors.keys() | texts.keys()
+    return tensors, texts
+
+
+def assert_same_files(ours, theirs):
+    (our_tensors, our_texts), (their_tensors, their_texts) = written(ours), written(theirs)
+    assert our_texts == their_texts
+    assert our_tensors.keys() == their_tensors.keys()
+    for name, expected in their_tensors.items():
+        assert our_tensors[name].keys() == expected.keys(), name
+        assert all(torch.equal(our_tensors[name][key], expected[key]) for key in expected), name
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow), pytest.param("t5", marks=pytest.mark.slow)])
+def test_save_pretrained_streams_into_the_files_of_the_unsharded_model(tmp_path, family):
+    """Rank 0 held the whole model. The weights are of two dtypes, and some are larger than a file is to be."""
+    reference, model = build(family, True, seed=1), build(family, True, seed=1)
+    for each in (reference, model):
+        layers_of(family, each)[0].bfloat16()
+    for size in ("1KB", "3KB", "1GB"):
+        if dist.get_rank() == 0:
+            reference.save_pretrained(tmp_path / "theirs" / size, max_shard_size=size)
+    sharded(family, model)
+    buffer_nbytes = 400
+    bound = 2 * buffer_nbytes + 4096  # and what the ranks agree on
+    assert sum(param.nbytes for param in reference.parameters()) > bound
+    with patch.object(safetensors_save, "BUFFER_NBYTES", buffer_nbytes), PeakBytes() as memory:
+        memory.touch([*model.parameters(), *model.buffers()])
+        before = memory.peak
+        for size in ("1KB", "3KB", "1GB"):
+            model.save_pretrained(tmp_path / "ours" / size, is_main_process=dist.get_rank() == 0, max_shard_size=size)
+    dist.barrier()
+    assert memory.peak - before <= bound
+    for size in ("1KB", "3KB", "1GB"):
+        assert_same_files(tmp_path / "ours" / size, tmp_path / "theirs" / size)
+
+
+@pytest.mark.slow
+@on_ranks(2)
+@pytest.mark.parametrize("save_original_format", [True, False])
+def test_weights_that_transformers_converts_get_its_names(tmp_path, save_original_format):
+    """A mixture of experts is one tensor in the model, and one for each expert in the files."""
+    import transformers
+
+    config = transformers.MixtralConfig(
+        vocab_size=37, hidden_size=12, intermediate_size=20, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1,
+        num_local_experts=2, max_position_embeddings=16,
+    )  # fmt: skip
+    models = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        models.append(transformers.MixtralForCausalLM(config))
+    reference, model = models
+    sharded("llama", model)
+    if dist.get_rank() == 0:
+        reference.save_pretrained(tmp_path / "theirs", save_original_format=save_original_format)
+    model.save_pretrained(tmp_path / "ours", save_original_format=save_original_format)
+    dist.barrier()
+    assert_same_files(tmp_path / "ours", tmp_path / "theirs")
+
+
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_model_from_a_folder_is_saved_as_the_unsharded_one_also_as_a_variant(tmp_path):
+    """A variant is gathered; its tied weights were written twice."""
+    import transformers
+
+    if dist.get_rank() == 0:
+        build("llama", True, seed=1).save_pretrained(tmp_path / "first")
+    dist.barrier()
+    reference, model = (transformers.LlamaForCausalLM.from_pretrained(tmp_path / "first") for _ in range(2))
+    sharded("llama", model)
+    for name, arguments in {"plain": {}, "variant": {"variant": "fp32"}}.items():
+        if dist.get_rank() == 0:
+            reference.save_pretrained(tmp_path / "theirs" / name, **arguments)
+        model.save_pretrained(tmp_path / "ours" / name, **arguments)
+        dist.barrier()
+        assert_same_files(tmp_path / "ours" / name, tmp_path / "theirs" / name)

@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help=f"{', '.join(SHAPES)}; hf:CONFIG.json; or package.module:function, which returns a module",
     )
+    parser.add_argument("--model", dest="named_model", metavar="MODEL", help="the same as MODEL")
     parser.add_argument("--ranks", type=int, help="how many; a plan needs it")
     parser.add_argument("--ranks-per-host", type=int, default=8, help="default: 8")
     parser.add_argument("--strategy", choices=list(STRATEGIES), default="zero3", help="as in fsdp2.parallelize (default: zero3)")
@@ -78,12 +79,13 @@ def run(options: argparse.Namespace) -> int:
     """Print the plan, or the result of a search. Returns 0, or the status of ranks that were to measure."""
     if options.measure is not None:
         return measure_in_ranks(options.measure)
-    if options.model is None or options.ranks is None:
+    model = options.model or options.named_model
+    if model is None or options.ranks is None:
         raise ArgumentError(
             "a plan got no model, or no number of ranks", expected="both", fix="for instance: fsdp2 plan llama3-8b --ranks 16"
         )
     card = None if options.card is None else card_named(options.card)
-    workload, setting = named(options.model, options.inputs), setting_of(options)
+    workload, setting = named(model, options.inputs), setting_of(options)
     if options.search:
         limit = None if options.memory_limit is None else options.memory_limit * 1e9
         with _progress() as on_candidate:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -69,6 +71,18 @@ def with_unwritten_buffer() -> Built:
         model.to_empty(device="cpu")
     model.load_state_dict({f"blocks.{index}.weight": torch.ones(4, 4) for index in (0, 1)})
     model.blocks[0].reset_parameters()
+    return model, None, {}
+
+
+def with_unwritten_parameter() -> Built:
+    with torch.device("meta"):
+        model = Stack(Rotary(), Rotary())
+    sharded(model)
+    with doctor.canaries():
+        model.to_empty(device="cpu")
+    model.load_state_dict({"blocks.0.weight": torch.ones(4, 4)}, strict=False)
+    for block in model.blocks:
+        block.table.fill_(2.0)
     return model, None, {}
 
 
@@ -189,6 +203,7 @@ def padded() -> Built:
 
 FAULTS: list[tuple[Callable[[], Built], list[tuple[str, str]]]] = [
     (with_unwritten_buffer, [("uninitialised", "blocks.1.table")]),
+    (with_unwritten_parameter, [("uninitialised", "blocks.1.weight")]),
     (on_meta, [("on-meta-device", "blocks.0.weight blocks.0.table"), ("seeds-differ", "")]),
     (with_cut_tie, [("cut-tie", "embedding.weight head.weight")]),
     (tie_cut_by_loading, [("cut-tie", "embedding.weight head.weight")]),
@@ -323,6 +338,14 @@ def test_checks_have_one_list_of_names_in_the_code_and_in_the_docs():
     )
     assert sorted(reported) == sorted(CHECKS)
     assert list(CHECKS) == explained
+
+
+@on_ranks(2)
+def test_a_setting_of_the_environment_is_a_finding_of_a_check():
+    model = sharded(Stack(Rotary()))
+    with mock.patch.dict(os.environ, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}):
+        (finding,) = doctor.check(model)
+    assert (finding.check, finding.what) == ("environment", "TORCH_DISTRIBUTED_DEBUG=DETAIL is set")
 
 
 def test_settings_that_undo_overlap_are_found_on_devices():

@@ -121,6 +121,7 @@ def test_proposals_of_a_small_decoder_are_plans_of_their_settings():
 
 @pytest.mark.full
 def test_a_search_with_shortcuts_finds_what_one_that_rehearses_all_blocks_of_all_candidates_finds(monkeypatch):
+    """Changes that gain less than ``GAIN`` may be in another order, or be tried by one of them only."""
     shape = DecoderShape("llama", dim=256, layers=18, heads=4, kv_heads=4, hidden=1024, vocabulary=2048, context=256)
     workload = of_shape("small", shape)
     asked = Setting(world_size=16, param_dtype=torch.bfloat16, reduce_dtype=torch.float32, batch=2, sequence=256)
@@ -131,9 +132,12 @@ def test_a_search_with_shortcuts_finds_what_one_that_rehearses_all_blocks_of_all
     def plan(setting: Setting, is_of_interest: object) -> Plan:
         return plan_of(replace(workload, repeated=""), setting, card="h100")
 
-    all_rehearsed = searched(plan, asked, limit, 8, 5)
-    assert len(found.proposals) == len(all_rehearsed.proposals) == 5
-    for each, other in zip(found.proposals, all_rehearsed.proposals, strict=True):
-        assert each.changes == other.changes
+    all_rehearsed = searched(plan, asked, limit, 8, keep=50)
+    assert len(found.proposals) == 5
+    assert found.proposals[0].step == pytest.approx(all_rehearsed.proposals[0].step, rel=searching.GAIN)
+    others = {tuple(each.changes.items()): each for each in all_rehearsed.proposals}
+    pairs = [(each, others[key]) for each in found.proposals if (key := tuple(each.changes.items())) in others]
+    assert len(pairs) >= 3
+    for each, other in pairs:
         assert replace(each.plan, duration=None) == replace(other.plan, duration=None)
         assert each.step == pytest.approx(other.step, rel=1e-3)

@@ -15,6 +15,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -309,6 +310,15 @@ def spec_of(tensor: Tensor) -> DTensorSpec:
 def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
     """Let ``tensor`` keep its data in ``local`` from now on; same shape, dtype and device."""
     tensor._local_tensor = local
+
+
+def set_mesh(tensor: DTensor, mesh: DeviceMesh) -> None:
+    """Let ``tensor`` lie on ``mesh``, which is equal to its own.
+
+    torch caches what operators on DTensors return by equality: ``to_empty`` may return a tensor on the mesh of an earlier world, whose
+    process groups are destroyed.
+    """
+    tensor._spec = replace(tensor._spec, mesh=mesh)
 
 
 def set_data(tensor: Tensor, data: Tensor) -> None:

@@ -359,7 +359,9 @@ def _are_equal(value: Any, other: Any) -> bool:
         if value is other or not isinstance(value, Tensor) or not isinstance(other, Tensor):
             return value is other
         are_alike = value.device == other.device and value.dtype is other.dtype
-        return are_alike and not isinstance(value, DTensor) and not isinstance(other, DTensor) and torch.equal(value, other)
+        return (
+            are_alike and not isinstance(value, DTensor) and not isinstance(other, DTensor) and compat.have_equal_values(value, other)
+        )
     return value is other or bool(value == other)
 
 

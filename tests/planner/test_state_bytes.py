@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, accumulate, parallelize
 from fsdp2.core.iteration.module_state import units_in
-from fsdp2.optim import offloaded
+from fsdp2.optim import AnyPrecisionAdamW, Muon, flat, offloaded
 from fsdp2.state_bytes import measured_state_bytes
 from fsdp2.strategy import STRATEGIES
 from harness import on_ranks
@@ -90,6 +90,35 @@ def test_state_bytes_are_those_that_ranks_allocate(strategy, micro_batches, worl
         assert [each.numel for each in planned.groups] == [sum(param.spec.cut.numel for param in group.params) for group in groups]
         assert [each.sharded for each in planned.groups] == [group.flat.nbytes for group in groups]
         assert [each.unsharded for each in planned.groups] == [group.unsharded.storage.nbytes() for group in groups]
+
+
+OPTIMIZERS = {
+    "flat": lambda params: flat(torch.optim.AdamW, params),
+    "flat, fused": lambda params: flat(torch.optim.AdamW, params, fused=True),
+    "AnyPrecisionAdamW": AnyPrecisionAdamW,
+    "flat AnyPrecisionAdamW": lambda params: flat(AnyPrecisionAdamW, params),
+    "offloaded": lambda params: offloaded(torch.optim.AdamW, params, fsdp2.CPUOffloadPolicy(pin_memory=False)),
+    "Muon": Muon,
+}
+
+
+@on_ranks(2)
+def test_the_memory_of_a_step_has_each_optimizers_state_once():
+    """Views of a fake flat shard all began at its first byte: the second planned step took a flat optimizer's state for another.
+
+    And the parameters of a second plan lay on the mesh of the first one's world, whose process groups Muon did not find.
+    """
+    for name, optimizer_of in OPTIMIZERS.items():
+        planned = fsdp2.plan(Model(), 2, "zero3", backend="gloo", inputs=inputs, batch=2, sequence=3, optimizer=optimizer_of)
+        model = parallelize(Model(), "zero3")
+        optimizer = optimizer_of(model.parameters())
+        model(*inputs(2, 3)).mean().backward()
+        optimizer.step()
+        measured = measured_state_bytes(model, optimizer).optimizer
+        if dist.get_rank() == 0:
+            numbers_of_steps = 4 * sum(1 for _ in model.parameters())
+            assert planned.state.optimizer == measured, name
+            assert 0 <= planned.memory.most["optimizer state"] - measured <= numbers_of_steps, name
 
 
 @on_ranks(2)

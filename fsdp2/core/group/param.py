@@ -78,6 +78,9 @@ class ShardedParam:
     def move_to(self, local: Tensor) -> None:
         """Let ``sharded`` keep its data in ``local``."""
         compat.set_local_tensor(self.sharded, local)  # type: ignore[arg-type]
+        mesh = self.spec.sharded.mesh
+        if self.sharded.device_mesh is not mesh:  # type: ignore[attr-defined]
+            compat.set_mesh(self.sharded, mesh)  # type: ignore[arg-type]
         self.local = local
 
 
@@ -192,10 +195,11 @@ def shard_view(flat: Tensor, slot: Slot, spec: ShardSpec, rank: int) -> Tensor:
     shape = slot.cut.shard_shape(rank)
     numel = math.prod(shape)
     piece = flat[slot.offset : slot.offset + numel].view(torch.uint8)
-    storage = compat.with_own_storage(piece).untyped_storage()
+    covered = compat.with_own_storage(piece)
+    offset = covered.storage_offset() // flat.element_size()  # 0, but for fake tensors: their storage is the whole of ``flat``'s
     own = torch.empty(0, dtype=flat.dtype, device=flat.device)
     with torch.no_grad():
-        own.set_(storage, 0, shape, _contiguous_strides(shape))
+        own.set_(covered.untyped_storage(), offset, shape, _contiguous_strides(shape))
         return spec.to_logical(own)
 
 

@@ -711,6 +711,12 @@ def test_hasattr_swallows_no_error_but_that_of_a_thing_of_another_kind():
     assert swallowed == {"NotAModuleError", "ArgumentTypeError"}
 
 
+def test_each_error_and_warning_that_a_program_may_catch_is_a_name_of_the_package():
+    classes = {name for name, each in vars(fsdp2.errors).items() if isinstance(each, type) and issubclass(each, Exception)}
+    assert classes - set(fsdp2.__all__) == set()
+    assert all(getattr(fsdp2, name) is getattr(fsdp2.errors, name) for name in classes)
+
+
 def test_without_torchrun_the_error_says_how_to_start(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

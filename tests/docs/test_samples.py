@@ -59,6 +59,11 @@ def test_samples_of_the_page_on_planning_run_in_one_process():
         exec(compile("\n" * line + code, str(DOCS / "planning.md"), "exec"), names)
 
 
+def test_no_how_to_page_is_longer_than_a_screen():
+    longer = [page for page in HOWTO if len((DOCS / page).read_text().splitlines()) > 62]
+    assert not longer, "move explanations to a page of the guide, or give a second task a page of its own"
+
+
 def test_each_page_of_the_folder_is_in_its_index():
     listed = " ".join(TOCTREE.findall((DOCS / "howto" / "index.md").read_text()))  # a table for each group of tasks
     assert sorted(f"howto/{name}.md" for name in listed.split()) == HOWTO

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,13 +63,19 @@ def full_state_dict(model: nn.Module) -> State:
             torch.save(state, folder / "model.pt")
     """
     checked_model(model, "full_state_dict")
+    return entries_on_rank_0(model, None)
+
+
+def entries_on_rank_0(model: nn.Module, names: Collection[str] | None) -> State:
+    """What ``full_state_dict`` gives, of ``names`` alone; None: of all."""
 
     def take() -> State:
         state = named_model_state(model)
         owned = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
         first_name: dict[int, str] = {}
         tied_to = {clean_name(name): first_name.setdefault(id(tensor), clean_name(name)) for name, tensor in owned}
-        return {name: state[first] if (first := tied_to.get(name, name)) in state else value for name, value in state.items()}
+        tied = {name: state[first] if (first := tied_to.get(name, name)) in state else value for name, value in state.items()}
+        return tied if names is None else {name: value for name, value in tied.items() if name in names}
 
     return _on_rank_0(model, "cannot gather the model's state", take)
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from ..core.comm.agreement import agree, default_group
 from ..core.comm.joint_calls import joint
-from ..errors import CheckpointError, ModuleError
+from ..errors import CheckpointError, FSDPError, ModuleError
+from .adapters import entries_of_adapters, showing_prompts
 
 
 def saving_whole_tensors(inherited: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,9 +31,9 @@ def saving_whole_tensors(inherited: Callable[..., Any]) -> Callable[..., Any]:
     ``inherited`` with full tensors for all where transformers must see the whole model: it has adapters, is quantised, or its weights
     get other names or shapes in the files; ``push_to_hub``, ``variant`` and the like. PEFT's models are never plain.
 
-    Of a model with adapters (PEFT's ``peft_config``), only what trains is gathered: the files hold nothing else of the base model.
+    Of a model with adapters (PEFT's ``peft_config``), only what the files are made of is gathered: ``adapters.py`` knows which.
 
-    Memory:     2 * 64 MiB on any rank for a plain call, the full tensors on rank 0's host for another
+    Memory:     2 * 64 MiB on any rank; beside it for a call that is not plain the full tensors on rank 0's host
     Collective: yes, over all ranks
     Raises:     on all ranks: CheckpointError with what went wrong on rank 0, ModuleError for a model that not all ranks have
     """
@@ -52,17 +52,18 @@ def saving_whole_tensors(inherited: Callable[..., Any]) -> Callable[..., Any]:
                 fix="call fsdp2.checkpoint.save_safetensors(model, folder, process_group=...) on the ranks that have it",
             )
         streams = importlib.import_module("fsdp2.checkpoint.hf_pretrained")  # by name: it stands above the class that has this method
-        call = agree(default_group(), None, streams.plain_call(self, inherited, bound))[0]
+        said = streams.plain_call(self, inherited, bound), entries_of_adapters(self, bound) if dist.get_rank() == 0 else None
+        call, entries = agree(default_group(), None, said)[0]
         if call is not None:
             return call.run(self)
-        trained_alone = hasattr(self, "peft_config")
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=trained_alone)
-        whole = get_model_state_dict(self, options=options)
+        whole = importlib.import_module("fsdp2.checkpoint.full_state").entries_on_rank_0(self, entries)
         result = problem = None
         if dist.get_rank() == 0:
-            _tie(self, whole)
             try:
-                result = inherited(self, *args, **kwargs, state_dict=whole)
+                with showing_prompts(self, whole):
+                    result = inherited(self, *args, **kwargs, state_dict=whole)
+            except FSDPError as error:
+                problem = error
             except Exception as error:
                 problem = CheckpointError(
                     f"save_pretrained on rank 0: {type(error).__name__}: {error}",
@@ -80,11 +81,3 @@ def _has_its_own_way(model: nn.Module, arguments: dict[str, Any]) -> bool:
     """Whether the caller brings the tensors, or transformers itself has sharded the model, and gathers it."""
     state_dict = arguments.get("state_dict", arguments.get("kwargs", {}).get("state_dict"))
     return state_dict is not None or getattr(getattr(model, "config", None), "distributed_config", None) is not None
-
-
-def _tie(model: nn.Module, whole: dict[str, Any]) -> None:
-    """Give tied parameters one tensor again: they were gathered one by one, and would be written under each name."""
-    first: dict[int, str] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if name in whole:
-            whole[name] = whole[first.setdefault(id(param), name)]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fsdp2 import errors
+from fsdp2.cli import main
 from harness import on_ranks
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -57,6 +58,21 @@ def test_samples_of_the_page_on_planning_run_in_one_process():
     names: dict[str, object] = {"__name__": "sample"}
     for line, code in samples("planning.md"):
         exec(compile("\n" * line + code, str(DOCS / "planning.md"), "exec"), names)
+
+
+@pytest.mark.slow
+def test_the_worked_example_of_the_page_on_planning_shows_what_the_command_prints(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    page = (DOCS / "planning.md").read_text()
+    (tmp_path / "llama-1b.json").write_text(re.findall(r"^```json\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)[0])
+    monkeypatch.chdir(tmp_path)
+    examples = re.findall(r"^```console\n\$ fsdp2 (.*?)\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert examples
+    for command, shown in examples:
+        assert main(command.split()) == 0
+        printed = iter(capsys.readouterr().out.splitlines())
+        for line in shown.splitlines():
+            assert line == "..." or line in printed, f"{command}: {line!r} is not printed, or not in this place"
 
 
 def test_no_how_to_page_is_longer_than_a_screen():

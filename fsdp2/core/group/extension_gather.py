@@ -1,6 +1,6 @@
-"""One all-gather of parameters with memory of their own: what extensions (``extensions.py``) send, into storages for each of them.
+"""One all-gather of parameters with memory of their own: each tensor that an extension (``extensions.py``) sends gets a storage.
 
-It lays out what is sent and owns the memory of what is gathered. It refuses to know what tensors mean, and states.
+This file lays out the tensors to send and owns the memory of the gathered ones. It refuses to know what tensors mean, and states.
 
 Worked example, a (5, 4) weight over 2 ranks that sends rows of int8 and one scale a row:
 
@@ -31,7 +31,7 @@ from .param import ShardedParam, new_unsharded_param, storage_view
 from .rank_pieces import join
 
 ALIGN_NBYTES = 16
-"""At whose multiples the tensors that ranks send begin, as kernels want it that read them."""
+"""The tensors that ranks send begin at multiples of this, because kernels that read them want aligned addresses."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class _Direct:
 
     are_these: for each tensor that is sent, whether it is one of them
     outputs:   bytes, 1-D
-    own_rows:  of each output, what this rank adds
+    own_rows:  of each output, the row that this rank fills
     storages:  of the outputs, and their sizes
     """
 
@@ -66,17 +66,16 @@ class _Direct:
 class ExtensionGather:
     """All-gathers parameters with memory of their own; reusable, one use at a time.
 
-    coalesces_over: the process group over which it may be one launch with others; None if it is always issued by itself
+    coalesces_over: the process group over which the collective may share a launch with others; None if it never may
 
-    The first gather packs all that is sent into one buffer. From the second on, large tensors are gathered straight into the outputs
-    that the first has made, where the collective may be one launch with others.
+    The first gather packs all tensors into one buffer. Where the collective may share a launch, later gathers send large tensors
+    straight into the outputs that the first one has made.
 
-    Its twenty-six attributes have three lives: some are its arguments, some belong to the gather under way, some are made at the
-    first.
+    Its attributes are of three kinds: the arguments, the state of the gather under way, and what the first gather makes.
 
     Note: extensions and streams. What ``start`` allocates lies on the gather stream and is read on compute, by ``finish`` and
-    (metadata) by the user's operations. ``finish`` orders the gather stream behind those reads, so that what it has freed on the host
-    is not written while compute still reads it; ``start`` cannot, where a gather runs beside the loss.
+    (metadata) by the user's operations. ``finish`` orders the gather stream behind those reads, so that no later gather writes memory
+    that the host has freed while compute still reads it. ``start`` cannot do that where a gather runs beside the loss.
     """
 
     def __init__(
@@ -91,7 +90,10 @@ class ExtensionGather:
         algorithm: backends.AllGatherAlgorithm | None,
         direct_from_nbytes: float,
     ) -> None:
-        """params: their ``local`` is what is sent. comm: a custom communicator. direct_from_nbytes: of what all ranks send together."""
+        """params:             the gather sends their ``local``
+        comm:               a custom communicator
+        direct_from_nbytes: the least size, of all ranks together, of a tensor that is gathered straight into its output
+        """
         self._params = params
         self._num_shards = mesh.shard_size
         self._shard_rank = mesh.shard_rank
@@ -105,19 +107,19 @@ class ExtensionGather:
         alone = self._comm is not None or algorithm not in (None, "stock") or not backends.is_stream_ordered(self._backend)
         self.coalesces_over = None if alone else mesh.shard_group
         self._direct_from_nbytes = direct_from_nbytes
-        self._allocated_on: tuple[Stream, ...] = ()  # what was compute when the unsharded memory was allocated
+        self._allocated_on: tuple[Stream, ...] = ()  # the compute streams on which the unsharded memory was allocated
         # of the gather under way
         self._sent: list[_Sent] = []
         self._packed: Tensor | None = None
         self._pending: collectives.Pending | None = None
         self._event: Event = None
-        # made at the first
+        # made by the first gather
         self._kinds: list[tuple[list[torch.Size], list[torch.dtype]]] = []
         self._outputs: list[list[Tensor]] = []  # for each parameter, 1-D, with padding
         self._writers: list[Tensor] = []  # the same storages as bytes, (W, n), with version counters of their own
-        self._kept: list[tuple[Tensor, ...]] = []  # for each parameter, what fsdp_post_all_gather wants freed
+        self._kept: list[tuple[Tensor, ...]] = []  # for each parameter, the tensors that fsdp_post_all_gather asks to free
         self._are_gaps: list[bool] = []  # of the writers: those that take the padding behind a payload
-        self._rearranged: list[int] = []  # writers of what does not lie as it arrives
+        self._rearranged: list[int] = []  # writers whose tensor is put together after it has arrived
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         self._released: list[torch.UntypedStorage] = []  # those that are freed as soon as the unsharded parameters are made
         self._direct: _Direct | None = None
@@ -162,7 +164,7 @@ class ExtensionGather:
         return outputs, inputs
 
     def _send(self, async_op: bool) -> None:
-        """async_op: the user asked for an asynchronous unshard; only custom communicators are told."""
+        """async_op: whether the user asked for an asynchronous unshard; only custom communicators learn of it."""
         process_group = self._process_group
         if process_group is None:
             return
@@ -179,7 +181,7 @@ class ExtensionGather:
         self._event = self._streams.mark(self._streams.gather)
 
     def _pack(self, non_blocking: bool) -> None:
-        """Lay what every parameter sends into this rank's row: of its output if that is direct, else of a buffer for all ranks."""
+        """Copy the tensors of every parameter into this rank's row of its output, if it is direct, or of a buffer for all ranks."""
         pieces: list[Tensor] = []
         sent: list[_Sent] = []
         for param in self._params:
@@ -214,7 +216,7 @@ class ExtensionGather:
         self._packed = packed
 
     def _gap_nbytes(self, nbytes: int) -> int:
-        """Bytes behind a payload, so that the next one is aligned; a custom communicator is to see none."""
+        """Bytes of padding that align the next payload. A custom communicator gets none: upstream's contract has none."""
         return 0 if self._comm is not None else -nbytes % ALIGN_NBYTES
 
     # --- finish ---
@@ -222,7 +224,7 @@ class ExtensionGather:
     @torch.inference_mode(False)
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait; then the unsharded parameters exist and have their values, as compute sees them. Once per start."""
+        """Order compute behind the gather and give the unsharded parameters their values. Call it once per ``start``."""
         streams = self._streams
         if self._pending is not None:
             self._pending.finish()
@@ -277,7 +279,7 @@ class ExtensionGather:
         streams.order(streams.gather, streams.mark(streams.compute))
 
     def _allocate(self, storages: list[tuple[torch.UntypedStorage, int]]) -> None:
-        """On compute, what is not allocated yet."""
+        """Allocate the storages that have no memory, on compute."""
         streams = self._streams
         for storage, nbytes in storages:
             if storage.nbytes() != nbytes:
@@ -286,7 +288,7 @@ class ExtensionGather:
             self._allocated_on = (*self._allocated_on, streams.compute)
 
     def _choose_direct(self) -> None:
-        """From now on, what is large, and lies in its output as it arrives, is gathered straight into that."""
+        """From now on gather large tensors straight into their outputs, if nothing has to be put together afterwards."""
         direct = _Direct([], [], [], [])
         left: list[tuple[Tensor, bool, bool]] = []
         is_one = False
@@ -331,7 +333,7 @@ class ExtensionGather:
     def free(self) -> None:
         """Free the unsharded parameters' memory; their storage objects stay, for autograd's saved views alias them.
 
-        It goes back to the stream that it was allocated on: a side stream of the user's, if ``unshard`` was called there.
+        The allocator gives it to the stream on which it was allocated: a side stream of the user's, if ``unshard`` was called there.
         """
         streams = self._streams
         for stream in self._allocated_on:
@@ -342,7 +344,7 @@ class ExtensionGather:
 
 
 def _put_together(arrived: Tensor, output: Tensor, shape: torch.Size, cut: Cut) -> Tensor:
-    """What one tensor of every rank is together, in ``output``; padding is cut off where rows are the shard's.
+    """The whole of one tensor that every rank has sent, in ``output``, without the padding behind the last rank's rows.
 
     arrived: (num_shards, nbytes), those of ``output`` if they lie there one after another
     """

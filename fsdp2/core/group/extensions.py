@@ -1,24 +1,25 @@
-"""Parameters that say themselves how they are all-gathered: tensors with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
+"""Parameters that define their own all-gather: tensors with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
 
 Such a tensor (usually a subclass: float8 with a scale, 4-bit blocks, ...) is no piece of a flat shard. It keeps memory of its own,
-turns its shard into plain tensors to send, and makes the unsharded parameter out of what was gathered. A tensor subclass without
-the two methods travels as its values, in ``param_dtype``. The contract is that of torch's FSDP2:
+turns its shard into plain tensors to send, and makes the unsharded parameter out of the gathered tensors. Of a tensor subclass without
+the two methods fsdp2 sends the values, in ``param_dtype``. The contract is that of torch's FSDP2:
 
     fsdp_pre_all_gather(mesh), or (mesh, outer_size, outer_stride, module, mp_policy)
         -> (tensors to send, metadata). Shapes and dtypes are the same on all ranks and in all steps; dtypes may differ from tensor
-        to tensor: then all are sent as bytes. Where rows do not divide, tensors with a row for each row of the shard are padded here.
+        to tensor: fsdp2 then sends all as bytes. Where the ranks' shards have different numbers of rows, this file pads tensors
+        that have a row for each row of the shard.
     fsdp_post_all_gather(gathered, metadata, param_dtype, *, out=None)
-        out None:  the first time -> (unsharded tensor, tensors whose storages reshard is to free); made once, like any unsharded
-                   parameter, because autograd's saved views alias it
-        else:      the storages are allocated again and ``gathered`` is filled: write what does not alias it into ``out``, the
-                   unsharded parameter (with tensor parallelism, a DTensor)
+        out None:  the first time -> (unsharded tensor, tensors whose storages reshard is to free). The method makes the tensor
+                   once, as fsdp2 makes every unsharded parameter, because autograd's saved views alias it
+        else:      fsdp2 has allocated the storages again and filled ``gathered``. The method writes all values that do not alias
+                   ``gathered`` into ``out``, the unsharded parameter (with tensor parallelism, a DTensor)
 
     fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool, optional, asked at fully_shard and at the first unshard
-        True: what was gathered is freed as soon as fsdp_post_all_gather has returned, which then must not have made views of it
+        True: fsdp2 frees ``gathered`` as soon as fsdp_post_all_gather has returned, which then must not have made views of it
 
-The two are looked up on the local tensor, for users patch instances: at each unshard of a parameter with memory of its own, else at
-the first unshard after fully_shard, ``_apply`` or a change of the local tensor. This file asks them and checks what they answer; it
-refuses to know buffers and collectives (``extension_gather.py``), states and modules.
+fsdp2 looks the methods up on the local tensor, because users patch instances: at each unshard of a parameter with memory of its own,
+else at the first unshard after fully_shard, ``_apply`` or a change of the local tensor. This file calls the methods and checks what
+they return; it refuses to know buffers and collectives (``extension_gather.py``), states and modules.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ Kinds = Sequence[tuple[list[torch.Size], list[torch.dtype]]]
 
 
 class Extensions:
-    """Asks parameters with memory of their own what to send, and for the unsharded parameter that is made of what was gathered."""
+    """Calls the methods of parameters with memory of their own: for the tensors to send, and for the unsharded parameter."""
 
     def __init__(self, mesh: DataParallelMesh, device: torch.device, param_dtype: torch.dtype, mp_policy: Any) -> None:
-        """device: on which tensors are sent. param_dtype: in which a parameter without extension is sent."""
+        """device: where the tensors to send have to lie. param_dtype: the dtype in which a parameter without extension is sent."""
         self._mesh = _shard_mesh(mesh)
         self._device = device
         self._param_dtype = param_dtype
@@ -93,7 +94,7 @@ class Extensions:
         return count
 
     def make_unsharded(self, param: ShardedParam, gathered: tuple[Tensor, ...], metadata: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The first time: (the unsharded tensor, of the whole physical shape; what reshard frees beside what was gathered)."""
+        """The first time: (the unsharded tensor, of the whole physical shape; the tensors that reshard frees beside ``gathered``)."""
         shape = param.spec.cut.shape
         whole, kept = gathered[0], ()
         if has_extension(param.local):
@@ -108,14 +109,17 @@ class Extensions:
             raise _error(param, POST, what, "a tensor of that shape, or larger, with as_strided") from error
 
     def refill_unsharded(self, param: ShardedParam, gathered: tuple[Tensor, ...], metadata: Any, kept: tuple[Tensor, ...]) -> None:
-        """From the second time on: the unsharded parameter gets what does not alias ``gathered``. kept: from ``make_unsharded``"""
+        """From the second time on: write into the unsharded parameter all values that do not alias ``gathered``.
+
+        kept: from ``make_unsharded``
+        """
         post = getattr(param.local, POST, None)
         if post is None:
             return
         unsharded = param.unsharded
         assert unsharded is not None
         local = compat.local_tensor(unsharded) if isinstance(unsharded, DTensor) else unsharded
-        # The values come back that autograd has saved: for it, nothing was written.
+        # The method writes the values that autograd has saved views of: for autograd nothing has changed.
         with compat.preserved_versions((unsharded, local, *kept)):
             post(gathered, metadata, self._param_dtype, out=unsharded)
 
@@ -129,7 +133,7 @@ def require_same_kinds(params: Sequence[ShardedParam], before: Kinds, now: Kinds
 
 
 def releases_gathered(param: ShardedParam) -> bool:
-    """Whether what was gathered is to be freed as soon as the unsharded parameter is made, by the parameter's own word."""
+    """Whether the parameter asks to free the gathered tensors as soon as its unsharded parameter is made."""
     if not hasattr(param.local, RELEASE):
         return False
     answer = getattr(param.local, RELEASE)()
@@ -139,7 +143,7 @@ def releases_gathered(param: ShardedParam) -> bool:
 
 
 def _padded(param: ShardedParam, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The same shapes on all ranks. What is required depends only on what all ranks know, so that all raise or none."""
+    """The tensors, padded to the same shapes on all ranks. The check reads only what all ranks know, so that all raise or none."""
     cut = param.spec.cut
     dim = cut.dim
     if dim is None or cut.num_shards == 1 or (dim == 0 and cut.shape[0] % cut.num_shards == 0):
@@ -178,7 +182,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _values(param: ShardedParam, local: Tensor, dtype: torch.dtype) -> Tensor:
-    """A shard without extension as it travels: plain, in ``dtype``, padded to the largest shard's shape."""
+    """What a rank sends of a shard without extension: a plain tensor in ``dtype``, padded to the largest shard's shape."""
     cut = param.spec.cut
     padded = torch.zeros(cut.shard_shape(0), dtype=dtype, device=local.device)
     place = padded if cut.dim is None else padded.narrow(cut.dim, 0, cut.shard_shape(param.rank)[cut.dim])

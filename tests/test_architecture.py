@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -51,6 +52,11 @@ def test_one_file_warns_the_user():
     assert found == {"user_warnings.py"}
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def attributes_of(node: ast.ClassDef) -> set[str]:
     """What a class assigns to ``self``, and its annotated fields."""
     found = {each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)}
@@ -66,11 +72,30 @@ def test_threads_that_look_on_have_one_home():
     assert homes == ["core/comm/background.py"]
 
 
+FACTORIES = {"arange", "as_tensor", "empty", "empty_strided", "full", "linspace", "ones", "rand", "randint", "randn", "tensor", "zeros"}
+
+
+def test_each_tensor_is_made_on_a_device_that_its_line_names():
+    """Else it lies where ``torch.set_default_device`` says. Only the planner's models are made where their caller wants them."""
+    silent = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: torch.{node.func.attr}"
+        for path in PACKAGE.rglob("*.py")
+        if path.relative_to(PACKAGE).as_posix() not in ("planner/models.py", "planner/workload.py")
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and getattr(node.func.value, "id", None) == "torch"
+        and node.func.attr in FACTORIES
+        and not any(keyword.arg in ("device", None) for keyword in node.keywords)
+    ]
+    assert silent == []
+
+
 def test_a_class_of_more_than_fifteen_attributes_says_why():
     silent = [
         f"{path.relative_to(PACKAGE)}: {node.name}"
         for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.ClassDef) and len(attributes_of(node)) > 15 and "attributes" not in (ast.get_docstring(node) or "")
     ]
     assert silent == []

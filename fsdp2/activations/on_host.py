@@ -42,7 +42,8 @@ class OnHost:
         self._memory = host
         self._streams = streams
         self.device = data.device
-        self._bytes = torch.empty(data.numel(), dtype=torch.uint8, pin_memory=host.pin_memory and data.device.type != "cpu")
+        pin_memory = host.pin_memory and data.device.type != "cpu"
+        self._bytes = torch.empty(data.numel(), dtype=torch.uint8, device="cpu", pin_memory=pin_memory)
         self._back: Tensor | None = None
         self._arrived: Event = None
         self._is_used = False

@@ -127,7 +127,10 @@ class BandStream:
 
     def _communicate(self, operations: list[dist.P2POp]) -> None:
         if self._everybody:
-            works = dist.batch_isend_irecv(operations)
+            by_device: dict[torch.device, list[dist.P2POp]] = {}  # of a batch, torch waits for what its first operation's backend sends
+            for each in operations:
+                by_device.setdefault(each.tensor.device, []).append(each)
+            works = [work for batch in by_device.values() for work in dist.batch_isend_irecv(batch)]
         else:  # see Note: first collective of a group; alone, each operation has a communicator of its two ranks
             works = [each.op(each.tensor, each.peer, each.group) for each in operations]
         for work in works:

@@ -140,7 +140,7 @@ class ByteReader:
 
     def _buffer(self, name: str) -> Tensor:
         if name not in self._buffers:
-            self._buffers[name] = torch.empty(BUFFER_NBYTES, dtype=torch.uint8)
+            self._buffers[name] = torch.empty(BUFFER_NBYTES, dtype=torch.uint8, device="cpu")
         return self._buffers[name]
 
 

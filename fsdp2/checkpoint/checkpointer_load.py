@@ -169,7 +169,7 @@ class _Reading:
             return None
         if like is not None and like.shape == found.size:
             return host_space(like.detach(), found.properties.dtype)
-        return torch.empty(found.size, dtype=found.properties.dtype)
+        return torch.empty(found.size, dtype=found.properties.dtype, device="cpu")
 
     # --- reading ---
 

@@ -202,7 +202,7 @@ class _Gathered:
     def _receive(self, band: Band, values: Tensor) -> None:
         leaf = self._leaf_of[band.tensor]
         if leaf not in self._whole:
-            self._whole[leaf] = torch.empty(band.tensor.shape, dtype=band.tensor.dtype)
+            self._whole[leaf] = torch.empty(band.tensor.shape, dtype=band.tensor.dtype, device="cpu")
         self._whole[leaf][band.box.slices] = values
 
     def _gather_other(self, leaf: DTensor, problem: FSDPError | None) -> None:
@@ -222,7 +222,7 @@ class _Gathered:
             return None  # rank 0 has no part of it
         if id(leaf) not in self._whole:
             if isinstance(leaf, DTensor):  # without elements there are no bands
-                self._whole[id(leaf)] = torch.empty(leaf.shape, dtype=leaf.dtype)
+                self._whole[id(leaf)] = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
             else:
                 self._whole[id(leaf)] = leaf.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         return self._whole[id(leaf)]

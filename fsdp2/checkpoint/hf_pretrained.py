@@ -95,7 +95,7 @@ def _are_written_as_they_are(model: nn.Module, tensors: list[ModelTensor], *, co
 
 def _on_one_element(tensors: list[ModelTensor]) -> dict[str, Tensor]:
     """Tensors of these shapes under all names, tied where the model's are, of one element's memory each."""
-    stand_ins = [torch.empty(1, dtype=each.tensor.dtype).expand(each.tensor.shape) for each in tensors]
+    stand_ins = [torch.empty(1, dtype=each.tensor.dtype, device="cpu").expand(each.tensor.shape) for each in tensors]
     return {name: stand_in for each, stand_in in zip(tensors, stand_ins, strict=True) for name in each.names}
 
 

@@ -135,9 +135,12 @@ def save_safetensors(
 
 
 def _ready(model: nn.Module, group: dist.ProcessGroup | None) -> Ready:
-    """Agreement over ``group``, on the device on which its ranks send; without sharded tensors they agree only at the end."""
-    meshes = meshes_of(model)
-    axes = [(group, device_of(meshes[0]))] if group is not None and meshes else []
+    """Agreement over ``group``, on each device on which its ranks send (see Note: first collective of a group).
+
+    Without sharded tensors they agree only at the end.
+    """
+    devices = dict.fromkeys(device_of(mesh) for mesh in meshes_of(model))
+    axes = [(group, device) for device in devices] if group is not None else []
     return lambda problem: agree_over(axes, problem)
 
 

@@ -95,7 +95,11 @@ def _how(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 def _on_one_element(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """Tensors of these shapes, of one element's memory each."""
-    return {name: torch.empty(1, dtype=value.dtype).expand(value.shape) for name, value in state.items() if isinstance(value, Tensor)}
+    return {
+        name: torch.empty(1, dtype=value.dtype, device="cpu").expand(value.shape)
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+    }
 
 
 def _memory(value: Tensor) -> int:

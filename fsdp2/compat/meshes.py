@@ -120,7 +120,9 @@ def _hybrid_mesh(strategy: ShardingStrategy, process_group: Any, device_type: st
     if key not in known:
         rows: list[Any] = [None] * replicate.size()
         dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
-        known[key] = DeviceMesh.from_group([replicate, shard], device_type, mesh=torch.tensor(rows), mesh_dim_names=_NAMES)
+        known[key] = DeviceMesh.from_group(
+            [replicate, shard], device_type, mesh=torch.tensor(rows, device="cpu"), mesh_dim_names=_NAMES
+        )
     return known[key]
 
 

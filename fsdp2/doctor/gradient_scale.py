@@ -106,7 +106,7 @@ def gradient_scales(
         sharded.reshard()
     model.zero_grad()
     probe = Probe()
-    computed: defaultdict[ShardedParam, Tensor] = defaultdict(lambda: torch.zeros(_NUM_PROJECTIONS, dtype=torch.float64))
+    computed: defaultdict[ShardedParam, Tensor] = defaultdict(lambda: torch.zeros(_NUM_PROJECTIONS, dtype=torch.float64, device="cpu"))
     handles = []
     for param, _ in inspected.params:
         if param.unsharded is not None and param.sharded.requires_grad:
@@ -152,7 +152,7 @@ def _projections(param: ShardedParam, grad: Tensor, *, cut: bool) -> Tensor:
     found = []
     for number in range(_NUM_PROJECTIONS):
         generator = torch.Generator().manual_seed(zlib.crc32(f"{param.fqn} {number}".encode()))
-        signs = param.spec.to_logical(torch.randint(0, 2, shape, generator=generator, dtype=torch.int8))
+        signs = param.spec.to_logical(torch.randint(0, 2, shape, generator=generator, dtype=torch.int8, device="cpu"))
         signs = param.spec.to_logical(own_shard(signs, param.spec, param.rank)) if cut else signs
         found.append(((2 * signs - 1).to(local.device) * local.detach().double()).sum().cpu())
     return torch.stack(found)
@@ -161,7 +161,7 @@ def _projections(param: ShardedParam, grad: Tensor, *, cut: bool) -> Tensor:
 def _reductions(inspected: Inspected, computed: Mapping[ShardedParam, Tensor]) -> dict[str, float | None]:
     """What lies between the sum of all computed gradients and what each parameter got. Collective: yes, over each group's ranks."""
     found: dict[str, float | None] = {}
-    nothing = torch.zeros(_NUM_PROJECTIONS, dtype=torch.float64)
+    nothing = torch.zeros(_NUM_PROJECTIONS, dtype=torch.float64, device="cpu")
     for _, group in inspected.groups:
         summed = torch.stack([computed.get(param, nothing) for param in group.params])
         got = []

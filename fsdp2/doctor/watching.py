@@ -144,7 +144,7 @@ class Watch:
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         close = self._close
         if close.is_on and torch.is_grad_enabled():
-            close.data = digest_of((args, kwargs, close.data and torch.tensor(close.data)))
+            close.data = digest_of((args, kwargs, close.data and torch.tensor(close.data, device="cpu")))
 
     def _after_backward(self) -> None:
         self._has_gradients = self._saw_backward = True

@@ -49,7 +49,7 @@ class HostRun:
         self._is_here = run.data.device.type == "cpu"
         self._pin_memory = pin_memory
         self._streams = streams_of(run.data.device)
-        self._param = self.data if self._is_here else torch.empty(0, dtype=self.data.dtype)
+        self._param = self.data if self._is_here else torch.empty(0, dtype=self.data.dtype, device="cpu")
         self._read: tuple[Tensor, ...] = ()  # by the copies to the host, which have not been waited for
         self._arrived: Event = None
 
@@ -74,7 +74,7 @@ class HostRun:
         self.data.grad = None
 
     def _to_host(self, tensor: Tensor) -> Tensor:
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._pin_memory)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self._pin_memory)
         return host.copy_(tensor, non_blocking=self._pin_memory)
 
     def let_go(self) -> None:
@@ -107,7 +107,7 @@ class HostRun:
         with streams.on(streams.offload), torch.no_grad():
             self.data.copy_(self._param.detach(), non_blocking=self._pin_memory)  # the tensor stays the same object
         self._param.grad = None
-        compat.set_data(self._param, torch.empty(0, dtype=self.data.dtype))
+        compat.set_data(self._param, torch.empty(0, dtype=self.data.dtype, device="cpu"))
 
     def values(self) -> State:
         """The entries of the state with a value for each element."""

@@ -222,7 +222,7 @@ class OffloadedOptimizer(FlatOptimizer):
     def _step_one(self, run: HostRun) -> dict[str, Any]:
         """Step a run that was sent. Returns: the options of its group as the optimizer left them"""
         if self._stepper is None:
-            self._stepper = self._class([torch.zeros(1)], **self._options)
+            self._stepper = self._class([torch.zeros(1, device="cpu")], **self._options)
         after = run.step(self._stepper, self._options_of[run.data])
         self.states.put_back(run)
         return after

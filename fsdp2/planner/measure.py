@@ -63,7 +63,7 @@ def measured_card(device: torch.device) -> Card:
         left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
         flops[name] = 2.0 * size**3 / _seconds(lambda left=left, right=right: left @ right, device)  # type: ignore[misc]
     source, target = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
-    host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=not is_cpu)
+    host = torch.ones(nbytes, dtype=torch.uint8, device="cpu", pin_memory=not is_cpu)
     one = torch.ones(1, device=device)
     operator = _seconds(lambda: one.add_(1), device, times=100, waits=is_cpu)
     base, bandwidth = _collectives(device)

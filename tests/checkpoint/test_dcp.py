@@ -70,7 +70,7 @@ def assert_same(actual: Any, expected: Any, where: str = "state") -> None:
             assert_same(actual[key], expected[key], f"{where}[{key!r}]")
     elif isinstance(expected, Tensor):
         assert isinstance(actual, Tensor), where
-        assert torch.equal(actual, expected), where
+        assert torch.equal(actual.cpu(), expected.cpu()), where
     elif isinstance(expected, (list, tuple)):  # torch makes lists of an optimizer's tuples when it distributes a full state
         assert len(actual) == len(expected)
         for pair in zip(actual, expected, strict=True):

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,11 +57,10 @@ def on_ranks(*world_sizes: int, timeout: float = 120.0, device: str = "") -> Cal
             _skip_without_devices(world_size, PRETEND if isinstance(world_size, OnPretend) else device)
             if wants_world_size:
                 arguments["world_size"] = int(world_size)
-            job = _job(body, arguments)
             if isinstance(world_size, OnPretend):
-                _compare_devices(int(world_size), replace(job, keep_results=True), timeout)
+                _compare_devices(int(world_size), body, arguments, timeout)
                 return
-            outcome = run_on_pool(world_size, job, timeout, device)
+            outcome = run_on_pool(world_size, _job(body, arguments), timeout, device)
             for text in outcome.output:
                 sys.stdout.write(text)
             _report(outcome)
@@ -78,9 +78,12 @@ def on_ranks(*world_sizes: int, timeout: float = 120.0, device: str = "") -> Cal
     return decorate
 
 
-def _compare_devices(world_size: int, job: Job, timeout: float) -> None:
-    """Run the body on the CPU, then on the pretend accelerator, which must compute the same bits."""
-    outcomes = [run_on_pool(world_size, job, timeout, device) for device in ("", PRETEND)]
+def _compare_devices(world_size: int, body: Callable[..., None], arguments: dict[str, Any], timeout: float) -> None:
+    """Run the body on the CPU, then on the pretend accelerator, which must compute the same bits; each run has folders of its own."""
+    outcomes = []
+    for device in ("", PRETEND):
+        given = {name: _folder_below(value, device or "cpu") for name, value in arguments.items()}
+        outcomes.append(run_on_pool(world_size, replace(_job(body, given), keep_results=True), timeout, device))
     for outcome in outcomes:
         for text in outcome.output:
             sys.stdout.write(text)
@@ -92,6 +95,15 @@ def _compare_devices(world_size: int, job: Job, timeout: float) -> None:
         difference = first_difference(ours, expected)
         if difference is not None:
             pytest.fail(f"rank {rank} computes other bits than on the CPU: {difference}", pytrace=False)
+
+
+def _folder_below(value: object, name: str) -> object:
+    """A new folder in ``value`` if that is a folder, as ``tmp_path`` is; else ``value``."""
+    if not (isinstance(value, Path) and value.is_dir()):
+        return value
+    folder = value / name
+    folder.mkdir()
+    return folder
 
 
 def _variant(world_size: int, smallest: int) -> Any:

@@ -75,7 +75,7 @@ def sharded(model: nn.Module, **options: Any) -> nn.Module:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
 
 
 def assert_same_state(one: Optimizer, other: Optimizer) -> None:

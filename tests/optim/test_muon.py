@@ -20,6 +20,7 @@ from fsdp2.optim.muon import orthogonalized
 from fsdp2.optim.whole_matrices import Cut, Job, compute_by_owners, rounds_of
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
+from harness.training import state_of
 
 OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1}
 
@@ -43,6 +44,7 @@ def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], data: list[
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        state_of(model)
 
 
 def assert_close(model: nn.Module, expected: nn.Module) -> None:
@@ -50,7 +52,7 @@ def assert_close(model: nn.Module, expected: nn.Module) -> None:
     for (name, param), other in zip(model.named_parameters(), expected.parameters(), strict=True):
         whole = param.full_tensor() if isinstance(param, DTensor) else param
         torch.testing.assert_close(
-            whole.detach(), other.detach(), rtol=0, atol=4 * 2**-8 * 0.02, msg=lambda text, name=name: f"{name}: {text}"
+            whole.detach().cpu(), other.detach(), rtol=0, atol=4 * 2**-8 * 0.02, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 
@@ -116,7 +118,7 @@ def test_a_batch_of_experts_is_made_orthogonal_matrix_by_matrix(dim):
     fully_shard(model, mesh=cpu_mesh(2), shard_placement_fn=lambda param: Shard(dim))
     train(model, [Muon(model, **OPTIONS)], batches(3))
     train(apart, [torch.optim.Muon(apart.parameters(), **OPTIONS)], batches(3))
-    whole = model.experts.full_tensor().detach()
+    whole = model.experts.full_tensor().detach().cpu()
     torch.testing.assert_close(whole, torch.stack([each.detach() for each in apart.experts]), rtol=0, atol=4 * 2**-8 * 0.02)
 
 

@@ -70,7 +70,7 @@ class Strided(LazyTensor):
     def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
         if box.numel == 0:
             return
-        whole = torch.empty(self.span.shape, dtype=dtype_of(self.span))
+        whole = torch.empty(self.span.shape, dtype=dtype_of(self.span), device="cpu")
         self.span.read(Box.whole(self.span.shape), whole, reader)
         out.copy_(whole.as_strided(self.shape_, self.stride)[box.slices])
 
@@ -142,7 +142,7 @@ class Flat(LazyTensor):
         for band in split(row, max(BUFFER_NBYTES // itemsize, 1)):
             common = band.intersect(box)
             if common.numel > 0:
-                values = torch.empty(band.shape, dtype=dtype_of(self))
+                values = torch.empty(band.shape, dtype=dtype_of(self), device="cpu")
                 self._read_range(band, values.view(-1), reader)
                 out[common.seen_from(box.start).slices].copy_(values[common.seen_from(band.start).slices])
 

@@ -36,7 +36,7 @@ class Stream:
             yield self.band(lazy, box, dtype)
 
     def band(self, lazy: LazyTensor, box: Box, dtype: torch.dtype) -> Tensor:
-        values = torch.empty(box.shape, dtype=dtype)
+        values = torch.empty(box.shape, dtype=dtype, device="cpu")
         lazy.read(box, values, self.reader)
         self.advance(values.nbytes)
         return values

@@ -57,7 +57,7 @@ class MappedFile:
     def tensor(self, dtype: torch.dtype, numel: int, offset: int = 0) -> Tensor:
         """A tensor (numel,) over the bytes from ``offset`` on."""
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset)
 
     def ask_for(self) -> None:

@@ -143,7 +143,7 @@ class ReducePlan:
             pieces = [None if piece is None else piece.to(dtype) for piece in pieces]
         try:
             if out.dtype is not dtype and out.device.type == "cpu" and out.nbytes <= CAST_BEHIND_NBYTES:
-                laid = torch.empty(out.shape, dtype=dtype)
+                laid = torch.empty(out.shape, dtype=dtype, device=out.device)
                 compat.chunk_cat(pieces, self.num_shards, laid.view(self.num_shards, -1))  # type: ignore[arg-type]
                 out.copy_(laid)
             else:

@@ -361,7 +361,7 @@ class Reduction:
         if gets_view and self._dtypes is None and reduced.device.type != "cpu":
             self._tag = reduced.narrow(0, offset, TAG_NUMEL)
         elif not self._group.streams.is_capturing():
-            self._tag = torch.empty(TAG_NUMEL, dtype=output.dtype, pin_memory=True)
+            self._tag = torch.empty(TAG_NUMEL, dtype=output.dtype, device="cpu", pin_memory=True)
             self._tag.copy_(output.narrow(0, offset, TAG_NUMEL), non_blocking=True)
 
     def _cast(self, output: Tensor, dtype: torch.dtype, stream: Any) -> Tensor:

@@ -172,7 +172,7 @@ class Agreement:
         recomputed = [part.recomputed for part in parts if part.recomputed]
         checksum = zlib.crc32(repr((order, lent, recomputed)).encode())
         said = dist.get_rank() | has_untold() << 31
-        mine = torch.tensor([*said.to_bytes(4, "big"), *checksum.to_bytes(4, "big")], dtype=torch.uint8)
+        mine = torch.tensor([*said.to_bytes(4, "big"), *checksum.to_bytes(4, "big")], dtype=torch.uint8, device="cpu")
         rows: list[list[int]] = self._gather(mine).tolist()
         return all(row[4:] == rows[0][4:] and row[0] < 128 for row in rows)
 
@@ -245,8 +245,8 @@ class Agreement:
         mine = [dist.get_rank(), self.number] + [
             value for part in parts for index, way in enumerate(part.ways) for value in (part.root, index, way)
         ]
-        length = int(self._gather(torch.tensor([len(mine)])).max())
-        rows: list[list[int]] = self._gather(torch.tensor(mine + [-1] * (length - len(mine)))).tolist()
+        length = int(self._gather(torch.tensor([len(mine)], device="cpu")).max())
+        rows: list[list[int]] = self._gather(torch.tensor(mine + [-1] * (length - len(mine)), device="cpu")).tolist()
         ways: _Ways = {}
         for row in rows:
             for at in range(2, len(row), 3):

@@ -58,7 +58,8 @@ def read_later(reductions: Sequence[Reduction]) -> None:
     tags = [tag for *_, tag in tagged if tag.device.type == "cpu"]
     if there:
         joined = torch.cat(there)
-        tags.insert(0, torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True).copy_(joined, non_blocking=True))
+        host = torch.empty(joined.shape, dtype=joined.dtype, device="cpu", pin_memory=True)
+        tags.insert(0, host.copy_(joined, non_blocking=True))
     _unread.append(_Unread([(group, number) for group, number, _ in tagged], tags, streams, streams.mark(streams.compute)))
 
 

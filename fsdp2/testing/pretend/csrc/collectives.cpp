@@ -2,11 +2,13 @@
 //
 // Every collective is one exchange of bytes among all ranks, through gloo (or, modelled, with itself: the others then gather the same
 // data, and reduce multiples of it), followed by a local part that adds in ascending order of ranks. Ranks compare first what each of them issues.
+// What two ranks send to each other is not compared: the others know nothing of it.
 
 #include "collectives.h"
 #include "stream_group.h"
 
 #include <cstring>
+#include <future>
 
 namespace pretend {
 namespace {
@@ -31,8 +33,17 @@ int64_t nbytes_of(const Call& call) {
   return total;
 }
 
+// Its ranks may send different numbers of bytes.
+bool has_unequal_parts(const Call& call) {
+  return !call.sends.empty();
+}
+
+bool is_between_two(const Call& call) {
+  return call.kind == "send" || call.kind == "recv";
+}
+
 std::string said_of(const Call& call) {
-  std::string text = call.kind + " of " + std::to_string(nbytes_of(call)) + " bytes";
+  std::string text = call.kind + (has_unequal_parts(call) ? " of unequal parts" : " of " + std::to_string(nbytes_of(call)) + " bytes");
   if (!call.inputs.empty()) text += std::string(" of ") + c10::toString(call.inputs[0].scalar_type());
   if (call.root >= 0) text += " from rank " + std::to_string(call.root);
   return text + ", reduction " + std::to_string(int(call.op.op_));
@@ -85,8 +96,12 @@ struct Launch {
   int64_t number = 0;  // in the order of its group
   // on its way
   WorkPtr pending;
-  bool compared = false, sent = false;
+  bool compared = false, parts_are_compared = false, sent = false;
   at::Tensor payload, arrived, said, all_said;
+  at::Tensor parts, all_parts;  // of an all-to-all of unequal parts: bytes that this rank sends, and all ranks send, to each
+
+  Tensors parcels;  // of what two ranks send to each other, call by call
+  std::future<void> delivery;
 
   static constexpr int64_t kSaid = 512;
 
@@ -109,6 +124,7 @@ struct Launch {
   }
 
   bool run() {
+    if (is_between_two(calls[0])) return run_between_two();
     if (wire && !compared) {
       if (!said.defined()) {
         said = at::zeros({kSaid}, at::kByte);
@@ -124,18 +140,78 @@ struct Launch {
                     " issues ", theirs);
       }
     }
+    if (has_unequal_parts(calls[0]) && !compare_parts()) return false;
     if (!sent) {
-      Tensors parts;
+      Tensors pieces;
       for (auto& call : calls)
-        for (auto& input : call.inputs) parts.push_back(bytes_of(input));
-      payload = parts.empty() ? at::empty({0}, at::kByte) : at::cat(parts);
+        for (auto& input : call.inputs) pieces.push_back(bytes_of(input));
+      payload = pieces.empty() ? at::empty({0}, at::kByte) : at::cat(pieces);
+      if (has_unequal_parts(calls[0])) {
+        const auto longest = all_parts.sum(1).max().item<int64_t>();
+        payload = at::cat({payload, at::zeros({longest - payload.numel()}, at::kByte)});
+      }
       arrived = at::empty({payload.numel() * size}, at::kByte);
       sent = true;
       if (!wire || payload.numel() == 0) arrived.view({size, -1}).copy_(payload.expand({size, payload.numel()}));
     }
     if (wire && payload.numel() > 0 && !exchange(arrived, payload)) return false;
-    finish();
+    if (has_unequal_parts(calls[0]))
+      deliver_parts(calls[0]);
+    else
+      finish();
     return true;
+  }
+
+  // A thread waits, because gloo does not say without waiting whether the other rank has come.
+  bool run_between_two() {
+    if (!delivery.valid()) {
+      for (auto& call : calls)
+        parcels.push_back(call.kind == "send" ? bytes_of(call.inputs[0]).clone()
+                                              : at::empty({int64_t(call.outputs[0].nbytes())}, at::kByte));
+      delivery = std::async(std::launch::async, [this] {
+        std::vector<WorkPtr> works;
+        for (size_t index = 0; index < calls.size(); ++index) {
+          Tensors parcel{parcels[index]};
+          if (parcel[0].numel() == 0) continue;
+          const auto peer = int(calls[index].root);
+          works.push_back(calls[index].kind == "send" ? wire->send(parcel, peer, 0) : wire->recv(parcel, peer, 0));
+        }
+        for (auto& work : works) work->wait();
+      });
+    }
+    if (delivery.wait_for(kPatience) != std::future_status::ready) return false;
+    delivery.get();
+    for (size_t index = 0; index < calls.size(); ++index)
+      if (calls[index].kind == "recv" && parcels[index].numel() > 0) bytes_of(calls[index].outputs[0]).copy_(parcels[index]);
+    return true;
+  }
+
+  // Ranks tell each other what each of them sends to whom, so that all can send as many bytes as the one that sends most.
+  bool compare_parts() {
+    if (parts_are_compared) return true;
+    auto& call = calls[0];
+    if (!parts.defined()) {
+      parts = at::tensor(call.sends, at::kLong);
+      all_parts = parts.repeat({size});
+    }
+    if (wire && !exchange(all_parts, parts)) return false;
+    parts_are_compared = true;
+    all_parts = all_parts.view({size, size});
+    auto mine = all_parts.select(1, rank);
+    TORCH_CHECK(mine.equal(at::tensor(call.receives, at::kLong)), "pretend process group: rank ", rank, " expects parts of ",
+                call.receives, " bytes, where ranks send ", mine);
+    return true;
+  }
+
+  void deliver_parts(const Call& call) const {
+    const auto longest = payload.numel();
+    Tensors received;
+    for (int other = 0; other < size; ++other) {
+      auto sizes = all_parts[other];
+      auto start = sizes.narrow(0, 0, rank).sum().item<int64_t>();
+      received.push_back(arrived.narrow(0, other * longest + start, sizes[rank].item<int64_t>()));
+    }
+    bytes_of(call.outputs[0]).copy_(at::cat(received));
   }
 
   void finish() {
@@ -204,9 +280,15 @@ struct Group final : StreamGroup {
     it->wire = getSize() > 1 ? wire : nullptr;
     it->rank = getRank();
     it->size = getSize();
-    it->number = issued - 1;
     count_launch(calls[0].kind);
-    for (auto& call : calls) it->calls.push_back({call.kind, hosts(call.outputs), hosts(call.inputs), call.op, call.root});
+    if (!is_between_two(calls[0])) it->number = collectives++;
+    for (auto& call : calls) {
+      TORCH_CHECK(is_between_two(call) == is_between_two(calls[0]), "pretend process group: a collective beside what two ranks send");
+      TORCH_CHECK(wire || !is_between_two(call), "pretend process group: modelled ranks send nothing");
+      TORCH_CHECK(!has_unequal_parts(call) || (calls.size() == 1 && (wire || getSize() == 1)),
+                  "pretend process group: an all-to-all of unequal parts is not coalesced, and not modelled");
+      it->calls.push_back({call.kind, hosts(call.outputs), hosts(call.inputs), call.op, call.root, call.sends, call.receives});
+    }
     auto ticket = std::make_shared<Ticket>();
     enqueue(stream, {"collective", it->description(), [it] { return it->run(); }, last, ticket});
     last = ticket;
@@ -229,11 +311,6 @@ struct Group final : StreamGroup {
   WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& o) override {
     return start("gather", outputs.empty() ? Tensors{} : outputs[0], inputs, o.asyncOp, ReduceOp::SUM, o.rootRank);
   }
-  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
-                        const c10d::AllToAllOptions& o) override {
-    TORCH_CHECK(output_splits.empty() && input_splits.empty(), "pretend process group: all-to-all of equal parts only");
-    return StreamGroup::alltoall_base(output, input, output_splits, input_splits, o);
-  }
   WorkPtr barrier(const c10d::BarrierOptions&) override {
     auto token = at::zeros({1}, at::TensorOptions().device(the_device()));
     auto work = start("all_reduce", {token}, {token}, false);
@@ -243,6 +320,7 @@ struct Group final : StreamGroup {
 
   c10::intrusive_ptr<c10d::Backend> wire;
   TicketPtr last;
+  int64_t collectives = 0;  // issued so far, of all ranks
 };
 
 }  // namespace

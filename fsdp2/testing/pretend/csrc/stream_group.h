@@ -19,11 +19,14 @@ using Tensors = std::vector<at::Tensor>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 // One collective as it was asked for, on device tensors. kind: a gather into a list has an output for each rank and input.
+// root: the rank from which data come, or of "send" and "recv" the other one.
+// sends, receives: bytes to and from each rank, of an all-to-all of unequal parts.
 struct Call {
   std::string kind;
   Tensors outputs, inputs;
   ReduceOp op = ReduceOp::SUM;
   int64_t root = -1;
+  std::vector<int64_t> sends, receives;
 };
 
 // Its buffers live until somebody has waited; its wait orders the current stream.
@@ -76,7 +79,9 @@ struct StreamGroup : c10d::Backend {
 
   WorkPtr start(const char* kind, const Tensors& outputs, const Tensors& inputs, bool async_op, ReduceOp op = ReduceOp::SUM,
                 int64_t root = -1) {
-    Call call{kind, outputs, inputs, op, root};
+    return start(Call{kind, outputs, inputs, op, root, {}, {}}, async_op);
+  }
+  WorkPtr start(Call call, bool async_op) {
     if (!coalescing) return issue({std::move(call)}, async_op);
     batch_is_async = async_op;
     batch.push_back(std::move(call));
@@ -123,9 +128,30 @@ struct StreamGroup : c10d::Backend {
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) override {
     return start("broadcast", tensors, tensors, o.asyncOp, ReduceOp::SUM, o.rootRank);
   }
-  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>&, std::vector<int64_t>&,
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
                         const c10d::AllToAllOptions& o) override {
-    return start("all_to_all", {output}, {input}, o.asyncOp);
+    Call call{"all_to_all", {output}, {input}, ReduceOp::SUM, -1, {}, {}};
+    if (!output_splits.empty() || !input_splits.empty()) {
+      call.sends = nbytes_of_parts(input, input_splits);
+      call.receives = nbytes_of_parts(output, output_splits);
+    }
+    return start(std::move(call), o.asyncOp);
+  }
+
+  WorkPtr send(Tensors& tensors, int peer, int /*tag*/) override {
+    return start("send", {}, tensors, true, ReduceOp::SUM, peer);
+  }
+  WorkPtr recv(Tensors& tensors, int peer, int /*tag*/) override {
+    return start("recv", tensors, {}, true, ReduceOp::SUM, peer);
+  }
+
+  // splits: rows of each part; none if parts are equal.
+  std::vector<int64_t> nbytes_of_parts(const at::Tensor& tensor, const std::vector<int64_t>& splits) const {
+    if (splits.empty()) return std::vector<int64_t>(getSize(), int64_t(tensor.nbytes()) / getSize());
+    const int64_t row = tensor.size(0) == 0 ? 0 : int64_t(tensor.nbytes()) / tensor.size(0);
+    std::vector<int64_t> result;
+    for (auto rows : splits) result.push_back(rows * row);
+    return result;
   }
 
   c10::StreamId internal_stream;

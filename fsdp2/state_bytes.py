@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .core import torch_compat as compat
+from .core.group.own_memory import leaves_of
 from .core.iteration.module_state import units_in
 from .core.setup.semantics import chosen_semantics
 from .errors import ArgumentError
@@ -140,12 +141,8 @@ class _Storages:
         for tensor in tensors:
             if tensor is None or tensor.is_meta:
                 continue
-            local: Any = compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-            if compat.is_traceable_wrapper_subclass(local):  # made of other tensors
-                names, _ = local.__tensor_flatten__()
-                self.add(getattr(local, name) for name in names)
-            else:
-                self.add_storage(local.untyped_storage())
+            for leaf in leaves_of(compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor):
+                self.add_storage(leaf.untyped_storage())
 
     def add_storage(self, storage: Any) -> None:
         if storage.nbytes() > 0:

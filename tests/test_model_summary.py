@@ -11,6 +11,7 @@ from torch import nn
 
 import fsdp2
 from harness import cpu_mesh, on_ranks
+from harness.subclasses import Unflattened
 
 
 class Model(nn.Module):
@@ -85,3 +86,16 @@ def test_rich_shows_the_same_table():
     rich_console.Console(file=out, width=160).print(told)
     assert "Linear: 0 units over 1 rank" in out.getvalue()
     assert "not sharded: 2 parameters (weight, bias)" in out.getvalue()
+
+
+@on_ranks(2)
+def test_an_all_gather_extension_that_does_not_say_what_it_is_made_of_is_counted_by_its_attributes():
+    model = nn.Linear(8, 6, bias=False)
+    model.weight = nn.Parameter(Unflattened(model.weight.detach()))
+    fsdp2.fully_shard(model, mesh=cpu_mesh(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 8)).sum().backward()
+    optimizer.step()
+    state = fsdp2.summary(model, optimizer).state
+    assert state.master == 3 * 8 * 4  # this rank's rows
+    assert state.optimizer == 2 * 3 * 8 * 4

@@ -412,6 +412,17 @@ def address_of(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata) if storage.device.type == "meta" else int(storage.data_ptr())
 
 
+def has_storage_of_its_own(tensor: Tensor) -> bool:
+    """False for a wrapper subclass: its storage has a size and no bytes, which are those of tensors in its attributes."""
+    if type(tensor) is Tensor or isinstance(tensor, FakeTensor) or tensor.is_meta:
+        return True
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # torch's way to say so
+        return False
+    return True
+
+
 def storage_use_count(tensor: Tensor) -> int:
     """How many tensors and others share the storage of ``tensor``; 1 if none does."""
     storage = tensor.untyped_storage()

@@ -33,6 +33,9 @@ from .inspected import Inspected, inspect
 
 _NUM_PROJECTIONS = 4
 
+_Heard = tuple[int, float, int, float, float]
+"""Of one rank's losses: how many have a weight, the sum of weights, how many of them are zero, the lowest and the highest weight."""
+
 
 @dataclass(frozen=True)
 class Certificate:
@@ -40,7 +43,8 @@ class Certificate:
 
     divisors:   of each parameter's gradient, by name; None: it got no gradient
     declared:   what each should be
-    num_tokens: losses that counted, over all data-parallel ranks; 0: the step did not show them to the probe
+    num_tokens: losses that counted, over all data-parallel ranks; 0: the step did not show them to the probe. Losses that are zero, as
+                those of padding are, count only where the gradients are divided by the number of all
     report:     what differs
     """
 
@@ -54,16 +58,18 @@ class Probe:
     """Hears the weights of per-token losses; returns them as they are."""
 
     def __init__(self) -> None:
-        self.count, self.total = 0, 0.0
+        self.count, self.total, self.num_zero = 0, 0.0, 0
         self.lowest, self.highest = float("inf"), 0.0
 
     def __call__(self, losses: Tensor) -> Tensor:
         if losses.requires_grad:
-            losses.register_hook(self._hear)  # type: ignore[no-untyped-call]
+            is_zero = losses.detach() == 0
+            losses.register_hook(lambda weights: self._hear(weights, is_zero))  # type: ignore[no-untyped-call]
         return losses
 
-    def _hear(self, weights: Tensor) -> None:
+    def _hear(self, weights: Tensor, is_zero: Tensor) -> None:
         heard = weights.detach().double().abs()
+        self.num_zero += int(((heard > 0) & is_zero).sum())
         heard = heard[heard > 0]  # masked targets are no tokens
         if heard.numel() > 0:
             self.count += heard.numel()
@@ -84,7 +90,8 @@ def gradient_scales(
     step:       runs forwards and backwards, without the optimizer, and passes each loss of a token (or sample) through the probe
                 before it averages; one that does not is measured without the loss's own weights
     declared:   the divisor of the sum over tokens, for all parameters or by name; None: the number of tokens on all data-parallel
-                ranks of the root, so that the gradient is that of their mean; without a probe the number of these ranks
+                ranks of the root, with or without those whose loss is zero, so that the gradient is that of their mean; without a probe
+                the number of these ranks
     tolerance:  relative; bf16 gradients need some
     Collective: yes; gradients are cleared before and after
     Raises:     ModuleError if ``model`` is not sharded; ArgumentError for another wrong argument
@@ -122,7 +129,7 @@ def gradient_scales(
             handle.remove()
     divisors = _reductions(inspected, computed)
     model.zero_grad()
-    heard = probe.count, probe.total, probe.lowest, probe.highest
+    heard = probe.count, probe.total, probe.num_zero, probe.lowest, probe.highest
     everyone = agree(default_group(), None, heard)
     return _certificate(inspected, divisors, everyone, declared, tolerance)
 
@@ -188,17 +195,20 @@ def _over(group: ParamGroup, numbers: Tensor, *, replicas: bool) -> Tensor:
 def _certificate(
     inspected: Inspected,
     divisors: dict[str, float | None],
-    everyone: Sequence[tuple[int, float, float, float]],
+    everyone: Sequence[_Heard],
     declared: float | Callable[[str], float] | None,
     tolerance: float,
 ) -> Certificate:
     here = everyone if len(everyone) == 1 else [everyone[rank] for rank in inspected.ranks]
     num_tokens = sum(count for count, *_ in here)
+    num_zero = sum(zero for _, _, zero, *_ in here)
     findings: list[Finding] = []
     if num_tokens:
-        weight = sum(total for _, total, _, _ in here) / num_tokens
+        weight = sum(total for _, total, *_ in here) / num_tokens
         divisors = {name: None if each is None else each / weight for name, each in divisors.items()}
         findings += _uneven(here, tolerance)
+        if num_zero < num_tokens and not _are_divided_by(num_tokens, divisors, tolerance):
+            num_tokens -= num_zero  # padding
     usual = float(num_tokens or len(inspected.ranks))
     wanted = {name: declared(name) if callable(declared) else usual if declared is None else declared for name in divisors}
     wrong: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
@@ -222,8 +232,14 @@ def _certificate(
     return Certificate(divisors, wanted, num_tokens, report_of([findings]))
 
 
-def _uneven(here: Sequence[tuple[int, float, float, float]], tolerance: float) -> Iterator[Finding]:
-    lowest = min(low for count, _, low, _ in here if count)
+def _are_divided_by(number: int, divisors: Mapping[str, float | None], tolerance: float) -> bool:
+    """Whether most gradients are."""
+    fitting = [abs(each / number - 1) <= tolerance for each in divisors.values() if each is not None]
+    return 2 * sum(fitting) > len(fitting)
+
+
+def _uneven(here: Sequence[_Heard], tolerance: float) -> Iterator[Finding]:
+    lowest = min(low for count, *_, low, _ in here if count)
     highest = max(high for *_, high in here)
     if highest > lowest * (1 + tolerance):
         yield Finding(

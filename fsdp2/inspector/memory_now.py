@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from ..core import torch_compat as compat
 from ..core.group.all_gather import Gather
 from ..core.group.memory import GroupMemory
+from ..core.group.own_memory import leaves_of
 from ..core.group.reduction import Reduction
 from ..core.iteration.module_state import sharded_parameters
 from ..core.modules.optimizer_steps import optimizers_that_stepped
@@ -89,7 +90,8 @@ def all_kept_bytes() -> int:
     found: dict[int, int] = {}
 
     def add(tensor: Tensor) -> None:
-        add_storage(local_of(tensor).untyped_storage())
+        for leaf in leaves_of(local_of(tensor)):
+            add_storage(leaf.untyped_storage())
 
     def add_storage(storage: torch.UntypedStorage) -> None:
         try:

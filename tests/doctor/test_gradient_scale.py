@@ -73,3 +73,26 @@ def test_every_divisor_is_measured_and_those_that_differ_are_named(mesh):
 
     assert "token-weights" in [finding.check for finding in doctor.gradient_scales(model, uneven).report]
     assert not doctor.gradient_scales(model, even).report
+
+
+@on_ranks(2)
+def test_padding_whose_loss_is_zero_is_no_token_unless_the_mean_counts_it():
+    model = sharded(2)
+    labels = torch.tensor([[1, -100, -100], [2, 3, -100]])[dist.get_rank()]
+
+    def step(divide_by: float) -> Callable[[Any], None]:
+        def run(probe: Any) -> None:
+            torch.manual_seed(dist.get_rank())
+            each = torch.nn.functional.cross_entropy(model(torch.randn(3, 7)), labels, ignore_index=-100, reduction="none")
+            (probe(each).sum() * 2 / divide_by).backward()
+
+        return run
+
+    right = doctor.gradient_scales(model, step(3))
+    assert not right.report, right.report
+    assert right.num_tokens == 3
+    of_all = doctor.gradient_scales(model, step(6))
+    assert not of_all.report, of_all.report
+    assert of_all.num_tokens == 6
+    (finding,) = doctor.gradient_scales(model, step(12)).report
+    assert "divided by 12, and not by 3" in finding.what

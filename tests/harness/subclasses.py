@@ -71,6 +71,23 @@ class RowInt8(Wrapper):
         return values, (*gathered, values)
 
 
+class Unflattened(torch.Tensor):
+    """``RowInt8`` without the methods that say what it is made of, which torch does not ask of an extension."""
+
+    _values: Tensor
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> Unflattened:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, values.shape, dtype=values.dtype, device=values.device
+        )
+
+    __init__ = Wrapper.__init__  # type: ignore[assignment]
+    __torch_dispatch__ = classmethod(Wrapper.__torch_dispatch__.__func__)  # type: ignore[assignment, attr-defined]
+    fsdp_pre_all_gather = RowInt8.fsdp_pre_all_gather
+    fsdp_post_all_gather = RowInt8.fsdp_post_all_gather
+
+
 class RowInt8ForBoth(RowInt8):
     """What torch's FSDP2 asks for besides: filling ``out`` is no change that autograd sees."""
 

@@ -32,12 +32,20 @@ def needs_own_memory(param: Tensor) -> bool:
 
 
 def leaves_of(local: Tensor) -> list[Tensor]:
-    """The tensors whose memory is that of ``local``: itself, or the ordinary tensors that a subclass is made of."""
+    """The tensors whose memory is that of ``local``: itself, or the ordinary tensors that a subclass is made of.
+
+    A subclass says by ``__tensor_flatten__`` what it is made of. All-gather extensions need not have that method: of a wrapper without
+    it, the tensors among its attributes count.
+    """
     made_of: Any = local
-    if not compat.is_traceable_wrapper_subclass(made_of):
+    if compat.is_traceable_wrapper_subclass(made_of):
+        names, _ = made_of.__tensor_flatten__()
+        inner = [getattr(local, name) for name in names]
+    elif compat.has_storage_of_its_own(local):
         return [local]
-    names, _ = made_of.__tensor_flatten__()
-    return [leaf for name in names for leaf in leaves_of(getattr(local, name))]
+    else:
+        inner = [value for value in vars(local).values() if isinstance(value, Tensor)]
+    return [leaf for each in inner for leaf in leaves_of(each)]
 
 
 def refuse_unextendable(params: Iterable[tuple[str, nn.Parameter]]) -> None:

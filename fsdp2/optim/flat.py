@@ -85,6 +85,16 @@ class FlatOptimizer(Optimizer):
         self._values: dict[Run, State] = {}  # of each run whose state is shown: the user sees views of these
         self._removed: dict[Tensor, State] = {}  # of parameters that are in no group any more, for a user who puts them back
 
+    @property
+    def optimizer_class(self) -> type[Optimizer]:
+        """What computes the steps."""
+        return self._class
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those that ``optimizer_class`` was given."""
+        return dict(self._options)
+
     def _made_of(self) -> tuple[Any, ...]:
         return self._class, self._options, self._block
 

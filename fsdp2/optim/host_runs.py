@@ -29,6 +29,8 @@ from .runs import Run, is_elementwise
 from .state_files import StateFile, WriteBehind
 
 State = dict[str, Any]
+_HOST = (torch.device("cpu"), torch.device("cpu:0"))
+"""Another CPU is the planner's device."""
 
 
 class HostRun:
@@ -46,7 +48,7 @@ class HostRun:
         self.file: StateFile | None = None
         self.param_file: MappedFile | None = None
         self.is_sent = False
-        self._is_here = run.data.device.type == "cpu"
+        self._is_here = run.data.device in _HOST
         self._pin_memory = pin_memory
         self._streams = streams_of(run.data.device)
         self._param = self.data if self._is_here else torch.empty(0, dtype=self.data.dtype, device="cpu")

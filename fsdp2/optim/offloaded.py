@@ -133,6 +133,15 @@ class OffloadedOptimizer(FlatOptimizer):
         self._is_given = False  # what is loaded was not cast to the dtypes of parameters
         self._after: dict[int, dict[str, Any]] = {}  # options of groups, by index, as the steps of their runs in backward left them
 
+    @property
+    def steps_in_backward(self) -> bool:
+        return self._in_backward is not None
+
+    @property
+    def host_runs(self) -> list[HostRun]:
+        """The runs whose states are on the host or in files, since the first step."""
+        return list(self._host_runs.values())
+
     def _made_of(self) -> tuple[Any, ...]:
         return *super()._made_of(), (self.policy, self.fraction, self._in_backward is not None)
 

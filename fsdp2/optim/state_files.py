@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from torch import Tensor
 
 from ..core.group.mapped_file import MappedFile
+from ..core.plan.layout import round_up
 
 _ALIGNMENT = 128  # of each tensor in a file, as of slots in a flat shard
 
@@ -28,15 +29,18 @@ class StateFile(MappedFile):
 
     def __init__(self, folder: str, like: Mapping[str, Tensor]) -> None:
         """Copies of ``like``. Raises: FSDPError if the folder has no room for them."""
-        starts, end = {}, 0
-        for name, tensor in like.items():
-            starts[name] = end
-            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        super().__init__(folder, end, "optimizer state")
+        super().__init__(folder, nbytes_in_file(like), "optimizer state")
         self.tensors = {}
+        start = 0
         for name, tensor in like.items():
-            self.tensors[name] = self.tensor(tensor.dtype, tensor.numel(), starts[name]).view(tensor.shape)
+            self.tensors[name] = self.tensor(tensor.dtype, tensor.numel(), start).view(tensor.shape)
             self.tensors[name].copy_(tensor)
+            start += round_up(tensor.nbytes, _ALIGNMENT)
+
+
+def nbytes_in_file(like: Mapping[str, Tensor]) -> int:
+    """Of a ``StateFile`` with copies of ``like``."""
+    return sum(round_up(tensor.nbytes, _ALIGNMENT) for tensor in like.values())
 
 
 class WriteBehind:

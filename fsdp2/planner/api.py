@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, got
 from ..testing.clock.cards import CARDS, Card
-from . import recorder as labels
 from .duration import duration_of
 from .memory import memory_of, visits_of
-from .rehearsal import Offload, Optimizer, Setting, rehearse, wrapping_of
+from .rehearsal import Optimizer, Setting, rehearse, wrapping_of
 from .repetition import Figures, NotAlikeError, a_group_grows, fewer_blocks, figures_of_many, figures_of_more
 from .result import LargeRoot, Plan
+from .tiers import OFFLOADS, Offload
 from .traffic import traffic_of
 from .workload import Workload, workload_of
 from .world import Backend
@@ -61,7 +61,9 @@ def plan(
     batch, sequence: of one micro-batch of one rank
     checkpointing:  "none", or a policy of ``apply_activation_checkpointing``: "full" computes each repeated block again in backward
     offload:        True: as CPUOffloadPolicy, sharded parameters, gradients and optimizer state are kept in host memory;
-                    "optimizer": as ``offloaded(..., CPUOffloadPolicy())``, the state alone, beside the copies of two groups under way
+                    "optimizer": as ``offloaded(..., CPUOffloadPolicy())``, the state alone;
+                    "optimizer-disk", "disk": as ``offloaded`` with a DiskOffloadPolicy, the state is kept in files; and the parameters
+                    as well, whose gradients are on the host
     micro_batches:  forwards and backwards before a step of the optimizer
     prefetch:       units that are gathered ahead
     backend:        whose algorithms and schedule: "nccl" for accelerators, "gloo" for the CPU
@@ -80,8 +82,8 @@ def plan(
     given: Any = world_size
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
         raise ArgumentError(got("plan", "world_size", world_size), expected="a number of ranks, 1 or more", fix="world_size=8")
-    if offload not in (False, True, "optimizer"):
-        raise ArgumentError(got("plan", "offload", offload), expected='False, True or "optimizer"', fix='offload="optimizer"')
+    if offload not in OFFLOADS:
+        raise ArgumentError(got("plan", "offload", offload), expected=f"one of {list(OFFLOADS)}", fix='offload="optimizer"')
     workload = model if isinstance(model, Workload) else workload_of(model, inputs, loss)
     setting = Setting(
         world_size=world_size,
@@ -134,16 +136,13 @@ def _planned(
     wrapping = str(wrapping_of(workload, setting))
 
     def plan_from(figures: Figures) -> Plan:
-        memory = memory_of(figures.visits, _on_host(setting))
-        if setting.offload == "optimizer":  # of a gradient and a parameter each
-            memory = replace(memory, host=memory.host + 2 * 2 * max((group.sharded for group in figures.groups), default=0))
         return Plan(
             name=workload.name,
             setting=setting,
             numel=figures.numel,
             state=figures.state,
             groups=figures.groups,
-            memory=memory,
+            memory=memory_of(figures.visits, figures.files),
             traffic=figures.traffic,
             wrapping=wrapping,
             duration=figures.duration,
@@ -170,16 +169,11 @@ def _rehearsed_figures(workload: Workload, setting: Setting, ranks_per_host: int
         numel=rehearsed.numel,
         state=rehearsed.state,
         groups=rehearsed.groups,
-        visits=visits_of(rehearsed.before, rehearsed.blocks, rehearsed.entries, rehearsed.unit_of_node, _on_host(setting)),
+        visits=visits_of(rehearsed.before, rehearsed.blocks, rehearsed.entries, rehearsed.unit_of_node),
         traffic=traffic_of(rehearsed.entries, rehearsed.process_groups, ranks_per_host),
         duration=None if card is None else duration_of(rehearsed.entries, rehearsed.process_groups, card),
+        files=rehearsed.files,
     )
-
-
-def _on_host(setting: Setting) -> tuple[str, ...]:
-    if setting.offload == "optimizer":
-        return (labels.OPTIMIZER,)
-    return (labels.PARAMETERS, labels.GRADIENTS, labels.OPTIMIZER) if setting.offload else ()
 
 
 def card_of(card: Any, setting: Setting) -> Card | None:

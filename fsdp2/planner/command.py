@@ -29,6 +29,7 @@ from .result import headline, tables
 from .search import search
 from .shapes import SHAPES, named
 from .text import Table, as_text
+from .tiers import Offload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PATIENCE_S = 1.0
@@ -65,6 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     offload = parser.add_mutually_exclusive_group()
     offload.add_argument("--offload", action="store_true", help="keep sharded state in host memory")
     offload.add_argument("--offload-optimizer", action="store_true", help="keep the optimizer's state alone in host memory")
+    offload.add_argument("--offload-disk", action="store_true", help="keep parameters and the optimizer's state in files")
+    offload.add_argument("--offload-optimizer-disk", action="store_true", help="keep the optimizer's state alone in files")
     parser.add_argument("--prefetch", type=int, default=1, help="units that are gathered ahead (default: 1)")
     parser.add_argument("--search", action="store_true", help="propose settings that fit the card's memory, the fastest first")
     parser.add_argument(
@@ -144,10 +147,18 @@ def setting_of(options: argparse.Namespace) -> Setting:
         sequence=options.sequence,
         micro_batches=options.micro_batches,
         checkpointing=options.checkpointing,
-        offload="optimizer" if options.offload_optimizer else options.offload,
+        offload=_offload_of(options),
         prefetch=options.prefetch,
         backend=options.backend,
     )
+
+
+def _offload_of(options: argparse.Namespace) -> Offload:
+    if options.offload_disk:
+        return "disk"
+    if options.offload_optimizer_disk:
+        return "optimizer-disk"
+    return "optimizer" if options.offload_optimizer else bool(options.offload)
 
 
 def show(title: str, found: Sequence[Table]) -> None:

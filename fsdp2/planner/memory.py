@@ -7,7 +7,7 @@ allocation.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..testing.clock.trace import Entry
@@ -36,8 +36,11 @@ class Moment:
 
 @dataclass(frozen=True)
 class Memory:
-    """The bytes of a step on one rank. most: by kind, the most bytes at a time, not all at the same one; host: kept in host memory
+    """The bytes of a step on one rank.
 
+    most:    by kind, the most bytes at a time, not all at the same one, on the device and on the host
+    host:    the most bytes in host memory; of files what is in memory
+    files:   bytes of files
     moments: the course of the step, one unit after another
     """
 
@@ -45,14 +48,23 @@ class Memory:
     most: dict[str, int]
     host: int
     moments: tuple[Moment, ...] = ()
+    files: int = 0
+
+
+@dataclass(frozen=True)
+class FileBytes:
+    """Of a rank's files: all of them, and the most that is in memory at a time."""
+
+    nbytes: int = 0
+    in_memory: int = 0
 
 
 @dataclass(frozen=True)
 class Visit:
     """A stretch of a step in which one unit allocates.
 
-    moments: bytes by kind behind its first allocation, at its peak, and behind its last allocation
-    most:    by kind, the most at a time; host: the most in host memory
+    moments: bytes of the device by kind behind its first allocation, at its peak, and behind its last allocation
+    most:    by kind, the most at a time, on the device and on the host; host: the most in host memory, without files
     """
 
     phase: str
@@ -67,18 +79,19 @@ def visits_of(
     blocks: Sequence[Block],
     entries: Sequence[Entry],
     unit_of_node: Callable[[int], str],
-    on_host: Collection[str] = (),
 ) -> list[Visit]:
-    """The step as visits, in order; the first one is what was there before. on_host: kinds that lie in host memory"""
+    """The step as visits, in order; the first one is what was there before."""
     kinds = _kinds(before, blocks, entries)
-    now = Counter[str]()
+    now, here = Counter[str](), Counter[str]()  # everywhere; on the device
     for block in before:
         now[kinds[block.id]] += block.nbytes
-    host = sum(now[kind] for kind in on_host)
-    total = sum(now.values()) - host
-    visits = [Visit("between steps", "", (dict(now),) * 3, dict(now), host)]
+        here[kinds[block.id]] += 0 if block.on_host else block.nbytes
+    host = sum(block.nbytes for block in before if block.on_host and not block.in_file)
+    total = sum(here.values())
+    visits = [Visit("between steps", "", (dict(here),) * 3, dict(now), host)]
     phase = where = ""
-    first = highest = last = most = Counter(now)
+    first = highest = last = Counter(here)
+    most = Counter(now)
     peak, highest_host, has_begun = total, host, False
 
     def end_visit() -> None:
@@ -92,42 +105,39 @@ def visits_of(
         kind = kinds[block.id]
         nbytes = block.nbytes if entry.kind == "alloc" else -block.nbytes
         now[kind] += nbytes
-        if kind in on_host:
-            host += nbytes
-        else:
+        if not block.on_host:
+            here[kind] += nbytes
             total += nbytes
+        elif not block.in_file:
+            host += nbytes
         if entry.kind == "free":
             continue
         unit = block.where if block.node is None else unit_of_node(block.node) or block.where
         if not has_begun or (block.phase, unit) != (phase, where):
             end_visit()
             phase, where, has_begun = block.phase, unit, True
-            first = highest = Counter(now)
+            first = highest = Counter(here)
             most, peak, highest_host = Counter(now), total, host
-        last = Counter(now)
+        last = Counter(here)
         most[kind] = max(most[kind], now[kind])
         highest_host = max(highest_host, host)
-        if total > peak and kind not in on_host:
+        if total > peak:
             peak, highest = total, last
     end_visit()
     return visits
 
 
-def memory_of(visits: Sequence[Visit], on_host: Collection[str] = ()) -> Memory:
-    """on_host: kinds that lie in host memory"""
-
-    def on_device(moment: dict[str, int]) -> int:
-        return sum(nbytes for kind, nbytes in moment.items() if kind not in on_host)
-
+def memory_of(visits: Sequence[Visit], files: FileBytes) -> Memory:
     candidates = [(visit, moment) for visit in visits for moment in visit.moments]
-    visit, at_peak = max(candidates, key=lambda each: on_device(each[1]))
-    by_kind = {kind: nbytes for kind, nbytes in Counter(at_peak).most_common() if nbytes and kind not in on_host}
+    visit, at_peak = max(candidates, key=lambda each: sum(each[1].values()))
+    by_kind = {kind: nbytes for kind, nbytes in Counter(at_peak).most_common() if nbytes}
     most = Counter[str]()
     for each in visits:
         most |= Counter(each.most)
-    peak = Peak(on_device(at_peak), by_kind, visit.phase, visit.where)
-    course = tuple(Moment(each.phase, each.where, max(map(on_device, each.moments))) for each in visits[1:])
-    return Memory(peak, dict(most.most_common()), max(each.host for each in visits), course)
+    peak = Peak(sum(at_peak.values()), by_kind, visit.phase, visit.where)
+    course = tuple(Moment(each.phase, each.where, max(sum(moment.values()) for moment in each.moments)) for each in visits[1:])
+    host = max(each.host for each in visits) + files.in_memory
+    return Memory(peak, dict(most.most_common()), host, course, files.nbytes)
 
 
 def _kinds(before: Sequence[Block], blocks: Sequence[Block], entries: Sequence[Entry]) -> dict[int, str]:

@@ -69,7 +69,11 @@ _ATTENTION = {
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A piece of memory. where: the unit that ran when it was allocated; node: in backward, the number of autograd's node"""
+    """A piece of memory.
+
+    where: the unit that ran when it was allocated; node: in backward, the number of autograd's node
+    on_host: it lies in the host's memory, which is not the device's; in_file: and there in a file that is mapped
+    """
 
     id: int
     nbytes: int
@@ -77,6 +81,8 @@ class Block:
     phase: str
     where: str
     node: int | None
+    on_host: bool = False
+    in_file: bool = False
 
 
 class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -84,10 +90,12 @@ class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     entries: since ``take``; blocks: all that ever were, by their number; groups: ranks of each process group, by its number
     stream:  the one that work goes to; phase, where: of what runs now, set by whoever knows
+    device:  tensors elsewhere lie on the host
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
         self.entries: list[Entry] = []
         self.blocks: list[Block] = []
         self.groups: list[Ranks] = []
@@ -160,7 +168,9 @@ class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = compat.storage_of(tensor)
         key = id(storage)
         if key not in self._alive:
-            self._alive[key] = (self._reference(storage), self._new_block(storage.nbytes(), _label_by_caller()))
+            block = self._new_block(storage.nbytes(), _label_by_caller())
+            block.on_host = tensor.device != self._device
+            self._alive[key] = (self._reference(storage), block)
 
     # --- operators ---
 
@@ -220,6 +230,11 @@ class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             block = self.block_of(each) if isinstance(each, Tensor) else None
             if block is not None and (instead_of is None or block.label in instead_of):
                 block.label = label
+
+    def note_in_file(self, tensor: Tensor) -> None:
+        block = self.block_of(tensor)
+        assert block is not None
+        block.in_file = True
 
     # --- collectives ---
 

@@ -10,7 +10,7 @@ import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ..activations import apply_activation_checkpointing
+from ..core import torch_compat as core_compat
 from ..core.comm.streams import use_streams
 from ..core.group.param_group import ParamGroup
 from ..core.iteration import reductions
@@ -26,19 +27,30 @@ from ..core.iteration.module_state import units_in
 from ..errors import ArgumentError, FSDPError, ModuleError, short
 from ..grouping.planning import Plan as Wrapping
 from ..grouping.planning import plan as plan_wrapping
+from ..optim import FlatOptimizer
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..state_bytes import StateBytes, measured_state_bytes
 from ..strategy import accumulate, parallelize
 from ..testing.clock.trace import Entry, Ranks
 from . import recorder as labels
 from . import torch_compat as compat
+from .memory import FileBytes
 from .recorder import Block, Recorder
 from .streams import WrittenHost, WrittenStreams
+from .tiers import (
+    Offload,
+    device_by_default,
+    device_of,
+    files_of,
+    offload_by,
+    policy_of_parameters,
+    tensors_in_files,
+    with_states_there,
+)
 from .workload import Workload
 from .world import Backend, world
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
-Offload = bool | Literal["optimizer"]
 OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": lambda params: torch.optim.AdamW(params, fused=True),
     "adam": lambda params: torch.optim.Adam(params, fused=True),
@@ -94,6 +106,7 @@ class Rehearsed:
     state:   kept between backward and optimizer step, after ``micro_batches``
     before:  the blocks that were there when the step began; entries: of the step
     units:   by autograd's sequence numbers, which unit's forward made a node
+    files:   of parameters and states; ``blocks`` has what is in them as well
     """
 
     numel: int
@@ -104,31 +117,41 @@ class Rehearsed:
     entries: list[Entry]
     process_groups: list[Ranks]
     unit_of_node: Callable[[int], str]
+    files: FileBytes
 
 
 def rehearse(workload: Workload, setting: Setting) -> Rehearsed:
     """Raises: what ``parallelize`` and the workload raise; ArgumentError for an unknown optimizer. Collective: no."""
-    recorder = Recorder()
+    device = device_of(setting.offload)
+    recorder = Recorder(device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(world(setting.world_size, setting.backend, recorder))
-        cpu = torch.device("cpu")
+        stack.enter_context(mock.patch.object(core_compat, "current_device", return_value=device))
         is_device = setting.backend == "nccl"
-        stack.enter_context(use_streams(cpu, WrittenStreams(recorder) if is_device else WrittenHost(recorder)))
+        stack.enter_context(use_streams(device, WrittenStreams(recorder) if is_device else WrittenHost(recorder)))
         model = _sharded(workload, setting)
         stack.enter_context(mock.patch.object(reductions, "read_flags", _unused_everywhere))
         stack.enter_context(recorder)
-        model.to_empty(device="cpu")
+        _materialize(model, device, policy_of_parameters(setting.offload))
         for block in recorder.alive():
             if block.label == labels.ACTIVATIONS:
                 block.label = labels.BUFFERS
         optimizer = _optimizer(setting.optimizer)(model.parameters())
+        offload = offload_by(optimizer, setting.offload)
+        if offload != setting.offload:
+            stack.close()
+            return rehearse(workload, replace(setting, offload=offload))
+        optimizer = with_states_there(optimizer, offload)
         units = stack.enter_context(_units_named(model, recorder))
-        inputs = workload.inputs(setting.batch, setting.sequence)
+        with device_by_default(setting.offload):
+            inputs = workload.inputs(setting.batch, setting.sequence)
         recorder.relabel(inputs, labels.BUFFERS)
         # However many micro-batches a step has, one records the order of gathers and lets the optimizer make its state.
         _step(workload, replace(setting, micro_batches=1), model, optimizer, recorder, inputs)
         recorder.take()
         units.clear()
+        for tensor in tensors_in_files(model, optimizer, offload):
+            recorder.note_in_file(tensor)
         before = tuple(recorder.alive())
         state = _step(workload, setting, model, optimizer, recorder, inputs)
         entries = recorder.take()
@@ -141,7 +164,18 @@ def rehearse(workload: Workload, setting: Setting) -> Rehearsed:
             entries=entries,
             process_groups=recorder.groups,
             unit_of_node=units.unit_of,
+            files=files_of(model, optimizer, offload),
         )
+
+
+def _materialize(model: nn.Module, device: torch.device, policy: OffloadPolicy) -> None:
+    if not isinstance(policy, CPUOffloadPolicy):
+        model.to_empty(device=device)
+        return
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty_like(buffer, device=device))
 
 
 def _unused_everywhere(flags: Sequence[Tensor]) -> list[float]:
@@ -167,7 +201,6 @@ def _sharded(workload: Workload, setting: Setting) -> Any:
     model = _built(workload, setting)
     if setting.checkpointing != "none":
         apply_activation_checkpointing(model, setting.checkpointing)
-    offload: OffloadPolicy = CPUOffloadPolicy(pin_memory=False) if setting.offload is True else OffloadPolicy()
     parallelize(
         model,
         setting.strategy,
@@ -175,7 +208,7 @@ def _sharded(workload: Workload, setting: Setting) -> Any:
         mesh=init_device_mesh("cpu", (setting.world_size,)),
         shard_size=setting.shard_size,
         mp_policy=MixedPrecisionPolicy(param_dtype=setting.param_dtype, reduce_dtype=setting.reduce_dtype),
-        offload_policy=offload,
+        offload_policy=policy_of_parameters(setting.offload),
         sync_module_states=False,
     )
     if setting.prefetch != 1:
@@ -203,7 +236,7 @@ def _step(
 ) -> StateBytes:
     """One step of training. Returns what is kept between its last backward and the optimizer."""
     for index in range(setting.micro_batches):
-        with accumulate(model, last=index == setting.micro_batches - 1):
+        with device_by_default(setting.offload), accumulate(model, last=index == setting.micro_batches - 1):
             recorder.mark("forward")
             try:
                 loss = workload.loss(model(*inputs), inputs)
@@ -218,7 +251,10 @@ def _step(
     state = measured_state_bytes(model, optimizer)
     recorder.mark("optimizer")
     optimizer.step()
-    values = [each for state in optimizer.state.values() for each in state.values()]
+    if isinstance(optimizer, FlatOptimizer):  # its ``state`` would make views
+        values: list[Any] = optimizer.state_tensors()
+    else:
+        values = [each for state in optimizer.state.values() for each in state.values()]
     recorder.relabel((each for each in values if isinstance(each, torch.Tensor)), labels.OPTIMIZER)
     optimizer.zero_grad()
     return StateBytes(state.compute, state.gradients, state.master, measured_state_bytes(model, optimizer).optimizer)

@@ -22,7 +22,7 @@ from torch import nn
 
 from ..state_bytes import StateBytes
 from .duration import Duration
-from .memory import Visit
+from .memory import FileBytes, Visit
 from .rehearsal import GroupFacts
 from .traffic import Traffic
 from .workload import Workload
@@ -41,6 +41,7 @@ class Figures:
     visits: Sequence[Visit]
     traffic: tuple[Traffic, ...]
     duration: Duration | None
+    files: FileBytes
 
 
 class NotAlikeError(Exception):
@@ -122,6 +123,10 @@ def figures_of_more(small: Figures, large: Figures, repeated: str, times: int) -
         visits=_visits(small.visits, large.visits, repeated, times),
         traffic=_traffic(small.traffic, large.traffic, times),
         duration=_duration(small.duration, large.duration, times),
+        files=FileBytes(
+            nbytes=_on(small.files.nbytes, large.files.nbytes, times),
+            in_memory=_on(small.files.in_memory, large.files.in_memory, times),
+        ),
     )
 
 

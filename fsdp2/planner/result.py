@@ -9,6 +9,7 @@ from .duration import Duration
 from .memory import Memory
 from .rehearsal import GroupFacts, Setting
 from .text import Table, as_text, gb
+from .tiers import Offload
 from .traffic import Traffic
 
 
@@ -65,14 +66,17 @@ def headline(plan: Plan) -> str:
     return (
         f"{plan.name}: {plan.numel:,} parameters, {setting.strategy} over {setting.world_size} ranks, {dtypes}, {optimizer}, "
         f"batch {setting.batch} x {setting.sequence} a rank, {setting.micro_batches} micro-batches, "
-        f"checkpointing {setting.checkpointing}, prefetch {setting.prefetch}" + _offload_words(setting.offload)
+        f"checkpointing {setting.checkpointing}, prefetch {setting.prefetch}" + _OFFLOAD_WORDS[setting.offload]
     )
 
 
-def _offload_words(offload: bool | str) -> str:
-    if offload == "optimizer":
-        return ", offload of the optimizer's state"
-    return ", offload" if offload else ""
+_OFFLOAD_WORDS: dict[Offload, str] = {
+    False: "",
+    True: ", offload",
+    "optimizer": ", offload of the optimizer's state",
+    "optimizer-disk": ", the optimizer's state in files",
+    "disk": ", parameters and the optimizer's state in files",
+}
 
 
 def tables(plan: Plan) -> list[Table]:
@@ -91,7 +95,7 @@ def tables(plan: Plan) -> list[Table]:
             f"Peak of a step: {gb(peak.nbytes)}, in {peak.phase} of {peak.where or 'the model'}",
             ("what", "at the peak", "most at a time"),
             tuple((kind, gb(peak.by_kind.get(kind, 0)), gb(most)) for kind, most in plan.memory.most.items()),
-            f"{gb(plan.memory.host)} of these are kept in host memory" if plan.memory.host else "",
+            _host_words(plan.memory),
         ),
         Table(
             "Communication of a step",
@@ -127,6 +131,11 @@ def tables(plan: Plan) -> list[Table]:
             )
         )
     return found
+
+
+def _host_words(memory: Memory) -> str:
+    host = f"at most {gb(memory.host)} in host memory" if memory.host else ""
+    return f"{host}, {gb(memory.files)} in files" if memory.files else host
 
 
 def _root_words(plan: Plan) -> str:

@@ -134,7 +134,7 @@ def searched(
 
 def _least_kept(asked: Plan, setting: Setting) -> float:
     """Bytes of a rank's parameters without padding, and of states as much for each of these bytes as ``asked`` has."""
-    if setting.offload is True:
+    if setting.offload in (True, "disk"):
         return 0.0
     shards = {"nobody": 1, "node": setting.shard_size or 1, "world": setting.world_size}[STRATEGIES[setting.strategy].optimizer]
     # An optimizer of the user's may keep states that no rank shards.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ import fsdp2
 from fsdp2 import MixedPrecisionPolicy, accumulate, parallelize
 from fsdp2.core.iteration.module_state import units_in
 from fsdp2.optim import AnyPrecisionAdamW, Muon, flat, offloaded
+from fsdp2.planner.result import Plan
 from fsdp2.state_bytes import measured_state_bytes
 from fsdp2.strategy import STRATEGIES
 from harness import on_ranks
@@ -121,22 +124,54 @@ def test_the_memory_of_a_step_has_each_optimizers_state_once():
             assert 0 <= planned.memory.most["optimizer state"] - measured <= numbers_of_steps, name
 
 
+def plan_beside(offload: Any, **options: Any) -> Plan:
+    return fsdp2.plan(Model(), 2, "zero3", wrap=[Block], backend="gloo", inputs=inputs, batch=2, sequence=3, offload=offload, **options)
+
+
 @on_ranks(2)
 def test_states_on_the_host_are_those_that_an_offloaded_optimizer_has_there():
     """And the copies of two groups that are on their way: of a gradient and a parameter each."""
     model = parallelize(Model(), "zero3", wrap=[Block])
     optimizer = offloaded(torch.optim.AdamW, model, fsdp2.CPUOffloadPolicy())
-    model(torch.ones(2, 37)).square().mean().backward()
+    model(*inputs(2, 3)).square().mean().backward()
     optimizer.step()
-    on_host = sum(run.values()[key].nbytes for run in optimizer._host_runs.values() for key in run.values())
-    planned, resident = (
-        fsdp2.plan(
-            Model(), 2, "zero3", wrap=[Block], backend="gloo", inputs=lambda batch, sequence: (torch.ones(2, 37),), offload=offload
-        )
-        for offload in ("optimizer", False)
-    )
-    states, staged = planned.memory.most["optimizer state"], 4 * max(group.sharded for group in planned.groups)
-    assert planned.memory.host == states + staged
-    assert planned.memory.peak.nbytes == resident.memory.peak.nbytes - states
-    if dist.get_rank() == 0:  # it has padding between parameters, two moments of fp32, which the ordinary one has not that is planned
-        assert 0 <= on_host - planned.state.optimizer <= 2 * 4 * 32 * sum(1 for _ in model.parameters())
+    on_host = sum(value.nbytes for run in optimizer.host_runs for value in run.values().values())
+    planned, resident = plan_beside("optimizer"), plan_beside(False)
+    states, counters = planned.state.optimizer, 4 * len(optimizer.host_runs)
+    first, second, *_ = sorted((run.data.nbytes for run in optimizer.host_runs), reverse=True)
+    if dist.get_rank() == 0:
+        assert on_host == states
+        assert planned.memory.host == states + counters + 2 * (first + second)
+        assert planned.memory.peak.nbytes == resident.memory.peak.nbytes - resident.memory.most["optimizer state"]
+
+
+@on_ranks(2)
+def test_files_are_those_that_the_runtime_makes(tmp_path):
+    """And a plan of an optimizer that keeps its states in files is the plan with that ``offload``."""
+    policy = fsdp2.DiskOffloadPolicy(tmp_path)
+    for offload, of_parameters in (("disk", policy), ("optimizer-disk", None)):
+        model = parallelize(Model(), "zero3", wrap=[Block], offload_policy=of_parameters)
+        optimizer = offloaded(torch.optim.AdamW, model, policy, fused=True)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(*inputs(2, 3)).square().mean().backward()
+            kept = measured_state_bytes(model, optimizer)
+            optimizer.step()
+        groups = [group for unit in units_in(model.modules()) for group in unit.groups]
+        files = [each.file for each in (*groups, *optimizer.host_runs) if each.file is not None]
+        planned = plan_beside(offload)
+        assert len(files) == len(optimizer.host_runs) + (len(groups) if of_parameters else 0)
+        if dist.get_rank() == 0:
+            assert planned.state == kept
+            assert planned.memory.files == sum(file.nbytes for file in files)
+    of_its_own = plan_beside(False, optimizer=lambda params: offloaded(torch.optim.AdamW, params, policy, fused=True))
+    assert of_its_own.memory == planned.memory
+
+
+def test_an_offloaded_shard_is_staged_on_the_device_while_it_is_gathered():
+    """Gathers write into the unsharded storage, whose memory is there already: a copy of the shard is all that they need beside it."""
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3)))
+    options = {"wrap": [nn.Linear], "inputs": lambda batch, sequence: (torch.ones(batch, 1024),), "optimizer": "sgd"}
+    staged, resident = (fsdp2.plan(model, 4, offload=offload, **options) for offload in (True, False))
+    assert "all-gather buffers" not in resident.memory.most
+    assert staged.memory.most["all-gather buffers"] == staged.groups[-1].sharded

@@ -102,7 +102,15 @@ def _listed(caller: str, argument: str, tensors: Any) -> list[Tensor]:
         return [tensors]
     if isinstance(tensors, str) or not isinstance(tensors, Iterable):
         raise ArgumentError(got(caller, argument, tensors), expected="a tensor, or several", fix="pass those of the model")
-    return list(tensors)
+    listed = list(tensors)
+    for each in listed:
+        if not isinstance(each, Tensor):
+            raise ArgumentError(
+                f"{got(caller, argument, tensors)}, which has a {type(each).__name__}",
+                expected="tensors alone",
+                fix="pass model.parameters()",
+            )
+    return listed
 
 
 def _check_max_norm(max_norm: Any) -> None:

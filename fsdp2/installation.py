@@ -17,6 +17,7 @@ import threading
 import types
 from typing import Any
 
+from .arguments import SWITCH, require
 from .clients import torch_compat
 from .core.iteration.module_state import unit_of
 
@@ -102,11 +103,13 @@ def install(*, fsdp1: bool = False) -> Installation:
     Returns:    the handle that undoes it, by ``uninstall()`` or as a context manager. A second call changes nothing, and neither does
                 its handle.
     Collective: no. Thread-safe.
+    Raises:     ArgumentError if ``fsdp1`` is no bool
 
     Example:
         with fsdp2.install():
             from torch.distributed.fsdp import fully_shard  # fsdp2's
     """
+    require("install", SWITCH, fsdp1=fsdp1)
     installation = Installation()
     with _lock:
         replacements = _replacements("fsdp2", torch_compat.FSDP2_HOMES, FSDP2_NAMES)

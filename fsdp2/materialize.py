@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .arguments import SWITCH, require
 from .core import torch_compat as compat
 from .core.comm.joint_calls import joint
 from .core.setup.meta_tensors import MetaTensors, find_meta_tensors
@@ -63,7 +64,7 @@ def materialize(
         torch.manual_seed(0)
         fsdp2.materialize(net)
     """
-    _check_arguments(model, init_fn)
+    _check_arguments(model, init_fn, strict)
     found = find_meta_tensors(model)
     if not found.sharded and not found.plain:
         return []
@@ -95,7 +96,7 @@ def materialize(
     return unwritten
 
 
-def _check_arguments(model: Any, init_fn: Any) -> None:
+def _check_arguments(model: Any, init_fn: Any, strict: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ArgumentError(got_object("materialize", model), expected="an nn.Module", fix="pass the model itself")
     if init_fn is not None and not callable(init_fn):
@@ -104,6 +105,7 @@ def _check_arguments(model: Any, init_fn: Any) -> None:
             expected="a function of one nn.Module, or None",
             fix="for instance init_fn=lambda module: ...",
         )
+    require("materialize", SWITCH, strict=strict)
 
 
 def _device(found: MetaTensors, device: torch.device | str | None) -> torch.device:

@@ -13,17 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from .arguments import COUNT, DTYPE, NATURAL, OPTIMIZER, WORD, require
 from .core import torch_compat as compat
 from .core.group.own_memory import leaves_of
 from .core.iteration.module_state import units_in
 from .core.setup.semantics import chosen_semantics
-from .errors import ArgumentError
+from .errors import ArgumentError, ModuleError, got, got_object
 from .optim.flat import FlatOptimizer
 from .strategy import STRATEGIES
 
@@ -60,6 +61,12 @@ def measured_state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | No
     Example:
         fsdp2.state_bytes.measured_state_bytes(model, optimizer).master  # bytes of this rank's parameters
     """
+    given: Any = model
+    if not isinstance(given, nn.Module):
+        raise ModuleError(
+            got_object("measured_state_bytes", model), expected="an nn.Module, sharded or not", fix="pass the model itself"
+        )
+    require("measured_state_bytes", OPTIMIZER.or_none, optimizer=optimizer)
     compute, gradients, master = _Storages(), _Storages(), _Storages()
     for unit in units_in(model.modules()):
         for group in unit.groups:
@@ -108,6 +115,16 @@ def expected_state_bytes(
         expected = fsdp2.state_bytes.expected_state_bytes("zero3", 7_000_000_000, world_size=64, param_dtype=torch.bfloat16)
         expected.total
     """
+    require("expected_state_bytes", WORD, strategy=strategy)
+    require("expected_state_bytes", NATURAL, numel=numel, optimizer_nbytes=optimizer_nbytes)
+    require("expected_state_bytes", COUNT, world_size=world_size)
+    require("expected_state_bytes", COUNT.or_none, shard_size=shard_size)
+    require("expected_state_bytes", DTYPE, dtype=dtype)
+    require("expected_state_bytes", DTYPE.or_none, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    if moment not in get_args(Moment):
+        raise ArgumentError(
+            got("expected_state_bytes", "moment", moment), expected=f"one of {get_args(Moment)}", fix='moment="stepping"'
+        )
     chosen = STRATEGIES.get(strategy)
     if chosen is None or (chosen.is_hybrid and shard_size is None):
         raise ArgumentError(

@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .api import fully_shard
+from .arguments import SWITCH, require
 from .core.group.options import MicroBatch
 from .core.iteration.module_state import unit_of, units_in
 from .core.modules.optimizer_steps import STEPS
@@ -131,6 +132,7 @@ def parallelize(
     """
     chosen = _strategy(strategy)
     _check_model(model)
+    require("parallelize", SWITCH, sync_module_states=sync_module_states)
     offload_policy = OffloadPolicy() if offload_policy is None else offload_policy
     check_policies(mp_policy, offload_policy, ignored_params)
     ignored = ignored_params or set()
@@ -233,6 +235,7 @@ def accumulate(model: nn.Module, last: bool = False) -> Iterator[None]:
             expected="a model that parallelize or fully_shard was called on",
             fix="call fsdp2.parallelize(model, ...) first",
         )
+    require("accumulate", SWITCH, last=last)
     if last:
         yield
         return

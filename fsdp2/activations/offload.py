@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..arguments import NATURAL, SWITCH, require
 from ..core import torch_compat as compat
 from ..core.modules.around_forward import around_forward, put_around_forward
 from ..errors import ArgumentError, ModuleError, got_object
@@ -48,8 +49,9 @@ def apply_activation_offload(
         raise ModuleError(got_object("apply_activation_offload", given), expected="an nn.Module", fix="pass the model itself")
     numbers: Any = (("max_nbytes", max_nbytes), ("min_nbytes", min_nbytes))
     for name, value in numbers:
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        if (value is not None or name == "min_nbytes") and not NATURAL.holds(value):
             raise ArgumentError(f"apply_activation_offload got {name}={value!r}", expected="a number of bytes", fix=f"{name}=16 << 30")
+    require("apply_activation_offload", SWITCH, pin_memory=pin_memory)
     chosen = chosen_modules(model, modules)
     if not chosen:
         raise ArgumentError(

@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
+from ..arguments import PROCESS_GROUP, SWITCH, require
 from ..core.comm.agreement import LostRankError, agree, default_group
 from ..core.comm.collective_log import at_disk
 from ..core.comm.joint_calls import joint
@@ -115,8 +116,10 @@ class Checkpointer:
     ) -> None:
         def check() -> tuple[nn.Module, Path]:
             _check(optimizer, scheduler, data, keep_last)
+            require("Checkpointer", SWITCH, asynchronous=asynchronous)
             return checked_model(model, "Checkpointer"), Path(folder)
 
+        require("Checkpointer", PROCESS_GROUP.or_none, process_group=process_group)
         self._model, path = on_every_rank(process_group or default_group(), "cannot make a Checkpointer", check)
         self._optimizer = optimizer
         self._scheduler = scheduler

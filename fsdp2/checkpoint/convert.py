@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..arguments import PATH, SWITCH, require
 from ..errors import ArgumentError, CheckpointError
 from .byte_ranges import ByteReader
 from .durable import sync_folder
@@ -112,6 +113,9 @@ def convert(
         raise ArgumentError(f"to is {to!r}", expected=" or ".join(TARGETS), fix='to="dcp"')
     check_dtype(dtype)
     max_nbytes = size_of(max_shard_size)
+    require("convert", PATH, src=src, dst=dst)
+    require("convert", SWITCH, with_optimizer=with_optimizer, force=force, verify=verify)
+    require("convert", SWITCH.or_none, progress=progress)
     target = Path(os.path.abspath(dst))
     _check_target(Path(src), target, to, force)
     for path in (src, optimizer) if verify else ():

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..arguments import OPTIMIZER, SWITCH, checked_path, require
 from ..core.comm.agreement import agree_on_meshes, agree_over, default_group
 from ..core.comm.joint_calls import joint
 from ..core.plan.mesh import device_of
@@ -96,6 +97,8 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, *, by_name
     checked_model(model, "full_optimizer_state_dict")
 
     def take() -> State:
+        require("full_optimizer_state_dict", OPTIMIZER, optimizer=optimizer)
+        require("full_optimizer_state_dict", SWITCH, by_name=by_name)
         reshard(model)
         state = named_optimizer_state(model, optimizer)
         return state if by_name else numbered_optimizer_state(state, names_in(model, optimizer))
@@ -120,6 +123,7 @@ def save_full_state(path: str | os.PathLike[str], model: nn.Module, optimizer: O
     """
 
     def take() -> State:
+        require("save_full_state", OPTIMIZER.or_none, optimizer=optimizer)
         state = full_state_dict(model)
         if optimizer is None:
             return state
@@ -129,7 +133,7 @@ def save_full_state(path: str | os.PathLike[str], model: nn.Module, optimizer: O
 
     what = f"cannot write the full state to {path}"
     state = on_every_rank(default_group(), what, take)
-    from_rank_0(default_group(), what, lambda: _write(state, Path(path)))
+    from_rank_0(default_group(), what, lambda: _write(state, checked_path("save_full_state", "path", path)))
 
 
 def _write(state: State, path: Path) -> None:

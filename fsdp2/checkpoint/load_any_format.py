@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..arguments import SWITCH, require
 from ..core.comm.joint_calls import joint
 from .key_map import KeyMap, Tensors
 from .lazy import LazyTensor
@@ -67,4 +68,6 @@ def load_checkpoint(
         in_place=in_place,
         progress=progress,
     )
+    options.check("load_checkpoint")
+    require("load_checkpoint", SWITCH, verify=verify)
     return load_opened(model, path, opened, options)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..arguments import FUNCTION, SWITCH, require
 from ..core import torch_compat as compat
 from ..core.comm.agreement import agree_on_meshes, outermost
 from ..core.comm.joint_calls import joint
@@ -110,6 +111,12 @@ class LoadOptions:
     in_place: bool
     progress: bool | None
 
+    def check(self, caller: str) -> None:
+        """Raises: ArgumentError. The device and ``key_map`` are checked where they are read."""
+        require(caller, SWITCH, strict=self.strict, ignore_mismatched=self.ignore_mismatched, in_place=self.in_place)
+        require(caller, SWITCH.or_none, progress=self.progress)
+        require(caller, FUNCTION.or_none, init_fn=self.init_fn)
+
 
 @joint
 def load_safetensors(
@@ -179,6 +186,8 @@ def load_safetensors(
         in_place=in_place,
         progress=progress,
     )
+    options.check("load_safetensors")
+    require("load_safetensors", SWITCH, verify=verify)
     return load_opened(model, path_or_index, opened, options)
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..arguments import PROCESS_GROUP, SWITCH, require
 from ..core.comm.agreement import LostRankError, agree, agree_over, default_group
 from ..core.comm.joint_calls import joint
 from ..core.plan.mesh import device_of
@@ -107,8 +108,10 @@ def save_safetensors(
     def arguments() -> tuple[Path, int]:
         checked_model(model, "save_safetensors")
         _check(num_writers, dtype)
+        require("save_safetensors", SWITCH.or_none, config=config, progress=progress)
         return Path(folder), nbytes_of(max_shard_size)
 
+    require("save_safetensors", PROCESS_GROUP.or_none, process_group=process_group)
     group = process_group or default_group()
     path, max_nbytes = on_every_rank(group, "cannot save the model", arguments)
     world_size = 1 if group is None else group.size()

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from ..arguments import COUNT, Kind, checked_path, require
 from ..errors import CheckpointError
 from .dcp_files import METADATA, read_metadata
 from .digests import DIGESTS, FileDigest, read_digests
@@ -61,6 +62,13 @@ class _Part:
     problem: CheckpointError | None = None
 
 
+_SHARE = Kind(
+    lambda share: isinstance(share, tuple) and len(share) == 2 and COUNT.holds(share[1]) and share[0] in range(share[1]),
+    "a tuple (index, count)",
+    "(0, 1)",
+)
+
+
 def verify(path: str | os.PathLike[str], *, format: str | None = None, share: tuple[int, int] = (0, 1)) -> Verified:
     """Read a checkpoint and compare it with the digests that it has; of a folder of ``Checkpointer``, all checkpoints in it.
 
@@ -76,7 +84,8 @@ def verify(path: str | os.PathLike[str], *, format: str | None = None, share: tu
         fsdp2.checkpoint.verify(folder).unchecked  # ()
     """
     check_format(format)
-    root = Path(path)
+    root = checked_path("verify", "path", path)
+    require("verify", _SHARE, share=share)
     kind = format or detect(root)
     index, count = share
     nbytes, unchecked = 0, []

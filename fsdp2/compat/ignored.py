@@ -5,12 +5,13 @@ This file refuses to know sharding.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from ..core.iteration.module_state import unit_of, units_in
-from ..errors import ArgumentError
+from ..errors import ArgumentError, got
 from .settings import Options
 
 
@@ -53,6 +54,8 @@ def read_ignored(module: nn.Module, options: Options) -> tuple[set[nn.Module], s
 
 
 def _checked(given: Any, name: str, kinds: tuple[type, ...]) -> list[Any]:
+    if given is not None and not isinstance(given, Iterable):
+        raise ArgumentError(got("FSDP", name, given), expected="an iterable", fix="pass the objects themselves, in a list")
     found = [] if given is None else list(given)
     wrong = [each for each in found if not isinstance(each, kinds)]
     if wrong:

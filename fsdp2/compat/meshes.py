@@ -137,8 +137,11 @@ def read_device(device_id: Any, device_mesh: Any, tensors: Iterable[torch.Tensor
     default = compat.default_device_type()
     if isinstance(device_id, int) and not isinstance(device_id, bool):
         return torch.device(default) if default == "cpu" else torch.device(default, device_id)
-    if isinstance(device_id, (str, torch.device)):
-        return torch.device(device_id)
+    try:
+        if isinstance(device_id, (str, torch.device)):
+            return torch.device(device_id)
+    except RuntimeError:
+        pass  # a word that names no device: the error below
     if device_id is not None:
         raise ArgumentError(
             got("FSDP", "device_id", device_id),

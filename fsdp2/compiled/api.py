@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from ..arguments import SWITCH, require
 from ..core.iteration.module_state import ModuleState, unit_of, units_below
-from ..errors import ArgumentError, ModuleError, OrderError
+from ..errors import ArgumentError, ModuleError, OrderError, got
 from .backend import BACKENDS, CompileOptions
 from .full_graph_mode import FullGraph
 from .graph_summary import GraphSummary
@@ -52,6 +53,8 @@ def compile(  # noqa: A001 (named after torch.compile)
         model(x).sum().backward()  # the first forward captures
     """
     _check_options(backend, bucket_bytes, options)
+    require("fsdp2.compile", SWITCH, reorder=reorder)
+    require("fsdp2.compile", SWITCH.or_none, dynamic=dynamic)
     root = _root_of(model, "compile")
     if model._compiled_call_impl is not None:
         raise OrderError(
@@ -130,6 +133,8 @@ def _check_options(backend: Any, bucket_bytes: Any, options: Any) -> None:
             expected="a number of bytes, 0 or more",
             fix="for instance bucket_bytes=4 << 20; 0 never merges",
         )
+    if options is not None and not isinstance(options, Mapping):
+        raise ArgumentError(got("fsdp2.compile", "options", options), expected="a dict of inductor's settings", fix="leave options out")
     if options and backend != "inductor":
         raise ArgumentError(
             f"fsdp2.compile got options for backend={backend!r}",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ..arguments import SWITCH, require
 from ..core.comm.agreement import agree, default_group
 from ..errors import FSDPError
 from .arguments import checked_ties, ignored_checks
@@ -56,6 +57,7 @@ def check(
     facts = Facts((), {}, {}, {}, None)
     ignored = frozenset[str]()
     try:
+        require("check", SWITCH, strict=strict)
         ignored = ignored_checks("check", ignore)
         inspected = inspect(model, optimizer, "check")
         found = [*_local_findings(inspected, checked_ties(ties))]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..arguments import SWITCH, require
 from ..core import torch_compat as compat
 from ..core.comm.agreement import agree, default_group
 from ..core.group.param import ShardedParam, sharded_from
@@ -84,6 +85,7 @@ class Watch:
         patience: int,
         tell: Callable[[Finding], None] | None = None,
     ) -> None:
+        require("watch", SWITCH, strict=strict)
         inspected = inspect(model, optimizer, "watch")
         if not inspected.optimizers:
             raise ArgumentError(

@@ -18,12 +18,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..arguments import NATURAL, Kind, require
 from ..core import torch_compat as compat
 from ..core.comm import collective_log
 from ..core.group.step_count import OPTIMIZER_STEPS
 from ..doctor.finding import Finding
 from ..doctor.inspected import inspect
 from ..doctor.watching import Watch
+from ..errors import ArgumentError, got
 from ..planner.result import Plan
 from .memory_now import allocator_peak, forget_allocator_peak, kept_bytes
 from .meter import Counts, Meter
@@ -61,6 +63,10 @@ def ledger(
     return Ledger(folder, model, optimizer, tokens=tokens, first_step=first_step, plan=plan, findings=findings)
 
 
+_TOKENS = Kind(lambda each: callable(each) or NATURAL.holds(each), "a number of tokens, or a function that returns it", "8192")
+_PLAN = Kind(lambda each: isinstance(each, Plan), "what fsdp2.plan returns", "fsdp2.plan(model, world_size=8)")
+
+
 class Ledger:
     """What ``ledger`` returns. Most of its attributes are what it was given, or found when it began; four change with each step."""
 
@@ -76,6 +82,10 @@ class Ledger:
         findings: Findings,
     ) -> None:
         self.folder = folder_of(folder, "ledger")
+        require("ledger", NATURAL, first_step=first_step)
+        require("ledger", _TOKENS.or_none, tokens=tokens)
+        require("ledger", _PLAN.or_none, plan=plan)
+        list(_each(findings))  # on every rank, although rank 0 alone writes them
         inspected = inspect(model, optimizer, "ledger")
         self._model, self._optimizers = model, inspected.optimizers
         self._tokens, self._plan, self._findings = tokens, plan, findings
@@ -150,7 +160,14 @@ class Ledger:
 
 
 def _each(findings: Findings) -> Iterator[Finding]:
-    for each in findings.report if isinstance(findings, Watch) else findings:
+    found: Any = findings.report if isinstance(findings, Watch) else findings
+    if isinstance(found, str) or not isinstance(found, Iterable):
+        raise ArgumentError(
+            got("ledger", "findings", findings),
+            expected="what doctor.check or doctor.watch returns, or a list of these",
+            fix="for instance findings=[doctor.check(model, optimizer)]",
+        )
+    for each in found:
         if isinstance(each, Finding):
             yield each
         else:

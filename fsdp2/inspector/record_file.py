@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..arguments import COUNT, NATURAL, require
 from ..checkpoint.boxes import Cut, pieces_of
 from ..checkpoint.model_tensors import cuts_of
 from ..core import torch_compat as compat
@@ -23,7 +24,6 @@ from ..core.comm import collective_log
 from ..core.group.param_group import ParamGroup
 from ..core.group.step_count import OPTIMIZER_STEPS
 from ..doctor.inspected import inspect
-from ..errors import ArgumentError
 from .fingerprint import fingerprint
 from .run_folder import Lines, Values, drop_absent_ranks, folder_of, rank_file
 
@@ -67,9 +67,8 @@ class Recording(collective_log.Listener):
     ) -> None:
         self.folder = folder_of(folder, "record")
         inspected = inspect(model, optimizer, "record")
-        given: Any = every
-        if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-            raise ArgumentError(f"record got every={every!r}", expected="an int, 1 or more", fix="every=10 records each tenth step")
+        require("record", COUNT, every=every)
+        require("record", NATURAL, first_step=first_step)
         self._units = [unit for _, unit in inspected.units]
         self._every, self._step, self._first = every, first_step, first_step
         self._forward: dict[str, Values] = {}

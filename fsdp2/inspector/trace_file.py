@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 
+from ..arguments import SWITCH, require
 from ..core import torch_compat as compat
 from ..core.comm import collective_log
 from ..core.comm.agreement import agree, default_group
@@ -40,6 +41,7 @@ def trace(folder: Any, *, allocations: bool = True) -> Iterator[None]:
             optimizer.step()
     """
     where = folder_of(folder, "trace")
+    require("trace", SWITCH, allocations=allocations)
     rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     drop_absent_ranks(where, "trace", "json", num_ranks)
     device = training_device()

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..arguments import DTYPE, SWITCH, require
 from ..errors import ArgumentError
 from .arguments import holds, listed_params
 
@@ -66,15 +67,16 @@ class AnyPrecisionAdamW(Optimizer):
                     expected="betas from 0 to below 1" if name == "betas" else "0 or more",
                     fix=f"pass another {name}",
                 )
+        dtypes = {"momentum_dtype": momentum_dtype, "variance_dtype": variance_dtype, "compensation_dtype": compensation_dtype}
+        require("AnyPrecisionAdamW", DTYPE.or_none, **dtypes)
+        require("AnyPrecisionAdamW", SWITCH, use_kahan_summation=use_kahan_summation)
         defaults = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
-            "momentum_dtype": momentum_dtype,
-            "variance_dtype": variance_dtype,
             "use_kahan_summation": use_kahan_summation,
-            "compensation_dtype": compensation_dtype,
+            **dtypes,
         }
         super().__init__(listed_params("AnyPrecisionAdamW", params), defaults)
 

@@ -63,6 +63,10 @@ class Muon(Optimizer):
             ("lr", lr, lambda lr: lr >= 0, "0 or more"),
             ("weight_decay", weight_decay, lambda decay: decay >= 0, "0 or more"),
             ("momentum", momentum, lambda momentum: 0 <= momentum < 1, "0 to below 1"),
+            ("ns_coefficients", ns_coefficients, lambda three: len([float(each) for each in three]) == 3, "three numbers"),
+            ("eps", eps, lambda eps: eps >= 0, "0 or more"),
+            ("betas", betas, lambda betas: len([beta for beta in betas if 0 <= beta < 1]) == 2, "two numbers from 0 to below 1"),
+            ("adamw_eps", adamw_eps, lambda eps: eps >= 0, "0 or more"),
             ("ns_steps", ns_steps, lambda steps: steps >= 1, "1 or more"),
             ("adjust_lr_fn", adjust_lr_fn, (None, *_ADJUSTMENTS).__contains__, f"None or one of {', '.join(_ADJUSTMENTS)}"),
         ):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arguments import COUNT, DTYPE, FUNCTION, NATURAL, require
 from ..errors import ArgumentError, got
 from ..testing.clock.cards import CARDS, Card
 from .duration import duration_of
@@ -82,6 +83,15 @@ def plan(
     given: Any = world_size
     if isinstance(given, bool) or not isinstance(given, int) or given < 1:
         raise ArgumentError(got("plan", "world_size", world_size), expected="a number of ranks, 1 or more", fix="world_size=8")
+    require("plan", COUNT, batch=batch, sequence=sequence, micro_batches=micro_batches, ranks_per_host=ranks_per_host)
+    require("plan", NATURAL, prefetch=prefetch)
+    require("plan", DTYPE, dtype=dtype)
+    require("plan", DTYPE.or_none, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    require("plan", FUNCTION.or_none, inputs=inputs, loss=loss)
+    if not isinstance(optimizer, str):
+        require("plan", FUNCTION, optimizer=optimizer)
+    if backend not in ("nccl", "gloo"):
+        raise ArgumentError(got("plan", "backend", backend), expected='"nccl" or "gloo"', fix='backend="gloo" for the CPU')
     if offload not in OFFLOADS:
         raise ArgumentError(got("plan", "offload", offload), expected=f"one of {list(OFFLOADS)}", fix='offload="optimizer"')
     workload = model if isinstance(model, Workload) else workload_of(model, inputs, loss)

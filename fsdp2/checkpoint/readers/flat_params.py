@@ -20,6 +20,8 @@ from typing import Any
 
 from torch import nn
 
+from ...arguments import checked_path
+from ...errors import ArgumentError, got_object
 from ..failure import failure
 from ..lazy import LazyTensor
 from ..named_state import State, clean_name
@@ -48,7 +50,12 @@ def write_shapes(model: nn.Module, path: str | os.PathLike[str]) -> None:
         if dist.get_rank() == 0:
             fsdp2.checkpoint.write_shapes(net, folder / "shapes.json")
     """
-    Path(path).write_text(json.dumps({name: list(shape) for name, shape in _of_model(model).items()}, indent=1) + "\n")
+    given: Any = model
+    if not isinstance(given, nn.Module):
+        raise ArgumentError(got_object("write_shapes", model), expected="an nn.Module", fix="pass the model itself")
+    checked_path("write_shapes", "path", path).write_text(
+        json.dumps({name: list(shape) for name, shape in _of_model(model).items()}, indent=1) + "\n"
+    )
 
 
 def _of_model(model: nn.Module) -> dict[str, tuple[int, ...]]:

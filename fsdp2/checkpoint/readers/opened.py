@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from ...arguments import PATH, SWITCH, WORD, require
 from ...errors import FSDPError
 from ..checkpoint_folder import CheckpointFolder
 from ..failure import failure
@@ -72,6 +73,10 @@ def open_source(
         {name: tensor.shape for name, tensor in source.model.items()}
     """
     check_format(format)
+    require("open_source", PATH, path=path)
+    require("open_source", PATH.or_none, optimizer=optimizer)
+    require("open_source", SWITCH, with_optimizer=with_optimizer)
+    require("open_source", WORD.or_none, model_key=model_key, optimizer_key=optimizer_key)
     try:
         return _opened(_latest(Path(path)), format, optimizer, shapes_of(shapes), with_optimizer, Keys(model_key, optimizer_key))
     except FSDPError:

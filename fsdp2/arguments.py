@@ -1,0 +1,66 @@
+"""Kinds of arguments that many calls have, and their check: switches, numbers, paths, dtypes, functions, process groups.
+
+    require("plan", COUNT, batch=batch, sequence=sequence)
+    # ArgumentError: plan got batch='x' of type str; expected: a whole number, 1 or more; fix: for instance batch=8
+
+Checks of one call's own arguments stand beside the call. This file refuses to know what arguments do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from .errors import ArgumentError, got
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Values that ``holds`` is true of. expected: in words; example: how to write one."""
+
+    holds: Callable[[Any], bool]
+    expected: str
+    example: str
+
+    @property
+    def or_none(self) -> Kind:
+        return replace(self, holds=lambda value: value is None or self.holds(value), expected=f"{self.expected}, or None")
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= least
+
+
+# 0 and 1 are bools to torch's own calls, too.
+SWITCH = Kind(lambda value: isinstance(value, int) and value in (0, 1), "True or False", "True")
+NATURAL = Kind(lambda value: _is_whole(value, 0), "a whole number, 0 or more", "0")
+COUNT = Kind(lambda value: _is_whole(value, 1), "a whole number, 1 or more", "8")
+PATH = Kind(lambda value: isinstance(value, (str, os.PathLike)), "a path", '"run"')
+WORD = Kind(lambda value: isinstance(value, str), "a str", '"model"')
+DTYPE = Kind(lambda value: isinstance(value, torch.dtype), "a torch.dtype", "torch.bfloat16")
+FUNCTION = Kind(callable, "a function", "my_function")
+OPTIMIZER = Kind(lambda value: isinstance(value, Optimizer), "a torch.optim.Optimizer", "optimizer")
+PROCESS_GROUP = Kind(
+    lambda value: dist.is_available() and isinstance(value, dist.ProcessGroup), "a process group", 'mesh.get_group("dp")'
+)
+
+
+def require(caller: str, kind: Kind, **given: object) -> None:
+    """Raises: ArgumentError for the first of ``given``, by name, that is not of ``kind``"""
+    for name, value in given.items():
+        if not kind.holds(value):
+            raise ArgumentError(got(caller, name, value), expected=kind.expected, fix=f"for instance {name}={kind.example}")
+
+
+def checked_path(caller: str, name: str, path: Any) -> Path:
+    """``path`` as a Path. Raises: ArgumentError if it is none"""
+    require(caller, PATH, **{name: path})
+    return Path(path)

@@ -27,7 +27,7 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, get_ev
 from torch._subclasses import FakeTensor
 from torch._utils import _get_device_module, _rebuild_tensor_v2, _rebuild_tensor_v3
 from torch.autograd import forward_ad
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem, _get_registry
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed._composable_state import _insert_module_state, _State
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -670,7 +670,7 @@ def compiled_modules(root: nn.Module) -> list[nn.Module]:
 
 def applied_apis(module: nn.Module) -> list[str]:
     """Names of the composable APIs applied to ``module``: "fully_shard", "replicate", ..."""
-    return list(_get_registry(module) or ())
+    return list(module.__dict__.get(REGISTRY_KEY) or ())  # not getattr: a wrapper's leads to the module that it wraps
 
 
 class ModuleStateBase(_State):

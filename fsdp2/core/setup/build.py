@@ -187,7 +187,7 @@ def managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
             visit(child)
 
     for module in modules:
-        if getattr(module, "_is_fsdp_managed_module", False):
+        if vars(module).get("_is_fsdp_managed_module"):
             raise OrderError(
                 f"fully_shard was applied to a parent of this {type(module).__name__} before",
                 expected="children before their parents: a call takes all parameters that no earlier call took",

@@ -1,43 +1,143 @@
 """``fsdp2 doctor train.py -- args``: a script's first steps on CPU ranks of this machine, with every check on.
 
     fsdp2 doctor --ranks 2 --steps 3 train.py -- --config tiny.toml
+    fsdp2 doctor -m recipes.train -- --config tiny.toml
 
 The script runs as under torchrun; ``patient.py`` is what each rank runs. Its devices are hidden: it must be able to train on the CPU.
+However the ranks end, this process reads their records and says what they have found, or why they could not look.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.machinery
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
 
 from ..errors import ArgumentError
-from .patient import FOLDER
+from .finding import of_ranks
+from .rank_record import RankRecord, read_records, report_of_records
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes on this machine (default: 2)")
     parser.add_argument(
-        "--steps", type=int, default=3, metavar="N", help="optimizer steps after which the script is ended (default: 3)"
+        "--steps", type=int, default=3, metavar="N", help="steps of an optimizer after which the script is ended (default: 3)"
     )
     parser.add_argument("--strict", action="store_true", help="exit status 1 if there is a finding")
-    parser.add_argument("script", metavar="SCRIPT", help="a Python file")
+    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for python -m")
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="-- ARGS", help="the script's own arguments")
 
 
 def run(options: argparse.Namespace) -> int:
-    """1 where the script fails, else its status where that is not 0; else 0, or 1 with ``--strict`` and findings."""
-    if not os.path.isfile(options.script) or options.ranks < 1 or options.steps < 1:
+    """The exit status.
+
+    1 where the script fails, where the doctor could not look, or with ``--strict`` and findings; 128 + n if signal n ended it; else 0.
+    """
+    if not _is_there(options.script, options.is_module) or options.ranks < 1 or options.steps < 1:
         raise ArgumentError(
             f"doctor got {options.script!r}, --ranks {options.ranks}, --steps {options.steps}",
-            expected="a file of Python, and positive numbers",
+            expected="a file of Python, or -m and a module, and positive numbers",
             fix="for instance: fsdp2 doctor --ranks 2 train.py -- --lr 0.1",
         )
     arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
-    patient = ["-m", "fsdp2.doctor.patient", str(options.steps), str(int(options.strict)), options.script, *arguments]
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"CUDA_VISIBLE_DEVICES": "", FOLDER: folder}
-        return subprocess.run([*launcher, *patient], env=environment, check=False).returncode
+    with tempfile.TemporaryDirectory() as folder, _terminated_as_error():
+        patient = ["-m", "fsdp2.doctor.patient", str(options.steps), folder, str(int(options.is_module)), options.script, *arguments]
+        status = _status_of([*launcher, *patient])
+        records = read_records(folder, options.ranks)
+        num_findings = _say(records, options.script, status)
+    has_looked = any(record.has_looked for record in records)
+    return status or int(not has_looked or (options.strict and num_findings > 0))
+
+
+def _is_there(script: str, is_module: bool) -> bool:
+    if is_module:  # the package around it: a search for the module itself would run the package's code here
+        return importlib.machinery.PathFinder.find_spec(script.split(".")[0], [os.getcwd(), *sys.path]) is not None
+    return os.path.isfile(script)
+
+
+class _StoppedError(Exception):
+    """Somebody has told this process to end."""
+
+
+def _status_of(command: Sequence[str]) -> int:
+    """Run ``command`` to its end. ctrl-C and SIGTERM end it, and not this process, which has something to say yet."""
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    with subprocess.Popen(command, env=environment) as launcher:
+        try:
+            status = launcher.wait()
+        except (KeyboardInterrupt, _StoppedError) as error:
+            launcher.terminate()  # it ends its ranks, those that do not react by SIGKILL
+            launcher.wait()
+            return 128 + (signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+    return status if status >= 0 else 128 - status
+
+
+@contextlib.contextmanager
+def _terminated_as_error() -> Iterator[None]:
+    """Inside, the first SIGTERM raises, and others do nothing: ``timeout`` sends one to the process, and one to its group."""
+
+    def stop(*_: Any) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise _StoppedError
+
+    usual = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+
+
+def _say(records: Sequence[RankRecord], script: str, status: int) -> int:
+    """Print what ``records`` have, or why they have nothing. Returns the number of findings."""
+    report = report_of_records(records)
+    sys.stdout.write(f"\nfsdp2 doctor: {max((record.num_steps for record in records), default=0)} steps of {script}\n")
+    for line in _ends(records, status):
+        sys.stdout.write(f"{line}\n")
+    if report or any(record.has_looked for record in records):
+        report.show()
+    else:
+        sys.stdout.write(f"{_why_nothing(records)}: nothing was looked at\n")
+    sys.stdout.flush()
+    return len(report)
+
+
+def _ends(records: Sequence[RankRecord], status: int) -> Iterator[str]:
+    """How the script has ended, if not well: the first failure, as others follow from it."""
+    failed = sorted((record for record in records if record.has_failed), key=lambda record: record.ended_s)
+    if failed:
+        first = failed[0]
+        same = tuple(sorted(record.rank for record in failed if (record.failure, record.status) == (first.failure, first.status)))
+        how = (
+            f"failed on {of_ranks(same)}: {first.failure}" if first.failure else f"ended on {of_ranks(same)} with status {first.status}"
+        )
+        yield f"the script {how}"
+        if any(word in first.failure.lower() for word in ("cuda", "nccl", "gpu")):
+            yield "the doctor hides devices: the script must train on the CPU, with gloo, where torch.cuda.is_available() is False"
+    elif status > 128:
+        yield f"the script was stopped by {signal.Signals(status - 128).name}"
+    elif status:
+        lost = tuple(record.rank for record in records if record.status is None)
+        where = of_ranks(lost) if lost else "a rank"
+        yield f"a signal, or code other than Python's, ended the script on {where}; the launcher's lines above have its exit code"
+
+
+def _why_nothing(records: Sequence[RankRecord]) -> str:
+    if not records:
+        return "no rank has begun to run the script"
+    if any(record.has_forward for record in records):
+        return "a sharded model has run forward, but no torch.optim.Optimizer that has its parameters has stepped"
+    if any(record.has_stepped_another for record in records):
+        return "an optimizer has stepped, but none of its parameters are sharded by fully_shard or fsdp2.parallelize"
+    return (
+        "no optimizer has stepped on a model that fully_shard was called on, in the processes that the doctor has started "
+        "(a script that starts processes of its own has to leave that to the doctor)"
+    )

@@ -47,7 +47,8 @@ class Finding:
         listed = list(self.params[:MAX_ITEMS])
         if len(self.params) > MAX_ITEMS:
             listed.append(f"and {len(self.params) - MAX_ITEMS} more")
-        lines = [f"[{self.severity}] {self.check}{_of_ranks(self.ranks)}: {self.what}"]
+        where = f" ({of_ranks(self.ranks)})" if self.ranks else ""
+        lines = [f"[{self.severity}] {self.check}{where}: {self.what}"]
         lines += [f"    {', '.join(listed)}"] if listed else []
         return "\n".join([*lines, f"    why: {self.why}", f"    fix: {self.fix}"])
 
@@ -108,9 +109,8 @@ def report_of(by_rank: Sequence[Iterable[Finding]], ignore: Iterable[str] = ()) 
     return Report(tuple(sorted(joined, key=lambda finding: _ORDER.index(finding.severity))))
 
 
-def _of_ranks(ranks: tuple[int, ...]) -> str:
-    if not ranks:
-        return ""
+def of_ranks(ranks: tuple[int, ...]) -> str:
+    """Of one rank or more, in ascending order: of_ranks((0, 1, 2, 5)) == "ranks 0 to 2, 5"."""
     start = previous = ranks[0]
     parts = []
     for rank in (*ranks[1:], -1):
@@ -120,4 +120,4 @@ def _of_ranks(ranks: tuple[int, ...]) -> str:
             )
             start = rank
         previous = rank
-    return f" ({'rank' if len(ranks) == 1 else 'ranks'} {', '.join(parts)})"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(parts)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..core.group.param import sharded_from
+from ..core.iteration.module_state import sharded_parameters
 from .finding import Finding
 from .inspected import Inspected
 
@@ -27,7 +28,9 @@ def optimizer_findings(inspected: Inspected) -> Iterator[Finding]:
             "build the optimizer after fully_shard",
             tuple(sharded.fqn for sharded in replaced),
         )
-    dead = [param for key, param in held.items() if key not in names and sharded_from(param) is None]
+    # An optimizer of several models has parameters of others; one that has none of this model's is another's, or has dead ones.
+    others = sharded_parameters().keys() if any(key in names for key in held) else frozenset()
+    dead = [param for key, param in held.items() if key not in names and key not in others and sharded_from(param) is None]
     if dead:
         yield Finding(
             "optimizer-has-dead-parameters",

@@ -1,21 +1,24 @@
-"""One rank of ``fsdp2 doctor``: it runs the script with torch's names bound to ours, watches the model that trains, and ends it.
+"""One rank of ``fsdp2 doctor``: it runs the script with torch's names bound to ours, watches the models that train, and ends it.
 
-The model is the outermost sharded one whose forward runs first; it is checked before the first step of an optimizer, when all that
-trains it is there. Of a script that fails, the first rank to fail says what was found so far: the launcher ends the others. It refuses
-to know what is a fault.
+A model is checked before the first step of an optimizer that has its parameters, when all that trains it is there. However the script
+ends, its record (``rank_record.py``) says what was seen; the command prints it. This file refuses to know what is a fault.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import runpy
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, KeysView
+from typing import Any, NoReturn, TypeVar
+from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -23,15 +26,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..core.group.param import sharded_from
-from ..core.iteration.module_state import unit_of
+from ..core.iteration.module_state import sharded_parameters, unit_of, unit_with
 from ..installation import install
 from .checking import check, check_alone
-from .finding import Finding, Report, report_of
+from .finding import Finding
 from .initialisation import canaries
+from .rank_record import RankRecord
 from .watching import Watch
 
-FOLDER = "FSDP2_DOCTOR_FOLDER"
-"""The environment variable with a folder of this run, which all its ranks see."""
+T = TypeVar("T")
 
 
 class EnoughSteps(BaseException):
@@ -39,139 +42,180 @@ class EnoughSteps(BaseException):
 
 
 class Patient:
-    """findings: of ``check`` and of the watch; num_steps: of the optimizer that stepped first; failure: what the script raised"""
+    """A script that runs under the doctor; ``record`` is what this rank has seen so far, as in ``folder``."""
 
-    def __init__(self, max_steps: int) -> None:
-        self.findings: dict[Finding, None] = {}
-        self.num_steps = 0
-        self.failure: Exception | None = None
-        self.status = 0
+    def __init__(self, max_steps: int, folder: str) -> None:
+        self.record = RankRecord(int(os.environ.get("RANK", "0")))
         self._max_steps = max_steps
+        self._folder = folder
         self._model: nn.Module | None = None
-        self._first: Optimizer | None = None
-        self._watch: Watch | None = None
+        self._num_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # of those that have sharded parameters
+        self._watched: set[nn.Module] = set()
+        self._watches: list[Watch] = []
+        self._has_been_told = False  # that its steps are enough
+        self._has_ended = False
 
-    @property
-    def has_looked(self) -> bool:
-        return self._watch is not None
-
-    def run(self, script: str, arguments: list[str]) -> None:
-        """Run ``script`` to its last step, or to its end, or until it fails."""
+    def run(self, program: str, arguments: list[str], is_module: bool) -> None:
+        """Run ``program`` to its last step, or to its end, or until it fails."""
+        self.record.write(self._folder)
         handles = [register_module_forward_pre_hook(self._before_forward), register_optimizer_step_pre_hook(self._before_step)]
-        sys.argv = [script, *arguments]
-        sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+        sys.argv = [program, *arguments]
         try:
-            with install(), canaries():
-                runpy.run_path(script, run_name="__main__")
+            with install(), canaries(), _before_os_exit(self._end):
+                if is_module:
+                    runpy.run_module(program, run_name="__main__", alter_sys=True)
+                else:
+                    sys.path.insert(0, os.path.dirname(os.path.abspath(program)))
+                    runpy.run_path(program, run_name="__main__")
         except EnoughSteps:
-            pass
+            self._end(0)
         except SystemExit as end:
-            self.status = end.code if isinstance(end.code, int) else int(end.code is not None)
             if isinstance(end.code, str):
                 sys.stderr.write(f"{end.code}\n")
-        except Exception as error:
-            self.failure, self.status = error, 1
+            self._end(end.code if isinstance(end.code, int) else int(end.code is not None))
+        except BaseException as error:  # ctrl-C as well
             traceback.print_exc()
-            self._look_alone()
+            self._end(1, error)
+        else:
+            self._end(0)
         finally:
             for handle in handles:
                 handle.remove()
-            if self._watch is not None:
-                if self.failure is not None:
-                    self._watch.__exit__(type(self.failure), self.failure, None)
-                self._watch.stop()
+
+    def _end(self, status: int, error: BaseException | None = None) -> None:
+        """The script ends with ``status``, or by ``error``. Collective: no, for the other ranks may have failed."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        record = self.record
+        record.status, record.ended_s = status, time.time()
+        if error is not None:
+            record.failure = "".join(traceback.format_exception_only(error)).strip()
+        record.write(self._folder)
+        if record.has_failed:
+            self._look_alone()
+        for watch in self._watches:
+            if record.has_failed:
+                watch.give_up()
+            else:
+                watch.stop()
+        record.write(self._folder)
 
     def _look_alone(self) -> None:
         """The script failed before an optimizer has stepped: its fault may be one that this rank can see by itself."""
-        if self._watch is None and self._model is not None:
+        if not self.record.has_looked and self._model is not None:
             with contextlib.suppress(Exception):  # of a model that is half made, behind an error that has been printed
                 self._add(*check_alone(self._model))
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # into this graph: the module around it, which runs as Python has it, is the sharded one
         if self._model is None and unit_of(module) is not None:
             self._model = module
+            self.record.has_forward = True
+            self.record.write(self._folder)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        model = self._model
-        if model is None:
+        if self._has_ended:
             return
-        if self._watch is None:
-            ours = {id(param) for param in model.parameters()}
-            held = [param for group in optimizer.param_groups for param in group["params"]]
-            if not any(id(param) in ours or sharded_from(param) is not None for param in held):
-                return  # another model's
-            self._first = optimizer
-            # Optimizers that have not stepped yet are unknown.
-            self._add(*check(model, optimizer))
-            self._watch = Watch(
-                model,
-                optimizer,
-                strict=False,
-                ignore=(),
-                every=1,
-                patience=self._max_steps + 1,
-                tell=lambda finding: self._add(finding),
-            )
-        if optimizer is self._first:
-            if self.num_steps == self._max_steps:
-                raise EnoughSteps
-            self.num_steps += 1
+        if optimizer not in self._num_steps:
+            roots = _roots_of(optimizer)
+            if not roots:
+                self.record.has_stepped_another = True
+                self.record.write(self._folder)
+                return
+            self._num_steps[optimizer] = 0
+            self._look([root for root in roots if root not in self._watched], optimizer)
+        if self._num_steps[optimizer] == self._max_steps:
+            self._stop_script()
+        self._num_steps[optimizer] += 1
+        self.record.num_steps = max(self.record.num_steps, self._num_steps[optimizer])
+        self.record.write(self._folder)
+
+    def _look(self, roots: list[nn.Module], optimizer: Optimizer) -> None:
+        """Check these roots, with all optimizers that train them, and watch them from now on. Collective: yes."""
+        if not roots:
+            return
+        self._watched.update(roots)
+        others = [each for each in _living_optimizers() if each is not optimizer and not _roots_of(each).isdisjoint(roots)]
+        model, optimizers = _joined(roots), [optimizer, *others]
+        self._add(*check(model, optimizers))
+        self.record.has_looked = True
+        patience = self._max_steps + 1
+        self._watches.append(Watch(model, optimizers, strict=False, ignore=(), every=1, patience=patience, tell=self._add))
+
+    def _stop_script(self) -> None:
+        if self._has_been_told or threading.current_thread() is not threading.main_thread():
+            # The script has caught the exception and trains on, or it would end a thread of the script's and not the script.
+            sys.stdout.flush()
+            os._exit(0)
+        self._has_been_told = True
+        raise EnoughSteps
 
     def _add(self, *findings: Finding) -> None:
-        self.findings.update(dict.fromkeys(findings))
+        self.record.findings.update(dict.fromkeys(findings))
+        self.record.write(self._folder)
 
 
-def main(arguments: list[str]) -> int:
-    """arguments: number of steps, whether findings are a failure, the script, its arguments"""
-    max_steps, strict, script, *rest = arguments
-    patient = Patient(int(max_steps))
-    patient.run(script, rest)
-    report = report_of([patient.findings])
-    if patient.failure is not None:
-        with _first_to_fail(os.environ.get(FOLDER)) as is_first:
-            if is_first:
-                _say(patient, script, report)
-    elif os.environ.get("RANK", "0") == "0":
-        _say(patient, script, report)
-    if patient.failure is None and dist.is_initialized():
-        dist.destroy_process_group()
-    return patient.status or int(bool(report) and strict == "1")
+def _roots_of(optimizer: Optimizer) -> KeysView[nn.Module]:
+    """The roots of the sharded models whose parameters ``optimizer`` has, in its order."""
+    known = sharded_parameters()
+    roots: dict[nn.Module, None] = {}
+    for group in optimizer.param_groups:
+        for held in group["params"]:
+            param = sharded_from(held) or known.get(id(held), (None,))[0]
+            if param is not None:
+                unit = unit_with(param)
+                root = unit if unit.schedule is None else unit.schedule.tree.root
+                roots[root.modules[0]] = None
+    return roots.keys()
 
 
-def _say(patient: Patient, script: str, report: Report) -> None:
-    sys.stderr.flush()
-    sys.stdout.flush()
-    sys.stdout.write(f"\nfsdp2 doctor: {patient.num_steps} steps of {script}\n")
-    if patient.failure is not None:
-        error = "".join(traceback.format_exception_only(patient.failure)).strip()
-        sys.stdout.write(f"the script failed on rank {os.environ.get('RANK', '0')}: {error}\n")
-    if patient.has_looked or report:
-        report.show()
-    else:
-        sys.stdout.write("no optimizer has stepped on a model that fully_shard was called on: nothing was looked at\n")
-    sys.stdout.flush()
+def _joined(roots: list[nn.Module]) -> nn.Module:
+    """The smallest living module that has all ``roots``, so that names are as the script has them; a list of them if there is none."""
+    if len(roots) == 1:
+        return roots[0]
+    around = [module for module in _living(nn.Module) if set(roots) <= set(module.modules())]
+    return min(around, key=lambda module: len(list(module.modules())), default=nn.ModuleList(roots))
+
+
+def _living_optimizers() -> list[Optimizer]:
+    """Those of this process, stepped or not: a model may have several, and the first that steps is not all that trains it."""
+    return [each for each in _living(Optimizer) if hasattr(each, "param_groups")]
+
+
+def _living(kind: type[T]) -> list[T]:
+    gc.collect()  # what only cycles hold is the script's no more
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
 @contextlib.contextmanager
-def _first_to_fail(folder: str | None) -> Iterator[bool]:
-    """Whether this is the rank that speaks; it has spoken when the block ends. The launcher ends it once another rank is gone.
+def _before_os_exit(tell: Callable[[int], None]) -> Iterator[None]:
+    """Inside, ``tell`` gets the status of an ``os._exit`` of this process before it ends; processes that it has forked end as ever."""
+    usual, this = os._exit, os.getpid()
 
-    folder: that all ranks see; None: there is but this rank
-    """
-    if folder is None:
-        yield True
-        return
-    claimed, spoken = (os.path.join(folder, name) for name in ("claimed", "spoken"))
+    def _exit(status: int) -> NoReturn:
+        try:
+            if os.getpid() == this:
+                tell(status)
+        finally:
+            usual(status)
+
+    os._exit = _exit
     try:
-        os.close(os.open(claimed, os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        until = time.monotonic() + 10
-        while not os.path.exists(spoken) and time.monotonic() < until:
-            time.sleep(0.05)
-        yield False
-        return
-    yield True
-    os.close(os.open(spoken, os.O_CREAT))
+        yield
+    finally:
+        os._exit = usual
+
+
+def main(arguments: list[str]) -> int:
+    """arguments: number of steps, folder of the records, whether the program is a module, the program, its arguments"""
+    max_steps, folder, is_module, program, *rest = arguments
+    patient = Patient(int(max_steps), folder)
+    patient.run(program, rest, is_module == "1")
+    if not patient.record.has_failed and dist.is_initialized():
+        dist.destroy_process_group()
+    return patient.record.status or 0
 
 
 if __name__ == "__main__":

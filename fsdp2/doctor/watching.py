@@ -118,8 +118,9 @@ class Watch:
             # Autograd calls it where a graph has the sharded parameter itself, which no reduction does.
             handle = param.sharded.register_hook(functools.partial(self._on_shard, param))  # type: ignore[no-untyped-call]
             undo.callback(handle.remove)
-        for optimizer in optimizers[:1]:
-            undo.callback(optimizer.register_step_pre_hook(compat.dynamo_disabled(self._before_step)).remove)
+        hooks = [self._before_step, *[self._strike_off] * (len(optimizers) - 1)]
+        for optimizer, hook in zip(optimizers, hooks, strict=True):
+            undo.callback(optimizer.register_step_pre_hook(compat.dynamo_disabled(hook)).remove)
         clipping.listen(self._on_clip)
         undo.callback(clipping.ignore, self._on_clip)
 
@@ -133,13 +134,19 @@ class Watch:
         if self._num_steps:
             self._note_missing()
 
+    def give_up(self) -> None:
+        """End it in a program that has failed: gradients that have not come yet are no finding."""
+        self._num_steps = 0
+        self.stop()
+
     def __enter__(self) -> Watch:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if kind is not None:
-            self._num_steps = 0  # what failed has not run to its end
-        self.stop()
+        if kind is None:
+            self.stop()
+        else:
+            self.give_up()
 
     # --- moments of a step ---
 
@@ -158,7 +165,7 @@ class Watch:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._num_steps += 1
         if self._no_gradient:
-            self._no_gradient = [param for param in self._no_gradient if param.sharded.grad is None]
+            self._strike_off()
             if self._num_steps >= self._patience:
                 self._note_missing()
         close = self._close
@@ -166,6 +173,10 @@ class Watch:
             self._look_closely(close)
         self._has_gradients = False
         self._close = _Close(self._num_steps == 1 or (self._num_steps + 1) % self._every == 0, close.findings)
+
+    def _strike_off(self, *_: Any) -> None:
+        """Also before the step of another optimizer, which may clear its gradients at once: one for each parameter, run in backward."""
+        self._no_gradient = [param for param in self._no_gradient if param.sharded.grad is None]
 
     def _note_missing(self) -> None:
         """Note parameters without gradients, but for those that wait to be reduced, which another finding names."""

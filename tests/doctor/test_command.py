@@ -76,6 +76,94 @@ def test_a_script_that_fails_is_not_the_end_of_what_was_found(tmp_path: Path, fa
     assert found in done.stdout
 
 
+MODEL = """
+import os, signal, sys, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+{shard}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(1 + dist.get_rank())
+def train():
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+SHARDED, PLAIN = "fully_shard(model)", ""
+NOTHING = "the doctor found nothing"
+
+ENDS = {
+    "by_os_exit": (SHARDED, "train()\nos._exit(0)", 0, ["1 steps", NOTHING]),
+    "by_sys_exit": (SHARDED, "train()\nsys.exit(3)", 1, ["1 steps", "the script ended on rank", "with status 3"]),
+    "by_a_signal_on_one_rank": (
+        SHARDED,
+        "train()\nif dist.get_rank() == 1: os.kill(os.getpid(), 9)\nsignal.pause()",
+        1,
+        ["1 steps", "a signal, or code other than Python's, ended the script on"],
+    ),
+    "with_the_rank_unset": (SHARDED, "del os.environ['RANK']\nfor _ in range(9): train()", 0, ["3 steps", NOTHING]),
+    "with_its_output_closed": (SHARDED, "sys.stdout.close()\nsys.stdout = open(os.devnull, 'w')\ntrain()", 0, ["1 steps", NOTHING]),
+    "catching_every_exception": (
+        SHARDED,
+        "while True:\n    try: train()\n    except BaseException: pass",
+        0,
+        ["3 steps", NOTHING],
+    ),
+    "before_any_step": (SHARDED, "model(torch.randn(2, 4))", 1, ["no torch.optim.Optimizer that has its parameters has stepped"]),
+    "training_what_is_not_sharded": (PLAIN, "train()", 1, ["none of its parameters are sharded"]),
+    "without_training": (PLAIN, "", 1, ["no optimizer has stepped on a model that fully_shard was called on"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ENDS)
+def test_however_a_script_ends_the_doctor_says_what_it_has_seen(tmp_path: Path, how: str) -> None:
+    shard, ending, status, said = ENDS[how]
+    script = tmp_path / "train.py"
+    script.write_text(MODEL.format(shard=shard) + ending)
+    done = doctor(str(script))
+    assert done.returncode == status, done.stdout + done.stderr
+    assert done.stdout.count("fsdp2 doctor: ") == 1, done.stdout + done.stderr
+    for words in said:
+        assert words in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_two_models_with_an_optimizer_each_are_healthy(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    second = """
+other = nn.Linear(4, 1)
+fully_shard(other)
+others = torch.optim.Adam(other.parameters(), lr=0.1)
+for _ in range(9):
+    other(model(torch.randn(2, 4)).detach()).sum().backward()
+    others.step()
+    others.zero_grad()
+    train()
+"""
+    script.write_text(MODEL.format(shard=SHARDED) + second)
+    done = doctor("--strict", str(script))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert NOTHING in done.stdout, done.stdout
+
+
+@pytest.mark.slow
+def test_a_module_of_a_package_is_run_as_python_runs_it(tmp_path: Path) -> None:
+    package = tmp_path / "recipes"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "sizes.py").write_text("WIDTH = 4\n")
+    (package / "train.py").write_text(f"from .sizes import WIDTH\n{MODEL.format(shard=SHARDED)}train()\nassert WIDTH == 4")
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    command = [sys.executable, "-m", "fsdp2", "doctor", "-m", "recipes.train"]
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert NOTHING in done.stdout
+
+
 TINY = ["--layers=2", "--width=64", "--heads=2", "--context=32", "--text-bytes=300000"]
 HEALTHY = [
     ("train_lm.py", 2, ["--out={}", *TINY]),

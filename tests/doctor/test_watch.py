@@ -220,6 +220,25 @@ def test_healthy_steps_have_no_finding_and_compute_what_they_do_without_a_watch(
 
 
 @on_ranks(2)
+def test_an_optimizer_of_each_parameter_that_steps_in_backward_is_healthy():
+    model = sharded(mlp())
+    optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+
+    def step_at_once(param: nn.Parameter) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in optimizers:
+        param.register_post_accumulate_grad_hook(step_at_once)
+    torch.manual_seed(10 + dist.get_rank())
+    for in_order in (list, reversed):  # the first one's step, which ends a step of the watch, is the last of a backward, and the first
+        with doctor.watch(model, in_order(optimizers.values()), patience=2) as watching:
+            for _ in range(3):
+                backward(model, torch.randn(3, 7))
+        assert not watching.report, watching.report
+
+
+@on_ranks(2)
 def test_gradients_that_a_program_changes_by_no_single_factor_have_no_finding():
     for index, step in enumerate(CHANGED):
         assert not watched(sharded(mlp()), step, strict=True).report, index

@@ -60,3 +60,15 @@ def test_a_sharded_program_has_the_losses_of_one_process(program):
     sharded, whole = losses(program, UNSHARDED[program], "-m", "fsdp2.run"), losses(program, 1)
     assert len(sharded) >= 4
     torch.testing.assert_close(sharded, whole, rtol=1e-5, atol=0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("program", ON_TORCH)
+def test_the_doctor_finds_nothing_in_a_program_of_another_library(program):
+    needs(*ON_TORCH[program])
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    command = [sys.executable, "-m", "fsdp2", "doctor", "--strict", str(FOLDER / f"{program}.py")]
+    environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the doctor found nothing" in done.stdout

@@ -1,0 +1,67 @@
+"""What one rank of ``fsdp2 doctor`` has seen, in a file that outlives the rank.
+
+A script may end by an error, by ``os._exit``, by a signal, or because the launcher ends it after another rank has failed. Each rank
+writes its record whenever it learns something, so that the command can say what was found however the ranks have ended. This file
+refuses to know models and checks.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from .finding import Finding, Report, report_of
+
+
+@dataclass
+class RankRecord:
+    """One rank's record.
+
+    findings:             of ``check`` and of the watch
+    num_steps:            of the optimizer of sharded parameters that has stepped most
+    has_looked:           the doctor has checked a model before an optimizer's step
+    has_forward:          a sharded model has begun a forward
+    has_stepped_another:  an optimizer without sharded parameters has stepped
+    failure:              the error that the script raised, in one line; empty: none
+    status:               with which the script ended; None: it runs, or was ended from outside
+    ended_s:              when it ended, of the clock that all ranks share
+    """
+
+    rank: int
+    findings: dict[Finding, None] = field(default_factory=dict)
+    num_steps: int = 0
+    has_looked: bool = False
+    has_forward: bool = False
+    has_stepped_another: bool = False
+    failure: str = ""
+    status: int | None = None
+    ended_s: float = 0.0
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self.failure) or self.status not in (None, 0)
+
+    def write(self, folder: str) -> None:
+        """Put it in the place of the last one, whole: the rank may be ended at any moment."""
+        path = Path(folder, f"rank-{self.rank}")
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_bytes(pickle.dumps(self))
+        os.replace(unfinished, path)
+
+
+def read_records(folder: str, num_ranks: int) -> list[RankRecord]:
+    """Those of the ranks that have begun to run the script, by rank."""
+    paths = (Path(folder, f"rank-{rank}") for rank in range(num_ranks))
+    return [pickle.loads(path.read_bytes()) for path in paths if path.exists()]
+
+
+def report_of_records(records: Iterable[RankRecord]) -> Report:
+    """The findings of all ranks. Some ranks have learnt in an exchange what another had found; ``ranks`` of each names all."""
+    ranks: dict[Finding, set[int]] = {}
+    for record in records:
+        for finding in record.findings:
+            ranks.setdefault(replace(finding, ranks=()), set()).update(finding.ranks or (record.rank,))
+    return report_of([[replace(finding, ranks=tuple(sorted(found))) for finding, found in ranks.items()]])

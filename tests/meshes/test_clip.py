@@ -245,6 +245,86 @@ def test_what_a_hook_writes_between_gradients_does_not_count():
     check(*models, 0.01, 2.0)
 
 
+class OfShapes(nn.Module):
+    """One group for each dtype of ``shapes``: a list of shapes, or of shapes with a dtype."""
+
+    def __init__(self, shapes: list[object]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        drawn = [shape if isinstance(shape[-1], torch.dtype) else (shape, torch.float32) for shape in shapes]
+        self.params = nn.ParameterList([torch.randn(shape).to(dtype) for shape, dtype in drawn])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((param.to(torch.float64).square() * x).sum() for param in self.params)
+
+
+NARROW, WIDE = torch.bfloat16, torch.float64
+SHAPES: dict[str, list[object]] = {
+    "empty first": [(0, 5), (5, 5), (3,)],
+    "empty between, of its neighbor's strides": [(5, 5), (0, 5), (5, 5), (7,)],
+    "empty last": [(5, 5), (7,), (0,)],
+    "several empty ones": [(0,), (0, 5), (4, 5), (3, 0), (0,), (6,), (0, 5)],
+    "nothing but empty ones": [(0, 5), (0,)],
+    "shards that are empty on some ranks": [(1, 5), (1,), (0,), (1, 5), (5, 5)],
+    "several dtypes": [(5, 5), ((0, 5), NARROW), ((5, 5), NARROW), (0,), (7,), ((0,), WIDE), ((3,), WIDE)],
+}
+CHANGES: dict[str, Callable[[nn.ParameterList], object]] = {
+    "as reduced": lambda params: None,
+    "the first with elements dropped": lambda params: setattr(first_with_elements(params), "grad", None),
+    "the first with elements replaced": lambda params: setattr(
+        first_with_elements(params), "grad", first_with_elements(params).grad * 3
+    ),
+    "empty ones dropped": lambda params: [setattr(param, "grad", None) for param in params if param.numel() == 0],
+}
+
+
+def first_with_elements(params: nn.ParameterList) -> nn.Parameter:
+    return next((param for param in params if param.numel() > 0), params[0])
+
+
+def calls_of_norms(params: nn.ParameterList, norm_type: float, ours: bool) -> list[Tensor]:
+    """The gradients' norm and the clipped gradients; each call of ours on its own gradients, torch's once in the place of all."""
+    before = [None if param.grad is None else param.grad.clone() for param in params]
+    found = []
+    for call in ("clip", "clip, one by one", "total", "flat"):
+        for param, grad in zip(params, before, strict=True):
+            param.grad = grad if grad is None else param.grad.copy_(grad)
+        if not ours:  # what has no elements has no norm in torch; a norm in bf16 would be rounded
+            there = [param for param in params if param.grad is not None and param.numel() > 0]
+            norm = nn.utils.get_total_norm([param.grad.double() for param in there], norm_type)
+            nn.utils.clip_grads_with_norm_(there, 0.01, norm)
+        elif call == "total":
+            norm = fsdp2.get_total_norm([param.grad for param in params if param.grad is not None], norm_type)
+        elif call == "flat":
+            optimizer = fsdp2.optim.flat(torch.optim.SGD, params, lr=0.0)
+            optimizer.step(max_norm=0.01, norm_type=norm_type)
+            norm = optimizer.grad_norm
+        else:
+            norm = fsdp2.clip_grad_norm_(params, 0.01, norm_type, foreach=call == "clip")
+        clipped = [] if call == "total" else [whole(param.grad).clone() for param in params if param.grad is not None]
+        found += [norm.float(), *clipped]
+    return found
+
+
+@on_ranks(2, 3)
+def test_a_parameter_without_elements_changes_no_norm():
+    """Two slots began at one offset, and the gradient after the empty one was counted and scaled twice."""
+    for name, shapes in SHAPES.items():
+        reference = OfShapes(shapes)
+        model = fully_shard(copy.deepcopy(reference), mesh=cpu_mesh())
+        for change, make in CHANGES.items():
+            for norm_type in (2.0, 1.0, INF):
+                for each in (model, reference):
+                    each.zero_grad()
+                    each(torch.ones(())).backward()
+                    make(each.params)
+                ours, theirs = (calls_of_norms(each.params, norm_type, ours=each is model) for each in (model, reference))
+                place = f"{name}, {change}, norm {norm_type}"
+                rtol = 1e-2 if name == "several dtypes" else 1e-5  # an average over three ranks is rounded to bf16
+                for one, other in zip(ours, theirs, strict=True):
+                    torch.testing.assert_close(one, other, rtol=rtol, atol=1e-8, msg=place)
+
+
 def even_tensor_parallel() -> tuple[nn.Module, nn.Module]:
     """In the buffer of one group lie weights that tp cuts as well, and a bias that tp replicates."""
     torch.manual_seed(0)

@@ -14,6 +14,7 @@ Worked example, 2 ranks, parameters a (4,) and b (3,), align 32; b is unused on 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -74,7 +75,11 @@ class ReducePlan:
             (piece_index if cut.slot_numel > 0 else None, None if param.spec.order is None and cut.dim == 0 else param.spec)
             for param, cut, piece_index in zip(self.params, cuts, self._piece_of_slot, strict=False)
         ]
-        self.views = [GradView(param, slot.offset) for param, slot in zip(self.params, self.layout.slots, strict=False)]
+        # An empty slot begins where another one does. Its gradient lies behind all others instead: no two have one offset.
+        end = self.layout.shard_numel if self.flags_slot is None else self.flags_slot.offset
+        self.views = [
+            GradView(param, slot.offset if slot.numel > 0 else end) for param, slot in zip(self.params, self.layout.slots, strict=False)
+        ]
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -89,7 +94,7 @@ class ReducePlan:
     @functools.cached_property
     def strides_by_offset(self) -> dict[int, tuple[int, ...]]:
         """The strides of the gradients in an output, by offset."""
-        return {view.offset: view.strides for view in self.views}
+        return strides_by_offset(self.views)
 
     def to_local(self, grads: list[Tensor | None], varying: set[str], always_once: bool) -> None:
         """Replace gradients of DTensors by their local tensors. Collective: yes, over model axes.
@@ -190,6 +195,11 @@ def _rank_major(grad: Tensor, spec: ShardSpec) -> Tensor:
     """A logical gradient as a tensor whose dim 0 is cut over the ranks."""
     physical = spec.to_physical(grad)
     return physical if spec.cut.dim == 0 else disassemble(physical, spec.cut)
+
+
+def strides_by_offset(views: Sequence[GradView]) -> dict[int, tuple[int, ...]]:
+    """Strides by offset of the gradients that can have elements, on this rank or another."""
+    return {view.offset: view.strides for view in views if view.param.spec.cut.slot_numel > 0}
 
 
 class GradView:

@@ -26,7 +26,7 @@ from .flat_gradients import note_gradients
 from .memory import GroupMemory
 from .options import ReductionOptions
 from .order_tags import TAG_NUMEL
-from .reduce_plan import GradView, ReducePlan
+from .reduce_plan import GradView, ReducePlan, strides_by_offset
 
 ScatterLaunches = dict[dist.ProcessGroup, list[tuple[Tensor, Tensor, Division]]]
 AllReduceLaunches = dict[dist.ProcessGroup, list[tuple[Tensor, Division]]]
@@ -406,7 +406,7 @@ class Reduction:
         if self._has_zeros_between():
             plan = self._plan
             assert plan.flags_slot is not None
-            strides = plan.strides_by_offset if views is plan.views else {view.offset: view.strides for view in views}
+            strides = plan.strides_by_offset if views is plan.views else strides_by_offset(views)
             note_gradients(reduced, strides, plan.flags_slot.offset)
 
     def _has_zeros_between(self) -> bool:

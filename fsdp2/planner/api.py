@@ -35,7 +35,7 @@ def plan(
     *,
     shard_size: int | None = None,
     wrap: Any = "auto",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     optimizer: str | Optimizer = "adamw",
@@ -57,7 +57,7 @@ def plan(
     changed, and its values are not read; nothing is allocated, and no accelerator and no process group are needed (or touched).
 
     strategy, shard_size, wrap: as in ``parallelize``
-    dtype:          in which parameters are stored; param_dtype, reduce_dtype: as in MixedPrecisionPolicy
+    dtype:          in which parameters are stored, None: as ``model`` has them; param_dtype, reduce_dtype: as in MixedPrecisionPolicy
     optimizer:      "adamw", "adam", "sgd", or a function from parameters to an optimizer
     batch, sequence: of one micro-batch of one rank
     checkpointing:  "none", or a policy of ``apply_activation_checkpointing``: "full" computes each repeated block again in backward
@@ -85,8 +85,7 @@ def plan(
         raise ArgumentError(got("plan", "world_size", world_size), expected="a number of ranks, 1 or more", fix="world_size=8")
     require("plan", COUNT, batch=batch, sequence=sequence, micro_batches=micro_batches, ranks_per_host=ranks_per_host)
     require("plan", NATURAL, prefetch=prefetch)
-    require("plan", DTYPE, dtype=dtype)
-    require("plan", DTYPE.or_none, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    require("plan", DTYPE.or_none, dtype=dtype, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     require("plan", FUNCTION.or_none, inputs=inputs, loss=loss)
     if not isinstance(optimizer, str):
         require("plan", FUNCTION, optimizer=optimizer)

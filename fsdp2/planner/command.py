@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategy", choices=list(STRATEGIES), default="zero3", help="as in fsdp2.parallelize (default: zero3)")
     parser.add_argument("--shard-size", type=int, help="ranks of a node, for hybrid strategies (default: ranks per host)")
     parser.add_argument("--wrap", nargs="+", metavar="CLASS", help="names of classes that become groups (default: found by themselves)")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="in which parameters are stored (default: fp32)")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="in which parameters are stored (default: as the model has them)")
     parser.add_argument("--param-dtype", choices=list(DTYPES), default="bf16", help="in which they are computed with (default: bf16)")
     parser.add_argument("--reduce-dtype", choices=list(DTYPES), default="fp32", help="in which gradients are reduced (default: fp32)")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="default: adamw")
@@ -139,7 +139,7 @@ def setting_of(options: argparse.Namespace) -> Setting:
         strategy=options.strategy,
         shard_size=(options.shard_size or options.ranks_per_host) if is_hybrid else options.shard_size,
         wrap=by_class(*options.wrap) if options.wrap else "auto",
-        dtype=DTYPES[options.dtype],
+        dtype=DTYPES.get(options.dtype),
         param_dtype=DTYPES[options.param_dtype],
         reduce_dtype=DTYPES[options.reduce_dtype],
         optimizer=options.optimizer,

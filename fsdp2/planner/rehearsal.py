@@ -62,7 +62,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 class Setting:
     """How the workload is trained: as many attributes as there are choices.
 
-    dtype:        of the parameters as they are stored; param_dtype, reduce_dtype: as in MixedPrecisionPolicy
+    dtype:        of the parameters as they are stored, None: each its own; param_dtype, reduce_dtype: as in MixedPrecisionPolicy
     wrap, strategy, shard_size: as in ``parallelize``
     optimizer:    a name in OPTIMIZERS, or a function from parameters to an optimizer
     batch, sequence: of one micro-batch of one rank; micro_batches: between two optimizer steps
@@ -75,7 +75,7 @@ class Setting:
     strategy: str = "zero3"
     shard_size: int | None = None
     wrap: Any = "auto"
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = None
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     optimizer: str | Optimizer = "adamw"
@@ -90,9 +90,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """One parameter group, in bytes. padding: of its unsharded storage, what is no parameter"""
+    """One parameter group, in bytes. dtype: in which it is stored; padding: of its unsharded storage, what is no parameter"""
 
     name: str
+    dtype: torch.dtype
     numel: int
     sharded: int
     unsharded: int
@@ -192,7 +193,7 @@ def _built(workload: Workload, setting: Setting) -> nn.Module:
     with torch.device("meta"):
         model = workload.build()
     for param in model.parameters():
-        if param.is_floating_point():
+        if setting.dtype is not None and param.is_floating_point():
             param.data = param.data.to(setting.dtype)
     return model
 
@@ -283,6 +284,7 @@ def _facts(group: ParamGroup) -> GroupFacts:
     unsharded = plan.unsharded_nbytes
     return GroupFacts(
         name=group.fqn,
+        dtype=plan.dtype,
         numel=numel,
         sharded=plan.layout.shard_numel * plan.dtype.itemsize,
         unsharded=unsharded,

@@ -184,6 +184,7 @@ def _groups(small: Sequence[GroupFacts], large: Sequence[GroupFacts], repeated: 
 def _extended_group(small: GroupFacts, large: GroupFacts, repeated: str, times: int) -> GroupFacts:
     return GroupFacts(
         name=_name(small.name, large.name, repeated, times),
+        dtype=large.dtype,
         numel=_on(small.numel, large.numel, times),
         sharded=_on(small.sharded, large.sharded, times),
         unsharded=_on(small.unsharded, large.unsharded, times),

@@ -140,7 +140,7 @@ def _least_kept(asked: Plan, setting: Setting) -> float:
     # An optimizer of the user's may keep states that no rank shards.
     has_states = isinstance(setting.optimizer, str) and not setting.offload and asked.state.master > 0
     states = asked.state.optimizer / asked.state.master if has_states else 0.0
-    return asked.numel * setting.dtype.itemsize * (1 + states) / shards
+    return sum(group.numel * group.dtype.itemsize for group in asked.groups) * (1 + states) / shards
 
 
 def _too_large(proposal: Proposal) -> Dropped:

@@ -1,6 +1,7 @@
 """Bytes communicated in a step that was written down, by phase, kind and link. Pure functions.
 
-Of a ring over n ranks every rank sends (n - 1) / n of the buffer, of an all-reduce twice that. A ring that lies within a host uses the
+Of a ring over n ranks every rank sends (n - 1) / n of the buffer, of an all-reduce twice that. In an exchange, one round of a pairwise
+reduce-scatter, it sends the whole buffer to one other rank. A ring that lies within a host uses the
 links between its devices; one over several hosts also crosses a link between hosts once for each host, with the same bytes.
 
 Worked example: 16 MB are gathered over 16 ranks on 2 hosts of 8. Each rank sends 15 MB to its neighbour; of each host one rank's 15 MB
@@ -46,8 +47,8 @@ def traffic_of(entries: Sequence[Entry], groups: Sequence[Ranks], ranks_per_host
 
 
 def sent_by_each(kind: str, nbytes: int, size: int) -> int:
-    """Bytes that one rank sends around a ring of ``size``."""
-    if kind == "broadcast":  # one rank is the source
+    """Bytes that one rank sends around a ring of ``size``: of a broadcast, in which the last one sends nothing, the mean of all ranks."""
+    if kind == "exchange":
         return nbytes
     return nbytes * (size - 1) // size * (2 if kind == "all_reduce" else 1)
 

@@ -22,7 +22,10 @@ Backend = Literal["nccl", "gloo"]
 
 class Listener(Protocol):
     def communicated(self, kind: str, group: dist.ProcessGroup | None, nbytes: int) -> None:
-        """nbytes: of the gathered buffer, or of the one to be reduced; ``group`` None: all ranks."""
+        """nbytes: of the gathered buffer, or of the one to be reduced; ``group`` None: all ranks.
+
+        kind: "exchange" for an all-to-all of uneven pieces; nbytes are then those that leave this rank
+        """
 
     def launched_together(self) -> contextlib.AbstractContextManager[None]:
         """Collectives inside are one launch."""
@@ -77,7 +80,12 @@ def _told(real: Any, kind: str, position: int, argument: str, listener: Listener
         whole: Tensor = args[position] if len(args) > position else kwargs[argument]
         if not isinstance(whole, compat.FakeTensor):
             return real(*args, group=group, async_op=async_op, **kwargs)
-        listener.communicated(kind, group, whole.nbytes)
+        splits = args[3] if len(args) > 3 else kwargs.get("input_split_sizes")
+        if kind == "all_to_all" and splits:
+            leaving = sum(splits) - splits[dist.get_rank(group)]
+            listener.communicated("exchange", group, whole.nbytes // max(whole.shape[0], 1) * leaving)
+        else:
+            listener.communicated(kind, group, whole.nbytes)
         return _Sent() if async_op else None
 
     return collective

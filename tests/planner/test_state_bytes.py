@@ -175,3 +175,46 @@ def test_an_offloaded_shard_is_staged_on_the_device_while_it_is_gathered():
     staged, resident = (fsdp2.plan(model, 4, offload=offload, **options) for offload in (True, False))
     assert "all-gather buffers" not in resident.memory.most
     assert staged.memory.most["all-gather buffers"] == staged.groups[-1].sharded
+
+
+class Adapted(nn.Module):
+    """A base that does not learn, and a small layer beside it that does."""
+
+    def __init__(self, base: torch.dtype) -> None:
+        super().__init__()
+        self.base = nn.Linear(37, 37, dtype=base).requires_grad_(False)
+        self.down, self.up = nn.Linear(37, 4, bias=False), nn.Linear(4, 37, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted(base: torch.dtype) -> nn.Module:
+    return nn.Sequential(*(Adapted(base) for _ in range(3)))
+
+
+DTYPES = {  # the model, and what the plan says of its dtypes
+    "bf16": (lambda: Model().to(torch.bfloat16), "stored bfloat16"),
+    "a frozen bf16 base with fp32 adapters": (lambda: adapted(torch.bfloat16), "stored 82.6% bfloat16 and 17.4% float32"),
+    "fp64": (lambda: Model().double(), "stored float64"),
+}
+
+
+@on_ranks(2)
+def test_a_model_is_planned_in_the_dtypes_that_its_parameters_have(world_size):
+    for name, (made, said) in DTYPES.items():
+        policy = {"param_dtype": torch.bfloat16}
+        planned = fsdp2.plan(made(), 2, "zero3", backend="gloo", inputs=inputs, batch=2, sequence=3, **policy)
+        model = parallelize(made(), "zero3", mp_policy=MixedPrecisionPolicy(**policy))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for step in range(2):
+            model(*inputs(2, 3)).float().mean().backward()
+            if step == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        if dist.get_rank() == 0:
+            assert planned.state == measured_state_bytes(model, optimizer), name
+            assert said in str(planned), str(planned)
+    cast = fsdp2.plan(Model().to(torch.bfloat16), 2, backend="gloo", inputs=inputs, batch=2, sequence=3, dtype=torch.float32)
+    whole = fsdp2.plan(Model(), 2, backend="gloo", inputs=inputs, batch=2, sequence=3)
+    assert cast.state == whole.state

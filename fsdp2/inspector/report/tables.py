@@ -11,6 +11,9 @@ from .reading import Run, last_step
 
 Rows = list[tuple[str, ...]]
 
+_PURPOSES = {"broadcast": "all-gather", "all_to_all": "reduce-scatter", "exchange": "reduce-scatter"}
+"""The collectives by which gloo gathers and reduces, as a ledger calls them."""
+
 
 def shown(nbytes: float | None) -> str:
     """``shown(1536) == "1.5 KiB"``"""
@@ -76,7 +79,7 @@ def memory(run: Run) -> Rows:
 
 
 def communication(run: Run) -> Rows:
-    """(phase, collective, calls, buffers, sent, exposed ms, planned: sent) of a step, rank 0; the plan's sum stands once a phase."""
+    """(phase, collective, calls, buffers, sent, exposed ms, planned: sent) of a step, rank 0."""
     if not run.ledgers:
         return []
     lines = usual(run.ledgers[min(run.ledgers)])
@@ -87,12 +90,13 @@ def communication(run: Run) -> Rows:
         for phase, kinds in line["communication"].items():
             for kind, said in kinds.items():
                 found.setdefault((phase, kind), []).append(said)
-    planned: dict[str, int] = {}
+    planned: dict[tuple[str, str], int] = {}
     for each in () if run.plan is None else run.plan["traffic"]:
-        planned[each["phase"]] = planned.get(each["phase"], 0) + each["sent"]
+        purpose = each["phase"], _PURPOSES.get(each["kind"], each["kind"].replace("_", "-"))
+        planned[purpose] = planned.get(purpose, 0) + each["sent"]
     rows: Rows = []
     for (phase, kind), said in found.items():
-        of_plan = shown(planned.pop(phase, None))
+        of_plan = shown(planned.get((phase, kind)))
 
         def mean(key: str, said: list[Values] = said) -> float:
             return float(sum(each[key] for each in said) / len(lines))

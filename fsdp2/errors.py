@@ -21,6 +21,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .printable import printable
+
 MAX_ITEMS = 5
 """How many offenders an error lists: a model has hundreds of parameters, and the first few show what is wrong with all."""
 
@@ -33,7 +35,7 @@ class FSDPError(Exception):
 
     def __init__(self, headline: str, *, expected: str = "", fix: str = "", items: Iterable[str] = ()) -> None:
         # Without a fix the headline is the whole text: that of an error which another rank has sent.
-        super().__init__(message(headline, expected=expected, fix=fix, items=items) if fix else headline)
+        super().__init__(printable(message(headline, expected=expected, fix=fix, items=items) if fix else headline))
         self.__notes__ = [f"  see:      {troubleshooting(type(self))}"]
 
 

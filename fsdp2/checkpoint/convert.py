@@ -12,7 +12,6 @@ import contextlib
 import math
 import os
 import shutil
-import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch import nn
 
 from ..arguments import PATH, SWITCH, require
 from ..errors import ArgumentError, CheckpointError
+from ..printable import say
 from .byte_ranges import ByteReader
 from .durable import sync_folder
 from .every_rank import describe
@@ -319,7 +319,7 @@ def run(options: argparse.Namespace) -> int:
     )
     if not options.quiet:
         what = f"{done.num_tensors} tensors" + (" and the optimizer" if done.optimizer else "")
-        sys.stdout.write(f"{done.path}: {what} from {done.source}, {done.nbytes / 1e6:.1f} MB read\n")
+        say(f"{done.path}: {what} from {done.source}, {done.nbytes / 1e6:.1f} MB read")
         for each in done.left_out:
-            sys.stdout.write(f"  left out: {each}\n")
+            say(f"  left out: {each}")
     return 0

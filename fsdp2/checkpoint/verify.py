@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from typing import BinaryIO
 
 from ..arguments import COUNT, Kind, checked_path, require
 from ..errors import CheckpointError
+from ..printable import say
 from .dcp_files import METADATA, read_metadata
 from .digests import DIGESTS, FileDigest, read_digests
 from .failure import failure
@@ -289,9 +289,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Compare, and print the result."""
     done = verify(options.path, format=options.format)
-    sys.stdout.write(f"{done.path}: {done.nbytes / 1e6:.1f} MB of {done.format} are as they were written\n")
+    say(f"{done.path}: {done.nbytes / 1e6:.1f} MB of {done.format} are as they were written")
     for each in done.unchecked[:20]:
-        sys.stdout.write(f"  no digest: {each}\n")
+        say(f"  no digest: {each}")
     if len(done.unchecked) > 20:
-        sys.stdout.write(f"  no digest: {len(done.unchecked) - 20} more\n")
+        say(f"  no digest: {len(done.unchecked) - 20} more")
     return 0

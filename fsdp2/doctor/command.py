@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from ..errors import ArgumentError
+from ..printable import say
 from .finding import of_ranks
 from .rank_record import RankRecord, read_records, report_of_records
 
@@ -99,13 +100,13 @@ def _terminated_as_error() -> Iterator[None]:
 def _say(records: Sequence[RankRecord], script: str, status: int) -> int:
     """Print what ``records`` have, or why they have nothing. Returns the number of findings."""
     report = report_of_records(records)
-    sys.stdout.write(f"\nfsdp2 doctor: {max((record.num_steps for record in records), default=0)} steps of {script}\n")
+    say(f"\nfsdp2 doctor: {max((record.num_steps for record in records), default=0)} steps of {script}")
     for line in _ends(records, status):
-        sys.stdout.write(f"{line}\n")
+        say(line)
     if report or any(record.has_looked for record in records):
         report.show()
     else:
-        sys.stdout.write(f"{_why_nothing(records)}: nothing was looked at\n")
+        say(f"{_why_nothing(records)}: nothing was looked at")
     sys.stdout.flush()
     return len(report)
 

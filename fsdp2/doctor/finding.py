@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..errors import MAX_ITEMS, DoctorError
+from ..printable import printable
 
 Severity = Literal["error", "warning", "note"]
 _ORDER = ("error", "warning", "note")
@@ -50,7 +51,7 @@ class Finding:
         where = f" ({of_ranks(self.ranks)})" if self.ranks else ""
         lines = [f"[{self.severity}] {self.check}{where}: {self.what}"]
         lines += [f"    {', '.join(listed)}"] if listed else []
-        return "\n".join([*lines, f"    why: {self.why}", f"    fix: {self.fix}"])
+        return printable("\n".join([*lines, f"    why: {self.why}", f"    fix: {self.fix}"]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from ..core.comm.background import BackgroundThread
 from ..core.comm.collective_log import CollectiveLog, switched_on
 from ..core.group.step_count import OPTIMIZER_STEPS
 from ..errors import ArgumentError, OrderError, short
+from ..printable import printable
 from .explanation import explain, own_account
 from .patience import Patience, Sign
 from .report import MainThread, Report, cpu_time_of_main_thread, report_of
@@ -346,7 +347,7 @@ def _asked_by_signal() -> Iterator[int]:
 
 
 def _tell(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{printable(text)}\n")
     sys.stderr.flush()
 
 

@@ -6,11 +6,12 @@ fsdp2 diff runs/monday runs/tuesday
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from ..errors import ArgumentError
+from ..printable import say
 from .difference import Lines, common_steps, partings
+from .expected import RECORD_LINE
 from .run_folder import rank_files, read_lines
 
 
@@ -31,20 +32,20 @@ def run(options: argparse.Namespace) -> int:
         )
     found = list(partings(first, second))
     for each in found[:1]:
-        sys.stdout.write(f"{each}\n")
+        say(str(each))
         if each.only_in:
             common = next((other for other in found if not other.only_in), None)
-            sys.stdout.write(f"of what both recorded: {common or 'no bit differs'}\n")
+            say(f"of what both recorded: {common or 'no bit differs'}")
         more = next((other for other in found if not other.is_rounding), None)
         if each.is_rounding:
-            sys.stdout.write(f"by more than rounding first: {more}\n" if more else "nowhere by more than rounding\n")
+            say(f"by more than rounding first: {more}" if more else "nowhere by more than rounding")
     if not found:
-        sys.stdout.write(f"no bit differs in steps {steps[0]} to {steps[-1]}\n")
+        say(f"no bit differs in steps {steps[0]} to {steps[-1]}")
     return 1 if found else 0
 
 
 def _recorded(folder: Path) -> Lines:
-    found = {rank: read_lines(path) for rank, path in rank_files(folder, "record", "jsonl")}
+    found = {rank: read_lines(path, RECORD_LINE) for rank, path in rank_files(folder, "record", "jsonl")}
     if not found:
         raise ArgumentError(
             f"diff found no recording in {folder}",

@@ -47,8 +47,7 @@ class Fingerprint:
 
     def distance(self, other: Fingerprint) -> float:
         """About the norm of the difference."""
-        squares = [(a - b) ** 2 for a, b in zip(self.sketch, other.sketch, strict=True)]
-        return math.sqrt(sum(squares) / len(squares))
+        return math.dist(self.sketch, other.sketch) / math.sqrt(len(self.sketch))
 
 
 NOTHING = Fingerprint(0, 0.0, (0.0,) * NUM_SKETCHES)

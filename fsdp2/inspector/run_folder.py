@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ArgumentError
+from .expected import misfit
 
 Values = dict[str, Any]
 
@@ -42,9 +43,40 @@ class Lines:
         os.close(self._file)
 
 
-def read_lines(path: Path) -> list[Values]:
-    """Whole lines; of a last one that was cut off where a disk was full, nothing."""
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+def read_lines(path: Path, shape: Any) -> list[Values]:
+    """Whole lines; of a last one that was cut off where a disk was full, nothing. Raises: ArgumentError if one has not ``shape``"""
+    lines = _text(path).split("\n")[:-1]
+    return [_values(line, shape, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
+
+
+def read_json(path: Path, shape: Any) -> Values:
+    """Raises: ArgumentError if ``path`` has not ``shape``"""
+    return _values(_text(path), shape, str(path))
+
+
+def _text(path: Path) -> str:
+    try:
+        if not path.is_file():  # a pipe would be waited for
+            raise OSError("it is no file")
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _broken(str(path), str(error)) from None
+
+
+def _values(text: str, shape: Any, where: str) -> Values:
+    try:
+        values: Values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _broken(where, str(error)) from None
+    if said := misfit(values, shape):
+        raise _broken(where, said.removeprefix(": "))
+    return values
+
+
+def _broken(where: str, why: str) -> ArgumentError:
+    return ArgumentError(
+        f"{where} cannot be read: {why}", expected="a file that fsdp2 has written", fix="write it again, or remove it from the folder"
+    )
 
 
 def write_json(path: Path, values: Any) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..errors import ArgumentError
+from ..printable import printable, say
 from .files import CONFIGS, migrate_files
 from .report import Migrated
 
@@ -66,9 +67,10 @@ def run(options: argparse.Namespace) -> int:
             if result.new != result.old:
                 path.write_bytes(result.new.encode())  # as they are: text mode would change line ends
         else:
-            sys.stdout.writelines(_diff(path, result))
+            diff = "".join(_diff(path, result))
+            sys.stdout.write(printable(diff) if sys.stdout.isatty() else diff)
         for finding in result.findings:
-            sys.stdout.write(finding.shown(path) + "\n")
+            say(finding.shown(path))
     return 0 if complete else 1
 
 

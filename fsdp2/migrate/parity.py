@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 from ..errors import ArgumentError
+from ..printable import say
 from .differences import Run, first_difference
 from .files import imported_names, migrate_files
 from .working_copy import working_copies
@@ -40,7 +41,7 @@ def compare(
         new_source, listing = _rewrite(script, overlay)
         sys.stdout.writelines(listing)
         if new_source is None:
-            sys.stdout.write(f"{script}: nothing to migrate\n")
+            say(f"{script}: nothing to migrate")
             return 0
         places = {
             side: (Path.cwd(), script) if in_place else working_copies(script, folder / f"{side} copy") for side in ("old", "new")
@@ -51,9 +52,9 @@ def compare(
             new = _run(folder / "new", new_source, places["new"], overlay, arguments, num_steps, num_ranks, timeout)
             found = _failure("new", new) or first_difference(old, new, tolerance)
     if found:
-        sys.stdout.write(f"{script}: different: {found}\n")
+        say(f"{script}: different: {found}")
         return 1
-    sys.stdout.write(f"{script}: the same for {old.num_steps} steps on {num_ranks} ranks: losses, gradients, parameters\n")
+    say(f"{script}: the same for {old.num_steps} steps on {num_ranks} ranks: losses, gradients, parameters")
     return 0
 
 

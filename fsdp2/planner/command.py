@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError
+from ..printable import printable, say
 from ..strategy import STRATEGIES
 from ..testing.clock.cards import CARDS
 from ..wrap import by_class
@@ -168,17 +169,17 @@ def show(title: str, found: Sequence[Table]) -> None:
         import rich.console
         import rich.table
     except ImportError:
-        sys.stdout.write(as_text(title, found) + "\n")
+        say(as_text(title, found))
         return
     if not sys.stdout.isatty():  # for programs, and for files, which have no width
-        sys.stdout.write(as_text(title, found) + "\n")
+        say(as_text(title, found))
         return
     console = rich.console.Console()
-    console.print(title)
+    console.print(printable(title))
     for table in found:
         shown: Any = rich.table.Table(title=table.title, box=rich.box.SIMPLE_HEAD, title_justify="left", caption=table.note or None)
         for index, head in enumerate(table.head):
             shown.add_column(head, justify="right" if table.has_numbers and index > 0 else "left")
         for row in table.rows:
-            shown.add_row(*row)
+            shown.add_row(*map(printable, row))
         console.print(shown)

@@ -20,6 +20,7 @@ import fsdp2
 from fsdp2.cli import main
 from fsdp2.core.group.memory import GroupMemory
 from fsdp2.inspector.difference import Lines, partings
+from fsdp2.inspector.expected import RECORD_LINE
 from fsdp2.inspector.fingerprint import fingerprint
 from fsdp2.inspector.run_folder import rank_files, read_lines
 from harness import on_ranks
@@ -88,7 +89,7 @@ def recorded(folder: Path, strategy: str = "zero3", fault: Fault | None = None) 
             optimizer.step()
             optimizer.zero_grad()
     dist.barrier()
-    return {rank: read_lines(path) for rank, path in rank_files(folder, "record", "jsonl")}
+    return {rank: read_lines(path, RECORD_LINE) for rank, path in rank_files(folder, "record", "jsonl")}
 
 
 @on_ranks(2)
@@ -186,6 +187,34 @@ def test_gradients_that_one_run_has_not_recorded_are_said_to_be_in_the_other_onl
         printed = capsys.readouterr().out
         assert printed.startswith(only)
         assert f"\nof what both recorded: {common}" in printed
+
+
+def test_records_that_are_broken_anywhere_are_an_error_of_fsdp2_that_names_the_line_and_escapes_are_not_printed(tmp_path, capsys):
+    said = {"checksum": 1, "squares": 4.0, "sketch": [1.0, 1.0, 1.0, 1.0], "replica": 0, "eps": 1e-7}
+    line = {"step": 1, **{key: {"\x1b[2J": {"0.\x1b]0;pwned\x07weight": said}} for key in ("parameters", "gradients", "update")}}
+    other = json.loads(json.dumps(line).replace("4.0", "5.0").replace('"checksum": 1', '"checksum": 2'))
+    for name, values in (("a", line), ("b", other)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "record.rank0.jsonl").write_text(f"{json.dumps(values)}\n")
+
+    def diff() -> tuple[int, str]:
+        status = main(["diff", str(tmp_path / "a"), str(tmp_path / "b")])
+        printed = "".join(capsys.readouterr())
+        assert printed.replace("\n", "").isprintable(), repr(printed)
+        return status, printed
+
+    status, printed = diff()
+    assert status == 1
+    assert r"\x1b[2J" in printed
+    file = tmp_path / "b" / "record.rank0.jsonl"
+    del other["step"]
+    cases = [{}, [], 1, other, {**line, "update": {"0": {"w": {**said, "sketch": [1.0]}}}}, {**line, "gradients": {"0": []}}]
+    cases += [{**line, "update": {"0": {"w": {**said, key: value}}}} for key in said for value in (None, "1", -1, 10**400)]
+    for values in cases:
+        file.write_text(f"{json.dumps(line)}\n{json.dumps(values)}\n")
+        status, printed = diff()
+        assert status == 1, values
+        assert f"{file}, line 2 cannot be read" in printed, (values, printed)
 
 
 @on_ranks(1)

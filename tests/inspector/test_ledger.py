@@ -12,8 +12,10 @@ from torch import nn
 
 import fsdp2
 from fsdp2 import doctor
+from fsdp2.arguments import COUNT
 from fsdp2.core.comm import collective_log
 from fsdp2.errors import ArgumentError, DoctorWarning
+from fsdp2.inspector.expected import LEDGER_LINE
 from fsdp2.inspector.meter import Meter
 from fsdp2.inspector.run_folder import Lines, rank_files, read_lines
 from harness import on_ranks
@@ -30,10 +32,10 @@ def lines_of_a_run(world_size: int, **options: Any) -> list[dict[str, Any]]:
         for _ in range(3):
             step()
         ((_, path),) = [each for each in rank_files(folder, "ledger", "jsonl") if each[0] == dist.get_rank()]
-        assert len(read_lines(path)) == 3  # each is there when its step has ended: a crash leaves it
+        assert len(read_lines(path, LEDGER_LINE)) == 3  # each is there when its step has ended: a crash leaves it
     dist.barrier()
     assert [rank for rank, _ in rank_files(folder, "ledger", "jsonl")] == list(range(world_size))
-    return read_lines(path)
+    return read_lines(path, LEDGER_LINE)
 
 
 @on_ranks(2)
@@ -88,7 +90,7 @@ def test_of_a_line_that_was_cut_off_nothing_is_read(tmp_path):
     lines.close()
     with (tmp_path / "lines.jsonl").open("a") as file:
         file.write('{"step":')
-    assert read_lines(tmp_path / "lines.jsonl") == [{"step": 1}]
+    assert read_lines(tmp_path / "lines.jsonl", {"step": COUNT}) == [{"step": 1}]
 
 
 def test_the_meter_tells_waiting_from_the_time_of_hooks():

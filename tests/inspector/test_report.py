@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import html
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import fsdp2
 from fsdp2.cli import main
 from fsdp2.doctor.finding import Finding
 from fsdp2.inspector.report.figures import memory, timeline
+from fsdp2.inspector.report.page import page_of
 from fsdp2.inspector.report.reading import Run, read_run
 from fsdp2.inspector.report.tables import measured_peak
 from fsdp2.inspector.run_folder import write_json
@@ -95,6 +98,80 @@ def test_the_page_says_what_was_measured_beside_what_was_planned_and_what_the_do
 def test_a_folder_without_a_run_is_an_error_of_one_line_each(tmp_path, capsys):
     assert main(["report", str(tmp_path)]) == 1
     assert "neither a ledger nor a trace" in capsys.readouterr().err
+
+
+ATTACK = '"><img src=x onerror=alert(1)></script><!--<script>\x1b[2J\ud800'
+
+
+def attacked(value: Any) -> Any:
+    """``value`` with the attack in the place of each text, but for those that choose what is drawn."""
+    if isinstance(value, dict):
+        return {key: each if key in ("ph", "id") else attacked(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [attacked(each) for each in value]
+    return ATTACK + value if isinstance(value, str) else value
+
+
+def test_no_text_of_a_run_becomes_code_of_the_page(tmp_path):
+    """A finding's severity stood unescaped in an attribute. Here every text of all files holds markup, a script's end and a comment."""
+    folder = run_folder(tmp_path)
+    honest = (main(["report", str(folder)]), (folder / "report.html").read_text())[1]
+    for path in folder.glob("*.json*"):
+        path.write_text(json.dumps(attacked(json.loads(path.read_text()))) + "\n")
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text()
+
+    def tags(text: str) -> list[str]:
+        text = text[text.index("<body>") :]
+        return sorted(set(re.findall(r"<[a-z!/][^ >]*", text)))
+
+    assert tags(page) == tags(honest)
+    assert "<!--" not in page[page.index("<body>") :]
+    assert "onerror=alert(1)&gt;" in page[page.index("<body>") :]
+
+
+def paths_below(value: Any) -> Iterator[tuple[Any, ...]]:
+    """The place of each value in ``value``, itself included."""
+    yield ()
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in parts:
+        yield from ((key, *below) for below in paths_below(each))
+
+
+def broken(value: Any, path: tuple[Any, ...], other: Any) -> Any:
+    if not path:
+        return other
+    copy = value.copy()
+    copy[path[0]] = broken(value[path[0]], path[1:], other)
+    return copy
+
+
+OTHERS = [None, -(10**400), "\ud800", [None], {}]
+
+
+def test_a_file_that_is_broken_anywhere_is_a_page_or_an_error_of_fsdp2_that_names_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("fsdp2.inspector.report.page._plotly", lambda: "")
+    folder = run_folder(tmp_path)
+    num_refused = 0
+    for name in ("run.json", "ledger.rank1.jsonl", "trace.rank0.json"):
+        whole = (folder / name).read_text()
+        texts = ["{", '{"a": 1}\n', "[" * 100_000, "\n", "\xff\n"]
+        values = json.loads(whole)
+        texts += [json.dumps(broken(values, path, other)) + "\n" for path in paths_below(values) for other in OTHERS]
+        for text in texts:
+            (folder / name).write_text(text)
+            try:
+                page_of(read_run(folder))
+            except fsdp2.ArgumentError as error:
+                num_refused += name in str(error)
+            except Exception as error:
+                raise AssertionError(f"{name}: {text[:400]}") from error
+        (folder / name).write_text(whole)
+    assert num_refused > 100
+    (folder / "ledger.rank1.jsonl").unlink()
+    os.mkfifo(folder / "ledger.rank1.jsonl")
+    with pytest.raises(fsdp2.ArgumentError, match=r"ledger\.rank1\.jsonl cannot be read: it is no file"):
+        read_run(folder)
 
 
 def test_without_plotly_the_report_says_what_to_install(tmp_path, monkeypatch, capsys):

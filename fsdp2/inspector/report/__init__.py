@@ -32,5 +32,5 @@ def write_report(folder: Path, output: Path | None = None) -> Report:
     Raises:     ArgumentError where there is nothing to show, or without plotly
     """
     page, run = output or folder / "report.html", read_run(folder)
-    page.write_text(page_of(run))
+    page.write_text(page_of(run), encoding="utf-8", errors="replace")
     return Report(page, measured_peak(run))

@@ -6,9 +6,9 @@ fsdp2 report run --output run.html
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
+from ...printable import say
 from . import write_report
 
 
@@ -19,5 +19,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the page, and print where. Returns 0. Raises: ArgumentError where there is nothing to show, or without plotly"""
-    sys.stdout.write(f"{write_report(options.folder, options.output).page}\n")
+    say(str(write_report(options.folder, options.output).page))
     return 0

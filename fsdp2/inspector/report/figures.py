@@ -79,7 +79,7 @@ def _bars(events: list[Values]) -> Iterable[tuple[str, str, str, float, float]]:
     for each in events:
         if each["ph"] == "X" and (each["tid"] == MAIN or each["cat"] == "optimizer"):
             yield "main thread", each["cat"], each["name"], each["ts"], each["dur"]
-        elif each["ph"] == "b":
+        elif each["ph"] == "b" and each["id"] in ends:
             row = each["cat"] if each["cat"] in _ROWS else "other collectives"
             yield row, each["cat"] if row != "other collectives" else row, each["name"], each["ts"], ends[each["id"]] - each["ts"]
 

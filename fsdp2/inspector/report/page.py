@@ -6,6 +6,7 @@ import html
 import json
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from ...errors import ArgumentError
 from . import figures, tables
@@ -35,8 +36,21 @@ def page_of(run: Run) -> str:
         about=html.escape(tables.about(run)),
         plotly=_plotly(),
         body="\n".join(body),
-        figures=json.dumps(found).replace("</", "<\\/"),
+        figures=json.dumps(_escaped(found)).replace("<", "\\u003c"),
     )
+
+
+def _escaped(figure: Any) -> Any:
+    """``figure`` with its texts as plotly is to show them: it reads some of them as HTML."""
+    if isinstance(figure, dict):
+        return {key: value if key in _MARKED_UP else _escaped(value) for key, value in figure.items()}
+    if isinstance(figure, list):
+        return [_escaped(each) for each in figure]
+    return html.escape(figure, quote=False) if isinstance(figure, str) else figure
+
+
+_MARKED_UP = ("hovertemplate",)
+"""Texts of figures that are HTML of ours."""
 
 
 def _tile(what: str, value: str) -> str:
@@ -75,5 +89,5 @@ def _findings(run: Run) -> str:
     for each in found:
         where = f"\n    {', '.join(each['params'][:5])}" if each["params"] else ""
         text = f"[{each['severity']}] {each['check']}: {each['what']}{where}\n    why: {each['why']}\n    fix: {each['fix']}"
-        said.append(f'<div class="finding {each["severity"]}">{html.escape(text)}</div>')
+        said.append(f'<div class="finding {html.escape(each["severity"])}">{html.escape(text)}</div>')
     return "<h2>The doctor's findings</h2>" + ("".join(said) or "<p>none were given to the ledger</p>")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import ArgumentError
-from ..run_folder import Values, rank_files, read_lines
+from ..expected import LEDGER_LINE, RUN, TRACE
+from ..run_folder import Values, rank_files, read_json, read_lines
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    """Raises: ArgumentError where nothing was written down."""
+    """Raises: ArgumentError where nothing was written down, or a file is broken."""
     about = folder / "run.json"
     found = Run(
         folder,
-        json.loads(about.read_text()) if about.exists() else {},
-        {rank: read_lines(path) for rank, path in rank_files(folder, "ledger", "jsonl")},
-        {rank: json.loads(path.read_text())["traceEvents"] for rank, path in rank_files(folder, "trace", "json")},
+        read_json(about, RUN) if about.exists() else {},
+        {rank: read_lines(path, LEDGER_LINE) for rank, path in rank_files(folder, "ledger", "jsonl")},
+        {rank: read_json(path, TRACE)["traceEvents"] for rank, path in rank_files(folder, "trace", "json")},
     )
     if not found.ledgers and not found.traces:
         raise ArgumentError(

@@ -40,7 +40,7 @@ def headline(run: Run) -> Rows:
         duration = statistics.median(line["duration_ms"] for line in lines)
         rows.append(("step", f"{duration:.1f} ms"))
         tokens = statistics.median(line["tokens"] or 0 for line in lines)
-        if tokens:
+        if tokens and duration:
             rows.append(("tokens/s, all ranks", f"{tokens * len(run.ledgers) / duration * 1e3:,.0f}"))
         rows.append(("exposed communication", f"{_share(lines, 'exposed_ms'):.0%}"))
         rows.append(("host time in hooks", f"{_share(lines, 'hooks_ms'):.1%}"))
@@ -53,7 +53,8 @@ def headline(run: Run) -> Rows:
 
 
 def _share(lines: Sequence[Values], key: str) -> float:
-    return float(sum(line[key] for line in lines) / sum(line["duration_ms"] for line in lines))
+    duration = sum(line["duration_ms"] for line in lines)
+    return float(sum(line[key] for line in lines) / duration) if duration else 0.0
 
 
 def measured_peak(run: Run) -> int | None:

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.comm import backends, collectives
-from ..core.comm.division import Division, Divisions, divisions_for
+from ..core.comm.division import Division
 from ..core.group.param import ShardedParam
 from ..core.plan.layout import Cut, Slot, rows_of
 from . import operators
@@ -52,7 +52,7 @@ class Bucket:
         self.mesh = group.mesh
         self.param_dtype = group.plan.param_dtype
         self.reduce_dtype = group.plan.reduce_dtype
-        self.divisions = _divisions_of(members[0].face)
+        self.divisions = group.gradients.divisions()
         self._options = group.options
         self.scatter_group = group.gradients.scatter_group
         self._gather_backend = backends.backend_of(group.mesh.shard_group, group.device.type)
@@ -204,23 +204,6 @@ def _rank_major(whole: Tensor, cut: Cut) -> Tensor:
 
 def _has_operators(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dtype in collectives.SENDABLE
-
-
-def _divisions_of(face: Face) -> Divisions:
-    """As in eager mode, by operations that functional collectives know: sums and averages."""
-    group, gradients = face.group, face.group.gradients
-    mesh = group.mesh
-    factor = gradients.options.divide_factor
-    backend, all_reduce_backend = gradients.backends
-    return divisions_for(
-        mesh.shard_size,
-        mesh.replicate_size,
-        group.plan.reduce_dtype,
-        backend,
-        factor,
-        gradients.options.sum_only or factor is not None,
-        all_reduce_backend,
-    )
 
 
 def _reduced(

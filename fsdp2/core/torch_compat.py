@@ -117,11 +117,6 @@ class one_launch:  # noqa: N801 (a context manager)
             work.wait()
 
 
-def premul_sum(factor: float) -> dist.ReduceOp:
-    """The reduction that multiplies every input by ``factor`` and sums (NCCL)."""
-    return torch._C._distributed_c10d._make_nccl_premul_sum(factor)
-
-
 def process_group_empty(group: dist.ProcessGroup, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """(numel,) from the allocator of the group's backend, or from the usual one if it has none."""
     if not process_group_allocates(group, device):

@@ -54,49 +54,49 @@ def assert_within_rounding(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((1, 1, torch.float32, "gloo"), ("SUM", None, None, None, "SUM", None, None, None)),
-        ((4, 1, torch.float32, "gloo"), ("SUM", None, None, 4, "SUM", None, None, None)),
-        ((1, 4, torch.float32, "gloo"), ("SUM", None, None, None, "SUM", None, None, 4)),
-        ((4, 2, torch.bfloat16, "gloo"), ("SUM", None, None, None, "SUM", None, None, 8)),
-        ((4, 2, torch.float32, "gloo", 3.0), ("SUM", None, None, None, "SUM", None, None, 3)),
-        ((1, 1, torch.float32, "gloo", 3.0), ("SUM", None, None, 3, "SUM", None, None, None)),
-        ((4, 1, torch.float32, "gloo", 1.0), ("SUM", None, None, None, "SUM", None, None, None)),
-        ((1, 1, torch.float32, "nccl"), ("SUM", None, None, None, "SUM", None, None, None)),
-        ((1, 1, torch.float32, "nccl", 3.0), ("SUM", None, None, 3, "SUM", None, None, None)),
-        ((4, 1, torch.float32, "nccl"), ("AVG", None, None, None, "SUM", None, None, None)),
-        ((1, 4, torch.float32, "nccl"), ("SUM", None, None, None, "AVG", None, None, None)),
-        ((4, 2, torch.float32, "nccl"), ("AVG", None, None, None, "AVG", None, None, None)),
-        ((4, 2, torch.float32, "nccl", 4.0), ("AVG", None, None, None, "SUM", None, None, None)),
-        ((4, 2, torch.float32, "nccl", 5.0), ("PREMUL_SUM", 0.2, None, None, "SUM", None, None, None)),
-        ((1, 2, torch.float32, "nccl", 5.0), ("SUM", None, None, None, "PREMUL_SUM", 0.2, None, None)),
-        ((4, 2, torch.float32, "nccl", 5.0, True), ("SUM", None, None, None, "SUM", None, None, 5)),
-        ((4, 2, torch.float32, "nccl", None, True), ("SUM", None, None, None, "SUM", None, None, 8)),
-        ((2, 1, torch.float16, "nccl"), ("SUM", None, 2, None, "SUM", None, None, None)),
-        ((4, 1, torch.float16, "gloo"), ("SUM", None, 2, 2, "SUM", None, None, None)),
-        ((4, 2, torch.float16, "gloo"), ("SUM", None, 4, None, "SUM", None, None, 2)),
-        ((3, 1, torch.float16, "gloo"), ("SUM", None, 2, 1.5, "SUM", None, None, None)),
-        ((1, 8, torch.float16, "gloo"), ("SUM", None, None, None, "SUM", None, 4, 2)),
-        ((8, 1, torch.float16, "gloo", 0.5), ("SUM", None, None, 0.5, "SUM", None, None, None)),
-        ((4, 1, torch.float64, "gloo"), ("SUM", None, None, 4, "SUM", None, None, None)),
-        ((4, 2, torch.float32, "nccl", None, False, "gloo"), ("AVG", None, None, None, "SUM", None, None, 2)),
-        ((4, 2, torch.float32, "nccl", 5.0, False, "gloo"), ("PREMUL_SUM", 0.2, None, None, "SUM", None, None, None)),
-        ((1, 2, torch.float32, "nccl", None, False, "gloo"), ("SUM", None, None, None, "SUM", None, None, 2)),
-        ((4, 2, torch.float32, "gloo", None, False, "nccl"), ("SUM", None, None, None, "SUM", None, None, 8)),
-        ((1, 2, torch.float32, "", None, False, "nccl"), ("SUM", None, None, None, "AVG", None, None, None)),
-        ((4, 2, torch.float32, "a backend that nobody knows"), ("SUM", None, None, None, "SUM", None, None, 8)),
+        ((1, 1, torch.float32, "gloo"), ("SUM", None, None, "SUM", None, None)),
+        ((4, 1, torch.float32, "gloo"), ("SUM", None, 4, "SUM", None, None)),
+        ((1, 4, torch.float32, "gloo"), ("SUM", None, None, "SUM", None, 4)),
+        ((4, 2, torch.bfloat16, "gloo"), ("SUM", None, None, "SUM", None, 8)),
+        ((4, 2, torch.float32, "gloo", 3.0), ("SUM", None, None, "SUM", None, 3)),
+        ((1, 1, torch.float32, "gloo", 3.0), ("SUM", None, 3, "SUM", None, None)),
+        ((4, 1, torch.float32, "gloo", 1.0), ("SUM", None, None, "SUM", None, None)),
+        ((1, 1, torch.float32, "nccl"), ("SUM", None, None, "SUM", None, None)),
+        ((1, 1, torch.float32, "nccl", 3.0), ("SUM", None, 3, "SUM", None, None)),
+        ((4, 1, torch.float32, "nccl"), ("AVG", None, None, "SUM", None, None)),
+        ((1, 4, torch.float32, "nccl"), ("SUM", None, None, "AVG", None, None)),
+        ((4, 2, torch.float32, "nccl"), ("AVG", None, None, "AVG", None, None)),
+        ((3, 1, torch.float32, "nccl"), ("AVG", None, None, "SUM", None, None)),
+        ((3, 1, torch.bfloat16, "nccl"), ("SUM", None, 3, "SUM", None, None)),
+        ((4, 3, torch.bfloat16, "nccl"), ("SUM", None, None, "SUM", None, 12)),
+        ((4, 2, torch.bfloat16, "nccl"), ("AVG", None, None, "AVG", None, None)),
+        ((4, 2, torch.bfloat16, "nccl", 8.0), ("SUM", None, None, "SUM", None, 8)),
+        ((4, 2, torch.float32, "nccl", 4.0), ("AVG", None, None, "SUM", None, None)),
+        ((4, 2, torch.float32, "nccl", 5.0), ("SUM", None, None, "SUM", None, 5)),
+        ((1, 2, torch.float32, "nccl", 5.0), ("SUM", None, None, "SUM", None, 5)),
+        ((4, 2, torch.float32, "nccl", 5.0, True), ("SUM", None, None, "SUM", None, 5)),
+        ((4, 2, torch.float32, "nccl", None, True), ("SUM", None, None, "SUM", None, 8)),
+        ((2, 1, torch.float16, "nccl"), ("SUM", 2, None, "SUM", None, None)),
+        ((4, 1, torch.float16, "gloo"), ("SUM", 2, 2, "SUM", None, None)),
+        ((4, 2, torch.float16, "gloo"), ("SUM", 4, None, "SUM", None, 2)),
+        ((3, 1, torch.float16, "gloo"), ("SUM", 2, 1.5, "SUM", None, None)),
+        ((1, 8, torch.float16, "gloo"), ("SUM", None, None, "SUM", 4, 2)),
+        ((8, 1, torch.float16, "gloo", 0.5), ("SUM", None, 0.5, "SUM", None, None)),
+        ((4, 1, torch.float64, "gloo"), ("SUM", None, 4, "SUM", None, None)),
+        ((4, 2, torch.float32, "nccl", None, False, "gloo"), ("AVG", None, None, "SUM", None, 2)),
+        ((4, 2, torch.float32, "nccl", 5.0, False, "gloo"), ("SUM", None, None, "SUM", None, 5)),
+        ((1, 2, torch.float32, "nccl", None, False, "gloo"), ("SUM", None, None, "SUM", None, 2)),
+        ((4, 2, torch.float32, "gloo", None, False, "nccl"), ("SUM", None, None, "SUM", None, 8)),
+        ((1, 2, torch.float32, "", None, False, "nccl"), ("SUM", None, None, "AVG", None, None)),
+        ((4, 2, torch.float32, "a backend that nobody knows"), ("SUM", None, None, "SUM", None, 8)),
     ],
 )
 def test_the_two_legs_of_a_gradient_divide_once(arguments, expected):
     legs = divisions_for(*arguments)
     found = []
     for leg in (legs.reduce_scatter, legs.all_reduce):
-        found += [leg.op.name, leg.premultiply, leg.predivide, leg.postdivide]
+        found += [leg.op.name, leg.predivide, leg.postdivide]
     assert tuple(found) == expected
-
-
-def test_a_premultiplied_sum_carries_its_factor_to_the_backend():
-    assert divisions_for(4, 1, torch.float32, "nccl", 5.0).reduce_scatter.backend_op == dist.ReduceOp.PREMUL_SUM
-    assert divisions_for(4, 1, torch.float32, "nccl").reduce_scatter.backend_op == dist.ReduceOp.AVG
 
 
 @pytest.mark.parametrize("backend", ["nccl", "fake", "a backend that nobody knows"])

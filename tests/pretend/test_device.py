@@ -336,7 +336,7 @@ def test_collectives_between_processes_are_ordered_by_streams_and_have_the_backe
         torch.pretend.current_stream().wait_stream(side)
         averaged = torch.empty(2, device="pretend")
         compat.reduce_scatter_single(averaged, own.clone(), dist.ReduceOp.AVG, world(), False)
-        work = dist.all_reduce(own, op=compat.premul_sum(0.5), async_op=True)
+        work = dist.all_reduce(own, op=dist.ReduceOp.PREMUL_SUM(0.5), async_op=True)
         work.wait()
         assert gathered.tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
         assert averaged.tolist() == [5 + 2 * rank, 6 + 2 * rank]

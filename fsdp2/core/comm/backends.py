@@ -25,7 +25,7 @@ _GLOO = {"gloo", "fake_gloo"}
 def declare_backend(backend: str, *, averages: bool) -> None:
     """Treat a backend that was registered with torch as NCCL is treated: ordered by the caller's stream, with coalescing.
 
-    averages: it knows AVG and PREMUL_SUM
+    averages: it knows AVG, as NCCL computes it
     """
     _STREAM_ORDERED.add(backend)
     if averages:
@@ -58,7 +58,7 @@ def is_stream_ordered(backend: str) -> bool:
 
 
 def averages(backend: str) -> bool:
-    """Whether the backend knows AVG and PREMUL_SUM."""
+    """Whether the backend knows AVG."""
     return backend in _AVERAGES
 
 

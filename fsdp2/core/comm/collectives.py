@@ -111,7 +111,7 @@ def reduce_scatter(
             output.div_(division.postdivide)
         return _DONE
     if algorithm == "stock":
-        work = compat.reduce_scatter_single(output, input, division.backend_op, process_group, async_op)
+        work = compat.reduce_scatter_single(output, input, division.op, process_group, async_op)
         if async_op:
             return _Waiting([work], (input,), output, division.postdivide)
         if division.postdivide is not None:
@@ -120,7 +120,7 @@ def reduce_scatter(
     rank = process_group.rank()
     rows = input.view(world_size, output.numel()).unbind()
     if algorithm == "all_reduce":
-        work = dist.all_reduce(input, op=division.backend_op, group=process_group, async_op=async_op)
+        work = dist.all_reduce(input, op=division.op, group=process_group, async_op=async_op)
         return _issued(_Waiting([work], (), output, division.postdivide, (rows[rank],)), async_op)
     assert division.op == dist.ReduceOp.SUM, f"{algorithm!r} sums locally, but the reduction is {division}"
     if algorithm == "all_to_all":
@@ -145,7 +145,7 @@ def reduce_scatter_together(buffers: Sequence[tuple[Tensor, Tensor, Division]], 
             input_.div_(division.predivide)
     with compat.one_launch(process_group, buffers[0][0].device):
         for output, input_, division in buffers:
-            compat.reduce_scatter_single(output, input_, division.backend_op, process_group, False)
+            compat.reduce_scatter_single(output, input_, division.op, process_group, False)
     for output, _, division in buffers:
         if division.postdivide is not None:
             output.div_(division.postdivide)
@@ -172,7 +172,7 @@ def all_reduce(
             buffer.div_(division.postdivide)
         return _DONE
     if algorithm == "stock":
-        work = dist.all_reduce(buffer, op=division.backend_op, group=process_group, async_op=async_op)
+        work = dist.all_reduce(buffer, op=division.op, group=process_group, async_op=async_op)
         if async_op:
             return _Waiting([work], (), buffer, division.postdivide)
         if division.postdivide is not None:
@@ -195,7 +195,7 @@ def all_reduce_together(buffers: Sequence[tuple[Tensor, Division]], process_grou
             buffer.div_(division.predivide)
     with compat.one_launch(process_group, buffers[0][0].device):
         for buffer, division in buffers:
-            dist.all_reduce(buffer, op=division.backend_op, group=process_group)
+            dist.all_reduce(buffer, op=division.op, group=process_group)
     for buffer, division in buffers:
         if division.postdivide is not None:
             buffer.div_(division.postdivide)

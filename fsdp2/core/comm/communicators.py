@@ -53,7 +53,7 @@ def comm_reduce_scatter(
     """Reduce ``buffer`` (W * n,) to ``output`` (n,), both from ``comm.allocate``. Collective: yes."""
     if division.predivide is not None:
         buffer.div_(division.predivide)
-    work = comm(output_tensor=output, input_tensor=buffer, group=process_group, op=division.backend_op)
+    work = comm(output_tensor=output, input_tensor=buffer, group=process_group, op=division.op)
     return CommWork(work, output, division.postdivide)
 
 

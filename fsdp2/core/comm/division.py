@@ -6,12 +6,11 @@ This file refuses to communicate: ``divisions_for`` is pure, and collectives.py 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from .. import torch_compat as compat
 from .backends import averages
 
 
@@ -19,16 +18,9 @@ from .backends import averages
 class Division:
     """How one collective reduces: divide the input in place, sum (or average) over the ranks, divide the output in place."""
 
-    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM  # SUM, AVG or PREMUL_SUM
-    premultiply: float | None = None  # PREMUL_SUM's factor
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM  # SUM or AVG
     predivide: float | None = None
     postdivide: float | None = None
-    backend_op: dist.ReduceOp | dist.ReduceOp.RedOpType = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        assert (self.premultiply is not None) == (self.op == dist.ReduceOp.PREMUL_SUM)
-        backend_op = self.op if self.premultiply is None else compat.premul_sum(self.premultiply)
-        object.__setattr__(self, "backend_op", backend_op)
 
 
 SUM = Division()
@@ -61,7 +53,8 @@ def divisions_for(
 
         (4, 1, fp32, "nccl")      AVG;           -
         (4, 2, fp32, "nccl")      AVG;           AVG
-        (4, 2, fp32, "nccl", 6)   x 1/6 and SUM; SUM
+        (4, 2, fp32, "nccl", 6)   SUM;           SUM, / 6
+        (3, 1, bf16, "nccl")      SUM, / 3;      -            (AVG would multiply by 1/3 in bf16: 0.2 % too much)
         (4, 2, fp32, "nccl" and "gloo")  AVG;    SUM, / 2
         (4, 2, bf16, "gloo")      SUM;           SUM, / 8     (the output: it is the smallest buffer)
         (4, 1, fp16, any)         / 2, SUM, / 2; -
@@ -78,15 +71,13 @@ def divisions_for(
         if factor > 1:
             predivide = 2.0 ** math.ceil(math.log2(factor) / 2)
             postdivide = factor / predivide
-    elif averages(backend if shard_ranks > 1 else between) and not sum_only and total_ranks > 1:
-        # Division inside the collective costs no kernel.
+    elif averages(backend if shard_ranks > 1 else between) and _averages_well(reduce_dtype, total_ranks) and not sum_only:
+        # Division inside the collective costs no kernel. See Note: what NCCL computes, also for why PREMUL_SUM is not used.
         if divide_factor is None:
             all_reduce = _AVG if averages(between) else Division(postdivide=replicate_ranks)
             return Divisions(_AVG if shard_ranks > 1 else SUM, all_reduce if replicate_ranks > 1 else SUM)
         if factor == shard_ranks:
             return Divisions(_AVG if shard_ranks > 1 else SUM, SUM)
-        scaled = Division(op=dist.ReduceOp.PREMUL_SUM, premultiply=1 / factor)
-        return Divisions(scaled, SUM) if shard_ranks > 1 else Divisions(SUM, scaled)
     if postdivide == 1:
         postdivide = None
     if replicate_ranks == 1:
@@ -94,3 +85,8 @@ def divisions_for(
     if shard_ranks == 1:
         return Divisions(SUM, Division(predivide=predivide, postdivide=postdivide))
     return Divisions(Division(predivide=predivide), Division(postdivide=postdivide))
+
+
+def _averages_well(dtype: torch.dtype, num_ranks: int) -> bool:
+    """Whether AVG is as exact as a sum that is divided: NCCL rounds 1 / ranks to ``dtype`` and multiplies each input by it."""
+    return num_ranks > 1 and (dtype.itemsize >= 4 or num_ranks.bit_count() == 1)

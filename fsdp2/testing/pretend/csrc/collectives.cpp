@@ -49,12 +49,25 @@ std::string said_of(const Call& call) {
   return text + ", reduction " + std::to_string(int(call.op.op_));
 }
 
+// What NCCL multiplies each input by before it adds, rounded to the dtype of the inputs.
+double factor_of(const ReduceOp& op, size_t num_ranks, at::ScalarType dtype) {
+  if (op.op_ == ReduceOp::AVG && at::isFloatingType(dtype))
+    return at::scalar_tensor(dtype == at::kDouble ? 1.0 / double(num_ranks) : double(float(1.0 / double(num_ranks))), dtype).item<double>();
+  if (op.op_ != ReduceOp::PREMUL_SUM) return 1.0;
+  const double factor = static_cast<c10d::PreMulSumSupplement*>(op.supplement_.get())->double_factor;
+  if (dtype != at::kBFloat16) return at::scalar_tensor(factor, dtype).item<double>();
+  // torch hands NCCL a float, of which NCCL reads the first two bytes: https://github.com/pytorch/pytorch/issues/190745
+  const float wide = float(factor);
+  at::BFloat16 read;
+  std::memcpy(&read, &wide, sizeof(read));
+  return double(read);
+}
+
 void reduce_into(const at::Tensor& output, const Tensors& rows, const ReduceOp& op) {
   at::Tensor total;
-  const double premultiply =
-      op.op_ == ReduceOp::PREMUL_SUM ? static_cast<c10d::PreMulSumSupplement*>(op.supplement_.get())->double_factor : 1.0;
+  const double factor = factor_of(op, rows.size(), output.scalar_type());
   for (auto& each : rows) {
-    auto row = op.op_ == ReduceOp::PREMUL_SUM ? each.mul(premultiply) : each;
+    auto row = factor != 1.0 ? each.mul(factor) : each;
     if (!total.defined()) {
       total = row.clone();
       continue;
@@ -84,7 +97,7 @@ void reduce_into(const at::Tensor& output, const Tensors& rows, const ReduceOp& 
         TORCH_CHECK(false, "pretend process group: no such reduction");
     }
   }
-  if (op.op_ == ReduceOp::AVG) total.div_(int64_t(rows.size()));
+  if (op.op_ == ReduceOp::AVG && !at::isFloatingType(total.scalar_type())) total.div_(int64_t(rows.size()), "trunc");
   output.view({-1}).copy_(total.view({-1}));
 }
 

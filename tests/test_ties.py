@@ -121,17 +121,70 @@ def test_a_parameter_that_was_sharded_may_be_held_and_looked_at():
         assert copy.deepcopy(before[name]).requires_grad
 
 
+LATE_TIES = [
+    (units, direction, loaded, param_dtype)
+    for units in ([], ["head"], ["embedding", "head"], ["embedding"], ["blocks.0", "blocks.1", "head"], [["embedding", "head"]])
+    for direction in ("head", "embedding")  # the module that gets the other one's parameter
+    for loaded in (False, True)  # a loader has replaced the parameter of both
+    for param_dtype in (None, torch.bfloat16)
+]
+
+
 @on_ranks(2)
-@pytest.mark.parametrize("units", ["embedding head", "blocks head", "head", ""])
-def test_a_tie_made_after_fully_shard_is_refused_by_name(units):
+def test_a_tie_made_between_fully_shard_and_the_first_forward_trains_as_one_made_before():
+    ids = torch.arange(10).view(2, 5)
+    for units, direction, loaded, param_dtype in LATE_TIES:
+        case = f"{units} {direction} {loaded} {param_dtype}"
+        torch.manual_seed(0)
+        early = TiedLM()
+        late = copy.deepcopy(early)
+        late.head.weight = nn.Parameter(torch.randn_like(late.head.weight))
+        late.embedding.weight = nn.Parameter(early.embedding.weight.detach().clone())
+        if direction == "embedding":
+            late.head.weight, late.embedding.weight = late.embedding.weight, late.head.weight
+        policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+        for model in (early, late):
+            for names in units:
+                modules = [model.get_submodule(name) for name in ([names] if isinstance(names, str) else names)]
+                fully_shard(modules if len(modules) > 1 else modules[0], mesh=cpu_mesh(2), mp_policy=policy)
+            fully_shard(model, mesh=cpu_mesh(2), mp_policy=policy)
+        kept, given = (late.embedding, late.head) if direction == "head" else (late.head, late.embedding)
+        if loaded:
+            kept.weight = nn.Parameter(kept.weight.detach().clone())
+        given.weight = kept.weight
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (early, late)]
+        for _ in range(3):
+            for model, optimizer in zip((early, late), optimizers, strict=True):
+                loss_of(model, ids).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert late.head.weight is late.embedding.weight, case
+        for ours, theirs in zip(late.parameters(), early.parameters(), strict=True):
+            assert torch.equal(ours.full_tensor(), theirs.full_tensor()), case
+
+
+@on_ranks(2)
+def test_a_tie_made_after_the_first_forward_is_refused_by_name():
+    for units in (["embedding", "head"], ["blocks.0", "head"], ["head"], []):
+        model = TiedLM()
+        model.head.weight = nn.Parameter(model.embedding.weight.detach().clone())
+        for name in units:
+            fully_shard(model.get_submodule(name), mesh=cpu_mesh(2))
+        fully_shard(model, mesh=cpu_mesh(2), reshard_after_forward=True)
+        model(torch.tensor([1, 2, 3]))
+        model.head.weight = model.embedding.weight
+        with pytest.raises(ParameterError, match=r"(?s)Linear.weight\) and embedding.weight were made one parameter after the first"):
+            model(torch.tensor([1, 2, 3]))
+
+
+@on_ranks(2)
+def test_a_late_tie_of_modules_that_are_sharded_differently_is_refused_by_both_names():
     model = TiedLM()
     model.head.weight = nn.Parameter(model.embedding.weight.detach().clone())
-    for name in units.split():
-        for module in model.blocks if name == "blocks" else [model.get_submodule(name)]:
-            fully_shard(module, mesh=cpu_mesh(2))
-    fully_shard(model, mesh=cpu_mesh(2), reshard_after_forward=True)
+    fully_shard(model.head, mesh=cpu_mesh(2), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(model, mesh=cpu_mesh(2))
     model.head.weight = model.embedding.weight
-    with pytest.raises(ParameterError, match=r"weight \((FSDP)?Linear.weight\) was tied to .*weight after fully_shard"):
+    with pytest.raises(ParameterError, match=r"head.weight .* to embedding.weight, which has another param_dtype"):
         model(torch.tensor([1, 2, 3]))
 
 

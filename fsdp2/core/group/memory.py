@@ -53,6 +53,9 @@ class Registry(Protocol):
 
     def add_owner(self, param: ShardedParam, owner: Owner) -> None: ...
 
+    def remove(self, param: ShardedParam) -> None:
+        """Forget ``param``, which leaves the group."""
+
     def verify(self) -> bool:
         """Whether each sharded parameter is where the group put it, with its data in place; adopts parameters that replaced others."""
 

@@ -12,6 +12,7 @@ from ..comm.communicators import SymmetricReduceScatter
 from .backward_agreement import Agreement
 from .module_state import ModuleState, units_below
 from .schedule import Schedule
+from .ties import adopt_late_ties
 from .unit import Unit
 
 
@@ -32,6 +33,7 @@ def adopt(root: ModuleState) -> Schedule:
         for group in unit.groups:
             group.fqn = name
     units = [unit for _, unit in found]
+    adopt_late_ties(units)
     refuse_meta(units)
     _refuse_strange_ties(units)
     _refuse_manual_children(root, units)

@@ -98,11 +98,14 @@ def units_below(root: nn.Module) -> list[tuple[str, ModuleState]]:
         if unit is not None:
             found.setdefault(id(unit), (name, unit))
     names = {id(param): name for name, param in root.named_parameters()}
+    prefixes = {id(module): f"{name}." if name else "" for name, module in root.named_modules()}
     for _, unit in found.values():
         for group in unit.groups:
             for param in group.params:
                 shown = param.unsharded if group.is_unsharded else param.sharded
-                param.fqn = names.get(id(shown), param.fqn)
+                place = param.owners[0]
+                prefix = prefixes.get(id(place.module))
+                param.fqn = names.get(id(shown)) or (param.fqn if prefix is None else prefix + place.name)
     return list(found.values())
 
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ...errors import CompileError, OrderError
 from .. import torch_compat as compat
+from ..group.param_group import ParamGroup
 from ..iteration.call import GraphPart, next_moment
 from ..iteration.first_forward import adopt
 from ..iteration.module_state import ModuleState, units_below
@@ -75,10 +76,14 @@ class UnitHooks:
             if any(group.mesh.spmd is not None for group in unit.groups):
                 self._handles.append(module.register_forward_hook(compat.dynamo_disabled(self._watch_axes), with_kwargs=True))
         for group in unit.uses:
-            for module in {id(owner.module): owner.module for param in group.params for owner in param.owners}.values():
-                self._handles.append(module.register_state_dict_pre_hook(_Saving(unit)))  # type: ignore[no-untyped-call]
-                self._handles.append(module.register_load_state_dict_pre_hook(_Loading(unit)))  # type: ignore[no-untyped-call]
-                self._handles.append(module.register_load_state_dict_post_hook(AfterLoading(unit)))  # type: ignore[no-untyped-call]
+            self.watch_state_dicts(group)
+
+    def watch_state_dicts(self, group: ParamGroup) -> None:
+        """Show the sharded parameters while the modules that own ``group``'s are saved or loaded."""
+        for module in {id(owner.module): owner.module for param in group.params for owner in param.owners}.values():
+            self._handles.append(module.register_state_dict_pre_hook(_Saving(self._unit)))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_load_state_dict_pre_hook(_Loading(self._unit)))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_load_state_dict_post_hook(AfterLoading(self._unit)))  # type: ignore[no-untyped-call]
 
     def _watch_axes(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """See Note: gradients on a full SPMD mesh."""

@@ -45,6 +45,10 @@ class ModuleRegistry:
         self._made_for = None
         set_parameter(owner.module, owner.name, param.sharded)
 
+    def remove(self, param: ShardedParam) -> None:
+        self._owned = [entry for entry in self._owned if entry[2] is not param]
+        self._made_for = None
+
     def _prepare(self) -> None:
         """Build the dicts again: the group has new unsharded parameters."""
         self._made_for = self._group.unsharded
@@ -133,9 +137,10 @@ def _refuse_tying(param: ShardedParam, now: Any) -> None:
     if other is param or not any(each is other.sharded or (each is not None and each is other.unsharded) for each in shown):
         return  # a new parameter, or two that have changed places
     raise ParameterError(
-        f"{param.fqn} ({type(param.owners[0].module).__name__}.{param.owners[0].name}) was tied to {other.fqn} after fully_shard",
-        expected="parameters that share values to be one before fully_shard, which then gathers and reduces them once",
-        fix="tie them first (model.tie_weights()), then call fully_shard",
+        f"{param.fqn} ({type(param.owners[0].module).__name__}.{param.owners[0].name}) and {other.fqn} were made one parameter "
+        "after the first forward",
+        expected="ties made before the first forward, so that the parameter is gathered and reduced once",
+        fix="tie them earlier: model.tie_weights() before the first forward",
     )
 
 

@@ -25,6 +25,7 @@ from ..group.param import Owner, ShardedParam, new_sharded_param, sharded_from
 from ..group.param_group import ParamGroup
 from ..iteration.group_numbers import number_groups
 from ..iteration.module_state import ModuleState, group_with
+from ..iteration.ties import tie_differences
 from ..iteration.unit import UnitOptions
 from ..modules.hooks import UnitHooks
 from ..modules.shown_parameters import ModuleRegistry
@@ -324,21 +325,10 @@ def _borrow(tied: _Tied, place: Placer, options: GroupOptions) -> list[ParamGrou
     borrowed: dict[int, ParamGroup] = {}
     for sharded, names, _ in tied:
         group = group_with(sharded)
-        theirs, ours = group.options, options
-        wanted = _param_dtype(names[0], sharded.sharded, ours.mp_policy)
-        dtypes_differ = (theirs.param_dtype, theirs.reduce_dtype) != (wanted, ours.reduce_dtype)
+        wanted = replace(options, param_dtype=_param_dtype(names[0], sharded.sharded, options.mp_policy))
         mesh, placement = place(names[0], sharded.sharded)
         dim = 0 if placement is None else placement.dim % sharded.sharded.ndim
-        differences = [
-            what
-            for what, differs in (
-                ("another mesh", not group.mesh.same_ranks(mesh)),
-                ("another param_dtype or reduce_dtype", dtypes_differ),
-                ("another offload policy", (theirs.offload, theirs.folder) != (ours.offload, ours.folder)),
-                ("another placement", sharded.spec.dim not in (None, dim)),
-            )
-            if differs
-        ]
+        differences = tie_differences(group, sharded, mesh, wanted, dim)
         if differences:
             raise ParameterError(
                 f"{names[0]} {tuple(sharded.sharded.shape)} is tied to {sharded.fqn}, which an earlier fully_shard call took with "

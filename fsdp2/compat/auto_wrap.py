@@ -42,9 +42,8 @@ def chosen_modules(
             fix="leave auto_wrap_policy out, or wrap all of them by the policy",
         )
     in_fp32 = tuple(mixed_precision._module_classes_to_ignore) if mixed_precision is not None else ()
-    overrides_of = _overrides_by(root, policy, ignored_modules)
-    if overrides_of is not None:
-        found = {module: overrides for module in _from_below(root, ignored_modules) if (overrides := overrides_of(module)) is not None}
+    if hasattr(policy, "_run_policy"):  # ours, torch's, or the user's
+        found: dict[nn.Module, dict[str, Any]] = dict(policy._run_policy(root, ignored_modules, {}))
         for module in _from_below(root, ignored_modules):
             if isinstance(module, in_fp32):
                 found.setdefault(module, {})
@@ -62,16 +61,6 @@ def chosen_modules(
         for module in order
         if _can_be_wrapped(module)
     ]
-
-
-def _overrides_by(root: nn.Module, policy: Any, ignored: set[nn.Module]) -> Callable[[nn.Module], dict[str, Any] | None] | None:
-    """The choice that a policy which is a value makes for a module. None for functions."""
-    if hasattr(policy, "overrides"):
-        return policy.overrides  # type: ignore[no-any-return]
-    if hasattr(policy, "_run_policy"):  # a policy of torch's
-        chosen: dict[nn.Module, dict[str, Any]] = policy._run_policy(root, ignored, {})
-        return chosen.get
-    return None
 
 
 def _from_below(root: nn.Module, ignored: set[nn.Module]) -> Iterator[nn.Module]:

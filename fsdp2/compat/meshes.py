@@ -61,6 +61,8 @@ def read_groups(strategy: ShardingStrategy, process_group: Any, device_mesh: Any
 def _checked_mesh(given: Any, strategy: ShardingStrategy) -> DeviceMesh:
     mesh = checked_mesh(given, "FSDP", "device_mesh")
     wanted = 2 if strategy in HYBRID else 1
+    if mesh.ndim == 2 and wanted == 1 and mesh.size(1) == 1:
+        return mesh  # FSDP1 shards over axis 0 as well; over another axis of several ranks nothing would average the gradients
     if mesh.ndim != wanted:
         raise MeshError(
             f"FSDP got a {mesh.ndim}-D device_mesh for {strategy.name}: {mesh}",

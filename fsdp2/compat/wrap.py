@@ -9,6 +9,7 @@ Which modules a policy chooses, and in which order they are wrapped, is ``auto_w
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
@@ -79,7 +80,17 @@ def _or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies
 # --- values -------------------------------------------------------------------------------------------------------------------
 
 
-class ModuleWrapPolicy:
+class _Policy(abc.ABC):
+    """A policy that is a value and no function. Private in FSDP1, and subclassed and tested for all the same."""
+
+    @abc.abstractmethod
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
+    ) -> dict[nn.Module, dict[str, Any]]:
+        """The modules to wrap, each with its arguments: ``root_kwargs``, and what the policy changes of them."""
+
+
+class ModuleWrapPolicy(_Policy):
     """Every module of ``module_classes``; also callable as a policy function."""
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
@@ -91,29 +102,35 @@ class ModuleWrapPolicy:
     def __repr__(self) -> str:
         return f"ModuleWrapPolicy({{{', '.join(each.__name__ for each in self.module_classes)}}})"
 
-    def overrides(self, module: nn.Module) -> dict[str, Any] | None:
-        """Arguments that differ from the root's for ``module``; None: it is not wrapped."""
-        return {} if isinstance(module, self.module_classes) else None
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
+    ) -> dict[nn.Module, dict[str, Any]]:
+        chosen = (module for module in root_module.modules() if isinstance(module, self.module_classes))
+        return {module: dict(root_kwargs) for module in chosen if module not in ignored_modules}
 
 
-class CustomPolicy:
+class CustomPolicy(_Policy):
     """``lambda_fn(module)`` is False (or {}), True, or a dict of FSDP arguments that differ from the root's."""
 
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
         self.lambda_fn = lambda_fn
 
-    def overrides(self, module: nn.Module) -> dict[str, Any] | None:
-        """Arguments that differ from the root's for ``module``; None: it is not wrapped. Raises: ArgumentError."""
-        result: Any = self.lambda_fn(module)
-        if not isinstance(result, (bool, dict)):
-            raise ArgumentError(
-                f"the function of CustomPolicy returned {result!r} for a {type(module).__name__}",
-                expected="True, False, or a dict of FSDP arguments",
-                fix="return bool(...) of its present result",
-            )
-        if not result:
-            return None
-        return {} if result is True else result
+    def _run_policy(
+        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
+    ) -> dict[nn.Module, dict[str, Any]]:
+        """Raises: ArgumentError if the function returns anything else."""
+        chosen = {}
+        for module in root_module.modules():
+            result: Any = False if module in ignored_modules else self.lambda_fn(module)
+            if not isinstance(result, (bool, dict)):
+                raise ArgumentError(
+                    f"the function of CustomPolicy returned {result!r} for a {type(module).__name__}",
+                    expected="True, False, or a dict of FSDP arguments",
+                    fix="return bool(...) of its present result",
+                )
+            if result:
+                chosen[module] = {**root_kwargs, **(result if isinstance(result, dict) else {})}
+        return chosen
 
 
 # --- by hand ------------------------------------------------------------------------------------------------------------------

@@ -238,6 +238,23 @@ def test_process_group_of_some_ranks_shards_over_them() -> None:
 
 
 @on_ranks(2)
+def test_a_mesh_whose_second_axis_has_one_rank_shards_over_the_first_as_fsdp1_does() -> None:
+    x = torch.ones(3, 4, device=device_type())
+    for names in (("dp", "tp"), None):
+        mesh = init_device_mesh(device_type(), (2, 1), mesh_dim_names=names)
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
+            torch.manual_seed(0)
+            whole = nn.Linear(4, 4, device=device_type())
+            model = FSDP(copy.deepcopy(whole), device_mesh=mesh, sharding_strategy=strategy)
+            for each in (whole, model):
+                each(x * (1 if each is whole else 2 * dist.get_rank())).sum().backward()
+            with FSDP.summon_full_params(model, with_grads=True):
+                torch.testing.assert_close(model.weight.grad, whole.weight.grad)
+    with pytest.raises(MeshError, match="2-D device_mesh for FULL_SHARD"):
+        FSDP(nn.Linear(2, 2), device_mesh=init_device_mesh(device_type(), (1, 2)))
+
+
+@on_ranks(2)
 def test_wrong_groups_meshes_and_strategies_are_refused() -> None:
     mesh = init_device_mesh(device_type(), (2,))
     with pytest.raises(ArgumentError, match="both process_group and device_mesh"):

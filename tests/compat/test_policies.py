@@ -81,6 +81,11 @@ def test_size_based_policy_has_its_sets_as_arguments_and_as_attributes() -> None
     assert names(model, our_choice(model, mine, set())) == expected
 
 
+class OfBlocks(ours._Policy):
+    def _run_policy(self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]) -> Any:
+        return {module: dict(root_kwargs) for module in root_module.modules() if isinstance(module, Block)}
+
+
 def kinds() -> dict[str, tuple[Any, Any]]:
     def is_block(module: nn.Module) -> bool:
         return isinstance(module, Block)
@@ -100,6 +105,7 @@ def kinds() -> dict[str, tuple[Any, Any]]:
         ),
         "classes": (ours.ModuleWrapPolicy([nn.Linear, Block]), theirs.ModuleWrapPolicy([nn.Linear, Block])),
         "custom": (ours.CustomPolicy(lambda module: is_block(module)), theirs.ModuleWrapPolicy([Block])),
+        "the user's": (OfBlocks(), theirs.ModuleWrapPolicy([Block])),
         "torch's": (theirs.ModuleWrapPolicy({Block}), theirs.ModuleWrapPolicy({Block})),
         "torch's custom": (theirs.CustomPolicy(is_block), theirs.ModuleWrapPolicy({Block})),
     }

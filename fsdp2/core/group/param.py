@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from .. import torch_compat as compat
 from ..plan.annotations import is_annotation
 from ..plan.layout import Slot, rows_of
-from ..plan.placement import ShardSpec, in_dtype
+from ..plan.placement import ShardSpec, in_dtype, is_lazy
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,10 @@ class ShardedParam:
     trainable:  whether it required a gradient when the sharded and the unsharded parameter were last compared
     unsharded:  what the user sees in forward and backward; made at the first unshard
     adds_up_in: a ``grad_dtype`` for the unsharded parameter; None: its own dtype
+    kind:       the original's class if it is one of the user's below ``nn.Parameter``; the unsharded parameter has it, too
     """
 
-    __slots__ = ("__weakref__", "adds_up_in", "fqn", "local", "owners", "rank", "sharded", "spec", "trainable", "unsharded")
+    __slots__ = ("__weakref__", "adds_up_in", "fqn", "kind", "local", "owners", "rank", "sharded", "spec", "trainable", "unsharded")
 
     def __init__(self, fqn: str, owners: list[Owner], spec: ShardSpec, rank: int, sharded: nn.Parameter, local: Tensor) -> None:
         self.fqn = fqn
@@ -57,6 +58,7 @@ class ShardedParam:
         self.trainable = sharded.requires_grad
         self.unsharded: nn.Parameter | None = None
         self.adds_up_in: compat.GradDtype | None = None
+        self.kind: type[nn.Parameter] | None = None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -134,6 +136,9 @@ def new_sharded_param(
         if name != _MARK and name not in vars(local) and not is_annotation(value, original):  # ``local``: a subclass's inner tensors
             setattr(sharded, name, value)
     param = ShardedParam(fqn, owners, spec, rank, sharded, local)
+    cls = type(original)
+    if issubclass(cls, nn.Parameter) and cls is not nn.Parameter and not is_lazy(original):
+        param.kind = cls
     param.move_to(local)
     mark(original, param)
     return param
@@ -165,7 +170,7 @@ def new_unsharded_param(param: ShardedParam, whole: Tensor) -> nn.Parameter:
     requires_grad = param.sharded.requires_grad
     model = param.spec.unsharded
     if model is None or param.spec.annotations is not None:
-        unsharded = nn.Parameter(whole, requires_grad=requires_grad)
+        unsharded = nn.Parameter(whole, requires_grad=requires_grad) if param.kind is None else _of_kind(param, whole)
         if param.spec.annotations is not None:
             param.spec.annotations.put_on(unsharded)
     else:
@@ -178,6 +183,16 @@ def new_unsharded_param(param: ShardedParam, whole: Tensor) -> nn.Parameter:
     if before is not None and before.device == unsharded.device:  # accumulated without sync
         compat.set_grad_dtype(unsharded, compat.GradDtype(before.dtype))
         unsharded.grad = before
+    return unsharded
+
+
+def _of_kind(param: ShardedParam, whole: Tensor) -> nn.Parameter:
+    """``whole`` as a parameter of the original's class, with the attributes that users or the class have put on it.
+
+    Quantized layers ask their weight for its state (bitsandbytes' ``Params4bit.quant_state``) and don't compute without it.
+    """
+    unsharded: nn.Parameter = torch.Tensor._make_subclass(param.kind, whole, param.sharded.requires_grad)
+    vars(unsharded).update({name: value for name, value in vars(param.sharded).items() if name != "_is_param"})
     return unsharded
 
 

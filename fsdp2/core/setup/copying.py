@@ -149,6 +149,7 @@ def _copy_group(group: ParamGroup, memo: dict[Any, Any]) -> ParamGroup:
         owners = [Owner(memo[id(owner.module)], owner.name) for owner in param.owners if id(owner.module) in memo]
         sharded = memo[id(param.sharded)]
         params.append(ShardedParam(param.fqn, owners, param.spec, param.rank, sharded, compat.local_tensor(sharded)))
+        params[-1].kind = param.kind
     new = ParamGroup(params, group.mesh, group.device, group.options)
     new.fqn = group.fqn
     new.smaller_mesh = group.smaller_mesh

@@ -47,7 +47,7 @@ def traffic_of(entries: Sequence[Entry], groups: Sequence[Ranks], ranks_per_host
 
 
 def sent_by_each(kind: str, nbytes: int, size: int) -> int:
-    """Bytes that one rank sends around a ring of ``size``: of a broadcast, in which the last one sends nothing, the mean of all ranks."""
+    """Bytes that one rank sends around a ring of ``size``: of a broadcast, the mean of all ranks (the last one sends nothing)."""
     if kind == "exchange":
         return nbytes
     return nbytes * (size - 1) // size * (2 if kind == "all_reduce" else 1)

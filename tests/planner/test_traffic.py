@@ -31,7 +31,7 @@ def inputs(batch: int, sequence: int) -> tuple[torch.Tensor]:
 
 
 class Sent:
-    """Bytes that this rank sends, by function: as the source of a broadcast to each of the others, as algorithms of a ring for the rest."""
+    """Bytes that this rank sends, by function: as the source of a broadcast to each other rank, around a ring for the rest."""
 
     def __init__(self) -> None:
         self.nbytes = Counter[str]()

@@ -76,7 +76,11 @@ def headline(plan: Plan) -> str:
     setting = plan.setting
     dtypes = " ".join(
         f"{name} {dtype}"
-        for name, dtype in (("stored", _stored(plan)), ("computed", _word(setting.param_dtype)), ("reduced", _word(setting.reduce_dtype)))
+        for name, dtype in (
+            ("stored", _stored(plan)),
+            ("computed", _word(setting.param_dtype)),
+            ("reduced", _word(setting.reduce_dtype)),
+        )
         if dtype
     )
     optimizer = setting.optimizer if isinstance(setting.optimizer, str) else getattr(setting.optimizer, "__name__", "an optimizer")

@@ -136,7 +136,7 @@ def new_sharded_param(
         if name != _MARK and name not in vars(local) and not is_annotation(value, original):  # ``local``: a subclass's inner tensors
             setattr(sharded, name, value)
     param = ShardedParam(fqn, owners, spec, rank, sharded, local)
-    cls = type(original)
+    cls: type[Tensor] = type(original)  # a DTensor's is none below nn.Parameter
     if issubclass(cls, nn.Parameter) and cls is not nn.Parameter and not is_lazy(original):
         param.kind = cls
     param.move_to(local)
@@ -170,7 +170,7 @@ def new_unsharded_param(param: ShardedParam, whole: Tensor) -> nn.Parameter:
     requires_grad = param.sharded.requires_grad
     model = param.spec.unsharded
     if model is None or param.spec.annotations is not None:
-        unsharded = nn.Parameter(whole, requires_grad=requires_grad) if param.kind is None else _of_kind(param, whole)
+        unsharded = nn.Parameter(whole, requires_grad=requires_grad) if param.kind is None else _of_kind(param.kind, param, whole)
         if param.spec.annotations is not None:
             param.spec.annotations.put_on(unsharded)
     else:
@@ -186,12 +186,12 @@ def new_unsharded_param(param: ShardedParam, whole: Tensor) -> nn.Parameter:
     return unsharded
 
 
-def _of_kind(param: ShardedParam, whole: Tensor) -> nn.Parameter:
+def _of_kind(kind: type[nn.Parameter], param: ShardedParam, whole: Tensor) -> nn.Parameter:
     """``whole`` as a parameter of the original's class, with the attributes that users or the class have put on it.
 
     Quantized layers ask their weight for its state (bitsandbytes' ``Params4bit.quant_state``) and don't compute without it.
     """
-    unsharded: nn.Parameter = torch.Tensor._make_subclass(param.kind, whole, param.sharded.requires_grad)
+    unsharded: nn.Parameter = torch.Tensor._make_subclass(kind, whole, param.sharded.requires_grad)
     vars(unsharded).update({name: value for name, value in vars(param.sharded).items() if name != "_is_param"})
     return unsharded
 

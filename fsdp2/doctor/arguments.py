@@ -19,6 +19,7 @@ CHECKS = (
     "optimizer-before-sharding",
     "optimizer-has-dead-parameters",
     "optimizer-misses-parameters",
+    "never-averaged",
     "pure-low-precision",
     "wide-parameters-cast-down",
     "narrow-parameters-cast-up",

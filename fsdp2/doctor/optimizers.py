@@ -1,11 +1,12 @@
-"""Does the optimizer have the parameters that train? This file refuses to know what optimizers compute."""
+"""Does the optimizer have the parameters that train, and does fsdp2 have them? This file refuses to know what optimizers compute."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from ..core.group.param import sharded_from
-from ..core.iteration.module_state import sharded_parameters
+from ..core.iteration.module_state import sharded_parameters, unit_of
+from ..core.modules.unmanaged_parameters import plain_parameters
 from .finding import Finding
 from .inspected import Inspected
 
@@ -52,6 +53,27 @@ def optimizer_findings(inspected: Inspected) -> Iterator[Finding]:
             "pass all of model.parameters() to the optimizer (several optimizers: give check a list), or freeze them with "
             "requires_grad_(False)",
             tuple(missing),
+        )
+
+
+def never_averaged(inspected: Inspected) -> Iterator[Finding]:
+    """Finding on trainable parameters that no ``fully_shard`` call has, where there are several ranks."""
+    units = [unit for _, unit in inspected.units]
+    if all(len(unit.ranks) < 2 for unit in units):
+        return
+    known = sharded_parameters()  # those of a unit around the model, too
+    names = tuple(name for name, param in plain_parameters(inspected.model, units).items() if id(param) not in known)
+    if names:
+        kind = type(inspected.model).__name__
+        yield Finding(
+            "never-averaged",
+            "error",
+            f"no fully_shard call has {len(names)} trainable parameters",
+            "each rank trains its own on its own data: ranks compute different functions, and a checkpoint has those of one rank",
+            f"call fully_shard on the {kind} as well, after its blocks"
+            if unit_of(inspected.model) is None
+            else "add them before fully_shard, call fully_shard on the modules that were added, or freeze them",
+            names,
         )
 
 

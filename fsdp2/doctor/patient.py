@@ -15,12 +15,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, KeysView
+from itertools import compress
 from typing import Any, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -136,9 +137,12 @@ class Patient:
         """Check these roots, with all optimizers that train them, and watch them from now on. Collective: yes."""
         if not roots:
             return
-        self._watched.update(roots)
-        others = [each for each in _living_optimizers() if each is not optimizer and not _roots_of(each).isdisjoint(roots)]
-        model, optimizers = _joined(roots), [optimizer, *others]
+        others = [each for each in _living_optimizers() if each is not optimizer]
+        model = _joined(roots, _plain_parameters([optimizer, *others]))
+        self._watched.update(model.modules())
+        known = {id(param) for param in model.parameters()}
+        trains = [not (_roots_of(each).isdisjoint(roots) and known.isdisjoint(_held(each))) for each in others]
+        optimizers = [optimizer, *compress(others, trains)]
         self._add(*check(model, optimizers))
         self.record.has_looked = True
         patience = self._max_steps + 1
@@ -171,12 +175,28 @@ def _roots_of(optimizer: Optimizer) -> KeysView[nn.Module]:
     return roots.keys()
 
 
-def _joined(roots: list[nn.Module]) -> nn.Module:
-    """The smallest living module that has all ``roots``, so that names are as the script has them; a list of them if there is none."""
-    if len(roots) == 1:
-        return roots[0]
+def _held(optimizer: Optimizer) -> dict[int, Tensor]:
+    """The parameters of ``optimizer``, by id."""
+    return {id(param): param for group in optimizer.param_groups for param in group["params"]}
+
+
+def _plain_parameters(optimizers: list[Optimizer]) -> set[int]:
+    """Ids of the parameters of ``optimizers`` that were not sharded."""
+    known = sharded_parameters().keys()
+    return {key for each in optimizers for key, param in _held(each).items() if key not in known and sharded_from(param) is None}
+
+
+def _joined(roots: list[nn.Module], plain: set[int]) -> nn.Module:
+    """The smallest living module that has all ``roots``, so that names are as the script has them; a list of them if there is none.
+
+    plain: parameters that were not sharded; a module that has them goes first, for the script may have forgotten to shard that root
+    """
+
+    def order(module: nn.Module) -> tuple[int, int]:
+        return -len(plain & {id(param) for param in module.parameters()}), len(list(module.modules()))
+
     around = [module for module in _living(nn.Module) if set(roots) <= set(module.modules())]
-    return min(around, key=lambda module: len(list(module.modules())), default=nn.ModuleList(roots))
+    return min(around, key=order, default=nn.ModuleList(roots))
 
 
 def _living_optimizers() -> list[Optimizer]:

@@ -26,6 +26,7 @@ from . import clipping
 from .arguments import checked_number_of_steps, ignored_checks
 from .finding import Finding, Report, report_of
 from .inspected import inspect
+from .optimizers import never_averaged
 from .step_checks import (
     Observed,
     accumulation_switches,
@@ -93,6 +94,7 @@ class Watch:
                 expected="an optimizer, or all that train the model: the first one's step ends a step",
                 fix="doctor.watch(model, optimizer)",
             )
+        self._inspected = inspected
         self._units, self._params, self._ranks = inspected.units, inspected.params, inspected.ranks
         self._ignored = ignored_checks("watch", ignore)
         self._every = checked_number_of_steps("watch", "every", every)
@@ -187,6 +189,7 @@ class Watch:
     def _look_closely(self, close: _Close) -> None:
         """Collective: yes."""
         close.findings += gradients_left(self._units)
+        close.findings += never_averaged(self._inspected)
         scale = None if close.gradient is None else scale_since(*close.gradient)
         said = agree(default_group(), None, (close.findings, Observed(self._ranks, close.data, scale)))
         observed = [each for _, each in said]

@@ -201,6 +201,19 @@ def padded() -> Built:
     return sharded(Stack(block)), None, {"ignore": ["on-meta-device"]}
 
 
+def forgotten_root() -> Built:
+    model = mlp()
+    for block in model.blocks:
+        fully_shard(block, mesh=cpu_mesh())
+    return model, torch.optim.AdamW(model.parameters()), {}
+
+
+def added_behind() -> Built:
+    model = sharded(mlp())
+    model.blocks[0].adapter = nn.Linear(2, 2)
+    return model, torch.optim.AdamW(model.parameters()), {}
+
+
 FAULTS: list[tuple[Callable[[], Built], list[tuple[str, str]]]] = [
     (with_unwritten_buffer, [("uninitialised", "blocks.1.table")]),
     (with_unwritten_parameter, [("uninitialised", "blocks.1.weight")]),
@@ -211,6 +224,8 @@ FAULTS: list[tuple[Callable[[], Built], list[tuple[str, str]]]] = [
     (optimizer_of_whole, [("optimizer-before-sharding", "first.weight")]),
     (optimizer_of_dead, [("optimizer-has-dead-parameters", "a parameter of shape (3,)")]),
     (optimizer_of_some, [("optimizer-misses-parameters", "first.weight first.bias last.weight last.bias")]),
+    (forgotten_root, [("never-averaged", "first.weight first.bias last.weight last.bias")]),
+    (added_behind, [("never-averaged", "blocks.0.adapter.weight blocks.0.adapter.bias")]),
     (in_bf16, [("pure-low-precision", "first.weight")]),
     (norm_kept_wide, []),
     (norm_kept_wide_and_trained, [("wide-parameters-cast-down", "blocks.1.norm.weight blocks.1.norm.bias")]),

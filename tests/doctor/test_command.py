@@ -150,6 +150,19 @@ for _ in range(9):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("optimizers", ["one", "two"])
+def test_a_forgotten_root_is_found_and_its_parameters_are_not_dead(tmp_path: Path, optimizers: str) -> None:
+    script = tmp_path / "train.py"
+    second = "optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)\nother = torch.optim.SGD(model[1].parameters(), lr=0.1)\n"
+    train = "for _ in range(9):\n    train()\n" + ("    other.step()\n" if optimizers == "two" else "")
+    script.write_text(MODEL.format(shard="fully_shard(model[0])") + (second if optimizers == "two" else "") + train)
+    done = doctor(str(script))
+    assert "[error] never-averaged (ranks 0, 1)" in done.stdout, done.stdout + done.stderr
+    assert "1.weight, 1.bias" in done.stdout
+    assert done.stdout.count("[error]") + done.stdout.count("[warning]") == 1, done.stdout
+
+
+@pytest.mark.slow
 def test_a_module_of_a_package_is_run_as_python_runs_it(tmp_path: Path) -> None:
     package = tmp_path / "recipes"
     package.mkdir()

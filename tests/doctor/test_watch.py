@@ -271,6 +271,16 @@ def test_each_fault_is_warned_of_once_on_rank_0_and_strict_raises_it_on_all():
 
 
 @on_ranks(2)
+@pytest.mark.filterwarnings("ignore:(?s).*fully_shard was never called on MLP:UserWarning")  # that is for everybody
+def test_a_forgotten_root_is_found_in_the_first_step():
+    model = mlp()
+    for block in model.blocks:
+        fully_shard(block, mesh=cpu_mesh())
+    with warned_on_rank_0(DoctorWarning, r"never-averaged \(ranks 0, 1\)[\s\S]*first.weight, first.bias"):
+        assert [finding.check for finding in watched(model, usual).report] == ["never-averaged"]
+
+
+@on_ranks(2)
 def test_rank_0_warns_of_what_another_rank_alone_did_once_ranks_exchange_what_they_saw():
     def step(model: nn.Module, optimizer: Optimizer, x: Tensor) -> None:
         (used_outside if dist.get_rank() == 1 else usual)(model, optimizer, x)

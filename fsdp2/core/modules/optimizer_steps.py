@@ -22,6 +22,7 @@ from .. import torch_compat as compat
 from ..group.gradients import Gradients
 from ..group.param import sharded_from
 from ..group.step_count import OPTIMIZER_STEPS
+from .unmanaged_parameters import warn_of_forgotten_root
 
 
 class _Steps:
@@ -63,6 +64,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         _part_step_counts(optimizer)  # a load before the first step had no hook yet
     if STEPS.checked.get(optimizer) != now:
         _give_sharded(optimizer)
+        warn_of_forgotten_root([param for group in optimizer.param_groups for param in group["params"]], STEPS.sharded)
         STEPS.checked[optimizer] = now
 
 

@@ -1,25 +1,28 @@
-"""Parameters that no unit has: registered after ``fully_shard`` was called on a module above them, or held by others beside
-the shards that were cut from them.
+"""Parameters that no unit has: registered after ``fully_shard`` was called on a module above them, or held by other modules as well as
+the shards that were cut from them, or next to units in a model whose root was never sharded.
 
-fsdp2 looks for the former at the first forward, and again at the first forward after something was registered on a managed module.
-It notices the latter when they get a gradient. This file refuses to know what is done with parameters that a unit has.
+fsdp2 looks for the first at the first forward, and again at the first forward after something was registered on a managed module.
+It notices the second when they get a gradient, and the third at an optimizer's first step. This file refuses to know what is done with
+parameters that a unit has.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
 
 from ...errors import OrderError, message
-from ...user_warnings import warn
+from ...user_warnings import warn, was_told
 from .. import torch_compat as compat
 from ..group.param import ShardedParam, sharded_from
-from ..iteration.module_state import unit_of
+from ..iteration.module_state import unit_of, units_in
 from ..iteration.unit import Unit
 
 
@@ -49,34 +52,93 @@ class _Registrations:
 REGISTRATIONS = _Registrations()
 
 
-def warn_of_plain_parameters(root: nn.Module, units: Sequence[Unit]) -> None:
-    """Warn of parameters registered after ``fully_shard``, adapters for instance: no unit has them, each rank would train its own."""
+def plain_parameters(root: nn.Module, units: Collection[Unit]) -> dict[str, nn.Parameter]:
+    """The trainable parameters below ``root``, by name, that none of ``units`` has, and that nothing else of torch's averages."""
     places = [owner for unit in units for owner in unit.ignored]
     places += [owner for unit in units for group in unit.groups for param in group.params for owner in param.owners]
     known = {(id(owner.module), owner.name) for owner in places}
     foreign = {
         below
         for module in root.modules()
-        if {"fully_shard", "replicate"} & set(compat.applied_apis(module)) and unit_of(module) is None
+        if isinstance(module, nn.parallel.DistributedDataParallel)
+        or ({"fully_shard", "replicate"} & set(compat.applied_apis(module)) and unit_of(module) is None)
         for below in module.modules()
     }
-    plain = [
-        f"{prefix}.{name} {tuple(param.shape)}" if prefix else f"{name} {tuple(param.shape)}"
+    return {
+        f"{prefix}.{name}" if prefix else name: param
         for prefix, module in root.named_modules()
         if module not in foreign
         for name, param in module._parameters.items()
         if param is not None and param.requires_grad and (id(module), name) not in known
-    ]
+    }
+
+
+def warn_of_plain_parameters(root: nn.Module, units: Sequence[Unit]) -> None:
+    """Warn of parameters registered after ``fully_shard``, adapters for instance: no unit has them, each rank would train its own."""
+    plain = plain_parameters(root, units)
     if plain:
         warn(
             message(
                 f"{len(plain)} trainable parameters were registered below {type(root).__name__} after fully_shard was called on it",
-                items=plain,
+                items=[f"{name} {tuple(param.shape)}" for name, param in plain.items()],
                 expected="every trainable parameter sharded or in ignored_params; no gradient of these is reduced, ranks drift apart",
                 fix="add them before fully_shard, call fully_shard on the modules that were added, or reduce their gradients yourself",
             ),
             ranks={rank for unit in units for rank in unit.ranks},
         )
+
+
+def warn_of_forgotten_root(trained: Sequence[Tensor], num_sharded: int) -> None:
+    """Warn, once a process, of parameters next to sharded ones: the program has sharded blocks of a model, and not the model.
+
+    trained:     parameters of one optimizer
+    num_sharded: how many groups of parameters were sharded so far; modules are looked at once for each number
+    """
+    got_gradients = [param for param in trained if param.grad is not None]
+    plain = {id(param) for param in got_gradients if not isinstance(param, DTensor) and sharded_from(param) is None}
+    if not plain or was_told(_FORGOTTEN):
+        return
+    for root, params, ranks in _partly_sharded(num_sharded):
+        found = [f"{each.name} {each.shape}" for each in params if (param := each.param()) is not None and id(param) in plain]
+        if found:
+            warn(
+                message(
+                    f"fully_shard was never called on {root}, which has sharded modules and {len(found)} plain parameters "
+                    "that an optimizer trains",
+                    items=found,
+                    expected="every trainable parameter in a sharded module; no gradient of these is reduced, ranks drift apart",
+                    fix=f"call fully_shard on the {root} as well, after its blocks and before the first forward",
+                ),
+                ranks=ranks,
+                once=_FORGOTTEN,
+            )
+
+
+_FORGOTTEN = "a forgotten root"
+
+
+class _Plain(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    param: weakref.ref[nn.Parameter]
+
+
+@functools.lru_cache(maxsize=1)
+def _partly_sharded(num_sharded: int) -> list[tuple[str, list[_Plain], set[int]]]:
+    """The outermost living modules that were not sharded and have units over several ranks: class, plain parameters, those ranks.
+
+    Nothing leads from a module to the one around it, so this asks the garbage collector for all modules, which takes a moment.
+    """
+    living: list[nn.Module] = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in vars(each)]
+    inner = {child for module in living for child in module._modules.values()}
+    found = []
+    for root in living:
+        units = [] if root in inner or unit_of(root) is not None else units_in(root.modules())
+        ranks = {rank for unit in units for rank in unit.ranks}
+        if len(ranks) > 1:
+            plain = [_Plain(name, tuple(each.shape), weakref.ref(each)) for name, each in plain_parameters(root, units).items()]
+            found.append((type(root).__name__, plain, ranks))
+    return found
 
 
 def refuse_gradients(original: nn.Parameter, param: ShardedParam) -> None:

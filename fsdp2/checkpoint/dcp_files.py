@@ -14,16 +14,17 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 
 from ..errors import CheckpointError
 from .dcp_metadata_check import check_metadata
 from .failure import failure
-from .pickle_limits import check_key, check_pickle, checked_ordered_dict
+from .pickle_limits import BoundedUnpickler, check_key, checked_ordered_dict
 from .regular_file import open_regular
 
 METADATA = ".metadata"
@@ -46,26 +47,26 @@ _CLASSES = {
 }
 
 
-class _Index(MetadataIndex):
-    """A MetadataIndex that becomes one when it gets its fields, if these cost little to hash: it is a dict's key."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        check_key((self.fqn, self.offset, self.index))
-        object.__setattr__(self, "__class__", MetadataIndex)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
+class _MetadataUnpickler(BoundedUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
             return checked_ordered_dict
-        if name == "MetadataIndex" and name in _CLASSES.get(module, ()):
-            return _Index
         if name in _CLASSES.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(value := getattr(torch, name, None), (torch.dtype, torch.layout, torch.memory_format)):
             return value
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of DCP's metadata")
+
+    def build(self, made: Any, state: Any) -> bool:
+        if isinstance(made, type) or not is_dataclass(made):
+            return False
+        if isinstance(made, TensorProperties):
+            made.__setstate__(state)  # type: ignore[no-untyped-call]
+        else:
+            vars(made).update(state)
+        if isinstance(made, MetadataIndex):
+            check_key((made.fqn, made.offset, made.index))  # it is a dict's key
+        return True
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -84,8 +85,7 @@ def read_metadata(folder: Path) -> Metadata:
     try:
         with open_regular(path) as file:
             data = file.read()
-        check_pickle(data)
-        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+        metadata = _MetadataUnpickler(data).load()
         shapes = {type(each) for each in metadata.state_dict_metadata.values()}
         if not isinstance(metadata, Metadata) or not shapes <= {BytesStorageMetadata, TensorStorageMetadata}:
             raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")

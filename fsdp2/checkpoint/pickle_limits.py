@@ -5,6 +5,10 @@ that is a tuple of shared tuples, forty levels deep, takes 2**40 steps. So this 
 objects: for each object the number of its parts, shared parts counted as often as they occur. ``check_made`` checks the result. This
 file refuses to know what the objects mean.
 
+Note: attributes. The opcode BUILD sets attributes on any object that a pickle can name, classes and functions of the running program
+included, and these outlive the refusal of the file. So ``BoundedUnpickler`` replaces each BUILD by a call of its own ``build``, which
+knows what it has made.
+
 Worked example: ``(x, x)`` where x is ``(1, 2)`` has 7 parts: itself, twice x, and four numbers.
 
 Time: linear in the bytes.
@@ -13,8 +17,10 @@ Time: linear in the bytes.
 from __future__ import annotations
 
 import collections
+import io
 import pickle
 import pickletools
+from abc import abstractmethod
 from typing import Any
 
 MAX_KEY_PARTS = 100
@@ -28,14 +34,14 @@ _LONG_KEY_NBYTES = 8
 
 (
     _PUSH, _NOTHING, _MARK, _POP, _POP_MARK, _DUP, _JOIN, _JOIN_MARK, _KEYS_MARK, _DICT_MARK, _ADD, _ADD_MARK, _ADD_KEYS_MARK, _ITEM,
-    _ITEMS_MARK, _PUT, _PUT_TEXT, _MEMOIZE, _GET, _GET_TEXT, _STOP, _LONG, _LINES,
-) = range(23)  # fmt: skip
+    _ITEMS_MARK, _PUT, _PUT_TEXT, _MEMOIZE, _GET, _GET_TEXT, _STOP, _LONG, _LINES, _BUILD, _FRAME,
+) = range(25)  # fmt: skip
 
 _KINDS = {
-    "PROTO": _NOTHING, "FRAME": _NOTHING, "NEXT_BUFFER": _PUSH, "READONLY_BUFFER": _NOTHING,
+    "PROTO": _NOTHING, "FRAME": _FRAME, "NEXT_BUFFER": _PUSH, "READONLY_BUFFER": _NOTHING,
     "MARK": _MARK, "POP": _POP, "POP_MARK": _POP_MARK, "DUP": _DUP, "STOP": _STOP,
     "TUPLE": _JOIN_MARK, "LIST": _JOIN_MARK, "OBJ": _JOIN_MARK, "INST": _JOIN_MARK, "DICT": _DICT_MARK, "FROZENSET": _KEYS_MARK,
-    "APPEND": _ADD, "BUILD": _ADD, "APPENDS": _ADD_MARK, "ADDITEMS": _ADD_KEYS_MARK, "SETITEM": _ITEM, "SETITEMS": _ITEMS_MARK,
+    "APPEND": _ADD, "BUILD": _BUILD, "APPENDS": _ADD_MARK, "ADDITEMS": _ADD_KEYS_MARK, "SETITEM": _ITEM, "SETITEMS": _ITEMS_MARK,
     "BINPUT": _PUT, "LONG_BINPUT": _PUT, "PUT": _PUT_TEXT, "MEMOIZE": _MEMOIZE,
     "BINGET": _GET, "LONG_BINGET": _GET, "GET": _GET_TEXT,
     "LONG1": _LONG, "LONG4": _LONG, "LONG": _LINES, "INT": _LINES,
@@ -60,8 +66,13 @@ _LENGTH_NBYTES = {pickletools.TAKEN_FROM_ARGUMENT1: 1, pickletools.TAKEN_FROM_AR
                   pickletools.TAKEN_FROM_ARGUMENT8U: 8}  # fmt: skip
 
 
-def check_pickle(data: bytes) -> None:
-    """Raises: UnpicklingError if it is broken, or would take more than its length suggests"""
+def check_pickle(data: bytes) -> bytes:
+    """The same pickle without frames, whose every BUILD is a call of ``persistent_load`` with (object, attributes).
+
+    Raises: UnpicklingError if it is broken, or would take more than its length suggests
+    """
+    pieces: list[bytes] = []
+    copied = 0
     stack: list[int] = []
     marks: list[int] = []
     memo: dict[int, int] = {}
@@ -117,7 +128,10 @@ def check_pickle(data: bytes) -> None:
                 parts = sum(stack[mark:])
                 del stack[mark:]
                 stack[-1] = _bounded(stack[-1] + parts)
-            elif kind == _ADD:
+            elif kind in (_ADD, _BUILD):
+                if kind == _BUILD:
+                    pieces += [data[copied : begin - 1], pickle.TUPLE2 + pickle.BINPERSID]
+                    copied = at
                 parts = stack.pop()
                 stack[-1] = _bounded(stack[-1] + parts)
             elif kind in (_LONG, _LINES):
@@ -137,8 +151,11 @@ def check_pickle(data: bytes) -> None:
                 del stack[marks.pop() :]
             elif kind == _DUP:
                 stack.append(stack[-1])
+            elif kind == _FRAME:
+                pieces.append(data[copied : begin - 1])
+                copied = at
             elif kind == _STOP:
-                return
+                return b"".join([*pieces, data[copied:at]])
     except (IndexError, KeyError, ValueError) as error:
         raise pickle.UnpicklingError(f"it is not a whole pickle: {type(error).__name__} at byte {at} of {end}") from error
 
@@ -166,6 +183,29 @@ def check_key(key: Any) -> None:
             _check_keys((MAX_KEY_PARTS + 1,))
         if isinstance(each, (tuple, frozenset)):
             todo.extend(list(each)[: MAX_KEY_PARTS + 1])
+
+
+class BoundedUnpickler(pickle.Unpickler):
+    """C's unpickler, after ``check_pickle``. Subclasses say what names mean, what is stored elsewhere, and what gets attributes."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(check_pickle(data)), encoding="utf-8")
+
+    def persistent_load(self, pid: Any) -> Any:
+        if not isinstance(pid, tuple) or len(pid) != 2:
+            return self.stored(pid)
+        made, state = pid
+        if not self.build(made, state):
+            raise pickle.UnpicklingError(f"it changes {str(made)[:100]}, which it has not made")
+        return made
+
+    def stored(self, pid: Any) -> Any:
+        """The object that ``pid`` refers to."""
+        raise pickle.UnpicklingError(f"it refers to {str(pid)[:100]}, which is no storage")
+
+    @abstractmethod
+    def build(self, made: Any, state: Any) -> bool:
+        """Give ``made`` its attributes. False if it is nothing that this unpickler makes: a class, a function, ..."""
 
 
 # The containers that a pickle may call: their keys cost no more than those that an opcode puts in.

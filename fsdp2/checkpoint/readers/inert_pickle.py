@@ -10,15 +10,15 @@ Worked example: ``ds.ZeroStageEnum(2)`` comes out as an Inert with ``path == "ds
 
 from __future__ import annotations
 
-import io
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..pickle_limits import check_made, check_pickle, checked_dict, checked_frozenset, checked_ordered_dict, checked_set
+from ..pickle_limits import BoundedUnpickler, check_made, checked_dict, checked_frozenset, checked_ordered_dict, checked_set
 
 _STORAGE_DTYPES = {
     "DoubleStorage": torch.float64,
@@ -56,9 +56,6 @@ class Inert:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes what the real class would."""
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
 
     def append(self, item: Any) -> None:
         self.items.append(item)
@@ -117,9 +114,9 @@ _BUILTINS: dict[str, Any] = {
 }
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(BoundedUnpickler):
     def __init__(self, data: bytes, tensor_of: Callable[[SavedTensor], Any]) -> None:
-        super().__init__(io.BytesIO(data), encoding="utf-8")
+        super().__init__(data)
         self._tensor_of = tensor_of
         self._classes: dict[str, type[Inert]] = {}
         self._functions: dict[str, Callable[..., Any]] = {
@@ -156,13 +153,18 @@ class _Unpickler(pickle.Unpickler):
             self._classes[path] = type(name, (Inert,), {"path": path})
         return self._classes[path]
 
-    def persistent_load(self, pid: Any) -> Any:
+    def build(self, made: Any, state: Any) -> bool:
+        if isinstance(made, Inert):
+            made.state = state
+        return isinstance(made, (Inert, OrderedDict))  # nobody needs a state dict's attributes
+
+    def stored(self, pid: Any) -> Any:
         match pid:
             case ("storage", torch.dtype() as dtype, str(key), _, int()):
                 return _Storage(key, dtype)
             case ("storage", _, str(key), _, int()):
                 return _Storage(key, torch.uint8)
-        raise pickle.UnpicklingError(f"it refers to {str(pid)[:100]}, which is no storage")
+        return super().stored(pid)
 
     def _tensor(self, storage: _Storage, offset: int, shape: Any, stride: Any, *rest: Any) -> Any:
         return self._tensor_of(SavedTensor(storage.key, storage.dtype, offset, tuple(shape), tuple(stride)))
@@ -199,7 +201,6 @@ def _encode(text: str, encoding: str = "latin1") -> bytes:
 
 def unpickle(data: bytes, tensor_of: Callable[[SavedTensor], Any]) -> Any:
     """The object that ``data`` describes. Raises: any error that a broken pickle may raise"""
-    check_pickle(data)
     made = _Unpickler(data, tensor_of).load()
     check_made(made, 4 * len(data) + 1000)  # without sharing, each object takes a byte or more
     return made

@@ -48,12 +48,16 @@ def stand_in() -> None:
     mesh.DeviceMesh.__init__ = _of_cpus(mesh.DeviceMesh.__init__)
     torch.autocast.__init__ = _of_cpus(torch.autocast.__init__)  # type: ignore[method-assign]
     nn.Module.to = _of_modules(nn.Module.to)  # type: ignore[method-assign]  # it reads its arguments itself
-    _leave_out(nn.parallel.DistributedDataParallel, "device_ids", "output_device")
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    _leave_out(FullyShardedDataParallel, "device_id")
+    _with_arguments(nn.parallel.DistributedDataParallel, device_ids=None, output_device=None)
     mode: Any = _OnCPU()
     mode.__enter__()
+
+
+def let_fsdp1_run() -> None:
+    """Without an accelerator, FSDP1 runs if it is told that its device is the CPU; otherwise it looks for one, and raises."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    _with_arguments(FullyShardedDataParallel, device_id=_CPU)
 
 
 class _OnCPU(TorchFunctionMode):
@@ -122,12 +126,12 @@ def _is_nccl(value: Any) -> bool:
     return type(value) is str and "nccl" in value
 
 
-def _leave_out(cls: Any, *names: str) -> None:
-    """The arguments of the class that name GPUs."""
+def _with_arguments(cls: Any, **given: Any) -> None:
+    """Let ``cls`` get ``given`` instead of what the script passes for them."""
     before = cls.__init__
 
     @functools.wraps(before)
-    def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
-        before(self, *args, **{name: value for name, value in kwargs.items() if name not in names})
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        before(self, *args, **kwargs | given)
 
-    cls.__init__ = initialise
+    cls.__init__ = initialize

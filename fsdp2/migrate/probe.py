@@ -160,8 +160,10 @@ def main(arguments: list[str]) -> None:
     faulthandler.dump_traceback_later(float(seconds), exit=True, file=stack)
     faulthandler.register(signal.SIGTERM, file=stack, chain=True)  # which torchrun sends to the others when the first one has ended
     texts = [file.read_text() for file in (Path(source), *Path(overlay).glob("*.py"))]
-    if not torch.cuda.is_available() and any(map(on_cpu.asks_for_gpus, texts)):
-        on_cpu.stand_in()
+    if not torch.cuda.is_available():
+        on_cpu.let_fsdp1_run()
+        if any(map(on_cpu.asks_for_gpus, texts)):
+            on_cpu.stand_in()
     Probe(Path(folder), int(num_steps)).install()
     sys.argv = [claimed, *rest]
     sys.path[:0] = [overlay, str(Path(claimed).resolve().parent)]

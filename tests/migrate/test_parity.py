@@ -231,6 +231,38 @@ def test_a_script_for_gpus_is_compared_on_cpu_processes(tmp_path: Path, capsys: 
     assert "the same for 3 steps" in capsys.readouterr().out
 
 
+FSDP1 = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+dist.init_process_group({backend})
+torch.manual_seed(0)
+model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)){device_id})
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    loss = model(torch.full((2, 4), 0.5 + dist.get_rank()){moved}).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a computer without GPUs")
+@pytest.mark.parametrize(
+    ("backend", "device_id", "moved"), [("'gloo'", "", ""), ("'nccl'", ", device_id=torch.cuda.current_device()", ".cuda()")]
+)
+def test_an_fsdp1_script_is_compared_on_cpu_processes(
+    backend: str, device_id: str, moved: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """FSDP1 looked for an accelerator and raised, so that no FSDP1 script could be compared without GPUs."""
+    (tmp_path / "train.py").write_text(FSDP1.replace("{backend}", backend).replace("{device_id}", device_id).replace("{moved}", moved))
+    assert main(["migrate", "--parity", "train.py"]) == 0, capsys.readouterr().out
+    assert "the same for 3 steps" in capsys.readouterr().out
+
+
 BF16_ADAM = """
 import torch
 import torch.distributed as dist

@@ -89,14 +89,17 @@ class CheckpointFolder:
 
     def begin(self) -> Path:
         """Make an empty ``partial``, and remove what dead runs have left."""
+        if self._lock is not None and not self._lock.exists():  # somebody has removed the folder
+            self.unlock()
         self.lock()
+        self.path.mkdir(parents=True, exist_ok=True)
         for each in self.path.iterdir() if self._lock is not None else ():
             if is_partial(each.name) and each.name not in _being_written:
                 _remove(each)
         self.discard()
         self.partial = self._new_partial()
         _being_written.add(self.partial.name)
-        self.partial.mkdir(parents=True)
+        self.partial.mkdir()
         return self.partial
 
     def discard(self) -> None:
@@ -128,7 +131,7 @@ class CheckpointFolder:
         if self._keep_last is None:
             return
         latest = self.latest()
-        others = [each for each in self.checkpoints() if each != latest]
+        others = [each for each in sorted(self.checkpoints(), key=_order) if each != latest]  # by step: clocks jump
         for old in others[: max(len(others) + 1 - self._keep_last, 0)]:
             self.discard()
             _being_written.add(self.partial.name)

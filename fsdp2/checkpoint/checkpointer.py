@@ -14,9 +14,10 @@ with any version of FSDP2, any number of ranks, and without ranks. This file ref
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -31,10 +32,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 from ..arguments import PROCESS_GROUP, SWITCH, require
-from ..core.comm.agreement import LostRankError, agree, default_group
+from ..core.comm.agreement import agree, default_group
 from ..core.comm.collective_log import at_disk
 from ..core.comm.joint_calls import joint
-from ..errors import ArgumentError, FSDPError, OrderError, got
+from ..errors import ArgumentError, FSDPError, LostRankError, OrderError, got
 from .checkpoint_folder import CheckpointFolder
 from .checkpointer_load import Restored, read_state
 from .dcp_files import pack, read_metadata, unpack
@@ -151,7 +152,7 @@ class Checkpointer:
         """
         self.wait()
         with torch.inference_mode(False), torch.no_grad():
-            state = on_every_rank(self._group, f"cannot save step {step} in {self._folder.path}", lambda: self._state(step))
+            state = self._state_of_every_rank(step)
         if not self._locked:
             from_rank_0(self._group, f"cannot save step {step} in {self._folder.path}", self._folder.lock)
             self._locked = True
@@ -167,6 +168,19 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
+
+    def _state_of_every_rank(self, step: int) -> dict[str, Any]:
+        """This rank's state. Collective: yes. Raises: the error of a rank, or ArgumentError if ranks pass different steps"""
+        state, problem = tried(f"cannot save step {step} in {self._folder.path}", lambda: self._state(step))
+        steps = agree(self._group, problem, step)
+        if len(set(steps)) > 1:
+            raise ArgumentError(
+                "ranks gave Checkpointer.save different steps",
+                items=[f"rank {rank}: {each}" for rank, each in enumerate(steps)],
+                expected="one step on all ranks",
+                fix="count steps alike on all ranks: end the epoch on all of them when the data of one run out",
+            )
+        return state[0]
 
     def _state(self, step: int) -> dict[str, Any]:
         if type(step) is not int or step < 0:
@@ -244,9 +258,17 @@ class Checkpointer:
         path = self._folder.path / from_rank_0(self._group, f"cannot read {self._folder.path}", lambda: self._find(checkpoint))
         with torch.inference_mode(False), torch.no_grad(), at_disk():
             restored = read_state(path, self._group, self._model, self._optimizer, self._given(), verify)
-            # The user's objects may refuse their state, so they come before changes that cannot be undone.
-            on_every_rank(self._group, f"cannot go on from {path}", lambda: self._restore_others(restored))
-            on_every_rank(self._group, f"cannot go on from {path}", lambda: self._restore(restored))
+            undo: list[Callable[[], object]] = []
+            # Whatever may refuse its state on one rank comes before the model, whose change cannot be undone.
+            try:
+                on_every_rank(self._group, f"cannot go on from {path}", lambda: self._restore_others(restored, undo))
+            except FSDPError:
+                for each in reversed(undo):
+                    with contextlib.suppress(Exception):  # the first error is the one to report
+                        each()
+                raise
+            undo.clear()
+            on_every_rank(self._group, f"cannot go on from {path}", lambda: self._restore_model(restored))
         return Resumed(restored.step, path, restored.world_size, restored.random is not None)
 
     def _find(self, checkpoint: str | os.PathLike[str] | None) -> Path:
@@ -273,7 +295,11 @@ class Checkpointer:
     def _given(self) -> set[str]:
         return {name for name, each in (("scheduler", self._scheduler), ("data", self._data)) if each is not None}
 
-    def _restore_others(self, restored: Restored) -> None:
+    def _restore_others(self, restored: Restored, undo: list[Callable[[], object]]) -> None:
+        """Restore all but the model. undo: gets what brings random numbers and the optimizer back"""
+        if restored.random is not None:
+            undo.append(partial(set_random_state, random_state(self._device_type), self._device_type))
+            set_random_state(unpack(restored.random), self._device_type)
         if self._scheduler is not None:
             self._scheduler.load_state_dict(unpack(restored.scheduler))
         if isinstance(self._data, Stateful):
@@ -281,13 +307,14 @@ class Checkpointer:
         elif self._data is not None:
             self._data.clear()
             self._data.update(unpack(restored.data))
-
-    def _restore(self, restored: Restored) -> None:
-        restored.into_model(self._model)
         if self._optimizer is not None:
+            undo.append(partial(self._optimizer.load_state_dict, self._optimizer.state_dict()))
             state = numbered_optimizer_state(restored.optimizer, names_in(self._model, self._optimizer))
             self._optimizer.load_state_dict(state)
-        if restored.random is not None:
+
+    def _restore_model(self, restored: Restored) -> None:
+        restored.into_model(self._model)
+        if restored.random is not None:  # again: the user's objects may have drawn random numbers
             set_random_state(unpack(restored.random), self._device_type)
 
     # --- the end ---

@@ -61,7 +61,8 @@ class _MetadataUnpickler(BoundedUnpickler):
         if isinstance(made, type) or not is_dataclass(made):
             return False
         if isinstance(made, TensorProperties):
-            made.__setstate__(state)  # type: ignore[no-untyped-call]
+            known = len(TensorProperties().__getstate__())  # type: ignore[no-untyped-call]
+            made.__setstate__(state[:known])  # type: ignore[no-untyped-call]  # a later torch adds fields that no reader needs
         else:
             vars(made).update(state)
         if isinstance(made, MetadataIndex):

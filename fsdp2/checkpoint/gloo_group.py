@@ -5,20 +5,24 @@ Groups are given back and lent again, not destroyed: a process group costs five 
 
 from __future__ import annotations
 
+from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from ..core import torch_compat as compat
 from ..core.comm.agreement import is_lost
 from ..core.comm.process_groups import another_over
 from ..errors import OrderError
 
-_free: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], list[dist.ProcessGroup]]] = WeakKeyDictionary()
-"""Groups that no thread uses, by the default group, which ends with ``destroy_process_group()``, and by ranks."""
+_Key = tuple[tuple[int, ...], timedelta | None]
+
+_free: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, list[dist.ProcessGroup]]] = WeakKeyDictionary()
+"""Groups that no thread uses, by the default group, which ends with ``destroy_process_group()``, and by ranks and time-out."""
 
 
 def borrow_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """A group over the ranks of ``process_group`` (None: all) for the caller alone. Collective: yes, over these."""
+    """A group over the ranks of ``process_group`` (None: all), with its time-out, for the caller alone. Collective: yes, over these."""
     if not dist.is_initialized():
         raise OrderError(
             "there is no process group",
@@ -26,11 +30,7 @@ def borrow_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
             fix="call torch.distributed.init_process_group before",
         )
     free = _free_for(process_group)
-    if free:
-        return free.pop()
-    over = process_group or dist.group.WORLD
-    assert over is not None
-    return another_over(over, "checkpointer", backend="gloo")
+    return free.pop() if free else another_over(_over(process_group), "checkpointer", backend="gloo")
 
 
 def give_back(group: dist.ProcessGroup, process_group: dist.ProcessGroup | None) -> None:
@@ -40,7 +40,12 @@ def give_back(group: dist.ProcessGroup, process_group: dist.ProcessGroup | None)
 
 
 def _free_for(process_group: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
-    world = dist.group.WORLD
-    assert world is not None
-    ranks = tuple(dist.get_process_group_ranks(process_group or world))
-    return _free.setdefault(world, {}).setdefault(ranks, [])
+    over = _over(process_group)
+    key = tuple(dist.get_process_group_ranks(over)), compat.timeout_of_group(over)
+    return _free.setdefault(_over(None), {}).setdefault(key, [])
+
+
+def _over(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    over = process_group or dist.group.WORLD
+    assert over is not None
+    return over

@@ -16,6 +16,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -136,6 +137,12 @@ def own_connection_to_the_store(prefix: str) -> Any:
     return c10d.PrefixStore(prefix, c10d._get_default_store().clone())
 
 
+def keys_in_the_store(prefix: str) -> Any:
+    """Keys of the same store, over its own connection: for few requests, of the main thread."""
+    c10d: Any = dist.distributed_c10d
+    return c10d.PrefixStore(prefix, c10d._get_default_store())
+
+
 def ranks_meet_over_tcp() -> bool:
     """Whether the default process group's store is a TCPStore, below its prefixes."""
     torch_dist: Any = dist
@@ -145,7 +152,14 @@ def ranks_meet_over_tcp() -> bool:
     return isinstance(store, torch_dist.TCPStore)
 
 
-def new_named_group(ranks: list[int], backend: str | None, description: str, name: str) -> dist.ProcessGroup:
+def timeout_of_group(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a collective of ``group`` waits for a rank; None if its backend does not tell."""
+    backend: Any = group._get_backend(device_of_group(group))
+    backend = getattr(backend, "wrapped_pg", backend)  # under TORCH_DISTRIBUTED_DEBUG=DETAIL
+    return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+def new_named_group(ranks: list[int], backend: str | None, description: str, name: str, timeout: timedelta | None) -> dist.ProcessGroup:
     """A process group under a name that its ranks have agreed on, whichever groups each has made before; torch's count of groups stays.
 
     Collective: yes, over ``ranks``.
@@ -163,7 +177,7 @@ def new_named_group(ranks: list[int], backend: str | None, description: str, nam
         torch_names = c10d._process_group_name
         c10d._process_group_name = name_of
         try:
-            made = dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc=description)
+            made = dist.new_group(ranks, timeout, backend, use_local_synchronization=True, group_desc=description)
         finally:
             c10d._process_group_name = torch_names
     assert isinstance(made, dist.ProcessGroup)

@@ -17,6 +17,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -435,11 +436,63 @@ def test_last_ones_are_kept_and_the_latest_is_named(tmp_path: Path) -> None:
 
 def checkpoint(path: Path, age_s: int = 0) -> Path:
     """Files as of a checkpoint, for those who do not look into it."""
-    path.mkdir(parents=True)
+    path.mkdir(parents=True, exist_ok=True)
     (path / "__0_0.distcp").write_text(path.name)
     (path / ".metadata").write_text(path.name)
     os.utime(path / ".metadata", (1e9 - age_s, 1e9 - age_s))
     return path
+
+
+def test_after_a_jump_of_the_clock_the_last_steps_are_kept(tmp_path: Path) -> None:
+    """Symptom: of steps 1 to 6, saved while the clock went back an hour each time, steps 1, 2 and 6 were kept."""
+    folder = CheckpointFolder(tmp_path, keep_last=3)
+    for step in range(1, 7):
+        checkpoint(folder.begin(), age_s=3600 * step)
+        folder.commit(step)
+        folder.prune()
+    folder.unlock()
+    assert names(tmp_path) == ["latest", "step_000004", "step_000005", "step_000006"]
+
+
+@on_ranks(2)
+def test_a_save_makes_a_folder_that_somebody_has_removed(tmp_path: Path) -> None:
+    run = saved(tmp_path / "run")
+    for asynchronous in (True, False):
+        options = {"data": run.loader, "asynchronous": asynchronous}
+        with Checkpointer(tmp_path / "run", run.model, run.optimizer, run.scheduler, **options) as checkpointer:
+            checkpointer.save(2)
+            checkpointer.wait()
+            on_rank_0(lambda: shutil.rmtree(tmp_path / "run"))
+            for step in (3, 4):
+                checkpointer.save(step)
+                checkpointer.wait()
+            dist.barrier()
+            assert names(tmp_path / "run") == ["latest", "step_000003", "step_000004"]
+            assert (tmp_path / "run" / ".lock").exists()
+            dist.barrier()
+
+
+@on_ranks(2)
+def test_ranks_that_pass_different_steps_are_noticed(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path / "run", fully_shard(Net(), mesh=cpu_mesh())) as checkpointer:
+        with pytest.raises(ArgumentError, match=r"(?s)different steps.*rank 0: 100.*rank 1: 101.*expected: one step on all ranks"):
+            checkpointer.save(100 + dist.get_rank())
+        assert checkpointer.latest() is None
+
+
+@on_ranks(2, timeout=60)
+def test_a_save_waits_for_a_rank_as_long_as_the_programs_own_collectives(tmp_path: Path) -> None:
+    """Symptom: a stopped rank held the others for 30 minutes in a program that had set a minute."""
+    program = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    checkpointer = Checkpointer(tmp_path, fully_shard(Net(), mesh=cpu_mesh()), process_group=program)
+    if dist.get_rank() == 0:
+        with pytest.raises(CheckpointError, match="a rank is gone, or cannot be reached"):
+            checkpointer.save(1)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        with pytest.raises(CheckpointError, match="a rank is gone, or cannot be reached"):
+            checkpointer.save(1)
+    checkpointer.close()
 
 
 def test_latest_is_the_newest_by_time_if_nothing_names_it(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorProperties
 
 from fsdp2 import fully_shard
 from fsdp2.checkpoint import Checkpointer, CheckpointError, convert, load_checkpoint, open_source
@@ -23,7 +24,7 @@ from fsdp2.checkpoint.boxes import Box, cover_problem
 from fsdp2.checkpoint.checkpoint_folder import CheckpointFolder
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
-from harness.training import adamw, fed_own_chunk
+from harness.training import adamw, assert_same_tensors, fed_own_chunk
 
 WEIGHT, MOMENT = "model.last.weight", "optimizer.state.last.weight.exp_avg"
 
@@ -192,3 +193,26 @@ def test_a_tag_of_deepspeed_that_leads_out_of_the_folder_is_not_followed(tmp_pat
     (tmp_path / "inner" / "latest").write_text("..")
     with pytest.raises(CheckpointError, match="is no checkpoint that is known"):
         open_source(tmp_path / "inner")
+
+
+@on_ranks(2)
+def test_a_folder_of_a_later_torch_whose_properties_of_tensors_have_more_fields_is_read(tmp_path: Path) -> None:
+    """Symptom: under torch 2.13 "too many values to unpack" for every folder that torch 2.15 wrote, which adds strides."""
+    model = fully_shard(mlp(), mesh=cpu_mesh())
+    expected = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    known = TensorProperties.__getstate__
+
+    def with_more(properties: TensorProperties) -> tuple[Any, ...]:
+        return (*known(properties)[:5], None, "a field of the future")
+
+    with Checkpointer(tmp_path, model, asynchronous=False) as checkpointer:
+        checkpointer.save(1)
+        metadata = tmp_path / "step_000001" / ".metadata"
+        if dist.get_rank() == 0:
+            saved = pickle.loads(metadata.read_bytes())
+            with patch.object(TensorProperties, "__getstate__", with_more):
+                metadata.write_bytes(pickle.dumps(saved))
+        for param in model.parameters():
+            param.data.zero_()
+        assert checkpointer.load().step == 1
+        assert_same_tensors({name: value.full_tensor() for name, value in model.state_dict().items()}, expected, "value")

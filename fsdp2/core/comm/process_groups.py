@@ -18,7 +18,7 @@ from .. import torch_compat as compat
 
 
 def another_over(process_group: dist.ProcessGroup, name: str, backend: str | None = None) -> dist.ProcessGroup:
-    """A new process group over the ranks of ``process_group``. Collective: yes, over these.
+    """A new process group over the ranks of ``process_group``, with its time-out. Collective: yes, over these.
 
     name:    what tools show as its description
     backend: None: that of the default group
@@ -26,4 +26,5 @@ def another_over(process_group: dist.ProcessGroup, name: str, backend: str | Non
     ranks = dist.get_process_group_ranks(process_group)
     drawn = torch.tensor([int.from_bytes(os.urandom(7), "big")], device=compat.device_of_group(process_group))
     dist.broadcast(drawn, src=ranks[0], group=process_group)
-    return compat.new_named_group(ranks, backend, f"fsdp2_{name}", f"fsdp2_{name}_{drawn.item():x}")
+    timeout = compat.timeout_of_group(process_group)
+    return compat.new_named_group(ranks, backend, f"fsdp2_{name}", f"fsdp2_{name}_{drawn.item():x}", timeout)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 from .clients.state import ClientState
 from .core.comm import lookout
+from .core.comm.lost_ranks import note_process
 from .core.iteration.finalization import CommContext
 from .core.iteration.module_state import schedule_of, sharded_unit, unit_of
 from .core.modules.sharded_class import sharded_class, swap_class
@@ -127,6 +128,7 @@ def fully_shard(
     for each in unit.modules:
         swap_class(each, FSDPModule)
     lookout.start()
+    note_process()
     return module
 
 

@@ -99,6 +99,14 @@ class CheckpointError(FSDPError, RuntimeError):
     report: Any = None
 
 
+class LostRankError(CheckpointError):
+    """A rank is gone, does not answer, or has not come: a collective has failed. Start no other collective, and end the program.
+
+    The message names the collective, the ranks whose processes have ended or are stopped, and the exceptions that ended them. It is a
+    CheckpointError, because saves and loads raise it as well.
+    """
+
+
 class CompileError(FSDPError, RuntimeError):
     """A model cannot be compiled as asked; the message names the line. The model goes on working eagerly."""
 

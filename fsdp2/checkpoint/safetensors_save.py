@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..arguments import PROCESS_GROUP, SWITCH, require
-from ..core.comm.agreement import LostRankError, agree, agree_over, default_group
+from ..core.comm.agreement import agree, agree_over, default_group
 from ..core.comm.joint_calls import joint
 from ..core.plan.mesh import device_of
-from ..errors import ArgumentError, FSDPError, MaterializationError
+from ..errors import ArgumentError, FSDPError, LostRankError, MaterializationError
 from .bands import BandStream, Ready
 from .byte_ranges import bytes_of
 from .every_rank import on_every_rank, tried

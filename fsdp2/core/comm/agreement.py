@@ -17,17 +17,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ... import errors
-from ...errors import CheckpointError, FSDPError
+from ...errors import CheckpointError, FSDPError, LostRankError
 from ..plan.mesh import device_of
 from .collective_log import during
+from .lost_ranks import raise_lost
 
 T = TypeVar("T")
 Axis = tuple[dist.ProcessGroup, torch.device]
 """A process group, and the device on which its ranks communicate."""
-
-
-class LostRankError(CheckpointError):
-    """A rank is gone or cannot be reached: the ranks cannot agree any more, and must start no other collective."""
 
 
 def default_group() -> dist.ProcessGroup | None:
@@ -87,13 +84,7 @@ def reached(process_group: dist.ProcessGroup | None, problem: FSDPError | None =
     except Exception as error:
         if process_group is not None:
             _lost.add(process_group)
-        told = (str(error).strip().splitlines() or [""])[0]
-        raise LostRankError(
-            f"a rank is gone, or cannot be reached: {type(error).__name__}: {told}",
-            items=[] if problem is None else [f"and this rank has a problem of its own: {problem}"],
-            expected="every rank to take part until all are done",
-            fix="look at the other ranks' errors, and start again from the latest checkpoint, which is unchanged",
-        ) from error
+        raise_lost(error, "an agreement of the ranks", problem)
 
 
 _lost: WeakSet[dist.ProcessGroup] = WeakSet()

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from .. import torch_compat as compat
+from .lost_ranks import raise_lost
 from .streams import Event, Stream, Streams
 
 LENGTH = 1024
@@ -257,14 +258,16 @@ def at_disk() -> Iterator[None]:
 
 @contextlib.contextmanager
 def during(kind: str, process_group: dist.ProcessGroup | None, tensor: torch.Tensor | None = None) -> Iterator[None]:
-    """Around a collective that this rank issues and waits for at one place."""
-    log = current
-    if log is None or process_group is None:
-        yield
-        return
+    """Around a collective that this rank issues and waits for at one place. Raises: LostRankError"""
+    log = None if process_group is None else current
     owner = object()
-    numel, dtype = (0, None) if tensor is None else (tensor.numel(), tensor.dtype)
-    log.issued(owner, kind, "", numel, dtype, process_group)
-    log.waits(owner, kind)
-    yield
-    log.done(owner, kind)
+    if log is not None and process_group is not None:
+        numel, dtype = (0, None) if tensor is None else (tensor.numel(), tensor.dtype)
+        log.issued(owner, kind, "", numel, dtype, process_group)
+        log.waits(owner, kind)
+    try:
+        yield
+    except RuntimeError as error:
+        raise_lost(error, f"the {kind}")
+    if log is not None:
+        log.done(owner, kind)

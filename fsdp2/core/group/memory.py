@@ -27,6 +27,7 @@ from ...errors import FSDPError, meta_error, misplaced_error
 from ...policy import AllGather
 from ..comm import collective_log
 from ..comm.agreement import tell_later
+from ..comm.lost_ranks import raise_lost
 from ..comm.streams import streams_of
 from ..plan.mesh import DataParallelMesh
 from ..plan.placement import in_dtype
@@ -310,12 +311,13 @@ class GroupMemory:
         log = collective_log.current
         if log is not None:
             log.waits(self, "all-gather")
-        if unsharded.smaller is not None and unsharded.smaller.has_shards:
-            unsharded.smaller.finish()
-        else:
-            unsharded.gather.finish()
-            if self.file is not None:
-                READ_AHEAD.end(self.file)
+        smaller = unsharded.smaller if unsharded.smaller is not None and unsharded.smaller.has_shards else None
+        try:
+            (smaller or unsharded.gather).finish()
+        except RuntimeError as error:
+            raise_lost(error, f"the all-gather of {self.fqn or 'the root'}")
+        if smaller is None and self.file is not None:
+            READ_AHEAD.end(self.file)
         if log is not None:
             log.done(self, "all-gather", self.streams, self.streams.compute)
         return unsharded

@@ -20,6 +20,7 @@ from .. import torch_compat as compat
 from ..comm import backends, collective_log, collectives
 from ..comm.communicators import comm_reduce_scatter
 from ..comm.division import Division, Divisions
+from ..comm.lost_ranks import raise_lost
 from ..comm.streams import Event, Stream, Streams
 from ..plan.placement import in_dtype
 from .flat_gradients import note_gradients
@@ -217,7 +218,10 @@ class Reduction:
 
     def _finish_pending(self) -> None:
         if self._pending is not None:
-            self._pending.finish()
+            try:
+                self._pending.finish()
+            except RuntimeError as error:
+                raise_lost(error, f"the reduce-scatter of {self._group.fqn or 'the root'}")
             self._pending = None
 
     def advance(self) -> None:
@@ -319,7 +323,10 @@ class Reduction:
         if log is not None:
             log.waits(self, "all-reduce")
         if self._all_reduce is not None:
-            self._all_reduce.finish()
+            try:
+                self._all_reduce.finish()
+            except RuntimeError as error:
+                raise_lost(error, f"the all-reduce of {self._group.fqn or 'the root'}")
             self._all_reduce = None
         if log is not None:
             log.done(self, "all-reduce", streams, stream)

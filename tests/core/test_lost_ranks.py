@@ -1,0 +1,158 @@
+"""An error of a collective names the ranks that are gone, why, and the unit; a program without errors sends two requests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp2
+from fsdp2.core.comm import collectives, lost_ranks
+from fsdp2.errors import LostRankError
+from harness import cpu_mesh, on_ranks
+
+GONE = RuntimeError("Connection closed by peer [127.0.0.1]:4")
+
+
+def model_of_three() -> nn.Module:
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    for layer in model:
+        fsdp2.fully_shard(layer, mesh=cpu_mesh())
+    return fsdp2.fully_shard(model, mesh=cpu_mesh())
+
+
+def store_of(name: str) -> dist.Store:
+    return dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+
+
+def failing_at(number: int) -> Any:
+    """In place of ``_Waiting.finish``: the call with this number finds the connection closed."""
+    real, calls = collectives._Waiting.finish, [0]
+
+    def finish(self: Any) -> None:
+        real(self)
+        calls[0] += 1
+        if calls[0] == number + 1:
+            raise GONE
+
+    return finish
+
+
+@on_ranks(2, timeout=60)
+def test_an_error_of_a_collective_names_it_its_unit_and_the_ranks_that_are_gone() -> None:
+    """Symptom: gloo's "Connection closed by peer [127.0.0.1]:4" was all that the other ranks said."""
+    model, x = model_of_three(), torch.ones(2, 8)
+    model(x).sum().backward()
+    other = 1 - dist.get_rank()
+    said: list[str] = []
+    with patch.object(lost_ranks, "_stat", lambda pid: ("Z", "7")):
+        for number in range(6):
+            roll = lost_ranks._Roll(store_of(f"loss {number}"), dist.group.WORLD)
+            dist.barrier()
+            with (
+                patch.object(lost_ranks, "_roll", roll),
+                patch.object(roll, "tell"),  # each rank would tell that it has lost another one itself, and be no cause
+                patch.object(collectives._Waiting, "finish", failing_at(number)),
+                pytest.raises(LostRankError) as caught,
+            ):
+                model(x).sum().backward()
+            dist.barrier()
+            model.reset_iter_state()
+            text = str(caught.value)
+            assert "a rank is gone, or cannot be reached" in text
+            assert f"rank {other}: its process (" in text
+            assert "Connection closed by peer" in text
+            said.append(text.partition("reached: ")[2].partition(" has failed")[0])
+    assert {"the all-gather of 0", "the all-gather of 1", "the reduce-scatter of 2"} <= set(said), said
+
+
+@on_ranks(2)
+def test_an_error_of_another_kind_stays_what_it_is() -> None:
+    for error in (torch.OutOfMemoryError("no memory"), fsdp2.OrderError("order", expected="a", fix="b")):
+        with pytest.raises(type(error)) as caught:
+            lost_ranks.raise_lost(error, "the all-gather of 0")
+        assert caught.value is error
+
+
+@on_ranks(2)
+def test_what_one_rank_has_found_the_ranks_on_other_hosts_hear() -> None:
+    model_of_three()
+    rank = dist.get_rank()
+    roll = lost_ranks._Roll(store_of("other hosts"), dist.group.WORLD)
+    dist.barrier()
+    assert roll.known() == {}
+    if rank == 0:
+        roll.tell(1, "its host is on fire")
+        roll.tell(1, "its process has ended")
+    dist.barrier()
+    assert roll.known() == ({1: "its host is on fire"} if rank == 0 else {})
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc, which tells that a process is stopped")
+def test_a_process_that_is_stopped_or_has_ended_is_known() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        state, started = lost_ranks._stat(process.pid)
+        assert state in "RSD"
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        assert lost_ranks._stat(process.pid) == ("T", started)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert lost_ranks._stat(process.pid) == ("Z", started)
+    assert lost_ranks._stat(process.pid) == ("X", "")
+
+
+@on_ranks(2)
+def test_fully_shard_starts_no_thread_and_sends_two_requests() -> None:
+    """Symptom: a thread and a second connection to the store in every job; with 16 000 ranks, 5 000 requests a second to rank 0."""
+    before = threading.active_count()
+    store = dist.distributed_c10d._get_default_store()
+    with patch.object(lost_ranks, "_roll", None), patch.object(type(store), "clone", side_effect=AssertionError("a connection")):
+        model = model_of_three()
+        assert lost_ranks._roll is not None
+        model(torch.ones(2, 8)).sum().backward()
+    assert threading.active_count() == before
+
+
+PROGRAM = """
+import sys
+import torch, torch.distributed as dist
+from torch import nn
+import fsdp2
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+model = fsdp2.fully_shard(nn.Linear(4, 4))
+model(torch.ones(2, 4)).sum().backward()
+if rank == 1:
+    raise ValueError("no such file: shard_17")
+while True:
+    model(torch.ones(2, 4)).sum().backward()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_an_exception_ends_tells_it_to_the_others(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(rank), str(tmp_path / "store")], env=environment, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=300)[1] for process in processes]
+    assert "LostRankError" in said[0]
+    assert f"rank 1: its program has ended with ValueError: no such file: shard_17 ({program}, line 12)" in said[0]
+    assert "LostRankError" not in said[1]

@@ -164,15 +164,29 @@ def total_norm(
     if norm_type > 0:  # zeros between them do not count
         locals_, kinds = joined(locals_, kinds)
     wholes = compat.complete_locals([_reduced(tensor) for tensor in partial])
-    dtype = torch.float64 if any(tensor.dtype in _WIDE for tensor in (*locals_, *wholes)) else torch.float32
+    # A missing gradient has the dtype that it has on another rank: all send numbers of one dtype.
+    missing = (
+        []
+        if len(there) == len(likes)
+        else [_dtype_of_gradient(like) for like, each in zip(likes, tensors, strict=True) if each is None]
+    )
+    is_wide = any(dtype in _WIDE for dtype in (*(tensor.dtype for tensor in (*locals_, *wholes)), *missing))
+    dtype = torch.float64 if is_wide else torch.float32
     terms = _terms([*locals_, *wholes], [*kinds, *kinds_of_partial], len(columns), norm_type, dtype, device, foreach)
     for process_group, device_type, indices in _groups(columns):
         terms = _all_reduce(terms, indices, process_group, device_type, norm_type)
-    total = _join(terms, norm_type) if there else torch.zeros((), dtype=dtype, device=device)
+    total = _join(terms, norm_type) if likes else terms.sum()
+    if norm_type < 0 and not there:  # if no rank has an element, torch's norm is 0
+        total = torch.where(total.isinf(), torch.zeros_like(total), total)
     return total, [*locals_, *compat.complete_locals(partial)]
 
 
 _WIDE = (torch.float64, torch.complex128)
+
+
+def _dtype_of_gradient(param: Tensor) -> torch.dtype:
+    chosen = compat.grad_dtype_of(param)
+    return param.dtype if chosen is None or chosen.dtype is None else chosen.dtype
 
 
 @dataclass(frozen=True)

@@ -437,6 +437,30 @@ def test_a_rank_without_a_gradient_does_not_stop_the_others():
 
 
 @on_ranks(2)
+def test_a_rank_without_any_gradient_has_the_norm_of_the_others():
+    """It returned 0 after the all-reduce; and where gradients were fp64, it sent an fp32 number."""
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        whole_grad = torch.tensor([3.0, 4.0, 0.0, 0.0], dtype=dtype)
+        for norm_type in NORMS:
+            param = nn.Parameter(distribute_tensor(torch.ones(4, dtype=dtype), cpu_mesh(), [Shard(0)]))
+            if dist.get_rank() == 0:
+                param.grad = distribute_tensor(whole_grad, cpu_mesh(), [Shard(0)], src_data_rank=None)
+            expected = torch.linalg.vector_norm(whole_grad[:2].double(), norm_type)  # of those that there are
+            if norm_type == 0:  # of the parameters' norms, how many are not 0
+                expected = torch.ones(())
+            place = f"{dtype}, norm {norm_type}"
+            for call in ("clip", "flat"):
+                if call == "clip":
+                    norm = fsdp2.clip_grad_norm_([param], 100.0, norm_type)
+                else:
+                    optimizer = fsdp2.optim.flat(torch.optim.SGD, [param], lr=0.0)
+                    optimizer.step(max_norm=100.0, norm_type=norm_type)
+                    norm = optimizer.grad_norm
+                assert norm.dtype is (torch.float64 if dtype is torch.float64 else torch.float32), place
+                torch.testing.assert_close(norm.double(), expected.double(), rtol=1e-6, atol=0, msg=place)
+
+
+@on_ranks(2)
 def test_nothing_to_clip_has_the_norm_zero():
     assert fsdp2.clip_grad_norm_([], 1.0) == 0
     model, _ = one_axis()

@@ -152,9 +152,10 @@ def _version(grad: Tensor) -> int:
 
 @torch.no_grad()
 def _norm(grad: Tensor) -> Tensor:
+    """The bytes of the norm, in fp32 or wider."""
     local: Tensor = compat.local_tensor(grad) if isinstance(grad, DTensor) else grad
-    norm: Tensor = torch.linalg.vector_norm(local, dtype=torch.float32)
-    return norm.view(torch.int32)
+    norm: Tensor = torch.linalg.vector_norm(local, dtype=torch.promote_types(local.dtype, torch.float32))
+    return norm.view(1).view(torch.uint8)
 
 
 def _second_backward() -> OrderError:

@@ -99,6 +99,31 @@ def test_a_state_dict_goes_into_files_run_by_run(dtype, tmp_path):
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("step_in_backward", [False, True])
+def test_it_steps_parameters_of_every_dtype_as_the_unsharded_model_is_stepped(step_in_backward):
+    class Weights(nn.Module):
+        def __init__(self, dtype: torch.dtype) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.one, self.other = nn.Parameter(torch.randn(5, 4).to(dtype)), nn.Parameter(torch.randn(3).to(dtype))
+
+        def forward(self, scale: float) -> torch.Tensor:
+            return sum(((param - scale).abs().double() ** 2).sum() for param in self.parameters())
+
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128):
+        ours, theirs = fully_shard(Weights(dtype), mesh=cpu_mesh()), Weights(dtype)
+        optimizer = offloaded(torch.optim.AdamW, ours, fsdp2.CPUOffloadPolicy(), step_in_backward=step_in_backward, lr=0.01)
+        ordinary = torch.optim.AdamW(theirs.parameters(), lr=0.01)
+        for step in range(3):
+            for model, each in ((ours, optimizer), (theirs, ordinary)):
+                model(0.1 * step).backward()
+                each.step()
+                each.zero_grad()
+        for (name, param), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(param.full_tensor(), other, msg=f"{name} {dtype}")
+
+
+@on_ranks(2)
 def test_hooks_hear_each_step_once_and_no_step_of_a_part():
     model = sharded()
     heard: list[Any] = []

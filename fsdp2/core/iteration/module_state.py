@@ -58,6 +58,11 @@ def group_with(param: ShardedParam) -> ParamGroup:
     return next(group for group in unit_with(param).groups if param in group.params)
 
 
+def shards() -> dict[int, ShardedParam]:
+    """What ``sharded_parameters`` has, without the groups, and with parameters that were replaced since."""
+    return {id(param.sharded): param for param in list(_units)}
+
+
 def sharded_parameters() -> dict[int, tuple[ShardedParam, ParamGroup]]:
     """All living parameters of ``fully_shard``, by the id of the parameter that the user sees between steps."""
     found = {}

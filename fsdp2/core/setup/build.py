@@ -24,7 +24,7 @@ from ..group.own_memory import cut_out, needs_own_memory, refuse_unextendable
 from ..group.param import Owner, ShardedParam, new_sharded_param, sharded_from
 from ..group.param_group import ParamGroup
 from ..iteration.group_numbers import number_groups
-from ..iteration.module_state import ModuleState, group_with
+from ..iteration.module_state import ModuleState, group_with, shards
 from ..iteration.ties import tie_differences
 from ..iteration.unit import UnitOptions
 from ..modules.hooks import UnitHooks
@@ -167,6 +167,7 @@ def read_modules(
     owners = _owners(modules, managed, ignored_params)
     _refuse_scripted(owners)
     tied = _split_off_tied(owners)
+    _refuse_taken(owners)
     buffers = _buffers(modules, managed)
     place = Placer(shard_placement_fn, mesh)
     placed = {param: place(names[0], param) for param, (names, _) in owners.items()}
@@ -318,6 +319,22 @@ def _split_off_tied(owned: _Owned) -> _Tied:
         if sharded is not None:
             tied.append((sharded, *owned.pop(param)))
     return tied
+
+
+def _refuse_taken(owned: _Owned) -> None:
+    """Raise if a module was put around, or tied to, what an earlier call sharded."""
+    if not any(isinstance(param, DTensor) for param in owned):
+        return
+    known = shards()
+    taken = [f"{names[0]} {tuple(param.shape)}" for param, (names, _) in owned.items() if id(param) in known]
+    if taken:
+        raise OrderError(
+            f"{len(taken)} parameters were sharded by an earlier fully_shard call on another module",
+            items=taken,
+            expected="modules whose parameters no earlier call took: a call takes all that are below its module",
+            fix="wrap and tie modules before the first fully_shard call, which is on a child before its parent; of a wrapper that came "
+            "later, pass the modules that are new",
+        )
 
 
 def _borrow(tied: _Tied, place: Placer, options: GroupOptions) -> list[ParamGroup]:

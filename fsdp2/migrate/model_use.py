@@ -82,6 +82,13 @@ def clip_function(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpre
     return new.with_changes(func=editor.make("fsdp2.clip_grad_norm_", "import fsdp2"))
 
 
+def apply(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
+    """``model.apply(fn)`` on a wrapped model."""
+    if editor.names.tag_of(_receiver_node(old)) in SHARDED and not is_use_before_wrap(editor, old):
+        editor.left(old, f"{code(new)} gives the function shards now: call it before the model is sharded, or write it for DTensors")
+    return None
+
+
 def comm_hook(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
     """FSDP1's ``model.register_comm_hook``."""
     if editor.names.tag_of(_receiver_node(old)) == "fsdp1":
@@ -135,7 +142,7 @@ _KNOWN = (
 
 SHARED = Rules(
     calls=dict.fromkeys(_CLIP, clip_function),
-    methods={"no_sync": no_sync, "clip_grad_norm_": clip_method},
+    methods={"apply": apply, "no_sync": no_sync, "clip_grad_norm_": clip_method},
     nodes={cst.Attribute: [inner_module, no_sync_itself], cst.Assign: [sync_flag]},
 )
 """The rules for every framework."""

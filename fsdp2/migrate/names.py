@@ -59,6 +59,19 @@ _TAKES_MODEL = frozenset(
 )
 """Functions of FSDP1 whose first argument is a model, wherever it was wrapped."""
 
+_OPTIMIZER_AT = {
+    f"fsdp:FullyShardedDataParallel.{name}": index
+    for name, index in (
+        ("optim_state_dict", 1),
+        ("full_optim_state_dict", 1),
+        ("sharded_optim_state_dict", 1),
+        ("optim_state_dict_to_load", 1),
+        ("shard_full_optim_state_dict", 3),
+        ("scatter_full_optim_state_dict", 3),
+    )
+}
+"""Functions of FSDP1 that take an optimizer, wherever it was made, and its place among the arguments."""
+
 _SAME_MODEL = frozenset({"to", "cuda", "cpu", "train", "eval", "compile"})
 
 Function = cst.FunctionDef | cst.Lambda | None
@@ -365,10 +378,26 @@ class Names(cst.CSTVisitor):
                 for element, result in zip(target.elements, returned.elements, strict=False):
                     self._give(element.value, self.tag_of(result.value))
 
+    def _optimizer_argument(self, call: cst.Call) -> cst.BaseExpression | None:
+        for arg in call.args:
+            if arg.keyword is not None and arg.keyword.value == "optim":
+                return arg.value
+        index = _OPTIMIZER_AT[self.origin_of(call.func)] + self.puts_state_first(call)
+        return call.args[index].value if len(call.args) > index and call.args[index].keyword is None else None
+
+    def puts_state_first(self, call: cst.Call) -> bool:
+        """Whether ``optim_state_dict_to_load`` has torch 2.0's order, in which the state came before the model and the optimizer."""
+        if not self.origin_of(call.func).endswith(".optim_state_dict_to_load") or any(arg.keyword is not None for arg in call.args[:3]):
+            return False
+        tags = [self.tag_of(arg.value) for arg in call.args[:3]]
+        return tags[1:2] in ([each] for each in SHARDED) or tags[2:3] == ["optimizer"]
+
     def _follow(self, call: cst.Call) -> None:
         """Give the parameters of a function of this file the tags of what they are called with, or are bound to by ``partial``."""
         if self.origin_of(call.func) in _TAKES_MODEL and call.args and dotted(call.args[0].value) != "self":
             self._give(call.args[0].value, "fsdp1")
+        if self.origin_of(call.func) in _OPTIMIZER_AT and (optimizer := self._optimizer_argument(call)) is not None:
+            self._give(optimizer, "optimizer")
         if dotted(call.func) == "isinstance" and len(call.args) > 1:
             kinds = call.args[1].value
             each_kind = [each.value for each in kinds.elements] if isinstance(kinds, cst.Tuple) else [kinds]

@@ -16,7 +16,7 @@ import libcst as cst
 from .editor import Editor
 from .names import Names
 from .rank_conditions import Which, asks_for_all_but, asks_for_first, mentions_rank
-from .syntax_trees import code
+from .syntax_trees import code, dotted
 
 
 @dataclass
@@ -45,6 +45,12 @@ def on_every_rank(editor: Editor, old: cst.Call, state: Callable[[bool], str], n
     ``state(True)``, which gives it to rank 0 alone, where rank 0 alone passes."""
     guard = _guard(editor.names, old)
     if guard is None:
+        for call, outer in _guarded_callers(editor.names, old):
+            editor.left(
+                call,
+                f"{code(call)} {outer.test} takes a state dict, which all ranks have to do together: call it on every rank, "
+                "and move the condition to what it writes",
+            )
         return editor.make(state(False))
     value = state(guard.which is Which.FIRST)
     if guard.rest is None:
@@ -72,6 +78,20 @@ def _guard(names: Names, node: cst.CSTNode) -> _Guard | None:
         elif isinstance(above, (cst.IndentedBlock, cst.Module)):
             found = _of_those_that_left(names, above, below) or found
         below, above = above, names.parent_of(above)
+    return found
+
+
+def _guarded_callers(names: Names, node: cst.CSTNode, seen: frozenset[str] = frozenset()) -> list[tuple[cst.Call, _Guard]]:
+    """The calls in this file that lead to the function around ``node`` on some ranks alone, each with its guard."""
+    function = names.function_of(node)
+    if not isinstance(function, cst.FunctionDef) or function.name.value in seen:
+        return []
+    found = []
+    for call in names.facts.calls:
+        called = call.func.attr.value if isinstance(call.func, cst.Attribute) else dotted(call.func)
+        if called == function.name.value:
+            guard = _guard(names, call)
+            found += [(call, guard)] if guard is not None else _guarded_callers(names, call, seen | {called})
     return found
 
 

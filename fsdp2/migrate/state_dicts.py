@@ -273,17 +273,15 @@ def _load_optimizer(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExp
     if not isinstance(new.func, cst.Attribute) or not new.args:
         return None
     optimizer, state = code(new.func.value), code(new.args[0].value)
-    of_fsdp1 = editor.names.model(("fsdp1",))
     here = editor.of(_InForce)
     if here.loads is None:
         here.loads = _find_loads(editor)
-    loads = here.loads
-    if of_fsdp1:
-        if optimizer not in loads:
-            return None
-        model, options = loads[optimizer]
+    if optimizer in here.loads:
+        model, options = here.loads[optimizer]
         if not options and (wanted := _in_force(editor)) is not None and wanted.kind == "FULL_STATE_DICT":
             options = FULL
+    elif editor.names.model(("fsdp1",)):
+        return None
     else:
         model, options = _model_of(editor, old), FULL
         if not model:
@@ -318,9 +316,8 @@ def _load_arguments(editor: Editor, call: cst.Call) -> tuple[str, str, str, cst.
     """Name of the function, model, optimizer and state; of both orders that torch has had."""
     name = editor.names.origin_of(call.func).removeprefix(_STATIC)
     signature = _LOADS[name]
-    if name == "optim_state_dict_to_load" and call.args and call.args[0].keyword is None:
-        is_model = editor.names.tag_of(call.args[0].value) in SHARDED
-        signature = signature if is_model else ("optim_state_dict", "model", "optim")
+    if editor.names.puts_state_first(call):
+        signature = ("optim_state_dict", "model", "optim")
     given = arguments(call.args, signature)
     state = given.value("optim_state_dict") or given.value("full_optim_state_dict")
     optimizers = [text for text, tag in editor.names.tags.items() if tag == "optimizer" and not text.startswith("*.")]

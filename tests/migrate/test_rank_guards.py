@@ -127,3 +127,57 @@ def test_condition_that_depends_on_the_rank_otherwise_too_is_listed() -> None:
     text = f"{HEAD}model = DDP(net)\nif rank == 0 or debug:\n    torch.save(model.state_dict(), 'x.pt')\n"
     listed = [finding.text for finding in migrate_source(text).findings]
     assert any("a state dict under `if rank == 0 or debug`" in each for each in listed)
+
+
+@pytest.mark.parametrize("between", ["", "    def _snapshot(self, epoch):\n        self._save(epoch)\n"])
+def test_a_guarded_call_of_a_method_that_takes_the_state_is_named(between: str) -> None:
+    """The pattern of DDP's tutorial. Under a strategy that shards, rank 0 would have gathered alone."""
+    called = "_snapshot" if between else "_save"
+    body = f"""
+class Trainer:
+    def __init__(self, net, rank):
+        self.model, self.rank = DDP(net), rank
+    def _save(self, epoch):
+        torch.save(self.model.module.state_dict(), "x.pt")
+{between}
+    def train(self):
+        for epoch in range(3):
+            if self.rank == 0 and epoch % 2 == 0:
+                self.{called}(epoch)
+"""
+    findings = [str(each) for each in migrate_source(HEAD + body).findings]
+    assert any(f"self.{called}(epoch) `self.rank == 0 and epoch % 2 == 0` takes a state dict" in each for each in findings), findings
+
+
+FSDP1_HELPER = """
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+def load(net, opt, path):
+    state = torch.load(path)
+{lines}
+"""
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "    opt.load_state_dict(FSDP.optim_state_dict_to_load(net, opt, state))",
+        "    sharded = FSDP.optim_state_dict_to_load(model=net, optim=opt, optim_state_dict=state)\n    opt.load_state_dict(sharded)",
+        "    sharded = FSDP.shard_full_optim_state_dict(state, net, optim=opt)\n    opt.load_state_dict(sharded)",
+    ],
+)
+def test_a_helper_that_loads_an_optimizer_made_elsewhere_shards_its_state(lines: str) -> None:
+    """It became ``opt.load_state_dict(state)``: whole tensors in the place of shards."""
+    new = migrate_source(FSDP1_HELPER.replace("{lines}", lines)).new
+    ast.parse(new)
+    assert "set_optimizer_state_dict(net, opt, s" in new
+    assert ".load_state_dict(" not in new
+
+
+@pytest.mark.parametrize("wraps", ["DDP(net)", "FSDP(net)"])
+def test_a_function_applied_to_a_wrapped_model_is_named(wraps: str) -> None:
+    imports = f"{HEAD}from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
+    source = f"{imports}net.apply(init)\nmodel = {wraps}\nmodel.apply(init)\n"
+    (finding,) = [each for each in map(str, migrate_source(source).findings) if "apply" in each]
+    assert "model.apply(init) gives the function shards now" in finding

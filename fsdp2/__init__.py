@@ -145,7 +145,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f".{name}", __name__)
     if name in _ELSEWHERE:
         return getattr(importlib.import_module(f".{_ELSEWHERE[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    close = ["accumulate"] if name == "no_sync" else importlib.import_module("difflib").get_close_matches(name, __all__, n=1)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}" + "".join(f"; did you mean {each!r}?" for each in close))
 
 
 def __dir__() -> list[str]:

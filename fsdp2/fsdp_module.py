@@ -5,6 +5,7 @@ Each method checks its arguments and calls its unit, group or schedule; ``core/`
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal, cast
@@ -40,7 +41,7 @@ from .core.setup.arguments import (
     refuse_custom,
 )
 from .core.setup.copying import deepcopy_module
-from .errors import ArgumentError, ModuleError
+from .errors import ArgumentError, ModuleError, OrderError
 from .policy import AllGather, ReduceScatter
 from .user_warnings import warn
 
@@ -58,8 +59,23 @@ class UnshardHandle(compat.TorchUnshardHandle):
             self._unit = None
 
 
+class _NoDDP:
+    """An attribute that modules lack. Where ``DistributedDataParallel`` asks for it, to wrap a sharded module, it raises OrderError."""
+
+    def __get__(self, module: nn.Module | None, cls: type) -> Any:
+        if module is not None and sys._getframe(1).f_code is nn.parallel.DistributedDataParallel.__init__.__code__:
+            raise OrderError(
+                f"DistributedDataParallel got a {original_class(cls).__name__} that fully_shard has sharded",
+                expected="one of the two: fully_shard averages gradients itself",
+                fix="leave DistributedDataParallel out; to replicate the model over nodes, pass a 2-D mesh",
+            )
+        raise AttributeError(f"{cls.__name__} has no such attribute")
+
+
 class FSDPModule:
     """The methods of a module that ``fully_shard`` has sharded. Methods marked *recursive* also apply to FSDP modules below."""
+
+    _ddp_params_and_buffers_to_ignore = _NoDDP()  # a user who sets it wraps what is not sharded
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Making an instance of ``FSDP<Name>``, as slicing a Sequential does, makes one of the original class."""

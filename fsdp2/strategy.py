@@ -140,7 +140,8 @@ def parallelize(
     ranks = checked_mesh(mesh, "parallelize") if mesh is not None else flat_mesh(chosen.name, None)
     tensors = free_tensors(model, ignored)
     dtypes = mp_policy.param_dtype, mp_policy.reduce_dtype, mp_policy.output_dtype
-    facts = [f"{chosen.name} {shard_size} {sync_module_states} {dtypes} {type(offload_policy).__name__}", *described(tensors)]
+    arguments = f"strategy={chosen.name!r}, shard_size={shard_size}, sync_module_states={sync_module_states}, dtypes {dtypes}"
+    facts = [f"{arguments}, {type(offload_policy).__name__}", *described(tensors)]
     facts += [f"group {group.names} {type(group.modules[0]).__name__}" for group in planned.groups]
     require_same(ranks, facts, f"models, or arguments of parallelize({chosen.name!r}),")
     mesh, reshard_after_forward = _placed(chosen, mesh, shard_size)

@@ -6,7 +6,9 @@ This file refuses to know how the model is sharded afterwards.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ from ..errors import ModuleError
 
 def require_same(mesh: DeviceMesh, facts: Iterable[str], what: str) -> None:
     """Raise ModuleError on every rank if ``facts`` are not the same on all ranks of ``mesh``. Collective: yes, over the mesh."""
+    facts = list(facts)
     digest = hashlib.sha256("\n".join(facts).encode()).digest()
     number = int.from_bytes(digest[:7], "big")
     lowest_and_negated_highest = torch.tensor([number, -number], dtype=torch.int64, device=device_of(mesh))
@@ -30,9 +33,31 @@ def require_same(mesh: DeviceMesh, facts: Iterable[str], what: str) -> None:
     if lowest != -negated_highest:
         raise ModuleError(
             f"{what} differ between ranks",
+            items=_first_difference(_gathered(facts, mesh)),
             expected="on all ranks the same arguments, and of all tensors names, shapes, dtypes, requires_grad, on meta or not",
             fix="build the same model with the same arguments on every rank",
         )
+
+
+def _gathered(facts: list[str], mesh: DeviceMesh) -> dict[int, list[str]]:
+    """The facts of each rank. Collective: yes, over the mesh."""
+    known = {dist.get_rank(): facts}
+    for process_group in _process_groups(mesh):
+        told: list[Any] = [None] * process_group.size()
+        dist.all_gather_object(told, known, group=process_group)
+        known = {rank: theirs for each in told for rank, theirs in each.items()}
+    return dict(sorted(known.items()))
+
+
+def _first_difference(by_rank: dict[int, list[str]]) -> list[str]:
+    """The first fact that ranks do not share, as each rank has it."""
+    for at_one_place in itertools.zip_longest(*by_rank.values(), fillvalue="nothing more"):
+        ranks: dict[str, list[str]] = {}
+        for rank, fact in zip(by_rank, at_one_place, strict=True):
+            ranks.setdefault(fact, []).append(str(rank))
+        if len(ranks) > 1:
+            return [f"{'rank' if len(each) == 1 else 'ranks'} {', '.join(each)}: {fact}" for fact, each in ranks.items()]
+    return []
 
 
 def free_tensors(model: nn.Module, ignored: Iterable[nn.Parameter]) -> list[tuple[str, Tensor]]:

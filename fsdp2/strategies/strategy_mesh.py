@@ -104,9 +104,15 @@ def node_size(name: str, num_ranks: int, shard_size: int | None, by_default: int
         raise ArgumentError(
             f"strategy {name!r}: {source} is {given!r}, and there are {num_ranks} ranks",
             expected=f"a factor of the number of ranks: {factors}",
-            fix="start as many ranks on each node, or say which ranks are one: shard_size, a 2-D mesh",
+            fix="start as many ranks on each node, or say which ranks are one: shard_size, a 2-D mesh"
+            if shard_size is None
+            else f"pass shard_size={max(number for number in factors if number == 1 or number <= _whole(given))}, or start more ranks",
         )
     return given
+
+
+def _whole(number: Any) -> int:
+    return number if isinstance(number, int) else 1
 
 
 def _require_processes() -> None:

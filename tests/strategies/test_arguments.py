@@ -104,14 +104,18 @@ def test_meshes_are_taken_as_they_are_or_cut_into_nodes():
 @on_ranks(2)
 def test_models_that_differ_between_ranks_are_refused_on_every_rank():
     """A broadcast or gather of other sizes would hang, or mix up values."""
-    with pytest.raises(ModuleError, match="differ between ranks"):
-        parallelize(nn.Sequential(nn.Linear(4, 4 + dist.get_rank())), "zero1")
+    with pytest.raises(ModuleError, match=r"(?s)differ between ranks.*rank 0: 1.weight \(4, 4\).*rank 1: 1.weight \(5, 4\)"):
+        parallelize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4 + dist.get_rank())), "zero1")
+    with pytest.raises(ModuleError, match=r"(?s)rank 0: group.*rank 1: 1.weight \(2, 2\)"):
+        parallelize(nn.Sequential(*(nn.Linear(2, 2) for _ in range(1 + dist.get_rank()))), "zero1", wrap=None)
     with pytest.raises(ModuleError, match="differ between ranks"):
         parallelize(mlp(), ["zero1", "zero2"][dist.get_rank()])
     with pytest.raises(ModuleError, match="differ between ranks"):
         parallelize(mlp(), ["ddp", "zero1"][dist.get_rank()])
     with pytest.raises(ModuleError, match="differ between ranks"):
         parallelize(mlp(), "hsdp", shard_size=1 + dist.get_rank())
+    with pytest.raises(ArgumentError, match=r"(?s)shard_size is 3, and there are 2 ranks.*fix: +pass shard_size=2"):
+        parallelize(mlp(), "hsdp", shard_size=3)
     with pytest.raises(ModuleError, match="differ between ranks"):
         parallelize(mlp(), wrap=["auto", None][dist.get_rank()])
     with pytest.raises(ModuleError, match="differ between ranks"):

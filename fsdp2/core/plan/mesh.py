@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate
 
-from ...errors import ArgumentError, ArgumentTypeError, MeshError, got
+from ...errors import ArgumentError, ArgumentTypeError, MeshError, got, message
+from ...user_warnings import warn
 from .. import torch_compat as compat
 
 
@@ -128,12 +129,30 @@ def read_mesh(mesh: DeviceMesh | None, dims: Any = None) -> DataParallelMesh:
                 expected="named axes, so that the replicate and the shard axis can be sliced out of it",
                 fix='init_device_mesh(..., mesh_dim_names=("replicate", "shard"))',
             )
+        _warn_of_model_axes(mesh, mesh.mesh_dim_names)
         return data_parallel_mesh(mesh, shard_axis=1, replicate_axis=0)
     raise MeshError(
         f"fully_shard got a {mesh.ndim}-D mesh: {mesh}",
         expected="a 1-D mesh (shard) or a 2-D mesh (replicate, shard)",
         fix="slice the data-parallel axes out of it by name, for instance mesh['dp'], or pass dp_mesh_dims",
     )
+
+
+_MODEL_AXES = ("cp", "ep", "pp", "tp")
+
+
+def _warn_of_model_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> None:
+    found = [name for name in names if name.lower() in _MODEL_AXES]
+    if found:
+        warn(
+            message(
+                f"fully_shard takes the mesh {names} as (replicate, shard), although an axis is called {found[0]}",
+                expected="the data-parallel axes alone",
+                fix="pass the data-parallel slice, for instance mesh['dp'], or rename the axes if both carry data parallelism",
+            ),
+            ranks=set(mesh.mesh.flatten().tolist()),
+            once=f"axes {names}",
+        )
 
 
 def checked_mesh(mesh: Any, caller: str, argument: str = "mesh") -> DeviceMesh:

@@ -23,13 +23,17 @@ def place_of(stored: Stored) -> Place:
 
 
 def scales_of(tensors: Mapping[str, LazyTensor]) -> dict[Place, str]:
-    """The name of the scale of each float8 tensor that has one."""
+    """The name of the scale of each float8 tensor that has one: programs name it in many ways, all with "scale", and in its module."""
     found: dict[Place, str] = {}
+    scales: dict[str, list[str]] = {}  # by the module, or the tensor, that they are in
+    for name in tensors:
+        parent, _, last = name.rpartition(".")
+        if "scale" in last.lower():
+            scales.setdefault(parent, []).append(name)
     for name, lazy in tensors.items():
-        stem = name.removesuffix("weight")
-        candidates = (f"{name}_scale_inv", f"{name}_scale", f"{name}_scales", f"{name}.scale", f"{name}._scale", f"{stem}scale_weight")
-        scale = next((each for each in candidates if each in tensors), None)
-        if scale is not None:
+        near = [each for each in (*scales.get(name, ()), *scales.get(name.rpartition(".")[0], ())) if each != name]
+        if near:
+            scale = next((each for each in near if each.startswith(name)), near[0])
             found |= {place_of(part): scale for part in lazy.stored() if is_float8(DTYPES.get(part.entry.dtype))}
     return found
 

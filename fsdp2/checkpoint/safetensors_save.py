@@ -35,6 +35,7 @@ from .hf_config import config_files, has_config
 from .key_map import KeyMap
 from .model_tensors import ModelTensor, checked_model, meshes_of, model_tensors, reshard, still_on_meta
 from .progress import progress_bar
+from .regular_file import open_regular
 from .safetensors_plan import (
     Band,
     PlannedFile,
@@ -217,7 +218,8 @@ def _commit(folder: Path, names: Names, files: list[PlannedFile], configs: dict[
 
 def _content(path: Path) -> bytes | None:
     try:
-        return path.read_bytes()
+        with open_regular(path) as file:
+            return file.read()
     except OSError:
         return None
 

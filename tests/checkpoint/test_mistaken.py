@@ -43,7 +43,7 @@ def test_copies_that_every_rank_has_saved_are_one_state(tmp_path: Path) -> None:
     assert torch.equal(model.last.weight, mlp(seed=3).last.weight)
 
 
-SCALES = ["weight_scale_inv", "weight_scale", "weight._scale", "scale_weight"]
+SCALES = ["weight_scale_inv", "weight_scale", "weight._scale", "scale_weight", "scale", "weight_scale_2", "scale_inv", "w_Scale"]
 
 
 @pytest.mark.parametrize("scale", SCALES)

@@ -167,6 +167,20 @@ def test_missing_ranks_and_other_saves_are_errors_that_name_them(tmp_path: Path,
         open_source(folder)
 
 
+@pytest.mark.parametrize("kind", ["optim", "model"])
+@pytest.mark.parametrize("copied", [False, True])
+def test_files_of_two_ranks_that_are_exchanged_or_copied_are_refused(
+    tmp_path: Path, foreign: types.ModuleType, kind: str, copied: bool
+) -> None:
+    zero3(tmp_path / "step", foreign, 2, SUB_GROUPS)
+    first, second = sorted((tmp_path / "step").glob(f"*_{kind}_states.pt"))
+    data = first.read_bytes(), second.read_bytes()
+    first.write_bytes(data[1])
+    second.write_bytes(data[1] if copied else data[0])
+    with pytest.raises(CheckpointError, match=r"was saved as .*_rank_[01]_mp"):
+        open_source(tmp_path)
+
+
 def test_the_model_without_the_optimizer_files_is_an_error(tmp_path: Path, foreign: types.ModuleType) -> None:
     folder = tmp_path / "step"
     zero3(folder, foreign, 2, SUB_GROUPS)

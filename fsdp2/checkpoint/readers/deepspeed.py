@@ -31,7 +31,7 @@ from .inert_pickle import Inert
 from .lazy_pieces import Flat
 from .numbered import missing_numbers, shown
 from .source import Source
-from .torch_file import read_torch_file
+from .torch_file import read_torch_file, refuse_exchanged
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt$")
 _FIX = "complete the copy: every rank has files of its own"
@@ -82,6 +82,8 @@ def read_deepspeed(folder: Path) -> Source:
             raise failure(f"{path} has other parameters than {model_paths[0].name}", expected="files of one save", fix=_FIX, file=path)
     buffers_key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     flats = [list(_dict(each, path, buffers_key)[buffers_key]) for each, path in zip(zero, optim_paths, strict=True)]
+    for paths in (optim_paths, model_paths):
+        refuse_exchanged(paths)
     layout = (_Stage3 if stage == 3 else _Stage2)(shapes, zero, folder)
     layout.check(flats, optim_paths)
     model = _model(models, layout, flats)

@@ -81,13 +81,17 @@ class Inert:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor's description: elements of ``dtype`` from ``offset`` (elements) on in the storage named ``key``."""
+    """A tensor's description: elements of ``dtype`` from ``offset`` (elements) on in the storage named ``key``.
+
+    bits: "neg" and "conj", where the elements in the storage are the negated or conjugated ones
+    """
 
     key: str
     dtype: torch.dtype
     offset: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    bits: frozenset[str] = frozenset()
 
 
 class _Storage:
@@ -166,13 +170,18 @@ class _Unpickler(BoundedUnpickler):
                 return _Storage(key, torch.uint8)
         return super().stored(pid)
 
-    def _tensor(self, storage: _Storage, offset: int, shape: Any, stride: Any, *rest: Any) -> Any:
-        return self._tensor_of(SavedTensor(storage.key, storage.dtype, offset, tuple(shape), tuple(stride)))
+    def _tensor(
+        self, storage: _Storage, offset: int, shape: Any, stride: Any, grad: Any = None, hooks: Any = None, bits: Any = None
+    ) -> Any:
+        return self._tensor_v3(storage, offset, shape, stride, grad, hooks, storage.dtype, bits)
 
     def _tensor_v3(
-        self, storage: _Storage, offset: int, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: torch.dtype, *rest: Any
+        self, storage: _Storage, offset: int, shape: Any, stride: Any, grad: Any, hooks: Any, dtype: torch.dtype, bits: Any = None
     ) -> Any:
-        return self._tensor_of(SavedTensor(storage.key, dtype, offset, tuple(shape), tuple(stride)))
+        known = frozenset(name for name, is_set in (bits or {}).items() if is_set)
+        if not known <= {"neg", "conj"}:
+            raise pickle.UnpicklingError(f"it describes a tensor with the marks {sorted(known)}"[:200])
+        return self._tensor_of(SavedTensor(storage.key, dtype, offset, tuple(shape), tuple(stride), known))
 
     def _from_type(self, function: Any, kind: Any, args: Any, state: Any) -> Any:
         """A tensor of a Python class: the tensor itself if we know the class; a subclass around others stays inert, with its state."""

@@ -76,6 +76,28 @@ class Strided(LazyTensor):
 
 
 @dataclass(frozen=True, eq=False)
+class Signed(LazyTensor):
+    """``whole``, negated ("neg" in ``bits``) or conjugated ("conj"): torch saves such a view as its base's elements and these bits."""
+
+    whole: LazyTensor
+    bits: frozenset[str]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape
+
+    def stored(self) -> Iterator[Stored]:
+        return self.whole.stored()
+
+    def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
+        self.whole.read(box, out, reader)
+        if "neg" in self.bits:
+            out.neg_()
+        if "conj" in self.bits:
+            out.conj_physical_()
+
+
+@dataclass(frozen=True, eq=False)
 class Assembled(LazyTensor):
     """A tensor of boxes that together cover it, each element once."""
 

@@ -25,10 +25,10 @@ from .dcp import read_dcp
 from .deepspeed import find_deepspeed, read_deepspeed
 from .files import Family, check_complete, check_format, dcp_folders, detect, families, family_of, is_named_part
 from .flat_params import has_flat_params, shapes_of, unflattened, unflattened_optimizer
-from .optimizer_forms import by_name, is_flattened, looks_like_optimizer, nested
+from .optimizer_forms import by_name, is_flattened, looks_like_optimizer, nested, refuse_one_name
 from .shards import Ranks, is_sharded, merge, resolve
 from .source import Shapes, Source, checked_source, tensors_of
-from .torch_file import read_torch_file
+from .torch_file import read_torch_file, refuse_exchanged
 
 _MODEL_NAMES = ("model", "state_dict", "model_state_dict", "model_state", "module", "weights")
 _OPTIMIZER_NAMES = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizer_state", "optim_state")
@@ -111,6 +111,7 @@ def _opened(
 def _finished(source: Source, shapes: Shapes | None) -> Source:
     """Names without wrappers' prefixes, parameters for flat parameters, the optimizer by name."""
     model: State = {clean_name(name): value for name, value in source.model.items()}
+    refuse_one_name(source.model)
     optimizer = source.optimizer
     if source.format == "torch" and (has_flat_params(model) or any(isinstance(value, Ranks) for value in model.values())):
         source.format = "fsdp1"
@@ -194,7 +195,10 @@ def _merged(family: Family) -> Any:
     if len(roots) > 1 or _is_part(*roots[0]):
         check_complete(family)
     if len(roots) > 1 and not is_named_part(family.paths[0]):
-        _refuse_steps(roots)
+        if any(_is_part(*each) for each in roots):
+            refuse_exchanged(family.paths)
+        else:
+            _refuse_steps(roots)
     return merge(roots)
 
 
@@ -203,8 +207,6 @@ def _refuse_steps(roots: list[tuple[Path, Any]]) -> None:
 
     Raises: CheckpointError if their values differ, at the beginning or the end of a floating-point tensor
     """
-    if any(_is_part(path, root) for path, root in roots):
-        return
     of_files = [{name: next(lazy.stored()) for name, lazy in tensors_of(root) if lazy.shape} for _, root in roots]
     shapes = [{name: each.shape for name, each in tensors.items()} for tensors in of_files]
     if any(each != shapes[0] for each in shapes):

@@ -6,6 +6,7 @@ Names come from the state itself (DCP, FSDP1's ``optim_state_dict`` and its olde
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from ..failure import failure
@@ -35,6 +36,19 @@ def nested(flat: State) -> State:
     return {"state": state, "param_groups": groups}
 
 
+def refuse_one_name(names: Iterable[str]) -> None:
+    """Raises: CheckpointError if two differ only in prefixes of wrappers, so that one would take the place of the other"""
+    first: dict[str, str] = {}
+    for name in names:
+        if first.setdefault(clean_name(name), name) != name:
+            raise failure(
+                f"{first[clean_name(name)]} and {name} are one name without the prefixes of wrappers",
+                expected="a value for each parameter: this file has two",
+                fix="remove the one that is not meant, and save the file again",
+                key=name,
+            )
+
+
 def is_flattened(value: Any) -> bool:
     return isinstance(value, dict) and bool(value) and all(str(key).startswith(("state.", "param_groups.")) for key in value)
 
@@ -50,6 +64,7 @@ def by_name(optimizer: State, model: State) -> State:
         names = _names_of_numbers(optimizer, model)
     else:
         names = {key: clean_name(key) for key in keys if isinstance(key, str)}
+        refuse_one_name(names)
     foreign = [key for key in keys if key not in names]
     if foreign:
         raise failure(

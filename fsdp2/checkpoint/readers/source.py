@@ -15,7 +15,7 @@ from ..failure import failure
 from ..lazy import LazyTensor, Narrowed, Stored
 from ..named_state import State
 from .inert_pickle import Inert
-from .lazy_pieces import Assembled, Flat, Strided, dtype_of
+from .lazy_pieces import Assembled, Flat, Signed, Strided, dtype_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -82,6 +82,8 @@ def place_of(lazy: LazyTensor) -> Any:
             return str(lazy.path), lazy.entry
         case Strided():
             return place_of(lazy.span), lazy.shape, lazy.stride
+        case Signed():
+            return place_of(lazy.whole), lazy.bits
         case Narrowed():
             return place_of(lazy.whole), lazy.dim, lazy.start, lazy.length
         case Assembled():

@@ -9,9 +9,12 @@ Memory: the description; no tensor.
 from __future__ import annotations
 
 import io
+import itertools
 import math
+import struct
 import zipfile
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,9 +27,9 @@ from ..lazy import LazyTensor, Stored
 from ..regular_file import open_regular
 from ..safetensors_format import NAMES, Entry
 from .inert_pickle import SavedTensor, unpickle
-from .lazy_pieces import Strided, is_contiguous
+from .lazy_pieces import Signed, Strided, is_contiguous
 
-_LOCAL_HEADER_NBYTES = 30
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # its first bytes, and the lengths of the name and the extra fields that follow
 _MAX_EXPANDED_NBYTES = 1 << 30
 _MAX_EXPANSION = 16
 """A tensor that repeats its elements (strides of 0) may be so large, or so many times larger than they: written out, it has no end."""
@@ -47,11 +50,7 @@ def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> A
     try:
         with open_regular(path) as file:
             nbytes = file.seek(0, io.SEEK_END) - offset if length is None else length
-            zipped = zipfile.ZipFile(Window(file, offset, nbytes))
-            for info in zipped.infolist():
-                if info.CRC == 0:  # of torch.serialization.set_crc32_options(False), which zipfile would take for damage
-                    info.CRC = None  # type: ignore[assignment]
-            return _read(path, zipped, file, offset)
+            return _read(path, zipfile.ZipFile(Window(file, offset, nbytes)), file, offset)
     except CheckpointError:
         raise
     except Exception as error:  # a broken file may raise any error
@@ -101,29 +100,67 @@ class _Record:
 
 
 def _read(path: Path, zipped: zipfile.ZipFile, file: BinaryIO, base: int) -> Any:
-    names = [name for name in zipped.namelist() if name == "data.pkl" or name.endswith("/data.pkl")]
-    if len(names) != 1:
-        raise ValueError("it is a zip without a data.pkl")
-    prefix = names[0].removesuffix("data.pkl")
+    for info in zipped.infolist():
+        if info.CRC == 0:  # of torch.serialization.set_crc32_options(False), which zipfile would take for damage
+            info.CRC = None  # type: ignore[assignment]
+    twice = [name for name, count in Counter(zipped.namelist()).items() if count > 1]
+    if twice:  # readers would take different ones
+        raise ValueError(f"it has {twice[0]} twice")
+    prefix = _prefix(zipped)
     compressed = [info.filename for info in zipped.infolist() if info.compress_type != zipfile.ZIP_STORED]
     if compressed:  # a thousand times its size may be in it, and torch.save never does that
         raise ValueError(f"{compressed[0]} is compressed")
     byteorder = f"{prefix}byteorder"
     if byteorder in zipped.NameToInfo and zipped.read(byteorder) != b"little":
         raise ValueError("it was written on a big-endian machine")
-    return unpickle(zipped.read(names[0]), _lazily(path, _finder(zipped, prefix, file, base)))
+    return unpickle(zipped.read(f"{prefix}data.pkl"), _lazily(path, _finder(zipped, prefix, file, base)))
+
+
+def _prefix(zipped: zipfile.ZipFile) -> str:
+    """What the names of its records begin with: "rank_0/" in a file that was saved as rank_0.pt, "archive/" where no name was known."""
+    names = [name for name in zipped.namelist() if name == "data.pkl" or name.endswith("/data.pkl")]
+    if len(names) != 1:
+        raise ValueError("it is a zip without a data.pkl")
+    return names[0].removesuffix("data.pkl")
+
+
+def refuse_exchanged(paths: Sequence[Path]) -> None:
+    """Raises: CheckpointError if a file in ``paths``, which are in the order of ranks, was saved under the name of another of them"""
+    stems = [path.stem for path in paths]
+    last = -1
+    for path in paths:
+        with open_regular(path) as file, zipfile.ZipFile(file) as zipped:
+            name = _prefix(zipped).removesuffix("/")
+        if name not in stems:
+            continue  # all may have been renamed
+        if stems.index(name) <= last:
+            raise failure(
+                f"{path} was saved as {name}{path.suffix}",
+                expected="the file of each rank under its own name: its order is that of the elements",
+                fix="copy the files again; nothing was changed",
+                file=path,
+            )
+        last = stems.index(name)
 
 
 def _finder(zipped: zipfile.ZipFile, prefix: str, file: BinaryIO, base: int) -> Callable[[str], _Record]:
     known: dict[str, _Record] = {}
+    following = dict(itertools.pairwise(sorted([*(info.header_offset for info in zipped.infolist()), zipped.start_dir])))
 
     def find(key: str) -> _Record:
         if key not in known:
             info = zipped.getinfo(f"{prefix}data/{key}")
             file.seek(base + info.header_offset)
-            header = file.read(_LOCAL_HEADER_NBYTES)
-            extra = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-            known[key] = _Record(base + info.header_offset + _LOCAL_HEADER_NBYTES + extra, info.file_size)
+            magic, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+            own_name = file.read(name_nbytes).decode("utf-8" if info.flag_bits & 0x800 else "cp437")
+            start = info.header_offset + _LOCAL_HEADER.size + name_nbytes + extra_nbytes
+            end = start + info.file_size
+            file.seek(base + end)
+            has_descriptor = info.flag_bits & 0x8
+            ends_there = file.read(4) == b"PK\x07\x08" if has_descriptor else end == following[info.header_offset]
+            if magic != b"PK\x03\x04" or own_name != info.orig_filename or not ends_there:
+                raise ValueError(f"its directory does not lead to {info.orig_filename}")
+            known[key] = _Record(base + start, info.file_size)
         return known[key]
 
     return find
@@ -131,6 +168,10 @@ def _finder(zipped: zipfile.ZipFile, prefix: str, file: BinaryIO, base: int) -> 
 
 def _lazily(path: Path, find: Callable[[str], _Record]) -> Callable[[SavedTensor], LazyTensor]:
     def lazy(saved: SavedTensor) -> LazyTensor:
+        found = elements(saved)
+        return Signed(found, saved.bits) if saved.bits else found
+
+    def elements(saved: SavedTensor) -> LazyTensor:
         record = find(saved.key)
         last = sum((size - 1) * stride for size, stride in zip(saved.shape, saved.stride, strict=True))
         span = 0 if 0 in saved.shape else last + 1

@@ -6,6 +6,7 @@
     world        W ranks in one process, one of which this process is
     streams      a device's streams, which only write down what they are told
     recorder     what a step allocates, computes and communicates: tensors without memory, written down one by one
+    known_values values of integers that follow from sizes alone
     rehearsal    a workload, sharded by the library's own code and trained for two steps in such a world
     repetition   the figures of a model of many equal blocks, from rehearsals with few of them
     memory       from what was written down: bytes at a time, the peak and what it is made of

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from ..testing.clock.trace import Entry, Ranks, Seen
 from . import torch_compat as compat
+from .known_values import KnownValues
 
 PARAMETERS = "sharded parameters"
 UNSHARDED = "unsharded parameters"
@@ -106,6 +107,7 @@ class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
         self._group_numbers: dict[dist.ProcessGroup | None, int] = {}
         self._together: list[tuple[str, int, int]] | None = None
+        self._values = KnownValues()
 
     def take(self) -> list[Entry]:
         """The entries so far; from now on others."""
@@ -182,17 +184,34 @@ class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # let it unfold into operators on local tensors, which come back here
         if compat.is_inside_fake_mode():
             return func(*args, **kwargs)
-        if self._is_of_the_plan(args, kwargs):
-            with self._fake:
-                result = func(*args, **kwargs)
-        else:
-            result = func(*args, **kwargs)
-        results = [each for each in _tensors(result) if isinstance(each, compat.FakeTensor)]
+        result = self._run(func, args, kwargs) if self._is_of_the_plan(args, kwargs) else func(*args, **kwargs)
+        results = [each for each in _tensors(result) if _has_storage(each)]
         for each in results:
             self._see(each)
-        if results or any(isinstance(each, compat.FakeTensor) for each in _tensors(args)):
+        if results or any(_has_storage(each) for each in _tensors(args)):
             self._put_operator(func, args, kwargs, results)
+            self._values.follow(func, args, kwargs, results)
         return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """On tensors without memory. A result that depends on values is what those that are known say."""
+        try:
+            with self._fake:
+                if func.overloadpacket is compat.GROUPED_PRODUCT and args[0].dtype != torch.bfloat16:
+                    return compat.grouped_product(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
+                return func(*args, **kwargs)
+        except Exception as error:
+            value = self._values.computed(func, args, kwargs) if compat.reads_values(error) else None
+            if value is None and self.phase == "optimizer" and func is compat.READS_NUMBER and args[0].dtype != torch.bool:
+                return 1.0 if args[0].is_floating_point() else 1  # a norm or a step count, which scales an update
+            if not isinstance(value, Tensor):
+                if value is None:
+                    raise
+                return value
+            with self._fake:
+                result = torch.empty_like(value, device=self._device)
+            self._values.note(result, value)
+            return result
 
     @staticmethod
     def _is_of_the_plan(args: Any, kwargs: Any) -> bool:
@@ -218,7 +237,7 @@ class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         seen: list[Seen] = []
         for index, (argument, is_written) in enumerate(arguments):
             given = args[index] if index < len(args) else kwargs.get(argument)
-            seen += [_seen(each, True, is_written) for each in _tensors(given) if isinstance(each, compat.FakeTensor)]
+            seen += [_seen(each, True, is_written) for each in _tensors(given) if _has_storage(each)]
         for each, is_view in zip(results, [*views, *[False] * len(results)], strict=False):
             if not is_view and not any(is_written for _, is_written in arguments):
                 seen.append(_seen(each, False, True))
@@ -272,6 +291,11 @@ def _tensors(given: Any) -> Iterator[Tensor]:
                 for inner in each:
                     if isinstance(inner, Tensor):
                         yield inner
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """Of the plan's tensors, all but sparse gradients, which no reduction takes."""
+    return isinstance(tensor, compat.FakeTensor) and tensor.layout is torch.strided
 
 
 def _seen(tensor: Tensor, is_read: bool, is_written: bool) -> Seen:

@@ -11,7 +11,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.modules.module as module_hooks
@@ -127,11 +126,12 @@ def rehearse(workload: Workload, setting: Setting) -> Rehearsed:
     recorder = Recorder(device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(world(setting.world_size, setting.backend, recorder))
-        stack.enter_context(mock.patch.object(core_compat, "current_device", return_value=device))
+        stack.enter_context(compat.on_this_thread(core_compat, "current_device", lambda *_: device))
         is_device = setting.backend == "nccl"
         stack.enter_context(use_streams(device, WrittenStreams(recorder) if is_device else WrittenHost(recorder)))
         model = _sharded(workload, setting)
-        stack.enter_context(mock.patch.object(reductions, "read_flags", _unused_everywhere))
+        stack.enter_context(compat.on_this_thread(reductions, "read_flags", _unused_everywhere))
+        stack.enter_context(compat.fake_tensors_in_their_place())
         stack.enter_context(recorder)
         _materialize(model, device, policy_of_parameters(setting.offload))
         for block in recorder.alive():
@@ -251,7 +251,12 @@ def _step(
     recorder.relabel((param.grad for param in model.parameters()), labels.GRADIENTS)
     state = measured_state_bytes(model, optimizer)
     recorder.mark("optimizer")
-    optimizer.step()
+    try:
+        optimizer.step()
+    except FSDPError:
+        raise
+    except Exception as error:
+        raise _not_stepped(setting, optimizer, error) from error
     if isinstance(optimizer, FlatOptimizer):  # its ``state`` would make views
         values: list[Any] = optimizer.state_tensors()
     else:
@@ -275,6 +280,15 @@ def _not_rehearsed(workload: Workload, inputs: tuple[Any, ...], error: Exception
         expected="a model that takes the tuple of inputs, and a loss that takes the model's result",
         fix="pass inputs=, a function from batch and sequence to the tuple of its arguments (fsdp2 plan --inputs "
         "package.module:function), and loss=",
+    )
+
+
+def _not_stepped(setting: Setting, optimizer: torch.optim.Optimizer, error: Exception) -> ArgumentError:
+    name, reason = type(optimizer).__name__, str(error).partition(chr(10))[0]
+    return ArgumentError(
+        f"plan got an optimizer, {name}, that raised {type(error).__name__} when it stepped with {setting.strategy}: {short(reason)}",
+        expected="one that steps on sharded parameters, which are DTensors, and decides nothing by their values",
+        fix='optimizer="adamw", or another one of the table in docs/strategies.md#optimizers',
     )
 
 

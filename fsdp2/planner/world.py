@@ -62,7 +62,7 @@ def world(size: int, backend: Backend, listener: Listener) -> Iterator[None]:
         for name, (kind, position, argument) in names.items():
             if hasattr(dist, name):
                 stack.enter_context(mock.patch.object(dist, name, _told(getattr(dist, name), kind, position, argument, listener)))
-        stack.enter_context(mock.patch.object(core_compat, "one_launch", _one_launch(listener)))
+        stack.enter_context(compat.on_this_thread(core_compat, "one_launch", _one_launch(listener)))
         yield
 
 

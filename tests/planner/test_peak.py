@@ -9,7 +9,9 @@ so here no input is freed early.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -133,6 +135,96 @@ def test_the_peak_is_the_sum_of_the_storages_that_are_alive(world_size):
         live.reset()
         step()
     assert_predicted(live.peak, 0.001, world_size, case)
+
+
+class Grouped(nn.Module):
+    """Experts by ``grouped_mm``, whose kernel for shapes alone takes bf16 only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 32)
+        self.experts = nn.Parameter(torch.randn(4, 32, 64))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.table(tokens).flatten(0, 1)
+        ends = torch.full((4,), x.shape[0] // 4, dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return torch._grouped_mm(x, self.experts, offs=ends)
+
+
+def mean_square(output: Any, *_: Any) -> Tensor:
+    return getattr(output, "logits", output).square().mean()
+
+
+def live_peak(model: nn.Module, tokens: Tensor, optimizer_of: Callable[..., torch.optim.Optimizer]) -> int:
+    """Of the third step, by the storages that are alive."""
+    with PeakBytes() as live:
+        parallelize(model, "zero3")
+        optimizer = optimizer_of(model.parameters())
+        for index in range(3):
+            if index == 2:
+                live.reset()
+            mean_square(model(tokens)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return live.peak
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, fused=True)
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.optim.Optimizer]]] = {
+    "grouped products, fp32": (Grouped, adamw),
+    "grouped products, fp16": (lambda: Grouped().half(), adamw),
+    "an optimizer that reads its step count": (GPT, functools.partial(torch.optim.NAdam, foreach=False)),
+}
+
+
+@on_ranks(2)
+def test_the_peak_of_other_operators_and_optimizers_is_that_of_real_ranks(world_size):
+    for name, (made, optimizer_of) in CASES.items():
+        planned = fsdp2.plan(
+            made(), world_size, backend="gloo", batch=2, sequence=64, optimizer=optimizer_of, loss=lambda output, _: mean_square(output)
+        )
+        measured = live_peak(made(), zeros(2, 64), optimizer_of)
+        if dist.get_rank() == 0:
+            assert planned.memory.peak.nbytes == pytest.approx(measured, rel=0.002), name
+
+
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "use_cache": False,
+}
+OF_TRANSFORMERS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+}
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=500)
+def test_models_of_transformers_are_planned_on_the_path_that_they_run(world_size):
+    """transformers took a plan's tensors for a graph that is traced, and repeated keys and values instead of grouping queries."""
+    transformers = pytest.importorskip("transformers")
+
+    for kind, options in OF_TRANSFORMERS.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            config = transformers.AutoConfig.for_model(kind, **SMALL, **options)
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+            planned = None
+            if dist.get_rank() == 0:
+                planned = fsdp2.plan(
+                    model, world_size, backend="gloo", batch=2, sequence=64, loss=lambda output, _: mean_square(output)
+                )
+            measured = live_peak(model, zeros(2, 64), adamw)
+            if planned is not None:
+                assert planned.memory.peak.nbytes == pytest.approx(measured, rel=0.001), (kind, dtype)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, accumulate, parallelize
 from fsdp2.core.iteration.module_state import units_in
+from fsdp2.errors import ArgumentError, ParameterError
 from fsdp2.optim import AnyPrecisionAdamW, Muon, flat, offloaded
 from fsdp2.planner.result import Plan
 from fsdp2.state_bytes import measured_state_bytes
@@ -218,3 +219,16 @@ def test_a_model_is_planned_in_the_dtypes_that_its_parameters_have(world_size):
     cast = fsdp2.plan(Model().to(torch.bfloat16), 2, backend="gloo", inputs=inputs, batch=2, sequence=3, dtype=torch.float32)
     whole = fsdp2.plan(Model(), 2, backend="gloo", inputs=inputs, batch=2, sequence=3)
     assert cast.state == whole.state
+
+
+def sparse() -> nn.Module:
+    return nn.Sequential(nn.Embedding(64, 16, sparse=True), nn.Linear(16, 16))
+
+
+def test_what_real_ranks_refuse_a_plan_refuses_with_the_same_words_or_with_what_to_take_instead():
+    with pytest.raises(ParameterError, match=r"0.weight[\s\S]*build nn.Embedding and nn.EmbeddingBag with sparse=False"):
+        fsdp2.plan(sparse(), 2, optimizer="sgd")
+    with pytest.raises(
+        ArgumentError, match=r"Adafactor, that raised RuntimeError when it stepped with zero3: [\s\S]*strategies.md#optimizers"
+    ):
+        fsdp2.plan(Model(), 2, inputs=inputs, optimizer=torch.optim.Adafactor)

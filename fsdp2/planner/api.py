@@ -60,7 +60,8 @@ def plan(
     dtype:          in which parameters are stored, None: as ``model`` has them; param_dtype, reduce_dtype: as in MixedPrecisionPolicy
     optimizer:      "adamw", "adam", "sgd", or a function from parameters to an optimizer
     batch, sequence: of one micro-batch of one rank
-    checkpointing:  "none", or a policy of ``apply_activation_checkpointing``: "full" computes each repeated block again in backward
+    checkpointing:  "none", or a policy of ``apply_activation_checkpointing``: "full" computes each repeated block again in backward;
+                    "selective" as well, but for matrix products and attention (``save_ops=HEAVY_OPS``)
     offload:        True: as CPUOffloadPolicy, sharded parameters, gradients and optimizer state are kept in host memory;
                     "optimizer": as ``offloaded(..., CPUOffloadPolicy())``, the state alone;
                     "optimizer-disk", "disk": as ``offloaded`` with a DiskOffloadPolicy, the state is kept in files; and the parameters

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,9 @@ from ..wrap import by_class
 from .api import plan_of
 from .card_file import card_named
 from .measure import measure_in_ranks
-from .proposals import words_of
+from .proposals import Found, words_of
 from .rehearsal import OPTIMIZERS, Setting
-from .result import headline, tables
+from .result import Plan, headline, tables
 from .search import search
 from .shapes import SHAPES, named
 from .text import Table, as_text
@@ -35,6 +37,7 @@ from .tiers import Offload
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PATIENCE_S = 1.0
 """A search that takes less than this says nothing before it has found."""
+_PATIENCE_OF_FILES_S = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +66,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch of one rank (default: 1)")
     parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence (default: 2048)")
     parser.add_argument("--micro-batches", type=int, default=1, help="between two optimizer steps (default: 1)")
-    parser.add_argument("--checkpointing", choices=["none", "full"], default="none", help="full: blocks are computed again in backward")
+    parser.add_argument(
+        "--checkpointing",
+        choices=["none", "selective", "full"],
+        default="none",
+        help="full: blocks are computed again in backward; selective: all of them but matrix products and attention",
+    )
     offload = parser.add_mutually_exclusive_group()
     offload.add_argument("--offload", action="store_true", help="keep sharded state in host memory")
     offload.add_argument("--offload-optimizer", action="store_true", help="keep the optimizer's state alone in host memory")
@@ -76,6 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--card", help=f"also say how long a step takes on it, by a model: {', '.join(CARDS)}, or a file of --measure")
     parser.add_argument("--measure", type=Path, metavar="FILE", help="plan nothing: measure this machine, and write a card for --card")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with all figures, in bytes and seconds")
     parser.add_argument("--backend", choices=["nccl", "gloo"], default="nccl", help="whose algorithms (default: nccl)")
 
 
@@ -96,17 +105,24 @@ def run(options: argparse.Namespace) -> int:
             found = search(
                 workload, setting, card, memory_limit=limit, ranks_per_host=options.ranks_per_host, on_candidate=on_candidate
             )
-        show(headline(found.asked.plan), found.tables)
-        return 0
+        return _print(found, headline(found.asked.plan), found.tables, options.json)
     planned = plan_of(workload, setting, options.ranks_per_host, card)
-    show(headline(planned), tables(planned))
+    return _print(planned, headline(planned), tables(planned), options.json)
+
+
+def _print(result: Plan | Found, title: str, found: Sequence[Table], as_json: bool) -> int:
+    if as_json:
+        sys.stdout.write(json.dumps(asdict(result), default=str) + "\n")
+    else:
+        show(title, found)
     return 0
 
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, dict[str, str]], None]]:
-    """A function that says on the error output, where that is a terminal, which candidate is planned, once a second has gone by."""
+    """A function that says on the error output which candidate is planned: on a terminal after a second, else a line each 10 s."""
     begin, width = time.monotonic(), 0
+    is_terminal = sys.stderr.isatty()
 
     def show_line(line: str) -> None:
         nonlocal width
@@ -115,9 +131,16 @@ def _progress() -> Iterator[Callable[[int, dict[str, str]], None]]:
         width = len(line)
 
     def on_candidate(number: int, changes: dict[str, str]) -> None:
-        if sys.stderr.isatty() and time.monotonic() - begin >= _PATIENCE_S:
-            columns = shutil.get_terminal_size().columns
-            show_line(f"tried {number} settings; now: {words_of(changes) or 'as asked'}"[: columns - 1])
+        nonlocal begin
+        if time.monotonic() - begin < (_PATIENCE_S if is_terminal else _PATIENCE_OF_FILES_S):
+            return
+        line = f"tried {number} settings; now: {words_of(changes) or 'as asked'}"
+        if is_terminal:
+            show_line(line[: shutil.get_terminal_size().columns - 1])
+        else:
+            begin = time.monotonic()
+            sys.stderr.write(f"{line}\n")
+            sys.stderr.flush()
 
     try:
         yield on_candidate

@@ -39,7 +39,8 @@ class Dropped:
 class Found:
     """asked: the setting as it was asked for; proposals: that fit, the fastest first; limit: bytes; num_tried: settings
 
-    num_slower: that fit as well, and are slower than all proposals; dropped: those that do not fit, the smallest peak first
+    num_slower: that fit as well, and are slower, or change more without being faster
+    dropped:    those that do not fit, the smallest peak first
     """
 
     asked: Proposal
@@ -53,7 +54,7 @@ class Found:
     def table(self) -> Table:
         rows = [("as asked", *_costs(self.asked, self.limit))]
         rows += [(words_of(each.changes), *_costs(each, self.limit)) for each in self.proposals if each.changes]
-        slower = f"; {self.num_slower} more fit, and are slower" if self.num_slower else ""
+        slower = f"; {self.num_slower} more fit, and are no better" if self.num_slower else ""
         return Table(
             f"{len(self.proposals)} settings within {gb(self.limit)} a rank, the fastest first, of {self.num_tried} that were tried",
             ("change", "step", "MFU", "peak of a rank", "fits"),
@@ -98,6 +99,8 @@ def code_of(choice: str, setting: Setting) -> str:
         return f'fsdp2.parallelize(model, "{setting.strategy}"{shards})'
     if choice == "checkpointing":
         before = f'fsdp2.apply_activation_checkpointing(model, "{setting.checkpointing}")'
+        if setting.checkpointing == "selective":
+            before = "fsdp2.apply_activation_checkpointing(model, ActivationCheckpointPolicy(save_ops=HEAVY_OPS))"
         return "no activation checkpointing" if setting.checkpointing == "none" else f"{before}, before parallelize"
     if choice == "prefetch":
         return f"model.set_prefetch_depth({setting.prefetch})"

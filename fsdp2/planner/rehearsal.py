@@ -17,7 +17,7 @@ import torch.nn.modules.module as module_hooks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..activations import apply_activation_checkpointing
+from ..activations import HEAVY_OPS, ActivationCheckpointPolicy, apply_activation_checkpointing
 from ..core import torch_compat as core_compat
 from ..core.comm.streams import use_streams
 from ..core.group.param_group import ParamGroup
@@ -50,6 +50,8 @@ from .workload import Workload
 from .world import Backend, world
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
+SELECTIVE = ActivationCheckpointPolicy(save_ops=HEAVY_OPS)
+"""Each block, but for the results of matrix products and attention."""
 OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": lambda params: torch.optim.AdamW(params, fused=True),
     "adam": lambda params: torch.optim.Adam(params, fused=True),
@@ -65,7 +67,7 @@ class Setting:
     wrap, strategy, shard_size: as in ``parallelize``
     optimizer:    a name in OPTIMIZERS, or a function from parameters to an optimizer
     batch, sequence: of one micro-batch of one rank; micro_batches: between two optimizer steps
-    checkpointing: "none", or a policy of ``apply_activation_checkpointing``
+    checkpointing: "none", "selective" (SELECTIVE), or a policy of ``apply_activation_checkpointing``
     prefetch:     units that are gathered ahead
     backend:      whose algorithms are used: "nccl" with a device's streams, "gloo" on the CPU
     """
@@ -201,7 +203,7 @@ def _built(workload: Workload, setting: Setting) -> nn.Module:
 def _sharded(workload: Workload, setting: Setting) -> Any:
     model = _built(workload, setting)
     if setting.checkpointing != "none":
-        apply_activation_checkpointing(model, setting.checkpointing)
+        apply_activation_checkpointing(model, SELECTIVE if setting.checkpointing == "selective" else setting.checkpointing)
     parallelize(
         model,
         setting.strategy,

@@ -4,13 +4,15 @@ Each candidate is rehearsed. The search goes from the setting that was asked for
 wrapping, checkpointing, prefetch depth, and into how many micro-batches a rank's sequences are split. How many these are stays.
 It ends where no single choice is better, which need not be the best of all combinations. Step times are a model (docs/step_clock.md).
 
-The search has two shortcuts. It does not rehearse a candidate whose parameters and optimizer state alone exceed the limit. And it does
+The search has three shortcuts. It does not rehearse a candidate whose parameters and optimizer state alone exceed the limit. Once a
+setting fits, it does not rehearse one that can't be faster: with more recomputation, or with another strategy where nothing waits for
+communication. And it does
 not check by a third rehearsal (``repetition`` says of what) a candidate that fits worse, or is slower, than what it found before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -88,6 +90,12 @@ def searched(
     def is_as_fast(found: Proposal, other: Proposal) -> bool:
         return max(found.peak, other.peak) <= limit and found.step > (1 - GAIN) * other.step
 
+    def adds_nothing(found: Proposal, others: Iterable[Proposal]) -> bool:
+        """Whether a part of the changes alone is as fast, and needs no more memory."""
+        return any(
+            other.changes.items() < found.changes.items() and is_as_fast(found, other) and other.peak <= found.peak for other in others
+        )
+
     asked = best = Proposal(plan(setting, lambda _: True), {})
     tried = {_key(setting): asked}
     dropped: dict[tuple[object, ...], Dropped] = {}
@@ -97,14 +105,14 @@ def searched(
         found = Proposal(planned, {})
         if found.peak > limit:
             return rank_of(found) < rank_of(best)
-        faster = sum(each.peak <= limit and each.step < found.step for each in tried.values())
-        return faster < keep
+        faster = [each for each in tried.values() if each.peak <= limit and each.step < found.step]
+        return sum(not adds_nothing(each, faster) for each in faster) < keep
 
     while True:
         here = best
         for other in _neighbours(here.plan.setting, setting, ranks_per_host, fits=here.peak <= limit):
             key, changes = _key(other), _changes(setting, other)
-            if key in tried or key in dropped:
+            if key in tried or key in dropped or (here.peak <= limit and not _may_be_faster(here.plan, other)):
                 continue
             on_candidate(len(tried) + len(dropped), changes)
             kept = _least_kept(asked.plan, other)
@@ -122,12 +130,13 @@ def searched(
             break
     ranked = sorted(tried.values(), key=rank_of)
     fitting = [each for each in ranked if each.peak <= limit]
+    proposals = [each for each in fitting if not adds_nothing(each, fitting)][:keep]
     return Found(
         asked=asked,
-        proposals=tuple(fitting[:keep]),
+        proposals=tuple(proposals),
         limit=limit,
         num_tried=len(tried) + len(dropped),
-        num_slower=len(fitting[keep:]),
+        num_slower=len(fitting) - len(proposals),
         dropped=(*(_too_large(each) for each in ranked[len(fitting) :] if each.changes), *dropped.values()),
     )
 
@@ -159,7 +168,7 @@ def _neighbours(setting: Setting, asked: Setting, ranks_per_host: int, fits: boo
         yield replace(setting, wrap=wrap)
     if not fits:  # small groups save memory, and cost launches
         yield replace(setting, wrap=LINEAR_LAYERS)
-    for checkpointing in (asked.checkpointing, "none", "full"):
+    for checkpointing in (asked.checkpointing, "none", "selective", "full"):
         yield replace(setting, checkpointing=checkpointing)
     for prefetch in {max(setting.prefetch - 1, 0), setting.prefetch + 1}:
         yield replace(setting, prefetch=prefetch)
@@ -168,6 +177,24 @@ def _neighbours(setting: Setting, asked: Setting, ranks_per_host: int, fits: boo
     at = batches.index(setting.batch)
     for batch in batches[max(at - 1, 0) : at + 2]:
         yield replace(setting, batch=batch, micro_batches=sequences // batch)
+
+
+def _may_be_faster(plan: Plan, setting: Setting) -> bool:
+    """Whether ``setting``, which differs from that of ``plan`` by one choice, can take less time for a step.
+
+    It can't by computing more again, or by gathering later; nor by communicating otherwise, where nothing waits for communication.
+    """
+    before, lasts = plan.setting, plan.duration
+    assert lasts is not None
+    if setting.checkpointing != before.checkpointing:
+        again: list[Any] = ["none", "selective", "full"]
+        known = setting.checkpointing in again and before.checkpointing in again
+        return not known or again.index(setting.checkpointing) < again.index(before.checkpointing)
+    if setting.prefetch < before.prefetch:
+        return False
+    if setting.prefetch > before.prefetch or setting.strategy != before.strategy:
+        return sum(lasts.exposed.values()) + lasts.idle > GAIN * lasts.step
+    return True
 
 
 def _key(setting: Setting) -> tuple[object, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,12 +16,13 @@ from fsdp2.planner.api import plan_of
 from fsdp2.planner.duration import Duration
 from fsdp2.planner.memory import Memory, Peak
 from fsdp2.planner.models import DecoderShape
-from fsdp2.planner.rehearsal import Setting
+from fsdp2.planner.rehearsal import GroupFacts, Setting
 from fsdp2.planner.result import Plan
 from fsdp2.planner.search import LINEAR_LAYERS, search, searched
 from fsdp2.planner.shapes import of_shape
 from fsdp2.state_bytes import StateBytes
 
+GROUP = GroupFacts("", torch.float32, numel=1000, sharded=0, unsharded=0, padding=0)
 ASKED = Setting(world_size=64, batch=8, prefetch=1)
 
 
@@ -35,7 +37,9 @@ def made_up(setting: Setting, is_of_interest: object = None) -> Plan:
     )
     seconds += 3 * abs(setting.prefetch - 2) + (9 if setting.wrap is LINEAR_LAYERS else 0)
     memory = Memory(Peak(nbytes, {}, "backward", ""), {}, 0)
-    return Plan("made up", setting, 1, StateBytes(0, 0, 0, 0), (), memory, (), "", Duration("card", seconds, 0, {}, 0, 0))
+    return Plan(
+        "made up", setting, 1, StateBytes(0, 0, 0, 0), (), memory, (), "", Duration("card", seconds, 0, {"forward": seconds}, 0, 0)
+    )
 
 
 def test_what_fits_is_proposed_the_fastest_first_as_changes_and_as_many_sequences_are_trained():
@@ -70,7 +74,7 @@ def test_what_is_too_large_by_its_state_alone_is_dropped_before_it_is_planned():
         shards = {"zero3": 64, "hsdp": 8, "zero2": 64, "ddp": 1}[setting.strategy]
         kept = 4000 / shards
         state = StateBytes(0, kept, kept, 2 * kept)
-        return replace(made_up(replace(setting, strategy="zero3")), setting=setting, numel=1000, state=state)
+        return replace(made_up(replace(setting, strategy="zero3")), setting=setting, groups=(GROUP,), state=state)
 
     found = searched(plan, ASKED, limit=2000, ranks_per_host=8, keep=4)
     assert {each.strategy for each in planned} == {"zero3", "hsdp", "zero2"}
@@ -95,6 +99,27 @@ def test_a_candidate_is_to_be_exact_where_it_may_be_proposed_or_lead_on():
     assert not any(is_exact for nbytes, is_exact in wanted[1:] if nbytes > max(30, wanted[0][0]))
     assert {each.peak for each in found.proposals} <= {nbytes for nbytes, is_exact in wanted if is_exact}
     assert smallest <= 30
+
+
+def test_no_proposal_has_a_change_that_gains_nothing_and_none_is_tried_that_cannot_gain():
+    planned: list[Setting] = []
+
+    def plan(setting: Setting, is_of_interest: object, exposed: float = 1.0) -> Plan:
+        planned.append(setting)
+        made = made_up(replace(setting, prefetch=2))  # how much is gathered ahead makes no difference to time
+        assert made.duration is not None
+        return replace(
+            made, setting=setting, memory=made_up(setting).memory, duration=replace(made.duration, exposed={"forward": exposed})
+        )
+
+    found = searched(plan, ASKED, limit=1000, ranks_per_host=8, keep=50)
+    assert {each.prefetch for each in planned} == {1, 2}
+    assert not [each for each in found.proposals if "prefetch" in each.changes]
+    assert found.num_slower == len([each for each in planned if each.prefetch == 2])
+    assert not [each for each in planned if each.checkpointing != "none"], "computing more again is no faster"
+    planned.clear()
+    searched(lambda *given: plan(*given, exposed=0.0), ASKED, limit=1000, ranks_per_host=8, keep=50)
+    assert {(each.strategy, each.prefetch) for each in planned} == {("zero3", 1)}, "nothing waits for communication"
 
 
 def test_wrong_arguments_of_a_search_are_our_errors(capsys):
@@ -141,3 +166,21 @@ def test_a_search_with_shortcuts_finds_what_one_that_rehearses_all_blocks_of_all
     for each, other in pairs:
         assert replace(each.plan, duration=None) == replace(other.plan, duration=None)
         assert each.step == pytest.approx(other.step, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_a_search_proposes_to_save_what_is_slow_to_compute_again_and_prints_json(capsys):
+    """It knew only all or nothing: where nothing does not fit, "full" was its fastest."""
+    shape = DecoderShape("llama", dim=1024, layers=4, heads=8, kv_heads=8, hidden=4096, vocabulary=4096, context=1024)
+    workload = of_shape("small", shape)
+    asked = Setting(world_size=8, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    plans = {kind: plan_of(workload, replace(asked, checkpointing=kind), card="h100") for kind in ("none", "selective", "full")}
+    peaks = {kind: each.memory.peak.nbytes for kind, each in plans.items()}
+    assert peaks["full"] < peaks["selective"] < peaks["none"]
+    found = search(workload, asked, "h100", memory_limit=peaks["none"] - 1)
+    assert found.proposals[0].plan.setting.checkpointing == "selective"
+    assert "ActivationCheckpointPolicy(save_ops=HEAVY_OPS)" in str(found.tables)
+    assert main(["plan", "t5-3b", "--ranks", "8", "--sequence", "64", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["memory"]["peak"]["nbytes"] > printed["state"]["optimizer"] > 0
+    assert printed["setting"]["param_dtype"] == "torch.bfloat16"

@@ -169,7 +169,7 @@ class GroupMemory:
             with torch.no_grad():
                 if self.options.offload:
                     local = local.cpu()
-                    if self.options.pin_memory and not local.is_pinned():
+                    if self.options.pin_memory and self.options.folder is None and not local.is_pinned():
                         local = local.pin_memory()
                 elif local.device != self.device:
                     local = local.to(self.device)
@@ -268,9 +268,12 @@ class GroupMemory:
                 self._log_gather(collective_log.current, self.mesh)
             if self.file is not None:
                 READ_AHEAD.begin(self.file, self.options.read_ahead)
-            unsharded.gather.start(self.flat, copy, together)
+            flat, self._reads_host = self.flat, self.options.offload
+            if flat is not None and self.file is not None and self.options.pin_memory:
+                flat = flat.pin_memory()  # a copy from a file's own memory would make the host wait for all that the stream has to do
+                self._reads_host = False
+            unsharded.gather.start(flat, copy, together)
             unsharded.num_steps = OPTIMIZER_STEPS.value
-            self._reads_host = self.options.offload
         elif self.state is GroupState.RESHARDED:
             assert self.unsharded is not None
             assert self.unsharded.smaller is not None

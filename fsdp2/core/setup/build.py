@@ -83,7 +83,7 @@ def build_unit(
         param_dtype=mp_policy.param_dtype,
         reduce_dtype=mp_policy.reduce_dtype,
         offload=hasattr(offload_policy, "pin_memory") or isinstance(offload_policy, DiskOffloadPolicy),
-        pin_memory=getattr(offload_policy, "pin_memory", False) and device.type != "cpu",
+        pin_memory=getattr(offload_policy, "pin_memory", isinstance(offload_policy, DiskOffloadPolicy)) and device.type != "cpu",
         **_disk_options(offload_policy, mesh),
         mp_policy=mp_policy,
         semantics=semantics or chosen_semantics(),

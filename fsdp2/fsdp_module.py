@@ -111,6 +111,7 @@ class FSDPModule:
         tree = schedule.tree
         if schedule.forward is None and not schedule.backward:
             tree.reshard_what_is_out_of_date(unit.uses)  # else it would stay as it is, and count as up to date
+        schedule.await_optimizer(on_compute=async_op)  # where an asynchronous unshard copies the shards
         unit.issue(copy=async_op)
         tree.leave_unsharded(unit)
         tree.step.left_by_forward.discard(unit)
@@ -560,10 +561,11 @@ class FSDPModule:
                 gradients.choose(comm=SymmetricReduceScatter(gradients.options.process_group or process_group, backend))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """An event behind the optimizer step, for the next forward's all-gathers to wait on; used once.
+        """An event behind the optimizer step, for the all-gathers of the next forward or ``unshard`` to wait on; used once.
 
         Our all-gathers always run behind what the current stream was given before them, because their memory is allocated there: the
-        event is for an optimizer step on another stream.
+        event is for an optimizer step on another stream. Call it on the root. While a graph is captured, an event from before
+        the capture is dropped: a graph cannot wait for it, and ``torch.cuda.graph`` has waited for the device.
 
         Example:
             if torch.cuda.is_available():
@@ -573,7 +575,7 @@ class FSDPModule:
                     model.set_post_optim_event(side.record_event())
         """
         unit = sharded_unit(self)
-        schedule_of(unit).post_optim_event = event
+        schedule_of(unit).note_optimizer(event)
         if unit.device.type == "cpu":
             warn_without_effect("set_post_optim_event", "the CPU has no streams")
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ from fsdp2 import (
     ParameterError,
     fully_shard,
 )
+from fsdp2.core import torch_compat as compat
 from harness import cpu_mesh, on_ranks
 
 
@@ -322,6 +324,17 @@ def test_what_raises_in_the_users_function_is_not_hidden_and_changes_nothing(mes
 
 
 # --- meshes -----------------------------------------------------------------------------------------------------------------------
+
+
+@on_ranks(1)
+def test_a_mesh_of_devices_without_streams_is_refused_in_a_sentence():
+    """Symptom: an AttributeError, because torch.mps has neither streams nor a current device."""
+    mesh = cpu_mesh()
+    refused = pytest.raises(MeshError, match=r"mps devices, and torch\.mps has no streams")
+    with mock.patch.object(type(mesh), "device_type", "mps"), refused:
+        fully_shard(nn.Linear(2, 2), mesh=mesh)
+    with mock.patch.object(torch._C, "_get_accelerator", return_value=torch.device("mps")):
+        assert compat.default_device_type() == "cpu"
 
 
 def test_meshes_of_the_wrong_shape_are_refused(mesh):

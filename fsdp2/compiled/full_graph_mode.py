@@ -55,6 +55,7 @@ class FullGraph:
         run = self._prepare()
         schedule = self._schedule
         assert schedule is not None
+        schedule.await_optimizer(on_compute=True)
         if self._root.device.type != "cpu":
             args, kwargs = map_tensors(functools.partial(self._root.hooks.to_device, schedule), (args, kwargs))
         problem: CompileError | None = None

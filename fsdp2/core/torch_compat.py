@@ -241,9 +241,14 @@ def rendezvous(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def default_device_type() -> str:
-    """The accelerator's type if there is one that is usable, else "cpu"."""
-    accelerator = torch._C._get_accelerator()
-    return str(accelerator.type)
+    """The accelerator's type if there is one that is usable, and has streams, else "cpu"."""
+    found = str(torch._C._get_accelerator().type)
+    return found if has_streams(found) else "cpu"
+
+
+def has_streams(device_type: str) -> bool:
+    """Whether torch can order work on such devices, as it can on "cuda"; True for "cpu", whose work runs when it is started."""
+    return device_type == "cpu" or hasattr(device_module(device_type), "Stream")
 
 
 def device_module(device_type: str) -> Any:

@@ -14,6 +14,8 @@ from ..testing.clock.trace import Entry
 from . import recorder as labels
 from .recorder import Block
 
+_PAGE_LOCKED = (labels.PARAMETERS, labels.GRADIENTS, labels.REDUCING)
+
 
 @dataclass(frozen=True)
 class Peak:
@@ -39,7 +41,7 @@ class Memory:
     """The bytes of a step on one rank.
 
     most:    by kind, the most bytes at a time, not all at the same one, on the device and on the host
-    host:    the most bytes in host memory; of files what is in memory
+    host:    the most bytes in host memory; of files what is in memory. Page-locked tensors are counted as torch allocates them
     files:   bytes of files
     moments: the course of the step, one unit after another
     """
@@ -86,7 +88,7 @@ def visits_of(
     for block in before:
         now[kinds[block.id]] += block.nbytes
         here[kinds[block.id]] += 0 if block.on_host else block.nbytes
-    host = sum(block.nbytes for block in before if block.on_host and not block.in_file)
+    host = sum(_nbytes_on_host(block, kinds[block.id]) for block in before)
     total = sum(here.values())
     visits = [Visit("between steps", "", (dict(here),) * 3, dict(now), host)]
     phase = where = ""
@@ -108,8 +110,8 @@ def visits_of(
         if not block.on_host:
             here[kind] += nbytes
             total += nbytes
-        elif not block.in_file:
-            host += nbytes
+        else:
+            host += _nbytes_on_host(block, kind) * (1 if entry.kind == "alloc" else -1)
         if entry.kind == "free":
             continue
         unit = block.where if block.node is None else unit_of_node(block.node) or block.where
@@ -138,6 +140,18 @@ def memory_of(visits: Sequence[Visit], files: FileBytes) -> Memory:
     course = tuple(Moment(each.phase, each.where, max(sum(moment.values()) for moment in each.moments)) for each in visits[1:])
     host = max(each.host for each in visits) + files.in_memory
     return Memory(peak, dict(most.most_common()), host, course, files.nbytes)
+
+
+def rounded_to_power_of_two(nbytes: int) -> int:
+    """What torch allocates for a page-locked tensor: (5 << 20) takes 8 << 20."""
+    return 1 << (nbytes - 1).bit_length() if nbytes > 0 else 0
+
+
+def _nbytes_on_host(block: Block, kind: str) -> int:
+    """What a block takes of host memory without files; offloaded shards and gradients are page-locked."""
+    if not block.on_host or block.in_file:
+        return 0
+    return rounded_to_power_of_two(block.nbytes) if kind in _PAGE_LOCKED else block.nbytes
 
 
 def _kinds(before: Sequence[Block], blocks: Sequence[Block], entries: Sequence[Entry]) -> dict[int, str]:

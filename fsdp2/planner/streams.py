@@ -10,7 +10,7 @@ import torch
 
 from ..core.comm.streams import HostStreams
 
-COMPUTE, COPY_IN, GATHER, REDUCE, ALL_REDUCE, OFFLOAD = range(6)
+COMPUTE, COPY_IN, GATHER, REDUCE, ALL_REDUCE, OFFLOAD, COPY_OUT = range(7)
 
 
 class Log(Protocol):
@@ -27,7 +27,7 @@ class WrittenStreams:
     """Streams of a CUDA-like device."""
 
     host_waits = False
-    copy_in, gather, reduce, all_reduce, offload = COPY_IN, GATHER, REDUCE, ALL_REDUCE, OFFLOAD
+    copy_in, gather, reduce, all_reduce, offload, copy_out = COPY_IN, GATHER, REDUCE, ALL_REDUCE, OFFLOAD, COPY_OUT
 
     def __init__(self, log: Log) -> None:
         self._log = log

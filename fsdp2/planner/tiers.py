@@ -20,7 +20,7 @@ from ..optim import FlatOptimizer, OffloadedOptimizer, offloaded
 from ..optim.host_runs import HostRun
 from ..optim.state_files import nbytes_in_file
 from ..policy import CPUOffloadPolicy, DiskOffloadPolicy, OffloadPolicy
-from .memory import FileBytes
+from .memory import FileBytes, rounded_to_power_of_two
 
 Offload = bool | Literal["optimizer", "optimizer-disk", "disk"]
 OFFLOADS: tuple[Offload, ...] = (False, True, "optimizer", "optimizer-disk", "disk")
@@ -86,7 +86,9 @@ def host_runs_of(optimizer: torch.optim.Optimizer) -> list[HostRun]:
 
 
 def files_of(model: nn.Module, optimizer: torch.optim.Optimizer, offload: Offload) -> FileBytes:
-    """Forward and backward have the files of 2 + READ_AHEAD units in memory, a step those of 1 + 2 READ_AHEAD runs."""
+    """Forward and backward have the files of 2 + READ_AHEAD units in memory, and page-locked copies of two; a step has the files of
+    1 + 2 READ_AHEAD runs.
+    """
     if offload not in ("optimizer-disk", "disk"):
         return FileBytes()
     flats = [group.flat.nbytes for unit in units_in(model.modules()) for group in unit.groups if group.flat is not None]
@@ -94,7 +96,8 @@ def files_of(model: nn.Module, optimizer: torch.optim.Optimizer, offload: Offloa
     states = [nbytes_in_file(run.values()) for run in host_runs_of(optimizer)]
     params = [run.data.nbytes if offload == "disk" else 0 for run in host_runs_of(optimizer)]
     in_step = sum(sorted(map(sum, zip(states, params, strict=True)), reverse=True)[: 1 + 2 * READ_AHEAD])
-    in_backward = sum(sorted(flats, reverse=True)[: 2 + READ_AHEAD])
+    largest = sorted(flats, reverse=True)
+    in_backward = sum(largest[: 2 + READ_AHEAD]) + sum(map(rounded_to_power_of_two, largest[:2]))
     return FileBytes(sum(flats) + sum(states), max(in_step, in_backward))
 
 

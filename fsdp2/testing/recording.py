@@ -79,6 +79,7 @@ class RecordingStreams:
     reduce: Stream = "reduce"
     all_reduce: Stream = "all_reduce"
     offload: Stream = "offload"
+    copy_out: Stream = "copy_out"
 
     def __init__(self) -> None:
         self.races: list[Race] = []

@@ -178,6 +178,30 @@ def written_on_a_side_stream(model: Any, x: Tensor) -> Tensor:
     return forward_backward(model, x)
 
 
+def unsharded_behind_a_step_on_a_side_stream(model: Any, x: Tensor) -> Tensor:
+    """As an optimizer on a stream of its own writes; then parameters are unsharded by hand, and looked at."""
+    loss = forward_backward(model, x).detach()
+    module = None if x.device.type == "cpu" else torch.get_device_module(x.device)
+    side = None if module is None else model.__dict__.setdefault("side", torch.Stream(x.device))
+    for async_op in (False, True):
+        if module is not None:
+            side.wait_stream(module.current_stream())
+        with torch.no_grad(), contextlib.nullcontext() if module is None else module.stream(side):
+            for param in model.parameters():
+                param.to_local().mul_(0.9)
+        if side is not None:
+            model.set_post_optim_event(side.record_event())
+        block = model.blocks[1]
+        handle = block.unshard(async_op=async_op)
+        if handle is not None:
+            handle.wait()
+        loss += block.up.weight.detach().sum()
+        block.reshard()
+        if module is not None:
+            module.current_stream().wait_stream(side)  # the optimizer of the test writes on this one
+    return loss
+
+
 def with_a_penalty_on_the_slope(model: Any, x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     output = model(x)
@@ -293,6 +317,7 @@ MORE_SCENARIOS = {  # which torch's FSDP2 does not train, or which add nothing o
     "shorter_evaluation": Scenario(iteration=with_a_shorter_evaluation),
     "unshard_on_a_side_stream": Scenario(iteration=unsharded_on_a_side_stream),
     "written_on_a_side_stream": Scenario(iteration=written_on_a_side_stream),
+    "unshard_behind_a_step_on_a_side_stream": Scenario(iteration=unsharded_behind_a_step_on_a_side_stream),
     "replicated_bf16_unshard_on_a_side_stream": Scenario(mesh=(2, 1), options=BF16, iteration=unsharded_on_a_side_stream),
     "replicated_written_on_a_side_stream": Scenario(mesh=(2, 1), iteration=written_on_a_side_stream),
     "extensions": Scenario(model=with_extensions),

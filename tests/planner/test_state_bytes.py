@@ -14,6 +14,7 @@ from fsdp2 import MixedPrecisionPolicy, accumulate, parallelize
 from fsdp2.core.iteration.module_state import units_in
 from fsdp2.errors import ArgumentError, ParameterError
 from fsdp2.optim import AnyPrecisionAdamW, Muon, flat, offloaded
+from fsdp2.planner.memory import rounded_to_power_of_two
 from fsdp2.planner.result import Plan
 from fsdp2.state_bytes import measured_state_bytes
 from fsdp2.strategy import STRATEGIES
@@ -144,6 +145,18 @@ def test_states_on_the_host_are_those_that_an_offloaded_optimizer_has_there():
         assert on_host == states
         assert planned.memory.host == states + counters + 2 * (first + second)
         assert planned.memory.peak.nbytes == resident.memory.peak.nbytes - resident.memory.most["optimizer state"]
+
+
+@on_ranks(1)
+def test_page_locked_shards_and_gradients_count_as_torch_allocates_them():
+    """Symptom: torch rounds each page-locked tensor up to a power of two, and plans counted what was asked for."""
+    assert [rounded_to_power_of_two(nbytes) for nbytes in (0, 1, 8, 9, (4 << 20) + 1)] == [0, 1, 8, 16, 8 << 20]
+    model = parallelize(Model(), "zero3", wrap=[Block])
+    flats = [group.flat.nbytes for unit in units_in(model.modules()) for group in unit.groups]
+    planned = fsdp2.plan(Model(), 1, "zero3", wrap=[Block], optimizer="sgd", inputs=inputs, batch=2, sequence=3, offload=True)
+    asked_for = planned.memory.most["sharded parameters"] + planned.memory.most["sharded gradients"]
+    rounded = 2 * sum(map(rounded_to_power_of_two, flats))
+    assert asked_for < rounded <= planned.memory.host < rounded + asked_for
 
 
 @on_ranks(2)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
 from fsdp2.compiled.full_graph_mode import FullGraph
+from fsdp2.core.comm.streams import DeviceStreams, use_streams
 from fsdp2.testing import pretend
 from harness import on_ranks
 from harness.models import Block, batches, mlp
@@ -183,3 +184,66 @@ def test_a_static_step_does_nothing_that_a_graph_capture_refuses():
             way.iteration(model, x)
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
+
+
+class Isolated(DeviceStreams):
+    """While a graph is captured, a wait for an event from before the capture is an error, as on CUDA."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("pretend", 0))
+        self.captured: list[Any] = []
+
+    def mark(self, stream: Any) -> Any:
+        event = super().mark(stream)
+        if self.is_capturing():
+            self.captured.append(event)
+        return event
+
+    def order(self, stream: Any, event: Any) -> None:
+        assert event is None or not self.is_capturing() or any(event is each for each in self.captured), (
+            "an event from before the capture"
+        )
+        super().order(stream, event)
+
+
+@on_ranks(2, device="pretend")
+def test_a_captured_step_waits_for_nothing_from_before_the_capture():
+    """Symptom: it waited for the event of ``set_post_optim_event``. One from inside of the capture is waited for."""
+    streams = Isolated()
+    with use_streams(torch.device("pretend", 0), streams):
+        model = sharded(mlp(), Way(options=BF16), Block)
+        model.set_keep_unsharded_storage(True)
+        optimizer = sgd(model.parameters())
+        x = own_chunk(batches(1)[0]).to("pretend")
+        side, module = torch.Stream("pretend"), torch.get_device_module("pretend")
+        for index in range(4):
+            pretend.synchronize()
+            with pretend.capturing() if index > 1 else contextlib.nullcontext():
+                for _ in range(2):
+                    forward_backward(model, x)
+                    side.wait_stream(module.current_stream())
+                    with module.stream(side):
+                        optimizer.step()
+                        optimizer.zero_grad(set_to_none=False)
+                    event = streams.mark(side)
+                    model.set_post_optim_event(event)
+                    module.current_stream().wait_stream(side)
+                with mock.patch.object(streams, "order", wraps=streams.order) as order:
+                    forward_backward(model, x)
+                assert any(call.args[1] is event for call in order.call_args_list)
+            model.set_post_optim_event(streams.mark(side))
+
+
+@on_ranks(1, device="pretend")
+def test_the_wait_for_a_pinned_input_ends_with_its_copy():
+    """At its end, forward waits for what the device had to do before it and for the copy: for none of its own work."""
+    model = fsdp2.fully_shard(nn.Linear(5, 3, device="pretend"), mesh=init_device_mesh("pretend", (1,)))
+    x = torch.ones(2, 5).pin_memory()
+    model(x)
+    pretend.synchronize()
+    pretend.reset_counts()
+    with pretend.traced() as ran:
+        model(x)
+    assert pretend.host_waits() == {"event.synchronize": 1}
+    assert any("from pinned memory" in entry for entry in ran)
+    assert not any("addmm" in entry for entry in ran), ran

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2.core.comm.streams import DeviceStreams, use_streams
 from fsdp2.testing import pretend
 from harness import on_ranks
 from harness.models import batches, mlp
@@ -41,3 +38,30 @@ def test_parameters_in_files_reach_the_device_without_a_wait_of_the_host(tmp_pat
         forward_backward(model, own_chunk(inputs[0]))
         waits = pretend.host_waits()
         assert waits == {"event.synchronize": 4}, waits  # the optimizer runs on the host: one wait for each group's gradients
+
+
+def streams_of_copies_and_reductions(ran: list[str]) -> tuple[set[str], set[str]]:
+    """Of what ``pretend.traced`` gives: the streams of copies to the host, and those of reduce-scatters."""
+    copies, reductions = set[str](), set[str]()
+    for entry in ran:
+        stream, kind, name = entry.split(" ", 2)
+        if (kind, name) == ("copy", "to the host"):
+            copies.add(stream)
+        elif kind == "collective" and "reduce_scatter" in name:
+            reductions.add(stream)
+    return copies, reductions
+
+
+@on_ranks(2, device="pretend")
+def test_a_reduce_scatter_does_not_wait_for_the_copy_of_other_gradients_to_the_host():
+    """Symptom: both ran on one stream, so a unit's reduce-scatter waited until the gradients of the unit before were on the host."""
+    model = sharded(fsdp2.CPUOffloadPolicy())
+    x = own_chunk(batches(1, (8, 7))[0]).to("pretend")
+    forward_backward(model, x)
+    with pretend.traced() as ran:
+        forward_backward(model, x)
+        pretend.synchronize()
+    copies, reductions = streams_of_copies_and_reductions(ran)
+    assert copies
+    assert reductions
+    assert not copies & reductions

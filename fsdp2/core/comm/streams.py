@@ -10,6 +10,7 @@ result (``host_waits``). This file refuses to know parameters and collectives.
     reduce       reduce-scatters and what follows them
     all_reduce   HSDP's second leg, which may overlap the next reduce-scatter
     offload      copies of activations to the host and back
+    copy_out     copies of gradients to the host, for parameters that live there
 
 Note: buffer lifetime. A block of device memory belongs to the stream that was current when it was allocated. When the last reference
 is dropped, the allocator gives the block to later work of that stream, without waiting. So the runtime keeps a reference until the
@@ -55,6 +56,9 @@ class Streams(Protocol):
     def offload(self) -> Stream: ...
 
     @property
+    def copy_out(self) -> Stream: ...
+
+    @property
     def compute(self) -> Stream:
         """The stream that is current now."""
 
@@ -84,7 +88,7 @@ class HostStreams:
     """The CPU: work runs when it is started."""
 
     host_waits = True
-    compute = copy_in = gather = reduce = all_reduce = offload = None
+    compute = copy_in = gather = reduce = all_reduce = offload = copy_out = None
     _nowhere: AbstractContextManager[Any] = contextlib.nullcontext()
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
@@ -126,6 +130,10 @@ class DeviceStreams:
 
     @functools.cached_property
     def offload(self) -> Stream:
+        return self._module.Stream(device=self._device)
+
+    @functools.cached_property
+    def copy_out(self) -> Stream:
         return self._module.Stream(device=self._device)
 
     @property

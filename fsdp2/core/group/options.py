@@ -25,7 +25,7 @@ class GroupOptions:
     mp_policy:            as the user gave it, for all-gather extensions
     semantics:            the version of FSDP2 whose numbers it gives, torch 2.13's or 2.15's (``setup/semantics.py``)
     offload, pin_memory:  keep the flat shard and gradients in (page-locked) host memory
-    folder, read_ahead:   with ``offload``, keep the flat shard in a file there (with ``pin_memory``, a gather sends a page-locked copy),
+    folder, read_ahead:   with ``offload``, keep the flat shard in a file there (gathers send page-locked copies of it),
                           and how many groups' files are read before their turn
     block:                elements that an optimizer quantises together: none of them may belong to two parameters
     gather:               "auto", "direct", "packed" or "mixed"

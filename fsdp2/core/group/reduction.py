@@ -4,7 +4,8 @@ This file refuses to know when it starts and in which order.
 
 Note: buffer lifetime in backward. The reduce input is allocated on compute and read by the reduce stream, so it is held until compute
 has been ordered behind the reduce-scatter. The output is allocated on the reduce stream; the all-reduce stream reads it, so it is
-held to the end of backward. Over one rank the input is the output: it is held until compute is behind its last use.
+held to the end of backward. Over one rank the input is the output: it is held until compute is behind its last use. Gradients that
+are copied to the host are held until the reduce stream is behind the copy, which it waits for two reductions later.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ class Reduction:
     """One reduction under way: reduce-scatter, perhaps all-reduce, then the sharded parameters get their gradients.
 
     It has three legs: reduce-scatter, all-reduce, handing out. On a stream device ``launch`` queues all of them at once. On the host
-    the constructor issues the first, and ``advance`` and ``finish`` wait for each. Of its twenty attributes half are its arguments; the
-    others are the buffers, handles and events of its legs.
+    the constructor issues the first, and ``advance`` and ``finish`` wait for each. Of its attributes half are its arguments; the others
+    are the buffers, handles and events of its legs.
+
+    copies_out: its gradients go to the host, on a stream of their own
     """
 
     __slots__ = (
@@ -61,6 +64,7 @@ class Reduction:
         "_scattered",
         "_tag",
         "_used",
+        "copies_out",
         "has_run_hooks",
     )
 
@@ -90,7 +94,7 @@ class Reduction:
         self._options = options
         self._input: Tensor | None = buffer
         self._output: Tensor | None = None
-        self._held: Tensor | None = None
+        self._held: tuple[Tensor, ...] = ()
         self._pending: collectives.Pending | None = None
         self._all_reduce: collectives.Pending | None = None
         self._add_to_partial = add_to_partial
@@ -102,6 +106,7 @@ class Reduction:
         self._dtypes = group.plan.gradients.kept if options.grad_dtype is None else None  # of the gradients, if not the parameters'
         self._advanced = False
         self.has_run_hooks = False
+        self.copies_out = group.options.offload and not group.streams.host_waits
         self._tag: Tensor | None = None
         if group.streams.host_waits:
             self.scatter()
@@ -257,7 +262,7 @@ class Reduction:
             streams.synchronize(self._reduced)  # the optimizer runs on the host
         if self._plan.flags_slot is None:  # its collective has no flags, so it does not know the parameters that only other ranks used
             self._late = []
-        self._held = None  # inline ``let_go``: that saves a call for each group
+        self._held = ()  # inline ``let_go``: that saves a call for each group
         if not self._late:
             self._output = None
 
@@ -268,7 +273,7 @@ class Reduction:
     @property
     def buffer_nbytes(self) -> int:
         """Bytes of the buffers that it holds."""
-        held = (self._input, self._output, self._held, self._partial)
+        held = (self._input, self._output, self._partial, *self._held)
         return sum({id(each): each.nbytes for each in held if each is not None}.values())
 
     @property
@@ -302,9 +307,14 @@ class Reduction:
 
     def let_go(self) -> None:
         """Drop held memory, whose stream is ordered behind all legs: the reduce stream, or compute if ``is_in_place``."""
-        self._held = None
+        self._held = ()
         if not self._late:
             self._output = None
+
+    def let_go_of_copies(self) -> None:
+        """Order the reduce stream behind the copies to the host, whose memory returns to it."""
+        self._group.streams.order(self._group.streams.reduce, self._reduced)
+        self.let_go()
 
     def abandon(self) -> None:
         """Wait for the legs under way and forget them."""
@@ -313,7 +323,8 @@ class Reduction:
             if pending is not None:
                 pending.finish()
         streams.order(streams.compute, self._reduced)
-        self._pending = self._all_reduce = self._input = self._output = self._held = self._partial = self._tag = None
+        self._pending = self._all_reduce = self._input = self._output = self._partial = self._tag = None
+        self._held = ()
 
     def hand_out(self, stream: Any) -> None:
         """Give the sharded parameters their gradients, on ``stream``, on which the last collective was issued."""
@@ -352,24 +363,27 @@ class Reduction:
                 self._give_in_own_dtypes(output, views, stream)
                 reduced = output
             if plan.number is not None:
-                self._keep_tag(output, reduced, had_gradient)
+                self._keep_tag(output, reduced, had_gradient, streams.copy_out if self.copies_out else stream)
+        if self.copies_out:
+            stream = streams.copy_out
         self._reduced, self._reduced_on = streams.mark(stream), stream
         if output is self._input and group.mesh.replicate_group is None:
             self._scattered = self._reduced
         if stream is not streams.reduce:  # this stream may still read the output, which is not its own; the cast does not keep it alive
-            self._held = output
+            self._held = (*self._held, output)
         # Without an all-reduce, only the gradients' own views need the output from here on.
         self._output = reduced if self._late or group.mesh.replicate_group is not None else None
 
-    def _keep_tag(self, output: Tensor, reduced: Tensor, had_gradient: bool) -> None:
-        """Keep the tag: as a view where gradients hold ``reduced`` anyway, else as a copy, for the output is freed soon."""
+    def _keep_tag(self, output: Tensor, reduced: Tensor, had_gradient: bool, stream: Stream) -> None:
+        """Keep the tag: as a view where gradients hold ``reduced`` anyway, else as a copy on ``stream``: the output is freed soon."""
         offset = self._plan.tag_offset
         gets_view = not had_gradient and self._plan.views[0].param.sharded.grad is not None
         if gets_view and self._dtypes is None and reduced.device.type != "cpu":
             self._tag = reduced.narrow(0, offset, TAG_NUMEL)
         elif not self._group.streams.is_capturing():
             self._tag = torch.empty(TAG_NUMEL, dtype=output.dtype, device="cpu", pin_memory=True)
-            self._tag.copy_(output.narrow(0, offset, TAG_NUMEL), non_blocking=True)
+            with self._group.streams.on(stream):
+                self._tag.copy_(output.narrow(0, offset, TAG_NUMEL), non_blocking=True)
 
     def _cast(self, output: Tensor, dtype: torch.dtype, stream: Any) -> Tensor:
         reduced = output.to(dtype)
@@ -383,13 +397,18 @@ class Reduction:
             self._give(self._cast(output, dtype, stream), [view for view in views if dtypes[view.param] is dtype])
 
     def _offload(self, reduced: Tensor, stream: Any) -> Tensor:
-        """Copy to the host, without waiting if the gradient is first read at the end of backward."""
+        """Copy to the host, beside the next reduction, and without waiting if the gradient is first read at the end of backward."""
         group = self._group
+        streams = group.streams
         host = torch.empty(reduced.shape, dtype=reduced.dtype, device="cpu", pin_memory=group.options.pin_memory)
-        host.copy_(reduced, non_blocking=group.options.pin_memory)
+        streams.order(streams.copy_out, streams.mark(stream))
+        with streams.on(streams.copy_out):
+            host.copy_(reduced, non_blocking=group.options.pin_memory)
+        if self.copies_out:
+            self._held = (*self._held, reduced)
         reads_soon = self._dtypes is not None and len(self._late) > 0
         if reads_soon or any(v.param.sharded.grad is not None or v.param.sharded._post_accumulate_grad_hooks for v in self._plan.views):
-            group.streams.synchronize(group.streams.mark(stream))  # it is added to, or a hook reads it, right away
+            streams.synchronize(streams.mark(streams.copy_out))  # it is added to, or a hook reads it, right away
         return host
 
     def _give(self, reduced: Tensor, views: list[GradView]) -> None:

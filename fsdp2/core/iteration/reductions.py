@@ -33,6 +33,7 @@ class Reductions:
         self._streams = streams
         self._started: list[Reduction] = []  # since the last ``finish``
         self._holding: deque[list[Reduction]] = deque()
+        self._advanced: list[Reduction] = []  # those of the unit that gave up its inputs last
 
     def __bool__(self) -> bool:
         return bool(self._started)
@@ -55,7 +56,11 @@ class Reductions:
         """
         holding = self._holding
         while len(holding) >= self.limit:
-            for reduction in holding.popleft():
+            for reduction in self._advanced:
+                if reduction.copies_out:
+                    reduction.let_go_of_copies()
+            self._advanced = holding.popleft()
+            for reduction in self._advanced:
                 reduction.advance()
         started = []
         for gradients, grads in taken:
@@ -83,6 +88,7 @@ class Reductions:
         read_later(self._started)
         self._started.clear()
         self._holding.clear()
+        self._advanced = []
 
     def finish_later(self) -> None:
         """Leave the gradients in the order of the reduce stream; the next ``finish_all`` orders compute behind them.
@@ -113,6 +119,7 @@ class Reductions:
             reduction.abandon()
         self._started.clear()
         self._holding.clear()
+        self._advanced = []
         _behind.discard(self)
 
 

@@ -53,6 +53,7 @@ class Schedule:
         self.share(CommContext())
         self._to_finalize = False  # a backward has begun in manual mode, and the user has not called ``finalize`` since
         self.post_optim_event: Event = None
+        self._steps_in_graph = False  # that event was recorded while a graph was captured
         self._input_read: Event = None  # behind the copy of the root's inputs to the device
         self.forward: Forward | None = None
         self.backward: Backward | None = None
@@ -131,10 +132,22 @@ class Schedule:
             log = self.logs.begin()
         self.forward = Forward(tree, unit, log)
         if self.post_optim_event is not None:
-            for stream in (tree.streams.copy_in, tree.streams.gather):
-                tree.streams.order(stream, self.post_optim_event)
-            self.post_optim_event = None
+            self.await_optimizer()
         return self.forward
+
+    def note_optimizer(self, event: Event) -> None:
+        """An optimizer's step ends at ``event``."""
+        self.post_optim_event = event
+        self._steps_in_graph = self.tree.streams.is_capturing()
+
+    def await_optimizer(self, on_compute: bool = False) -> None:
+        """Gather behind the event of ``set_post_optim_event``. on_compute: shards are read there as well"""
+        event, self.post_optim_event = self.post_optim_event, None
+        streams = self.tree.streams
+        if streams.is_capturing() and not self._steps_in_graph:  # long past
+            return
+        for stream in (streams.copy_in, streams.gather, *((streams.compute,) if on_compute else ())):
+            streams.order(stream, event)
 
     def end_forward(self, unit: Unit) -> None:
         """``unit`` has run. After a recomputation, backward frees what it does not need."""

@@ -156,12 +156,18 @@ def _warn_of_model_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> None:
 
 
 def checked_mesh(mesh: Any, caller: str, argument: str = "mesh") -> DeviceMesh:
-    """``mesh`` itself. Raises: ArgumentTypeError if it is no mesh; MeshError if this rank is not in it."""
+    """``mesh`` itself. Raises: ArgumentTypeError if it is no mesh; MeshError if this rank is not in it, or devices have no streams."""
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentTypeError(
             got(caller, argument, mesh),
             expected="a torch.distributed.device_mesh.DeviceMesh or None",
             fix="build one with init_device_mesh(device_type, (world_size,))",
+        )
+    if not compat.has_streams(mesh.device_type):
+        raise MeshError(
+            f"{caller} got a mesh of {mesh.device_type} devices, and torch.{mesh.device_type} has no streams",
+            expected="devices on which collectives can be ordered behind computation: cuda, xpu, or the cpu",
+            fix='train on the CPU: init_device_mesh("cpu", (world_size,))',
         )
     if mesh.get_coordinate() is None:
         raise MeshError(

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from . import activations, checkpoint, compat, doctor, optim, state_bytes, wrap
     from .activations import ActivationCheckpointPolicy, apply_activation_checkpointing, apply_activation_offload
     from .compiled import compile, uncompile  # noqa: A004 (named after torch.compile)
-    from .core.comm.lookout import set_missing_rank_timeout
-    from .hangs import watchdog
+    from .hangs.lookout import set_missing_rank_timeout
+    from .hangs.watcher import watchdog
     from .inspector.ledger_file import ledger
     from .inspector.record_file import record
     from .inspector.trace_file import trace
@@ -66,13 +66,13 @@ _ELSEWHERE = {
     "install": "installation",
     "ledger": "inspector.ledger_file",
     "plan": "planner.api",
-    "set_missing_rank_timeout": "core.comm.lookout",
+    "set_missing_rank_timeout": "hangs.lookout",
     "summary": "model_summary",
     "record": "inspector.record_file",
     "trace": "inspector.trace_file",
     "uncompile": "compiled",
     "uninstall": "installation",
-    "watchdog": "hangs",
+    "watchdog": "hangs.watcher",
 }
 
 __all__ = [

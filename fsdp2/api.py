@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from .clients.state import ClientState
-from .core.comm import lookout
 from .core.comm.lost_ranks import note_process
 from .core.iteration.finalization import CommContext
 from .core.iteration.module_state import schedule_of, sharded_unit, unit_of
@@ -29,6 +28,7 @@ from .core.setup.arguments import (
 )
 from .core.setup.build import build_unit
 from .fsdp_module import FSDPModule
+from .hangs.asked import watch_if_asked
 from .policy import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -127,8 +127,8 @@ def fully_shard(
     )
     for each in unit.modules:
         swap_class(each, FSDPModule)
-    lookout.start()
     note_process()
+    watch_if_asked()
     return module
 
 

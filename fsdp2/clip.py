@@ -28,10 +28,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from .core import torch_compat as compat
 from .core.comm import collective_log
-from .core.comm.joint_calls import joint
 from .core.group.flat_gradients import forget_padding, joined
 from .core.group.param import as_sharded
 from .errors import ArgumentError, got
+from .hangs.joint_calls import joint
 
 
 @joint

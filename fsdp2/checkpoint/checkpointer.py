@@ -34,8 +34,8 @@ from torch.optim import Optimizer
 from ..arguments import PROCESS_GROUP, SWITCH, require
 from ..core.comm.agreement import agree, default_group
 from ..core.comm.collective_log import at_disk
-from ..core.comm.joint_calls import joint
 from ..errors import ArgumentError, FSDPError, LostRankError, OrderError, got
+from ..hangs.joint_calls import joint
 from .checkpoint_folder import CheckpointFolder
 from .checkpointer_load import Restored, read_state
 from .dcp_files import pack, read_metadata, unpack

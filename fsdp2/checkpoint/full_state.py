@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 
 from ..arguments import OPTIMIZER, SWITCH, checked_path, require
 from ..core.comm.agreement import agree_on_meshes, agree_over, default_group
-from ..core.comm.joint_calls import joint
 from ..core.plan.mesh import device_of
 from ..errors import FSDPError
+from ..hangs.joint_calls import joint
 from .bands import BandStream
 from .durable import durable_file, sync_folder
 from .every_rank import from_rank_0, on_every_rank, tried

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..arguments import SWITCH, require
-from ..core.comm.joint_calls import joint
+from ..hangs.joint_calls import joint
 from .key_map import KeyMap, Tensors
 from .lazy import LazyTensor
 from .model_tensors import checked_model

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from ..arguments import FUNCTION, SWITCH, require
 from ..core import torch_compat as compat
 from ..core.comm.agreement import agree_on_meshes, outermost
-from ..core.comm.joint_calls import joint
 from ..core.iteration.unit import Unit
 from ..errors import FSDPError, MaterializationError
+from ..hangs.joint_calls import joint
 from ..materialize import RESET_NAMES, materialize
 from .boxes import Piece
 from .byte_ranges import ByteReader

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from ..arguments import PROCESS_GROUP, SWITCH, require
 from ..core.comm.agreement import agree, agree_over, default_group
-from ..core.comm.joint_calls import joint
 from ..core.plan.mesh import device_of
 from ..errors import ArgumentError, FSDPError, LostRankError, MaterializationError
+from ..hangs.joint_calls import joint
 from .bands import BandStream, Ready
 from .byte_ranges import bytes_of
 from .every_rank import on_every_rank, tried

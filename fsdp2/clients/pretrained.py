@@ -19,8 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..core.comm.agreement import agree, default_group
-from ..core.comm.joint_calls import joint
 from ..errors import CheckpointError, FSDPError, ModuleError
+from ..hangs.joint_calls import joint
 from .adapters import entries_of_adapters, showing_prompts
 
 

@@ -13,15 +13,23 @@ from .report import Item, Report
 
 
 def explain(
-    reports: Mapping[int, Report], world_size: int, silent: Mapping[int, float | None], left: Mapping[int, str] | None = None
+    reports: Mapping[int, Report],
+    world_size: int,
+    silent: Mapping[int, float | None],
+    left: Mapping[int, str] | None = None,
+    gone: Mapping[int, str] | None = None,
 ) -> str:
     """reports: of the ranks that answered. silent: for each other rank, seconds since its last sign; None: it gave none.
 
     left: ranks that have stopped to watch, and why: "" for ranks that have come to the end
+    gone: why ranks do not answer, as far as that is known: "its process (24000 on node7) is stopped"
     """
-    left = left or {}
+    left, gone = left or {}, gone or {}
     absent = [rank for rank in range(world_size) if rank not in reports]
-    lines = [f"rank {rank} has left the watchdog{left[rank]}" if rank in left else _silence(rank, silent.get(rank)) for rank in absent]
+    lines = [
+        f"rank {rank} has left the watchdog{left[rank]}" if rank in left else _silence(rank, silent.get(rank), gone.get(rank))
+        for rank in absent
+    ]
     partings = _partings(reports)
     lines += partings.values()
     lines += _waits(reports, partings)
@@ -41,9 +49,9 @@ def own_account(report: Report) -> str:
     return f"{_place(report)}; its last collectives are {'; '.join(said) or 'none'}"
 
 
-def _silence(rank: int, seconds: float | None) -> str:
+def _silence(rank: int, seconds: float | None, why: str | None) -> str:
     since = "it has never given a sign" if seconds is None else f"its last sign was {seconds:.0f} s ago"
-    return f"rank {rank} does not answer ({since}): its process is gone, or stopped"
+    return f"rank {rank} does not answer ({since}): {why or 'its process is gone, or stopped'}"
 
 
 def _groups(reports: Mapping[int, Report]) -> dict[str, tuple[int, ...]]:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from types import FrameType
 
+import torch
+
 from ..core import torch_compat as compat
 from ..core.comm.collective_log import CollectiveLog, Issued, Stage
 
@@ -87,6 +89,17 @@ def stacks() -> str:
             calls = [call for call in traceback.extract_stack(frame) if not call.filename.endswith(_BETWEEN)]
             text.append(f"thread {name}\n{''.join(traceback.format_list(calls)).rstrip()}")
     return "\n".join(text)
+
+
+_LIBRARIES = [f"{os.path.dirname(package.__file__ or '')}{os.sep}" for package in (torch, os)]  # torch's and Python's
+_OURS = f"{os.path.dirname(os.path.dirname(__file__))}{os.sep}"
+
+
+def lines_of_the_user(count: int = 4) -> str:
+    """The innermost calls of the main thread that are neither torch's nor Python's nor ours, innermost last."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    calls = [call for call in traceback.extract_stack(frame) if not call.filename.startswith((_OURS, "<frozen", *_LIBRARIES))]
+    return "".join(traceback.format_list(calls[-count:]))
 
 
 class MainThread:

@@ -27,11 +27,12 @@ from typing import Any
 import torch.distributed as dist
 
 from ..core import torch_compat as compat
-from ..core.comm.background import BackgroundThread
 from ..core.comm.collective_log import CollectiveLog, switched_on
+from ..core.comm.lost_ranks import lost_ranks
 from ..core.group.step_count import OPTIMIZER_STEPS
 from ..errors import ArgumentError, OrderError, short
 from ..printable import printable
+from .background import BackgroundThread
 from .explanation import explain, own_account
 from .patience import Patience, Sign
 from .report import MainThread, Report, cpu_time_of_main_thread, report_of
@@ -212,7 +213,8 @@ class Watchdog:
             return
         self._ask = None
         silent = {rank: self._patience.silent_for(rank, now) for rank in range(self._world_size) if rank not in reports}
-        text = f"fsdp2.watchdog: {ask.why}\n{explain(reports, self._world_size, silent, self._left)}"
+        gone = lost_ranks() if silent else {}
+        text = f"fsdp2.watchdog: {ask.why}\n{explain(reports, self._world_size, silent, self._left, gone)}"
         self._tell(text)
         if ask.ends:
             self._write("end", "1")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import os
 import socket
 import sys
@@ -54,9 +55,18 @@ def raise_lost(error: Exception, what: str, problem: FSDPError | None = None) ->
     ) from error
 
 
-def state_of(rank: int) -> str:
-    """What the store and this host know of a rank's process: that it "has ended", for instance; "" if nothing is wrong with it."""
-    return "" if _roll is None else _roll.known().get(rank, "")
+def lost_ranks() -> dict[int, str]:
+    """Why ranks are gone, as the store and this host know it, for another thread: it makes a connection of its own."""
+    if _roll is None:
+        return {}
+    roll = copy.copy(_roll)
+    roll.store = compat.own_connection_to_the_store(_prefix())
+    return roll.known()
+
+
+def number_of_world() -> int:
+    """How many default process groups this program has had, equal on all ranks: each has keys of its own in the store."""
+    return _num_made
 
 
 def note_process() -> None:
@@ -69,7 +79,11 @@ def note_process() -> None:
         atexit.register(_tell_exception)
     _num_made += 1
     with contextlib.suppress(RuntimeError):  # a store that keeps nothing, as torch's fake backend has
-        _roll = _Roll(compat.keys_in_the_store(f"fsdp2_processes_{_num_made}"), world)
+        _roll = _Roll(compat.keys_in_the_store(_prefix()), world)
+
+
+def _prefix() -> str:
+    return f"fsdp2_processes_{_num_made}"
 
 
 class _Roll:
@@ -81,7 +95,7 @@ class _Roll:
 
     def __init__(self, store: Any, world: dist.ProcessGroup) -> None:
         self.world = world
-        self._store = store
+        self.store = store
         self._rank = dist.get_rank()
         self._host = _host()
         self._append(self._host, f"{self._rank} {os.getpid()} {_stat(os.getpid())[1]}")
@@ -116,15 +130,15 @@ class _Roll:
         self._append("told", f"{rank} {why}")
 
     def _append(self, name: str, entry: str) -> None:
-        self._store.set(f"{name}/{self._store.add(name, 1)}", entry)
+        self.store.set(f"{name}/{self.store.add(name, 1)}", entry)
 
     def _entries(self, name: str) -> list[str]:
-        keys = [f"{name}/{number}" for number in range(1, self._store.add(name, 0) + 1)]
-        return [bytes(self._store.get(key)).decode() for key in keys if self._store.check([key])]
+        keys = [f"{name}/{number}" for number in range(1, self.store.add(name, 0) + 1)]
+        return [bytes(self.store.get(key)).decode() for key in keys if self.store.check([key])]
 
 
 _roll: _Roll | None = None
-_num_made = 0  # equal on all ranks: each default process group of a program has keys of its own
+_num_made = 0
 
 
 def _tell_exception() -> None:

@@ -2,17 +2,19 @@
 
     the program     if rank == 0:
                         state = full_state_dict(model)
-    rank 0, 9 s     fsdp2: rank 0 has waited in full_state_dict for 9 s, which all ranks must call.
-    later           Rank 1 has not come: it is in none such call, and has called full_state_dict 0 times; this is call 1 here.
-                    Its main thread:
-                      File "train.py", line 41, in <module> ...
+    rank 0, 9 s     fsdp2: rank 0 has waited for 9 s in full_state_dict, which all ranks must call. It called it here:
+                      File "train.py", line 41, in <module>
+                        state = full_state_dict(model)
+                    Rank 1 has not come.
 
-The thread looks every few seconds. Only when a call has lasted from one look to the next, it asks the other ranks, over the store
-and a connection of its own; the program's own communication stays as it is. If all ranks are in the call, it has much to do, and the
-thread reports nothing. This file refuses to know the collectives in which ranks wait; ``fsdp2.watchdog`` explains these.
+The thread starts with the first such call, looks every few seconds whether there is one, and sends nothing. Only when a call has
+lasted from one look to the next, it tells so in the store, over a connection of its own; the program's own communication stays as it
+is. The first rank to tell reports, once its main thread has stood still for two more looks and no rank works in the call: then the
+call waits for ranks that have not told. Once a program has called ``set_missing_rank_timeout``, the thread runs from the first
+``fully_shard`` on, and ranks outside of the call answer with the lines of theirs that their main thread is at.
 
-Worked example, two ranks, of which only rank 0 calls: its second look in the same call adds 1 to "asked"; rank 1's next look finds
-that, and writes "call/1" and "stack/1"; rank 0's next look reads them and prints. Each rank that waits reports once a call.
+Worked example, two ranks, of which only rank 0 calls: its second look in the same call adds 1 to "asked", and writes "call/0"; at its
+fourth look "call/1" is not there, or, if rank 1 answers, says that rank 1 is in no such call.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import json
 import os
 import sys
 import threading
-import traceback
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,20 +31,26 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...errors import ArgumentError
-from .. import torch_compat as compat
+from ..core import torch_compat as compat
+from ..core.comm.lost_ranks import lost_ranks, number_of_world
+from ..errors import ArgumentError
 from . import joint_calls
 from .background import BackgroundThread
 from .joint_calls import JointCall
+from .report import MainThread, cpu_time_of_main_thread, lines_of_the_user
 
 EXIT_STATUS = 75
 """Exit status of a process that has waited too long for a missing rank: that of a watchdog; "try again later" in sysexits.h."""
 
 
 class Limits:
-    """What ``set_missing_rank_timeout`` has set, in seconds. ends None: the backend's time-out ends the call"""
+    """What ``set_missing_rank_timeout`` has set, in seconds. ends None: the backend's time-out ends the call
+
+    asked: whether the program has called it, so that ranks answer that are in no such call
+    """
 
     notice = 3.0
+    asked = False
     ends: float | None = None
 
 
@@ -51,7 +59,9 @@ def set_missing_rank_timeout(timeout: float | None = None, *, notice: float = 3.
 
     timeout: seconds after which a rank that waits ends its process, with status 75 and the explanation: no exception reaches its main
              thread, which is in a collective. None: the backend's time-out raises, as it does without fsdp2
-    notice:  seconds between two looks; the explanation comes at the second or third that finds the rank in the same call
+    notice:  seconds between two looks; the explanation comes at the fourth that finds the rank in the same call
+
+    Ranks that have called this answer each other wherever they are: the explanation then says where the missing ranks are.
     Raises:  ArgumentError if timeout or notice is not positive
 
     Example:
@@ -69,68 +79,90 @@ def set_missing_rank_timeout(timeout: float | None = None, *, notice: float = 3.
                 expected="seconds, more than 0",
                 fix=f"leave {name} out, or pass a number",
             )
-    Limits.ends, Limits.notice = timeout, float(notice)
+    Limits.ends, Limits.notice, Limits.asked = timeout, float(notice), True
+    start()
 
 
 class Lookout:
     """One rank's part, without the thread: a test calls ``look`` with a clock of its own.
 
-    seen, looks: the call that the last look found, and how many looks have found it; asked: the store's number when this rank asked
-    answered:    the store's number at the last answer of this rank
+    store:  None: a connection of its own, made when it is needed
+    at:     where the main thread is: a number that changes when it moves
     """
 
-    def __init__(self, store: Any, *, tell: Callable[[str], None] | None = None, end: Callable[[], None] | None = None) -> None:
-        self._store = store
+    def __init__(
+        self,
+        store: Any = None,
+        *,
+        at: Callable[[], int] | None = None,
+        tell: Callable[[str], None] | None = None,
+        end: Callable[[], None] | None = None,
+    ) -> None:
+        self._store_if_made = store
+        self._at = at or MainThread(time.monotonic, cpu_time_of_main_thread).at
         self._tell, self._end = tell or _tell, end or _end
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._seen: JointCall | None = None
-        self._looks = 0
-        self._asked: int | None = None
-        self._has_told = False
-        self._answered = 0
+        self._seen: JointCall | None = None  # the call that the last look found,
+        self._looks = 0  # and how many looks have found it
+        self._is_first = self._has_told = False  # among the ranks that have told that they are in a call; whether it has reported
+        self._was_at: int | None = None
+        self._still = 0  # how many looks in a row have found the main thread where it was
+        self._asked: int | None = None  # the store's number when this rank asked
+        self._told: dict[str, Any] = {"asked": 0}  # what this rank has last told, and the store's number then
+
+    @property
+    def _store(self) -> Any:
+        if self._store_if_made is None:
+            self._store_if_made = compat.own_connection_to_the_store(f"fsdp2_lookout_{number_of_world()}")
+        return self._store_if_made
 
     def look(self) -> None:
-        """Look once. Collective: no; it reads and writes the store, and waits for no rank."""
+        """Look once. Collective: no; it reads and writes the store if there is a reason to, and waits for no rank."""
         call = joint_calls.current
         if call is not self._seen:
-            self._seen, self._looks, self._asked, self._has_told = call, 0, None, False
+            self._seen, self._looks, self._asked, self._is_first, self._has_told, self._was_at = call, 0, None, False, False, None
         self._looks += 1
+        is_long = call is not None and self._looks > 1
+        if not is_long and not Limits.asked:
+            return
+        at = self._at()
+        self._still = self._still + 1 if at == self._was_at else 0
+        self._was_at = at
         if call is not None and self._looks == 2:
+            self._is_first = self._store.add(f"in/{call.name}/{call.number}", 1) == 1
             self._asked = self._store.add("asked", 1)
-        number = self._store.add("asked", 0)
-        if number != self._answered:
-            self._answered = number
-            self._store.set(f"stack/{self._rank}", _stack_of_main_thread())
-            told = {"asked": number, "call": call and call.name, "counts": dict(joint_calls.counts)}
+        asked = self._store.add("asked", 0)
+        told = {"asked": asked, "call": call and call.name, "counts": dict(joint_calls.counts), "works": self._still < 2}
+        if (is_long or asked != self._told["asked"]) and told != self._told:
+            self._told = told
+            self._store.set(f"stack/{self._rank}", lines_of_the_user())
             self._store.set(f"call/{self._rank}", json.dumps(told))
-        if call is not None and self._asked is not None and self._looks > 2:
+        if call is not None and self._asked is not None and self._looks > 3:
             self._judge(call, self._looks - 1)
 
     def _judge(self, call: JointCall, looks: int) -> None:
         is_over = Limits.ends is not None and looks * Limits.notice >= Limits.ends
-        if looks > 3 and not is_over:
+        may_report = self._is_first and not self._has_told and (Limits.asked or self._still >= 2)
+        if not (may_report or is_over):
             return
         told = {rank: self._answer_of(rank) for rank in sorted(_expected(call, self._world_size))}
         missing = {rank: answer for rank, answer in told.items() if answer is None or not _has_come(call, answer)}
-        if not missing or (None in missing.values() and looks < 3 and not is_over):  # other ranks may not have looked yet
+        works = any(answer is not None and answer["call"] == call.name and answer["works"] for answer in told.values())
+        if not missing or (works and not Limits.asked):
             return
-        if not self._has_told:
+        if may_report:
             self._has_told = True
-            first = min((rank for rank in told if rank not in missing), default=self._rank)
-            stacks = {rank: self._read(f"stack/{rank}") for rank, answer in missing.items() if answer} if self._rank == first else {}
+            stacks = {rank: bytes(self._store.get(f"stack/{rank}")).decode() for rank, answer in missing.items() if answer}
             self._tell(_sentence(self._rank, call, looks * Limits.notice, missing, stacks))
         if is_over:
             self._tell(f"fsdp2: rank {self._rank} ends: set_missing_rank_timeout({Limits.ends:g}) is over")
             self._end()
 
-    def _read(self, key: str) -> str:
-        return bytes(self._store.get(key)).decode()
-
     def _answer_of(self, rank: int) -> dict[str, Any] | None:
         """What a rank has answered since this rank asked; None if it has not answered."""
         if not self._store.check([f"call/{rank}"]):
             return None
-        answer: dict[str, Any] = json.loads(self._read(f"call/{rank}"))
+        answer: dict[str, Any] = json.loads(bytes(self._store.get(f"call/{rank}")))
         return answer if answer["asked"] >= (self._asked or 0) else None
 
 
@@ -140,26 +172,26 @@ def _has_come(call: JointCall, answer: dict[str, Any]) -> bool:
     return calls >= call.number or bool(answer["call"] == call.name)
 
 
-def _stack_of_main_thread() -> str:
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return "".join(traceback.format_stack(frame)[-8:])
-
-
 def _sentence(rank: int, call: JointCall, seconds: float, missing: dict[int, dict[str, Any] | None], stacks: dict[int, str]) -> str:
-    """The report. stacks: of the ranks that answered, on the first rank that waits; other ranks leave them out"""
-    lines = [f"fsdp2: rank {rank} has waited in {call.name} for {seconds:g} s, which all ranks must call."]
+    """The report. stacks: of the ranks that answered"""
+    lines = [
+        f"fsdp2: rank {rank} has waited for {seconds:g} s in {call.name}, which all ranks must call. It called it here:",
+        lines_of_the_user().rstrip(),
+    ]
+    gone = lost_ranks() if None in missing.values() else {}
     for other, answer in missing.items():
         if answer is None:
-            lines.append(f"Rank {other} does not answer: its process is gone, or has not sharded anything yet.")
+            lines.append(f"Rank {other} has not come" + (f": {gone[other]}." if other in gone else "."))
             continue
         instead = f"it is in {answer['call']}" if answer["call"] else "it is in none such call"
         times = answer["counts"].get(call.name, 0)
         lines.append(
             f"Rank {other} has not come: {instead}, and has called {call.name} {times} times; this is call {call.number} here."
+            f" Its main thread:\n{stacks[other].rstrip()}"
         )
-        if other in stacks:
-            lines.append(f"Its main thread:\n{stacks[other].rstrip()}")
     lines.append(f"fix: call {call.name} on all ranks, outside of `if rank == 0:`")
+    if not stacks:
+        lines.append("To see where the other ranks are: FSDP2_WATCHDOG=60 in the environment of the program, see docs/hangs.md")
     return "\n".join(lines)
 
 
@@ -190,21 +222,28 @@ def _parameters(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
 # --- the thread ---------------------------------------------------------------------------------------------------------------------
 
 _watching: Any = None  # the default process group for which the thread runs
-_num_made = 0  # equal on all ranks: each process group that a process makes has keys of its own
 
 
 def start() -> None:
     """Start the thread, once for each default process group of several ranks that meet over TCP (as under torchrun)."""
-    global _watching, _num_made
+    global _watching
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None or world is _watching:
         return
     _watching = world
     if dist.get_world_size() > 1 and compat.ranks_meet_over_tcp():
-        _num_made += 1
-        look_out = Lookout(compat.own_connection_to_the_store(f"fsdp2_lookout_{_num_made}"))
+        look_out = Lookout()
         leaving = threading.Event()
         BackgroundThread(lambda: _run(look_out, world, leaving), stop=leaving.set, name="fsdp2_lookout")
+
+
+def start_if_asked() -> None:
+    """Start the thread if the program has called ``set_missing_rank_timeout``, so that this rank answers from now on."""
+    if Limits.asked:
+        start()
+
+
+joint_calls.begun = start
 
 
 def _run(look_out: Lookout, world: Any, leaving: threading.Event) -> None:

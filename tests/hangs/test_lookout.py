@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,8 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
 from fsdp2.checkpoint import full_state_dict
-from fsdp2.core.comm import joint_calls
-from fsdp2.core.comm.lookout import EXIT_STATUS, Limits, Lookout
+from fsdp2.hangs import joint_calls
+from fsdp2.hangs.lookout import EXIT_STATUS, Limits, Lookout
 from harness import on_ranks
 
 PROGRAM = """
@@ -85,49 +88,55 @@ def look_beside(store: dist.Store, look_out: Lookout) -> None:
 
 @on_ranks(2)
 def test_a_rank_that_waits_says_who_has_not_come_and_where_that_rank_is():
-    joint_calls.counts.clear()  # tests before this one called it in the same processes
-    model = sharded()
-    store, own = store_of("lookout_alone"), store_of("lookout_alone")
-    said: list[str] = []
-    look_out = Lookout(own, tell=lambda text: (said.append(text), own.set("told", "1")))
-    if dist.get_rank() == 0:
-        thread = threading.Thread(target=look_beside, args=(own, look_out))
-        thread.start()
-        full_state_dict(model)  # until rank 1 comes, too
-        thread.join()
-        (text,) = said
-        assert text.startswith("fsdp2: rank 0 has waited in full_state_dict for "), text
-        assert "Rank 1 has not come: it is in none such call, and has called full_state_dict 0 times; this is call 1 here." in text
-        assert "in in_something_else" in text  # where rank 1's main thread is
-        assert "test_lookout.py" in text
-    else:
-        in_something_else(store, look_out)
-        full_state_dict(model)
-        assert said == []
+    with patch.object(Limits, "asked", True):
+        joint_calls.counts.clear()  # tests before this one called it in the same processes
+        model = sharded()
+        store, own = store_of("lookout_alone"), store_of("lookout_alone")
+        said: list[str] = []
+        look_out = Lookout(own, tell=lambda text: (said.append(text), own.set("told", "1")))
+        if dist.get_rank() == 0:
+            thread = threading.Thread(target=look_beside, args=(own, look_out))
+            thread.start()
+            full_state_dict(model)  # until rank 1 comes, too
+            thread.join()
+            (text,) = said
+            assert re.match(
+                r"fsdp2: rank 0 has waited for \d+ s in full_state_dict, which all ranks must call\. It called it here:\n", text
+            ), text
+            assert "full_state_dict(model)  # until rank 1 comes, too" in text  # the line of the program
+            assert "Rank 1 has not come: it is in none such call, and has called full_state_dict 0 times; this is call 1 here." in text
+            assert "in in_something_else" in text  # where rank 1's main thread is
+            assert "test_lookout.py" in text
+            assert "fsdp2/" not in text.partition("fix:")[0].replace(__file__, "")  # no frames of ours
+        else:
+            in_something_else(store, look_out)
+            full_state_dict(model)
+            assert said == []
 
 
 @on_ranks(2)
 def test_a_rank_that_never_came_to_materialize_is_named():
-    joint_calls.counts.clear()
-    with torch.device("meta"):
-        model = sharded()
-    store, own = store_of("lookout_materialize"), store_of("lookout_materialize")
-    said: list[str] = []
-    look_out = Lookout(own, tell=lambda text: (said.append(text), own.set("told", "1")))
-    if dist.get_rank() == 0:
-        thread = threading.Thread(target=look_beside, args=(own, look_out))
+    with patch.object(Limits, "asked", True):
+        joint_calls.counts.clear()
+        with torch.device("meta"):
+            model = sharded()
+        store, own = store_of("lookout_materialize"), store_of("lookout_materialize")
+        said: list[str] = []
+        look_out = Lookout(own, tell=lambda text: (said.append(text), own.set("told", "1")))
+        if dist.get_rank() == 0:
+            thread = threading.Thread(target=look_beside, args=(own, look_out))
 
-        def init(module: nn.Module) -> None:
-            thread.start()
-            thread.join()
-            module.reset_parameters()
+            def init(module: nn.Module) -> None:
+                thread.start()
+                thread.join()
+                module.reset_parameters()
 
-        fsdp2.materialize(model, init)
-        assert "Rank 1 has not come: it is in none such call, and has called materialize 0 times" in said[0]
-    else:
-        in_something_else(store, look_out)
-        fsdp2.materialize(model)
-        assert said == []
+            fsdp2.materialize(model, init)
+            assert "Rank 1 has not come: it is in none such call, and has called materialize 0 times" in said[0]
+        else:
+            in_something_else(store, look_out)
+            fsdp2.materialize(model)
+            assert said == []
 
 
 @on_ranks(2)
@@ -135,7 +144,7 @@ def test_a_rank_that_has_left_the_call_is_not_blamed_by_one_with_more_to_do_ther
     joint_calls.counts.clear()
     store = store_of("lookout_left")
     said: list[str] = []
-    look_out = Lookout(store, tell=said.append)
+    look_out = Lookout(store, at=itertools.count().__next__, tell=said.append)  # rank 0's main thread works
 
     def look_together() -> None:
         for _ in range(6):
@@ -192,6 +201,63 @@ def test_ranks_outside_of_the_models_mesh_are_not_expected():
     assert said == []
 
 
+@on_ranks(2)
+def test_without_being_asked_the_rank_that_waits_names_its_own_line_and_the_rank_that_has_not_come():
+    """Rank 1 runs no thread and sends nothing; rank 0 works in the call first, and then stands still."""
+    joint_calls.counts.clear()
+    model = sharded()
+    said: list[str] = []
+    store = store_of("lookout_unasked")
+    if dist.get_rank() == 0:
+        at = iter([1, 2, 3, 4, 4, 4, 4])
+        look_out = Lookout(store_of("lookout_unasked"), at=at.__next__, tell=said.append)
+
+        def look_beside() -> None:
+            for number in range(8):
+                assert said == [] or number == 7
+                look_out.look()
+            store.set("told", "1")
+
+        thread = threading.Thread(target=look_beside)
+
+        @joint_calls.joint
+        def call_of_all(model: nn.Module) -> None:
+            thread.start()
+            thread.join()
+
+        call_of_all(model)
+        (text,) = said
+        assert re.match(r"fsdp2: rank 0 has waited for \d+ s in call_of_all, which all ranks must call\. It called it here:\n", text)
+        assert "call_of_all(model)\n" in text
+        assert "\nRank 1 has not come.\n" in text
+        assert "FSDP2_WATCHDOG=60" in text
+    else:
+        store.wait(["told"])
+        assert store.add("asked", 0) == 1  # rank 0's
+
+
+@on_ranks(2)
+def test_a_program_that_waits_for_nothing_sends_nothing():
+    """Symptom: at 16 000 ranks, 5 000 requests a second to the store, from jobs in which nothing was wrong."""
+    look_out = Lookout()
+    model = sharded()
+
+    @joint_calls.joint
+    def short_call(model: nn.Module) -> None:
+        look_out.look()
+
+    with patch("fsdp2.core.torch_compat.own_connection_to_the_store", side_effect=AssertionError("a connection")):
+        for _ in range(5):
+            look_out.look()
+            short_call(model)
+
+
+@on_ranks(2)
+def test_the_environment_asks_for_a_watchdog_by_a_number_only() -> None:
+    with patch.dict(os.environ, FSDP2_WATCHDOG="soon"), pytest.raises(fsdp2.ArgumentError, match="FSDP2_WATCHDOG='soon'"):
+        sharded()
+
+
 @pytest.mark.parametrize("wrong", [{"timeout": 0}, {"timeout": "a"}, {"notice": -1}, {"notice": None}])
 def test_times_that_are_none_are_refused(wrong):
     with pytest.raises(fsdp2.ArgumentError, match=next(iter(wrong))):
@@ -208,7 +274,7 @@ def test_under_torchrun_the_waiting_rank_ends_with_the_explanation(tmp_path: Pat
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode != 0
-    assert "fsdp2: rank 0 has waited in full_state_dict" in done.stderr
+    assert re.search(r"fsdp2: rank 0 has waited for [\d.]+ s in full_state_dict", done.stderr)
     assert "in something_else" in done.stderr
     assert f"exitcode  : {EXIT_STATUS}" in done.stderr
 

@@ -20,7 +20,7 @@ docs/checkpoint.md is the guide.
 # DCP's files          dcp_files (reading without running them), dcp_metadata_check, dcp_strided (what torch gets wrong)
 # torch.save's files   torch_pickle, torch_zip, pickle_limits
 # a model's tensors    model_tensors (safetensors), named_state (DCP), host_copy; lazy and lazy_model (not read yet)
-# elements and bytes   boxes, byte_ranges, regular_file, durable
+# elements and bytes   boxes, byte_ranges, regular_file
 # all ranks together   every_rank; failure (how errors are worded), progress
 
 from ..errors import CheckpointError

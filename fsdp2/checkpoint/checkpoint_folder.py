@@ -23,9 +23,9 @@ import shutil
 import uuid
 from pathlib import Path
 
+from ..durable import replaced_file, sync_folder
 from . import folder_lock
 from .dcp_files import METADATA
-from .durable import durable_file, sync_folder
 from .failure import failure
 
 _PARTIAL = re.compile(r"partial(_[0-9a-f]{32})?|latest(_[0-9a-f]{32})?\.partial")
@@ -119,9 +119,8 @@ class CheckpointFolder:
         _being_written.discard(self.partial.name)
         written = self.path / f"latest_{uuid.uuid4().hex}.partial"
         _being_written.add(written.name)
-        with durable_file(written) as file:
+        with replaced_file(self._pointer, written) as file:
             file.write(final.name.encode())
-        written.replace(self._pointer)
         _being_written.discard(written.name)
         sync_folder(self.path)  # of both renames; if a power failure loses the first alone, ``latest`` takes the checkpoint before
         return final

@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from ..arguments import PATH, SWITCH, require
+from ..durable import sync_folder
 from ..errors import ArgumentError, CheckpointError
 from ..printable import say
 from .byte_ranges import ByteReader
-from .durable import sync_folder
 from .every_rank import describe
 from .failure import failure
 from .lazy import LazyTensor

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .durable import durable_file
+from ..durable import durable_file
 from .failure import failure
 from .hf_folder import is_inside
 from .regular_file import open_regular

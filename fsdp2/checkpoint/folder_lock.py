@@ -1,16 +1,19 @@
 """One run at a time writes to a place: it holds a lock, which ends with the process.
 
-It is the operating system's lock on a file: the kernel releases it when the process ends in any way, also for other hosts of a
-network file system. A process may take it several times. On a file system without locks every process may write. This file refuses to
-know what is written.
+It is the operating system's lock on an open file: the kernel releases it when the process ends in any way, also for other hosts of a
+network file system. A process may take it several times; its forks do not have it. On a file system without locks every process may
+write. This file refuses to know what is written.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import socket
+import struct
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +21,7 @@ from pathlib import Path
 from .failure import failure
 
 try:
-    from fcntl import LOCK_EX, LOCK_NB, lockf
+    import fcntl
 
     HAS_LOCKS = True
 except ImportError:  # a system without them
@@ -29,11 +32,10 @@ WAIT_S = 30.0
 
 NAME = ".lock"
 _POLL_S = 0.05
-_held: dict[Path, tuple[int, int, int]] = {}
-"""The open file, how often it was taken, and by which process: a fork has this dict, and not the lock.
-
-Closing another file of that path would give up the lock (POSIX), so a path has one name here, without symbolic links.
-"""
+_MAX_REPLACED = 100
+"""Another process may remove the file between our opening and locking it; so often in a row, inode numbers tell nothing here."""
+_held: dict[Path, tuple[int, int]] = {}
+"""The open file, and how often it was taken. A path has one name here, without symbolic links."""
 
 
 def take(path: Path) -> Path | None:
@@ -42,15 +44,17 @@ def take(path: Path) -> Path | None:
     Raises: CheckpointError naming its owner, if another process has had it for ``WAIT_S``; or if the file cannot be made
     """
     path = Path(os.path.realpath(path.parent)) / path.name
-    if path in _held and _held[path][2] == os.getpid():
-        file, count, owner_id = _held[path]
-        _held[path] = file, count + 1, owner_id
+    if path in _held:
+        file, count = _held[path]
+        _held[path] = file, count + 1
         return path
+    _close_in_forks()
     deadline = time.monotonic() + WAIT_S
+    num_replaced = 0
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise failure(
                 f"{path} cannot be written: {error.strerror or error}",
@@ -59,10 +63,11 @@ def take(path: Path) -> Path | None:
                 file=path,
             ) from error
         owner = _locked(file, path)
-        if owner is None:
-            _held[path] = file, 1, os.getpid()
+        num_replaced += owner == ""
+        if owner is None or num_replaced > _MAX_REPLACED:
+            _held[path] = file, 1
             return path
-        os.close(file)
+        _close(file)
         if owner is _NO_LOCKS:
             return None
         if owner and time.monotonic() > deadline:
@@ -84,13 +89,13 @@ def _locked(file: int, path: Path) -> str | None:
     if not HAS_LOCKS:
         return _NO_LOCKS
     try:
-        lockf(file, LOCK_EX | LOCK_NB)
+        _set_lock(file)
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             return _NO_LOCKS
         return os.pread(file, 200, 0).decode(errors="replace") or "an unknown process"
     try:
-        if os.stat(path).st_ino != os.fstat(file).st_ino:
+        if not os.path.samestat(os.stat(path), os.fstat(file)):
             return ""
     except FileNotFoundError:
         return ""
@@ -100,18 +105,42 @@ def _locked(file: int, path: Path) -> str | None:
     return None
 
 
+def _set_lock(file: int) -> None:
+    """Raises: OSError if another open file has the lock"""
+    if sys.platform == "linux":  # the lock is the open file's: POSIX's is lost when the process closes any other file of that name
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    else:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+@functools.cache
+def _close_in_forks() -> None:
+    """A fork has the open files of its parent too, and would keep their locks after it."""
+    os.register_at_fork(after_in_child=_close_all)
+
+
+def _close_all() -> None:
+    while _held:
+        _close(_held.popitem()[1][0])
+
+
+def _close(file: int) -> None:
+    with contextlib.suppress(OSError):  # it has no data that could be lost
+        os.close(file)
+
+
 def give_up(path: Path) -> None:
     """Give the lock back, as often as it was taken. path: the result of ``take``"""
-    file, count, owner_id = _held[path]
-    if owner_id != os.getpid():
+    if path not in _held:
         return  # this process is a fork of the lock's owner
+    file, count = _held[path]
     if count > 1:
-        _held[path] = file, count - 1, owner_id
+        _held[path] = file, count - 1
         return
     del _held[path]
     with contextlib.suppress(OSError):
         os.unlink(path)  # before it is given up: who comes later makes another
-    os.close(file)
+    _close(file)
 
 
 @contextlib.contextmanager

@@ -26,10 +26,10 @@ from torch.optim import Optimizer
 from ..arguments import OPTIMIZER, SWITCH, checked_path, require
 from ..core.comm.agreement import agree_on_meshes, agree_over, default_group
 from ..core.plan.mesh import device_of
+from ..durable import replaced_file, sync_folder
 from ..errors import FSDPError
 from ..hangs.joint_calls import joint
 from .bands import BandStream
-from .durable import durable_file, sync_folder
 from .every_rank import from_rank_0, on_every_rank, tried
 from .folder_lock import locked
 from .lazy_model import LazyParameter
@@ -137,15 +137,10 @@ def save_full_state(path: str | os.PathLike[str], model: nn.Module, optimizer: O
 
 
 def _write(state: State, path: Path) -> None:
-    partial = path.with_name(f"{path.name}.partial")
     with locked(path.with_name(f".{path.name}.lock")):
-        try:
-            with durable_file(partial) as file:
-                torch.save(state, file)
-            partial.replace(path)
-            sync_folder(path.parent)
-        finally:
-            partial.unlink(missing_ok=True)
+        with replaced_file(path, path.with_name(f"{path.name}.partial")) as file:
+            torch.save(state, file)
+        sync_folder(path.parent)
 
 
 # --- gathering --------------------------------------------------------------------------------------------------------------------

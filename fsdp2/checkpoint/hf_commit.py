@@ -31,8 +31,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from ..durable import sync_folder
 from ..errors import CheckpointError
-from .durable import sync_folder
 from .failure import failure
 from .hf_folder import INDEX, INDEX_DIGEST, SINGLE, digest_of, read_index
 from .safetensors_format import with_digests

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..durable import replaced_file
 from ..errors import ArgumentError
 from .expected import misfit
 
@@ -26,15 +27,12 @@ Values = dict[str, Any]
 
 
 class Lines:
-    """A file to which each line is appended by one call of the operating system: others see whole lines only.
+    """A new file to which each line is appended by one call of the operating system: others see whole lines only."""
 
-    begins_anew: what an earlier run has left there is dropped
-    """
-
-    def __init__(self, path: Path, begins_anew: bool = True) -> None:
+    def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        truncate = os.O_TRUNC if begins_anew else 0
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | truncate, 0o644)
+        path.unlink(missing_ok=True)  # of an earlier run; or a link, through which another file would be written
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def write(self, values: Values) -> None:
         os.write(self._file, (json.dumps(values, separators=(",", ":")) + "\n").encode())
@@ -82,9 +80,8 @@ def _broken(where: str, why: str) -> ArgumentError:
 def write_json(path: Path, values: Any) -> None:
     """Write at once: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(values))
-    os.replace(beside, path)
+    with replaced_file(path, path.with_name(f".{path.name}.{os.getpid()}")) as file:
+        file.write(json.dumps(values).encode())
 
 
 def rank_file(folder: Path, kind: str, rank: int, suffix: str) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import json
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,6 +27,7 @@ from fsdp2 import fully_shard
 from fsdp2.checkpoint import Checkpointer, CheckpointError, folder_lock, load_safetensors, save_full_state, save_safetensors, verify
 from fsdp2.checkpoint.checkpoint_folder import CheckpointFolder
 from fsdp2.checkpoint.targets.dcp_writer import DigestingWriter
+from fsdp2.inspector.run_folder import Lines, write_json
 from harness import cpu_mesh, on_ranks
 from harness.models import mlp
 
@@ -195,6 +198,49 @@ def test_a_lock_is_one_whatever_path_leads_to_it(tmp_path: Path) -> None:
     assert not is_locked_for_others(tmp_path / "real" / ".lock")
 
 
+def test_a_lock_is_kept_while_others_read_its_file(tmp_path: Path) -> None:
+    """A monitor that read it in this process gave it up: POSIX's locks end with any close of the file."""
+    path = tmp_path / ".lock"
+    with folder_lock.locked(path):
+        assert path.read_text().startswith("process ")
+        assert is_locked_for_others(path)
+    assert not path.exists()
+
+
+def test_an_error_while_the_lock_is_held_is_not_hidden_by_one_of_giving_it_up(tmp_path: Path) -> None:
+    with patch("os.close", side_effect=OSError(errno.EIO, "at close")), pytest.raises(ValueError, match="ours"):
+        _fail_inside(tmp_path / ".lock")
+
+
+def _fail_inside(path: Path) -> None:
+    with folder_lock.locked(path):
+        raise ValueError("ours")
+
+
+def test_inode_numbers_that_change_from_look_to_look_do_not_hold_up_a_lock(tmp_path: Path) -> None:
+    with patch("os.path.samestat", return_value=False), folder_lock.locked(tmp_path / ".lock"):
+        assert is_locked_for_others(tmp_path / ".lock")
+
+
+def test_links_in_the_place_of_what_is_written_are_not_followed(tmp_path: Path) -> None:
+    """The file to which the link leads was overwritten, or emptied."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    for name in (".lock", "full.pt.partial", f".run.json.{os.getpid()}", "run.json", "ledger.rank0.jsonl", "full.pt"):
+        (tmp_path / name).symlink_to(victim)
+    with pytest.raises(CheckpointError, match=r"\.lock cannot be written"):
+        folder_lock.take(tmp_path / ".lock")
+    save_full_state(tmp_path / "full.pt", mlp())
+    write_json(tmp_path / "run.json", {"a": 1})
+    lines = Lines(tmp_path / "ledger.rank0.jsonl")
+    lines.write({"a": 1})
+    lines.close()
+    assert victim.read_text() == "mine"
+    assert torch.load(tmp_path / "full.pt", weights_only=True).keys() == mlp().state_dict().keys()
+    assert not (tmp_path / "full.pt").is_symlink()
+    assert json.loads((tmp_path / "ledger.rank0.jsonl").read_text()) == {"a": 1}
+
+
 def test_a_fork_neither_has_its_parents_lock_nor_can_give_it_up(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     held = folder_lock.take(path)
@@ -248,7 +294,7 @@ def write_into(folder: Path, text: str) -> None:
 
 def test_runs_do_not_meet_where_the_file_system_has_no_locks(tmp_path: Path) -> None:
     first, second = CheckpointFolder(tmp_path, keep_last=2), CheckpointFolder(tmp_path, keep_last=2)
-    with patch.object(folder_lock, "lockf", side_effect=OSError(errno.ENOLCK, "No locks available")):
+    with patch.object(folder_lock, "_set_lock", side_effect=OSError(errno.ENOLCK, "No locks available")):
         for folder, text in ((first, "first"), (second, "second")):
             write_into(folder.begin(), text)
         paths = {text: folder.commit(1) for folder, text in ((first, "first"), (second, "second"))}

@@ -56,6 +56,7 @@ class UnshardHandle(compat.TorchUnshardHandle):
         """Make the unsharded parameters usable on the current stream and register them; again: no-op."""
         if self._unit is not None:
             self._unit.wait()
+            self._unit.await_host_reads()
             self._unit = None
 
 
@@ -113,7 +114,7 @@ class FSDPModule:
             tree.reshard_what_is_out_of_date(unit.uses)  # else it would stay as it is, and count as up to date
         schedule.await_optimizer(on_compute=async_op)  # where an asynchronous unshard copies the shards
         unit.issue(copy=async_op)
-        tree.leave_unsharded(unit)
+        tree.leave_unsharded(unit, for_user=True)
         tree.step.left_by_forward.discard(unit)
         handle = UnshardHandle(unit)
         if async_op:
@@ -132,6 +133,7 @@ class FSDPModule:
         for group in unit.uses:
             group.take_over_toggles()
         unit.reshard()
+        unit.await_host_reads()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """``nn.Module.named_parameters``, and ``parameters()``, which show the parameters that gradients belong to.

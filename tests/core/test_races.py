@@ -214,6 +214,24 @@ def loaded_after_a_forward(model: Any, x: Tensor) -> Tensor:
     return forward_backward(model, x)
 
 
+def written_after_a_forward(model: Any, x: Tensor, through: Callable[[Any, Tensor], object] = lambda model, x: model(x)) -> Tensor:
+    """On the host, by what the user held before: no hook tells. through: what copies the shards to the device."""
+    params = list(model.parameters())
+    through(model, x)
+    with torch.no_grad():
+        for param in params:
+            param.mul_(0.5)
+    return forward_backward(model, x)
+
+
+def unshard_and_reshard(model: Any, x: Tensor) -> None:
+    if shards(model):
+        handle = model.blocks[0].unshard(async_op=True)
+        model.blocks[1].unshard()
+        model.blocks[1].reshard()
+        handle.wait()
+
+
 def moved(model: Any, x: Tensor) -> Tensor:
     loss = forward_backward(model, x)
     model._apply(torch.clone)
@@ -371,6 +389,14 @@ SCENARIOS = {
     ),
     "offload_saved_and_loaded": Scenario(
         prepare=offload_as_on_a_device, options={"offload_policy": CPUOffloadPolicy()}, iteration=saved_and_loaded
+    ),
+    "offload_written_after_a_forward": Scenario(
+        prepare=offload_as_on_a_device, options={"offload_policy": CPUOffloadPolicy()}, iteration=written_after_a_forward
+    ),
+    "offload_written_after_unshard": Scenario(
+        prepare=offload_as_on_a_device,
+        options={"offload_policy": CPUOffloadPolicy()},
+        iteration=partial(written_after_a_forward, through=unshard_and_reshard),
     ),
     "offload_loaded_after_a_forward": Scenario(
         prepare=offload_as_on_a_device, options={"offload_policy": CPUOffloadPolicy()}, iteration=loaded_after_a_forward

@@ -37,8 +37,7 @@ from .group_plan import GroupPlan, have_mixed_dtypes, plan_group
 from .mapped_file import READ_AHEAD, MappedFile, mapped
 from .options import GroupOptions
 from .own_memory import has_extension, leaves_of
-from .param import Owner, ShardedParam, shard_view
-from .step_count import OPTIMIZER_STEPS
+from .param import Owner, ShardedParam, has_values_of_shard, shard_view
 from .unsharded import Unsharded
 
 
@@ -86,7 +85,7 @@ MOVES = {
 
 
 class GroupMemory:
-    """Parameters that are all-gathered together. Its sixteen attributes are its parts, its state, and its memory.
+    """Parameters that are all-gathered together. Its seventeen attributes are its parts, its state, and its memory.
 
     fqn:             of the module that fully_shard was called on, from the root
     registry:        set by the code that touches the modules, before the first unshard
@@ -97,6 +96,8 @@ class GroupMemory:
     file:            the file whose memory ``flat`` is, or that of parameters with memory of their own; None: there is no file
     unsharded:       None until the first unshard by this plan
     keeps_storage:   ``reshard`` leaves the unsharded memory allocated
+    written_at:      the moment (``call.next_moment``) at which an optimizer with its parameters last began a step, or a state dict was
+                     loaded: fused and foreach optimizers do not move the version counters of DTensors
     """
 
     def __init__(self, params: Sequence[ShardedParam], mesh: DataParallelMesh, device: torch.device, options: GroupOptions) -> None:
@@ -115,6 +116,7 @@ class GroupMemory:
         self.file: MappedFile | None = None
         self.unsharded: Unsharded | None = None
         self.keeps_storage = False
+        self.written_at = -1
         self._reads_host = False  # an offloaded flat shard is being copied to the device, and the host has not waited for the copy
         self.rebuild()
 
@@ -273,7 +275,7 @@ class GroupMemory:
                 flat = flat.pin_memory()  # a copy from a file's own memory would make the host wait for all that the stream has to do
                 self._reads_host = False
             unsharded.gather.start(flat, copy, together)
-            unsharded.num_steps = OPTIMIZER_STEPS.value
+            unsharded.written_at = self.written_at
         elif self.state is GroupState.RESHARDED:
             assert self.unsharded is not None
             assert self.unsharded.smaller is not None
@@ -331,14 +333,29 @@ class GroupMemory:
             log.issued(self, "all-gather", self.fqn or "the root", numel, dtype, mesh.shard_group)
 
     def shards_version(self) -> tuple[int, int]:
-        """Changes when a sharded parameter is written: by an optimizer, or in place (but a write through ``.data`` stays unnoticed)."""
-        num_steps = 0 if self.unsharded is None else self.unsharded.num_steps
-        return num_steps, sum([param.sharded._version + param.local._version for param in self.params])
+        """Changes when a sharded parameter is written: by an optimizer, or in place; see Note: writes to kept parameters."""
+        written_at = self.written_at if self.unsharded is None else self.unsharded.written_at
+        return written_at, sum([param.sharded._version + param.local._version for param in self.params])
 
     def is_out_of_date(self, version: tuple[int, int]) -> bool:
         """Whether shards were written since they were unsharded, and since ``shards_version`` returned ``version``."""
         now = self.shards_version()
-        return now[0] != OPTIMIZER_STEPS.value or now != version
+        return now[0] != self.written_at or now != version
+
+    def unsharded_version(self) -> int:
+        """Changes when an unsharded parameter is written in place, but by a gather."""
+        return sum([param.unsharded._version for param in self.params if param.unsharded is not None])
+
+    def written_unseen(self) -> list[str]:
+        """Names of the parameters whose unsharded values are not those of this rank's shard.
+
+        On the host only: the host would have to wait for a device. Collective: no.
+        """
+        if not self.streams.host_waits or self.plan.has_own_memory or self.all_gather_comm is not None:
+            return []  # extensions and communicators of the user may gather other values than the shard's
+        if self.state not in (GroupState.UNSHARDED, GroupState.HIDDEN):
+            return []
+        return [param.fqn for param in self.params if not has_values_of_shard(param)]
 
     # --- reshard ---
 

@@ -97,6 +97,17 @@ def whole_local(param: ShardedParam) -> Tensor:
     return compat.local_tensor(unsharded) if isinstance(unsharded, DTensor) else unsharded.detach()
 
 
+@torch.no_grad()
+def has_values_of_shard(param: ShardedParam) -> bool:
+    """Whether this rank's piece of the unsharded parameter is its shard, in the dtype of the unsharded parameter."""
+    local = param.local
+    if type(local) is not Tensor:  # a fake tensor has no values
+        return True
+    piece = param.spec.to_logical(own_shard(whole_local(param), param.spec, param.rank))
+    local = local.to(piece.dtype)
+    return torch.equal(piece, local) or torch.allclose(piece, local, rtol=0, atol=0, equal_nan=True)
+
+
 def own_shard(original: Tensor, spec: ShardSpec, rank: int) -> Tensor:
     """The piece of ``original`` that ``rank`` keeps, as a view in physical order."""
     physical = spec.to_physical(original)

@@ -1,7 +1,6 @@
-"""How many optimizer steps have begun in this process: parameters that were unsharded before a step are out of date after it.
+"""How many optimizer steps have begun in this process, for records of a run. ``modules/optimizer_steps.py`` counts.
 
-Version counters do not tell, because fused and foreach optimizers do not move those of DTensors. ``modules/optimizer_steps.py``
-counts; the memory of a group compares. This file refuses to know optimizers.
+Nothing that ranks decide may depend on it: one rank may step an optimizer of its own.
 """
 
 from __future__ import annotations

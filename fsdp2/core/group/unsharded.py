@@ -34,7 +34,7 @@ class Unsharded:
     storage:      of the unsharded parameters; None where extensions make them
     free:         frees the memory, and keeps the parameters
     smaller:      the shards over the smaller mesh, once the group has had some
-    num_steps:    optimizer steps that had begun before the last unshard
+    written_at:   the group's ``written_at`` at the last unshard
     allocated_on: the stream that was compute then
     """
 
@@ -59,7 +59,7 @@ class Unsharded:
         self.allocated_on: Stream = streams.compute
         self.storage: torch.UntypedStorage | None = None
         self.smaller: SmallerShards | None = None
-        self.num_steps = 0
+        self.written_at = -1
         self.gather: Gather | LocalGather | ExtensionGather
         self.free: Callable[[], None]
         self._really_free: Callable[[], None] | None = None

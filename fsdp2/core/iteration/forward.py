@@ -121,9 +121,10 @@ class Forward:
         else:
             tree.records[self.root] = self._recording
         release(self._prefetched)
-        if not self.precedes_backward:
-            tree.await_host_reads()
-        elif not self._host_waits and not failed:
+        tree.await_host_reads()  # a backward may never come, and the user may write offloaded shards now
+        if not tree.step.order:
+            tree.hide_what_forward_left()
+        elif self.precedes_backward and not self._host_waits and not failed:
             tree.note_forward_end()
 
     def was_interrupted(self) -> bool:

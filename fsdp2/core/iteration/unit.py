@@ -189,6 +189,11 @@ class Unit:
         """Reshard the groups even if other units hold them: the user's modules must show sharded parameters now."""
         for group in self.uses:
             group.reshard_for_all()
+        self.await_host_reads()
+
+    def await_host_reads(self) -> None:
+        """Block until the host may write offloaded shards."""
+        for group in self.uses:
             group.await_host_read()
 
     def hide(self) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...errors import OrderError
 from ..comm.streams import Event, Streams, streams_of
 from ..group.memory import GroupState
 from ..group.param_group import ParamGroup
@@ -31,12 +32,24 @@ class ForwardEnd(NamedTuple):
     versions: list[tuple[int, int]]
 
 
+class Kept(NamedTuple):
+    """A group that stays unsharded until the next forward, as it was when that began.
+
+    shards, unsharded: versions of its shards and of its unsharded parameters
+    for_user:          the user called ``unshard``, and may write the unsharded parameters, until they are resharded
+    """
+
+    shards: tuple[int, int]
+    unsharded: int
+    for_user: bool
+
+
 class Step:
     """What forwards leave to the backward and the forward that follow. A new ``Step`` replaces it when it is used up or dropped.
 
     order:     units in the order in which their forward calls ended since the last backward, for backward prefetch
     positions: the places of each unit in ``order``, the last one last
-    unsharded: groups that stay unsharded (or on the smaller mesh) until the next forward, and the version of their shards
+    unsharded: groups that stay unsharded (or on the smaller mesh) until the next forward
     left_by_forward: units that the last forward left unsharded
     forward_end: of the last forward, on a stream device, until backward gathers its first unit
     """
@@ -46,7 +59,7 @@ class Step:
     def __init__(self) -> None:
         self.order: list[Unit] = []
         self.positions: defaultdict[Unit, list[int]] = defaultdict(list)
-        self.unsharded: dict[ParamGroup, tuple[int, int]] = {}
+        self.unsharded: dict[ParamGroup, Kept] = {}
         self.left_by_forward: set[Unit] = set()
         self.forward_end: ForwardEnd | None = None
 
@@ -85,22 +98,39 @@ class UnitTree:
         self.step = Step()
         self._offloaded = [group for unit in units for group in unit.groups if group.options.offload]
 
-    def leave_unsharded(self, unit: Unit) -> None:
-        """Leave ``unit`` unsharded until the next forward, unless its shards are written before."""
+    def leave_unsharded(self, unit: Unit, for_user: bool = False) -> None:
+        """Leave ``unit`` unsharded until the next forward, unless its shards are written before. for_user: who asked for it."""
         for group in unit.uses:
-            self.step.unsharded[group] = group.shards_version()
+            self.step.unsharded[group] = Kept(group.shards_version(), group.unsharded_version(), for_user)
 
     def reshard_what_is_out_of_date(self, groups: Iterable[ParamGroup] | None = None) -> None:
-        """Reshard those of ``groups`` (None: all) that stayed unsharded and whose shards have been written since."""
+        """Reshard those of ``groups`` (None: all) that stayed unsharded and whose shards have been written since.
+
+        Raises: OrderError naming the parameters that were written where no version counter of a shard shows it
+        """
         unsharded = self.step.unsharded
+        lost: dict[ParamGroup, list[str]] = {}
         for group in list(unsharded) if groups is None else groups:  # a forward that begins may run only some of them
-            version = unsharded.get(group)
-            if version is None:
+            kept = unsharded.get(group)
+            if kept is None:
                 continue
             group.take_over_toggles()
-            if group.is_out_of_date(version):  # all ranks see this alike, while HIDDEN may depend on which rank listed its parameters
+            if group.state is GroupState.SHARDED:
+                del unsharded[group]
+                continue
+            wrote_whole = group.unsharded_version() != kept.unsharded
+            if wrote_whole and not kept.for_user:
+                lost[group] = [param.fqn for param in group.params]
+            elif group.is_out_of_date(kept.shards):  # equal on all ranks, while HIDDEN may depend on which rank listed parameters
                 group.reshard_for_all()
                 del unsharded[group]
+            elif not wrote_whole and (unseen := group.written_unseen()):
+                lost[group] = unseen
+        if lost:
+            for group in lost:
+                group.reshard_for_all()
+                del unsharded[group]
+            raise _unseen_writes([name for names in lost.values() for name in names])
 
     def reshard_after_forward(self, unit: Unit, stays: bool = False) -> None:
         """Free what backward does not need of a unit that has run (``stays``: nothing)."""
@@ -120,6 +150,11 @@ class UnitTree:
             unit.reshard(to_smaller=True)
         self.leave_unsharded(unit)
         self.step.left_by_forward.add(unit)
+
+    def hide_what_forward_left(self) -> None:
+        """No backward can follow: show the sharded parameters, so that what the user writes now is not lost at the next reshard."""
+        for unit in self.step.left_by_forward:
+            unit.hide()
 
     def note_forward_end(self) -> None:
         """A forward whose backward may come has ended, on a stream device."""
@@ -161,6 +196,16 @@ class UnitTree:
         """Block until the host may write offloaded shards."""
         for group in self._offloaded:
             group.await_host_read()
+
+
+def _unseen_writes(names: list[str]) -> OrderError:
+    return OrderError(
+        f"{len(names)} parameters were written while they were kept unsharded, in a way that moves no version counter of their shards",
+        items=names,
+        expected="writes to the sharded parameters under torch.no_grad(): param.mul_(...) for those of model.parameters() after an "
+        "evaluation, or for the tensors of model.state_dict()",
+        fix="replace param.data and param.detach().to_local() by param; or call reshard() on the FSDP module before the write",
+    )
 
 
 def release(units: list[Unit]) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ...errors import CompileError, OrderError
 from .. import torch_compat as compat
@@ -82,6 +83,7 @@ class UnitHooks:
         """Show the sharded parameters while the modules that own ``group``'s are saved or loaded."""
         for module in {id(owner.module): owner.module for param in group.params for owner in param.owners}.values():
             self._handles.append(module.register_state_dict_pre_hook(_Saving(self._unit)))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_state_dict_post_hook(_Saved(self._unit)))  # type: ignore[no-untyped-call]
             self._handles.append(module.register_load_state_dict_pre_hook(_Loading(self._unit)))  # type: ignore[no-untyped-call]
             self._handles.append(module.register_load_state_dict_post_hook(AfterLoading(self._unit)))  # type: ignore[no-untyped-call]
 
@@ -420,9 +422,35 @@ class _Saving:
         return self  # a copied unit registers its own hook
 
 
+class _Saved(_Saving):
+    """The same behind it: a write to the local tensor of what was saved moves the version counter of the shard.
+
+    ``detach`` of a DTensor gives its local tensor a counter of its own.
+    """
+
+    @torch.inference_mode(False)
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        for group in self._unit.uses:
+            for param in group.params:
+                for owner in param.owners:
+                    value = state_dict.get(prefix + owner.name) if owner.module is module else None
+                    if isinstance(value, DTensor) and _is_alias(compat.local_tensor(value), param.local):
+                        compat.set_local_tensor(value, param.local.detach())
+
+
+def _is_alias(one: Tensor, other: Tensor) -> bool:
+    """Whether they are two whole views of the same memory."""
+    if one is other or type(one) is not Tensor or type(other) is not Tensor:
+        return False
+    return one.shape == other.shape and one.dtype is other.dtype and compat.storage_key(one) == compat.storage_key(other)
+
+
 class _Loading(_Saving):
     """The same before loading: values go into the sharded parameters, from whole tensors as well."""
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         self._unit.reshard_for_all()
+        now = next_moment()
+        for group in self._unit.uses:
+            group.written_at = now
         cut_whole_tensors(self._unit, module, state_dict, prefix)

@@ -2,7 +2,7 @@
 
 An optimizer that was built before ``fully_shard``, or while parameters were unsharded, holds parameters that never get a gradient:
 its steps would change nothing, without an error. At its first step, when it has no state yet, it gets the sharded ones instead.
-Every step is counted as well (``group/step_count.py``). This file refuses to know groups and modules.
+Every step counts as a write to the groups of the optimizer's parameters (``GroupMemory.written_at``).
 
 FSDP1's files have one ``step`` for all parameters of a flat parameter. torch's optimizers load it as one tensor, and each parameter
 counts in it: with twelve parameters it grows by twelve in a step. Each parameter gets a count of its own behind every load.
@@ -11,7 +11,7 @@ counts in it: with twelve parameters it grows by twelve in a step. Each paramete
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -21,21 +21,37 @@ from ...errors import OrderError
 from .. import torch_compat as compat
 from ..group.gradients import Gradients
 from ..group.param import sharded_from
+from ..group.param_group import ParamGroup
 from ..group.step_count import OPTIMIZER_STEPS
+from ..iteration.call import next_moment
+from ..iteration.module_state import sharded_parameters
 from .unmanaged_parameters import warn_of_forgotten_root
+
+
+class _Checked(NamedTuple):
+    """An optimizer at its last check.
+
+    params:  the ids of its parameters
+    sharded: how many groups were sharded by then
+    groups:  those of its parameters
+    """
+
+    params: tuple[int, ...]
+    sharded: int
+    groups: list[weakref.ref[ParamGroup]]
 
 
 class _Steps:
     """What this file knows of the process's optimizers.
 
     sharded:  groups of parameters that were sharded so far
-    checked:  for each optimizer, the number of its param groups, and of sharded groups, when it was last checked
+    checked:  for each optimizer, what it was when it was last checked
     waiting:  gradients that wait for the last micro-batch, at the last time that they did
     """
 
     def __init__(self) -> None:
         self.sharded = 0
-        self.checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self.checked: weakref.WeakKeyDictionary[Optimizer, _Checked] = weakref.WeakKeyDictionary()
         self.waiting: weakref.WeakSet[Gradients] = weakref.WeakSet()
 
 
@@ -58,14 +74,29 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     OPTIMIZER_STEPS.value += 1
     if STEPS.waiting:
         _refuse_incomplete(optimizer)
-    now = len(optimizer.param_groups), STEPS.sharded
-    if optimizer not in STEPS.checked:
+    checked = STEPS.checked.get(optimizer)
+    if checked is None:
         optimizer.register_load_state_dict_post_hook(_part_step_counts)
         _part_step_counts(optimizer)  # a load before the first step had no hook yet
-    if STEPS.checked.get(optimizer) != now:
+    if checked is None or checked.sharded != STEPS.sharded or checked.params != _ids(optimizer):
         _give_sharded(optimizer)
         warn_of_forgotten_root([param for group in optimizer.param_groups for param in group["params"]], STEPS.sharded)
-        STEPS.checked[optimizer] = now
+        known = sharded_parameters()
+        params = _ids(optimizer)
+        groups = {known[each][1]: None for each in params if each in known}
+        checked = STEPS.checked[optimizer] = _Checked(params, STEPS.sharded, [weakref.ref(group) for group in groups])
+    now = next_moment()
+    in_backward = compat.current_graph_task() != -1
+    for reference in checked.groups:
+        group = reference()
+        if group is not None:
+            group.written_at = now
+            if not in_backward:  # the host may write the shards now, and what is still unsharded is out of date
+                group.hide()
+
+
+def _ids(optimizer: Optimizer) -> tuple[int, ...]:
+    return tuple([id(param) for group in optimizer.param_groups for param in group["params"]])
 
 
 def _part_step_counts(optimizer: Optimizer) -> None:

@@ -3,6 +3,7 @@
     workload     what is trained: a model on the meta device, its inputs, its loss
     models       what built-in workloads are made of
     shapes       built-in workloads by name, and those of transformers
+    script       a training script as a workload
     world        W ranks in one process, one of which this process is
     streams      a device's streams, which only write down what they are told
     recorder     what a step allocates, computes and communicates: tensors without memory, written down one by one

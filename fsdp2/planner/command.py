@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shlex
 import shutil
 import sys
 import time
@@ -29,6 +30,7 @@ from .measure import measure_in_ranks
 from .proposals import Found, words_of
 from .rehearsal import OPTIMIZERS, Setting
 from .result import Plan, headline, tables
+from .script import of_script
 from .search import search
 from .shapes import SHAPES, named
 from .text import Table, as_text
@@ -46,9 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model",
         metavar="MODEL",
         nargs="?",
-        help=f"{', '.join(SHAPES)}; hf:CONFIG.json; or package.module:function, which returns a module",
+        help=f"{', '.join(SHAPES)}; hf:CONFIG.json; package.module:function, which returns a module; or a training script, SCRIPT.py",
     )
     parser.add_argument("--model", dest="named_model", metavar="MODEL", help="the same as MODEL")
+    parser.add_argument("--arguments", metavar="ARGS", default="", help='of a script, as one word: "--config large.toml"')
     parser.add_argument("--ranks", type=int, help="how many; a plan needs it")
     parser.add_argument("--ranks-per-host", type=int, default=8, help="default: 8")
     parser.add_argument("--strategy", choices=list(STRATEGIES), default="zero3", help="as in fsdp2.parallelize (default: zero3)")
@@ -98,7 +101,11 @@ def run(options: argparse.Namespace) -> int:
             "a plan got no model, or no number of ranks", expected="both", fix="for instance: fsdp2 plan llama3-8b --ranks 16"
         )
     card = None if options.card is None else card_named(options.card)
-    workload, setting = named(model, options.inputs), setting_of(options)
+    setting = setting_of(options)
+    if model.endswith(".py"):
+        workload, setting = of_script(model, shlex.split(options.arguments), setting, options.ranks_per_host)
+    else:
+        workload = named(model, options.inputs)
     if options.search:
         limit = None if options.memory_limit is None else options.memory_limit * 1e9
         with _progress() as on_candidate:

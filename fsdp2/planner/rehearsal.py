@@ -16,6 +16,7 @@ import torch
 import torch.nn.modules.module as module_hooks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_leaves
 
 from ..activations import HEAVY_OPS, ActivationCheckpointPolicy, apply_activation_checkpointing
 from ..core import torch_compat as core_compat
@@ -148,7 +149,7 @@ def rehearse(workload: Workload, setting: Setting) -> Rehearsed:
         units = stack.enter_context(_units_named(model, recorder))
         with device_by_default(setting.offload):
             inputs = workload.inputs(setting.batch, setting.sequence)
-        recorder.relabel(inputs, labels.BUFFERS)
+        recorder.relabel(tree_leaves(inputs), labels.BUFFERS)
         # However many micro-batches a step has, one records the order of gathers and lets the optimizer make its state.
         _step(workload, replace(setting, micro_batches=1), model, optimizer, recorder, inputs)
         recorder.take()
@@ -242,7 +243,7 @@ def _step(
         with device_by_default(setting.offload), accumulate(model, last=index == setting.micro_batches - 1):
             recorder.mark("forward")
             try:
-                loss = workload.loss(model(*inputs), inputs)
+                loss = workload.loss(workload.call(model, inputs), inputs)
             except FSDPError:
                 raise
             except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -68,6 +69,10 @@ def _stored(plan: Plan) -> str:
     return " and ".join(f"{numel / plan.numel:.1%} {_word(dtype)}" for dtype, numel in numels.most_common())
 
 
+def _name_of(made: Any) -> str:
+    return str(getattr(getattr(made, "func", made), "__name__", "an optimizer"))
+
+
 def _word(dtype: torch.dtype | None) -> str:
     return "" if dtype is None else str(dtype).removeprefix("torch.")
 
@@ -83,7 +88,7 @@ def headline(plan: Plan) -> str:
         )
         if dtype
     )
-    optimizer = setting.optimizer if isinstance(setting.optimizer, str) else getattr(setting.optimizer, "__name__", "an optimizer")
+    optimizer = setting.optimizer if isinstance(setting.optimizer, str) else _name_of(setting.optimizer)
     return (
         f"{plan.name}: {plan.numel:,} parameters, {setting.strategy} over {setting.world_size} ranks, {dtypes}, {optimizer}, "
         f"batch {setting.batch} x {setting.sequence} a rank, {setting.micro_batches} micro-batches, "

@@ -57,7 +57,7 @@ def with_states_there(optimizer: torch.optim.Optimizer, offload: Offload) -> tor
     Raises: ArgumentError if ``offloaded`` refuses the class, and for an optimizer that steps in backward
     """
     if offload in ("optimizer", "optimizer-disk", "disk") and not isinstance(optimizer, OffloadedOptimizer):
-        return offloaded(*_class_and_groups(optimizer), _IN_MEMORY, **_options_of(optimizer))
+        return offloaded(*_class_and_groups(optimizer), _IN_MEMORY, **options_of(optimizer))
     if isinstance(optimizer, OffloadedOptimizer):
         if optimizer.steps_in_backward:
             raise ArgumentError(
@@ -74,7 +74,8 @@ def _class_and_groups(optimizer: torch.optim.Optimizer) -> tuple[type[torch.opti
     return made, optimizer.param_groups
 
 
-def _options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def options_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """That its class was called with."""
     if isinstance(optimizer, FlatOptimizer):
         return optimizer.options
     taken = inspect.signature(type(optimizer)).parameters

@@ -23,6 +23,7 @@ class Workload:
     """inputs: from batch and sequence, what the model is called with; loss: from what it returns and what it was given
 
     repeated: the name of a ModuleList whose blocks forward runs one after another, whatever their number; "": nobody promises that
+    call:     how the model is called with its inputs
     """
 
     name: str
@@ -30,6 +31,7 @@ class Workload:
     inputs: Callable[[int, int], tuple[Any, ...]]
     loss: Callable[[Any, tuple[Any, ...]], Tensor]
     repeated: str = ""
+    call: Callable[[nn.Module, tuple[Any, ...]], Any] = lambda model, inputs: model(*inputs)
 
 
 def tokens(batch: int, sequence: int) -> tuple[Any, ...]:

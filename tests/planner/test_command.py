@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import runpy
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 
+import fsdp2
 from fsdp2.cli import main
 from fsdp2.planner.api import plan_of
 from fsdp2.planner.models import DecoderShape
 from fsdp2.planner.rehearsal import Setting
 from fsdp2.planner.shapes import SHAPES, named, of_shape
+from fsdp2.planner.workload import next_token_loss
 from fsdp2.wrap import root_only
 
 NUMEL = {  # in billions, as their papers have it
@@ -110,6 +113,88 @@ def test_a_model_that_takes_no_tokens_needs_inputs_and_says_so(tmp_path, capsys,
     assert "Reading reads values of tensors, which a plan does not have" in capsys.readouterr().err
     assert main(["plan", "pictures_to_plan:Picture", "--ranks", "4", "--inputs", "pictures_to_plan:absent"]) == 1
     assert "pictures_to_plan:absent was not found" in capsys.readouterr().err
+
+
+SCRIPT = """
+import argparse, os
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x, mask=None):
+        return x + self.down(self.up(x).relu())
+
+class Net(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.table, self.head = nn.Embedding(64, width), nn.Linear(width, 64)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+
+    def forward(self, words, mask):
+        assert mask.all()
+        x = self.table(words)
+        for block in self.blocks:
+            x = block(x, mask=mask)
+        return self.head(x)
+
+def make():
+    return Net(32)
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--width", type=int, default=8)
+    dist.init_process_group("gloo")
+    assert dist.get_world_size() == int(os.environ["WORLD_SIZE"]) == 16
+    net = Net(parser.parse_args().width)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for block in net.blocks:
+        fully_shard(block, mp_policy=policy)
+    ROOT
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    words = torch.randint(0, 64, (4, 16))
+    net(words, mask=torch.ones(4, 16, dtype=torch.bool)).sum().backward()
+    raise SystemExit("it went on")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_a_training_script_is_planned_as_it_trains(tmp_path, capsys):
+    """The oracle: a plan of the same model with the same choices, made by hand."""
+    path = tmp_path / "train_to_plan.py"
+    path.write_text(SCRIPT.replace("ROOT", "fully_shard(net, mp_policy=policy); net.set_is_last_backward(True)"))
+    assert main(["plan", str(path), "--ranks", "16", "--arguments", "--width 32", "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    made = runpy.run_path(str(path))
+    by_hand = fsdp2.plan(
+        made["make"](),
+        16,
+        wrap=[made["Block"]],
+        param_dtype=torch.bfloat16,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        inputs=lambda batch, sequence: (torch.zeros(4, 16, dtype=torch.long), torch.ones(4, 16, dtype=torch.bool)),
+        loss=lambda output, inputs: next_token_loss(output, inputs[:1]),
+    )
+    assert planned["state"] == asdict(by_hand.state)
+    assert planned["memory"]["peak"] == asdict(by_hand.memory.peak)
+    assert [each["name"] for each in planned["groups"]] == [each.name for each in by_hand.groups]
+    assert planned["setting"]["batch"] == 4
+
+
+def test_a_script_that_shards_no_root_or_ends_early_is_told_so(tmp_path, capsys):
+    path = tmp_path / "train_to_plan.py"
+    path.write_text(SCRIPT.replace("ROOT", ""))
+    assert main(["plan", str(path), "--ranks", "16"]) == 1
+    assert "call fully_shard on the model" in capsys.readouterr().err
+    path.write_text("raise ValueError('no data')")
+    assert main(["plan", str(path), "--ranks", "16"]) == 1
+    assert "it raised ValueError: 'no data'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -93,7 +93,8 @@ def communication(run: Run) -> Rows:
                 found.setdefault((phase, kind), []).append(said)
     planned: dict[tuple[str, str], int] = {}
     for each in () if run.plan is None else run.plan["traffic"]:
-        purpose = each["phase"], _PURPOSES.get(each["kind"], each["kind"].replace("_", "-"))
+        kind = str(each["kind"])
+        purpose = str(each["phase"]), _PURPOSES.get(kind, kind.replace("_", "-"))
         planned[purpose] = planned.get(purpose, 0) + each["sent"]
     rows: Rows = []
     for (phase, kind), said in found.items():

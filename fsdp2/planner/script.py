@@ -200,5 +200,6 @@ def _optimizer_of(model: nn.Module) -> Any:
     params = set(model.parameters())
     for made in [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]:
         if not params.isdisjoint(param for group in made.param_groups for param in group["params"]):
-            return partial(type(made), **options_of(made))
+            optimizer_class: Any = type(made)
+            return partial(optimizer_class, **options_of(made))
     return None

@@ -50,6 +50,38 @@ def _do_nothing(*_: Any, **__: Any) -> None:
     pass
 
 
+def _new_group(real: Any, ranks: Any = None, timeout: Any = None, backend: Any = None, *args: Any, **kwargs: Any) -> Any:
+    return real(ranks, timeout, None, *args, **kwargs)  # whichever backend: no rank of it exists
+
+
+def _gather_whole(real: Any, output: Tensor, given: Tensor, *args: Any, **kwargs: Any) -> Any:
+    work = real(output, given, *args, **kwargs)
+    output.view(-1, given.numel()).copy_(given.reshape(1, -1))
+    return work
+
+
+def _gather_list(real: Any, outputs: list[Tensor], given: Tensor, *args: Any, **kwargs: Any) -> Any:
+    work = real(outputs, given, *args, **kwargs)
+    for each in outputs:
+        each.copy_(given)
+    return work
+
+
+def _gather_objects(real: Any, outputs: list[Any], given: Any, *_: Any, **__: Any) -> None:
+    outputs[:] = [given] * len(outputs)
+
+
+_OF_EQUAL_RANKS = {
+    "new_group": _new_group,
+    "all_gather_into_tensor": _gather_whole,
+    "all_gather_single": _gather_whole,
+    "all_gather": _gather_list,
+    "all_gather_object": _gather_objects,
+    "broadcast_object_list": _do_nothing,
+}
+"""What a collective gives where all ranks have what this one has; broadcasts and reductions leave this rank's values as they are."""
+
+
 class _Calls:
     """What the script asked to be sharded, and how."""
 
@@ -120,7 +152,11 @@ def _in_its_place(path: str, arguments: list[str], setting: Setting, ranks_per_h
         stack.enter_context(compat.world_of_its_own("fake", setting.world_size))
         for name in ("init_process_group", "destroy_process_group"):
             stack.enter_context(mock.patch.object(dist, name, _do_nothing))
+        for name, stand_in in _OF_EQUAL_RANKS.items():
+            if hasattr(dist, name):
+                stack.enter_context(mock.patch.object(dist, name, partial(stand_in, getattr(dist, name))))
         ours = importlib.import_module("fsdp2")
+        stack.enter_context(mock.patch.object(ours, "accumulate", return_value=contextlib.nullcontext()))
         for module, name in ((ours, "fully_shard"), (ours, "parallelize"), (torch_fsdp, "fully_shard")):
             stack.enter_context(mock.patch.object(module, name, getattr(calls, name)))
         yield

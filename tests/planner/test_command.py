@@ -150,6 +150,12 @@ def main():
     parser.add_argument("--width", type=int, default=8)
     dist.init_process_group("gloo")
     assert dist.get_world_size() == int(os.environ["WORLD_SIZE"]) == 16
+    told = [None] * 16
+    dist.all_gather_object(told, "ready", group=dist.new_group(backend="gloo"))
+    assert told == ["ready"] * 16
+    counts = torch.zeros(16)
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(counts, torch.ones(1))
+    assert counts.sum() == 16
     net = Net(parser.parse_args().width)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for block in net.blocks:

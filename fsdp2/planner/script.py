@@ -71,7 +71,7 @@ def _gather_objects(real: Any, outputs: list[Any], given: Any, *_: Any, **__: An
     outputs[:] = [given] * len(outputs)
 
 
-_OF_EQUAL_RANKS = {
+_OF_EQUAL_RANKS: dict[str, Any] = {
     "new_group": _new_group,
     "all_gather_into_tensor": _gather_whole,
     "all_gather_single": _gather_whole,

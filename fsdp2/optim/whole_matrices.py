@@ -125,12 +125,14 @@ def _compute_in_rounds(indices: list[int], jobs: Sequence[Job], function: Functi
         work, received = on_its_way
         if number + 1 < len(rounds):
             on_its_way = _send_to_owners(rounds[number + 1], jobs, process_group)
-        work.wait()
+        with during("exchange of whole matrices", None):
+            work.wait()
         mine = owners[rank]
         result = None if mine is None else function(_assembled(received, jobs[mine]))
         coming_back.append((owners, *_send_back(owners, jobs, process_group, result)))
     for owners, work, received in coming_back:
-        work.wait()
+        with during("exchange of whole matrices", None):
+            work.wait()
         pieces = torch.split(received, [0 if index is None else jobs[index].piece.nbytes for index in owners])
         for index, piece in zip(owners, pieces, strict=True):
             if index is not None:

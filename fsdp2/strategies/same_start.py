@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..core import torch_compat as compat
+from ..core.comm.collective_log import during
 from ..core.plan.mesh import device_of
 from ..errors import ModuleError
 
@@ -28,7 +29,8 @@ def require_same(mesh: DeviceMesh, facts: Iterable[str], what: str) -> None:
     number = int.from_bytes(digest[:7], "big")
     lowest_and_negated_highest = torch.tensor([number, -number], dtype=torch.int64, device=device_of(mesh))
     for process_group in _process_groups(mesh):
-        dist.all_reduce(lowest_and_negated_highest, op=dist.ReduceOp.MIN, group=process_group)
+        with during("comparison of models", process_group, lowest_and_negated_highest):
+            dist.all_reduce(lowest_and_negated_highest, op=dist.ReduceOp.MIN, group=process_group)
     lowest, negated_highest = lowest_and_negated_highest.tolist()
     if lowest != -negated_highest:
         raise ModuleError(
@@ -108,7 +110,8 @@ def broadcast(mesh: DeviceMesh, device: torch.device, tensors: Sequence[tuple[st
         moved = local.to(device).contiguous()
         flat = moved.view(-1).view(torch.uint8)
         for process_group in process_groups:
-            dist.broadcast(flat, group=process_group, group_src=0)
+            with during("broadcast of the model", process_group, flat):
+                dist.broadcast(flat, group=process_group, group_src=0)
         if moved.data_ptr() != local.data_ptr() or moved.device != local.device:
             local.copy_(moved)
 

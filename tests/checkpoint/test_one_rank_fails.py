@@ -406,6 +406,7 @@ def test_a_rank_that_dies_in_a_save_is_a_checkpoint_error_on_the_others(tmp_path
     said = (tmp_path / "error").read_text()
     assert said.startswith("True")
     assert "a rank is gone, or cannot be reached" in said
+    assert f"rank 1: its process ({processes[1].pid} on " in said
 
 
 if __name__ == "__dies__":

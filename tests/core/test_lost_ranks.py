@@ -97,6 +97,10 @@ def test_what_one_rank_has_found_the_ranks_on_other_hosts_hear() -> None:
         roll.tell(1, "its process has ended")
     dist.barrier()
     assert roll.known() == ({1: "its host is on fire"} if rank == 0 else {})
+    roll.tell(rank, "")  # it has lost another rank itself
+    dist.barrier()
+    with patch.object(lost_ranks, "_stat", lambda pid: ("Z", "7")):
+        assert roll.known() == ({1: "its host is on fire"} if rank == 0 else {})
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc, which tells that a process is stopped")

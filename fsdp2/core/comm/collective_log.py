@@ -258,7 +258,10 @@ def at_disk() -> Iterator[None]:
 
 @contextlib.contextmanager
 def during(kind: str, process_group: dist.ProcessGroup | None, tensor: torch.Tensor | None = None) -> Iterator[None]:
-    """Around a collective that this rank issues and waits for at one place. Raises: LostRankError"""
+    """Around a collective that this rank issues and waits for at one place; process_group None: without records.
+
+    Raises: LostRankError
+    """
     log = None if process_group is None else current
     owner = object()
     if log is not None and process_group is not None:

@@ -114,16 +114,20 @@ class _Roll:
         return lost
 
     def known(self) -> dict[int, str]:
-        told: dict[int, str] = {}
-        for rank, *why in (entry.split(" ", 1) for entry in self._entries("told")):
-            told.setdefault(int(rank), why[0])
+        here: dict[int, str] = {}
         for entry in self._entries(self._host):
-            rank, pid, start = entry.split()
+            number, pid, start = entry.split()
             state, started = _stat(int(pid))
             if started != start or state in "ZX":
-                told.setdefault(int(rank), f"its process ({pid} on {socket.gethostname()}) has ended")
+                here[int(number)] = f"its process ({pid} on {socket.gethostname()}) has ended"
             elif state in "Tt":
-                told.setdefault(int(rank), f"its process ({pid} on {socket.gethostname()}) is stopped")
+                here[int(number)] = f"its process ({pid} on {socket.gethostname()}) is stopped"
+        # Read after the processes: what a rank tells before it ends counts more than that it has ended.
+        told: dict[int, str] = {}
+        for number, why in (entry.split(" ", 1) for entry in self._entries("told")):
+            told.setdefault(int(number), why)
+        for rank in here.keys() - told.keys():
+            told[rank] = here[rank]
         return {rank: why for rank, why in told.items() if why and rank != self._rank}
 
     def tell(self, rank: int, why: str) -> None:

@@ -83,7 +83,7 @@ fuzz: $(INSTALLED)
 # A table, gpu-results/results.json and results.md (docs/gpu.md). Status 3: there is no GPU. GPU_PYTHON: where .venv's torch is not the
 # one that your driver needs.
 gpu: $(if $(GPU_PYTHON),,$(INSTALLED))
-	$(or $(GPU_PYTHON),$(BIN)/python) tests/gpu $(if $(ONLY),--only $(ONLY))
+	$(or $(GPU_PYTHON),$(BIN)/python) tests/gpu $(if $(ONLY),--only $(ONLY)) $(if $(BUDGET),--budget $(BUDGET))
 
 check: $(INSTALLED)
 	$(BIN)/python -m ruff check .

@@ -14,8 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Backend = Literal["nccl", "mixed", "none", "fake"]
-"""What ``init_process_group`` is given: the device's backend alone, ``"cpu:gloo,cuda:nccl"``, nothing, or ranks that only pretend."""
+Backend = Literal["nccl", "mixed", "none", "fake", "model"]
+"""What ``init_process_group`` is given: the device's backend alone, ``"cpu:gloo,cuda:nccl"``, nothing, ranks that only pretend and
+move no data, or modelled ones, which do (``modelled.py``)."""
+PLAYED = ("fake", "model")
+"""Backends with which one process plays the first of several ranks."""
 
 
 class Skip(Exception):  # noqa: N818  # no error: a row that says what is missing
@@ -26,7 +29,7 @@ class Skip(Exception):  # noqa: N818  # no error: a row that says what is missin
 class Setup:
     """How the processes are started; checks of one setup share them.
 
-    ranks:     how many; 0: as many as there are devices, which must be several. With ``fake``: of which one process plays the first
+    ranks:     how many; 0: one a device, several at least. One process plays the first of ``fake`` and ``model`` ranks
     device_id: ``init_process_group`` is told the device, so that communicators are made at once
     sanitizer: the CUDA sanitizer watches every kernel (torch starts it, by TORCH_CUDA_SANITIZER)
     """
@@ -39,7 +42,9 @@ class Setup:
 
 @dataclass(frozen=True)
 class Check:
-    """name: how it is called on the command line; part: 1 one device, 2 several, 3 measurements"""
+    """name: how it is called on the command line; part: 1 one device, 2 several, 3 measurements; is_first: before all others;
+    kind: the title without what makes this row special
+    """
 
     name: str
     title: str
@@ -48,6 +53,8 @@ class Check:
     timeout_s: float
     run: Callable[..., Mapping[str, Any] | None]
     arguments: tuple[Any, ...] = ()
+    is_first: bool = False
+    kind: str = ""
 
 
 CHECKS: dict[str, Check] = {}
@@ -60,6 +67,7 @@ def check(
     timeout_s: float = 120,
     each: Mapping[str, tuple[Any, ...]] | None = None,
     setups: Mapping[str, Setup] | None = None,
+    is_first: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a check. each: one check for each name, with these arguments behind the device; setups: one for each name."""
 
@@ -68,7 +76,7 @@ def check(
             for name, arguments in (each or {"": ()}).items():
                 full = ":".join(filter(None, (run.__name__, name, setup_name)))
                 long = ", ".join(filter(None, (title, name.replace("_", " "), setup_name)))
-                CHECKS[full] = Check(full, long, part, one_setup, timeout_s, run, arguments)
+                CHECKS[full] = Check(full, long, part, one_setup, timeout_s, run, arguments, is_first, title)
         return run
 
     return register

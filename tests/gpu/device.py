@@ -12,13 +12,15 @@ import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2.core.comm.streams import DeviceStreams
-from gpu.check import Setup, Skip
+from gpu import modelled
+from gpu.check import PLAYED, Setup, Skip
 
 PRETEND = "pretend"
 
@@ -64,19 +66,27 @@ class Device:
         if self.is_cuda:
             torch.cuda.set_device(rank)
             self.device = torch.device("cuda", rank)
-            backend = {"nccl": "nccl", "mixed": "cpu:gloo,cuda:nccl", "none": None, "fake": "fake"}[setup.backend]
+            backend = {"nccl": "nccl", "mixed": "cpu:gloo,cuda:nccl", "none": None, "fake": "fake", "model": modelled.BACKEND}[
+                setup.backend
+            ]
         else:
             from fsdp2.testing import pretend
 
             device_backend = f"{pretend.DEVICE_TYPE}:{pretend.BACKEND}"
-            backend = {"nccl": pretend.BACKEND, "mixed": f"cpu:gloo,{device_backend}", "none": None, "fake": pretend.MODEL}[
-                setup.backend
-            ]
+            backend = {
+                "nccl": pretend.BACKEND,
+                "mixed": f"cpu:gloo,{device_backend}",
+                "none": None,
+                "fake": pretend.MODEL,
+                "model": modelled.BACKEND,
+            }[setup.backend]
             if backend is None:
                 raise Skip("CUDA: init_process_group() without a backend finds none for the pretend accelerator")
-        if setup.backend == "fake":
+        if setup.backend == "model":
+            modelled.register(self.type)
+        if setup.backend in PLAYED:
             store: Any = dist.HashStore()
-            if self.is_cuda:
+            if self.is_cuda and setup.backend == "fake":
                 from torch.testing._internal.distributed.fake_pg import FakeStore
 
                 store = FakeStore()
@@ -140,8 +150,20 @@ class Device:
         return int(torch.cuda.memory_stats()["num_alloc_retries"]) if self.is_cuda else 0
 
 
+class Serial(DeviceStreams):
+    """Each order between streams waits for the whole device: nothing overlaps, so nothing can come too early."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device.device)
+        self._of = device
+
+    def order(self, stream: Any, event: Any) -> None:
+        self._of.synchronize()
+        super().order(stream, event)
+
+
 class Hostile(DeviceStreams):
-    """One stream runs late, and what the allocator has got back is overwritten with NaN.
+    """One stream runs late, and memory that is allocated, or that the allocator has got back, is filled with NaN.
 
     What a program has not ordered then goes wrong: whoever reads without waiting reads old values, and whoever reads what was freed
     on the owner's stream reads NaN. The pretend accelerator does both by itself.
@@ -156,6 +178,11 @@ class Hostile(DeviceStreams):
         super().order(stream, event)
         if self._of.is_cuda:
             self._disturb(stream)
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        super().resize(storage, nbytes)
+        if self._of.is_cuda and nbytes > 0:
+            torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage).fill_(0xFF)  # NaN in every floating dtype
 
     def _disturb(self, stream: Any) -> None:
         late = self.compute if self._late == "compute" else getattr(self, self._late)
@@ -179,3 +206,33 @@ class Hostile(DeviceStreams):
         taken = [torch.empty(nbytes // 4, device=self._device) for nbytes in sorted(free, reverse=True)[:32]]
         if taken:
             torch._foreach_mul_(taken, float("nan"))
+
+
+@contextlib.contextmanager
+def new_memory_is_nan(device: Device) -> Iterator[None]:
+    """Inside, ``torch.empty`` is full of NaN. (The pretend accelerator's always is.)"""
+    if not device.is_cuda:
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)  # under which torch fills new memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def late_waits(device: Device) -> Iterator[None]:
+    """Inside, a stream that waits for an event runs late afterwards: for programs that do not use our streams."""
+    if not device.is_cuda:
+        yield
+        return
+    wait = torch.cuda.Stream.wait_event
+
+    def wait_and_be_late(stream: torch.cuda.Stream, event: Any) -> None:
+        wait(stream, event)
+        with torch.cuda.stream(stream):
+            device.start_late(0.001)
+
+    with mock.patch.object(torch.cuda.Stream, "wait_event", wait_and_be_late):
+        yield

@@ -17,6 +17,8 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 import fsdp2
+from fsdp2.planner.measure import measured_card
+from fsdp2.testing.clock.cards import CARDS
 from gpu.check import Setup, Skip, check
 from gpu.device import Device
 
@@ -98,6 +100,28 @@ def from_script(name: str, *arguments: str) -> list[dict[str, Any]]:
 def transient_memory(device: Device) -> dict[str, Any]:
     device.needs_cuda("the allocator's own figures")
     return {"lines": from_script("transient_memory", "--device", "cuda", "--quick")}
+
+
+@check("the card as the clock takes it: shares of the data sheet that it reaches", part=3, timeout_s=120)
+def card_shares(device: Device) -> dict[str, Any]:
+    """What ``matmul_share``, ``attention_share``, ``memory_share`` and ``launch_s`` of a card should be."""
+    device.needs_cuda("a card to measure")
+    measured = measured_card(device.device)
+    sheet = next((card for name, card in CARDS.items() if name.split("-")[0].upper() in measured.name.upper()), None)
+    figures = {"matmul_tflops": measured.flops["BFloat16"] / 1e12, "memory_tb_s": measured.memory_bandwidth / 1e12}
+    figures |= {
+        "to_host_gb_s": measured.to_host / 1e9,
+        "kernel_us": measured.kernel_s * 1e6,
+        "operator_us": measured.host.operator * 1e6,
+    }
+    if sheet is not None:
+        figures |= {
+            "matmul_share": measured.flops["BFloat16"] / sheet.flops["BFloat16"],
+            "attention_share": measured.attention_share * measured.flops["BFloat16"] / sheet.flops["BFloat16"],
+            "memory_share": measured.memory_bandwidth / sheet.memory_bandwidth,
+            "to_host_share": measured.to_host / sheet.to_host,
+        }
+    return figures
 
 
 @check("the clock's prediction, to hold against the times above", part=3, timeout_s=600)

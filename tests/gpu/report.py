@@ -44,6 +44,20 @@ def summary(rows: Sequence[Row]) -> str:
     return f"{counts['pass']} passed, {counts['fail']} failed, {counts['skip']} skipped"
 
 
+def in_words(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
+    """One line: what was shown, what is wrong, and what was not shown. A kind of check is shown if all of its rows passed."""
+    kinds: dict[str, set[str]] = {}
+    for row in rows:
+        kinds.setdefault(row.kind, set()).add(row.status)
+    wrong = [kind for kind, statuses in kinds.items() if "fail" in statuses]
+    shown = [kind for kind, statuses in kinds.items() if statuses == {"pass"}]
+    partly = [kind for kind, statuses in kinds.items() if statuses == {"pass", "skip"}]
+    left = [kind for kind, statuses in kinds.items() if statuses == {"skip"}]
+    parts = [("WRONG", wrong), ("shown", shown), ("shown in part", partly), ("not shown", left)]
+    said = ". ".join(f"{label[0].upper()}{label[1:]}: {'; '.join(found)}" for label, found in parts if found)
+    return f"On {about.get('devices', 1)} x {about.get('gpu', about.get('device', 'a device'))}. {said}."
+
+
 def write(rows: Sequence[Row], about: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write results.json and results.md, and return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +70,16 @@ def write(rows: Sequence[Row], about: Mapping[str, Any], folder: Path) -> list[P
 
 
 def markdown(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
-    lines = ["# fsdp2 on a device", "", *(f"- {name}: {value}" for name, value in about.items()), "", summary(rows), ""]
+    lines = [
+        "# fsdp2 on a device",
+        "",
+        in_words(rows, about),
+        "",
+        *(f"- {name}: {value}" for name, value in about.items()),
+        "",
+        summary(rows),
+        "",
+    ]
     lines += ["| part | check | result | s | |", "| --- | --- | --- | --- | --- |"]
     lines += [f"| {PARTS[row.part]} | {_cell(row.title)} | {row.status} | {row.seconds:.1f} | {_cell(_note(row))} |" for row in rows]
     for row in rows:
@@ -76,4 +99,4 @@ def _note(row: Row) -> str:
     return ", ".join(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}" for name, value in row.figures.items())
 
 
-__all__ = ["SEND", "markdown", "show_table", "summary", "write"]
+__all__ = ["SEND", "in_words", "markdown", "show_table", "summary", "write"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -20,19 +21,20 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from gpu.check import Check, Setup
+from gpu.check import PLAYED, Check, Setup
 from gpu.device import count
 
 START_TIMEOUT_S = 120.0
 GRACE_S = 5.0  # for the other ranks, once one has failed
 NOT_STARTED = "no check of this setup was run"
+OUT_OF_TIME = "needs more time than the budget: --budget MINUTES"
 OUTPUT_LIMIT = 4000  # characters of a row
 TESTS = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
 class Row:
-    """What came of one check. text: why it failed, with what it printed, or what is missing"""
+    """What came of one check. text: why it failed, with what it printed, or what is missing; kind: what the check's rows all show"""
 
     name: str
     title: str
@@ -41,21 +43,25 @@ class Row:
     seconds: float = 0.0
     text: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = ""
 
 
-def run_all(checks: Sequence[Check], device: str, tell: Callable[[Row], None] = lambda row: None) -> list[Row]:
-    """All checks, in their order. tell: is given each row as soon as there is one"""
+def run_all(
+    checks: Sequence[Check], device: str, tell: Callable[[Row], None] = lambda row: None, budget_s: float = math.inf
+) -> list[Row]:
+    """All checks, in their order. tell: is given each row when there is one; budget_s: what would begin later is skipped"""
     rows = []
+    end = time.monotonic() + budget_s
     for setup, those in groupby(checks, key=lambda each: each.setup):
-        for row in _run_setup(list(those), setup, device):
+        for row in _run_setup(list(those), setup, device, end):
             rows.append(row)
             tell(row)
     return rows
 
 
-def _run_setup(checks: list[Check], setup: Setup, device: str) -> Iterator[Row]:
+def _run_setup(checks: list[Check], setup: Setup, device: str, end: float) -> Iterator[Row]:
     available = count(device)
-    ranks = 1 if setup.backend == "fake" else setup.ranks or available
+    ranks = 1 if setup.backend in PLAYED else setup.ranks or available
     missing = None
     if setup.ranks == 0 and available < 2:
         missing = f"several devices: here is {available}"
@@ -64,16 +70,21 @@ def _run_setup(checks: list[Check], setup: Setup, device: str) -> Iterator[Row]:
     elif setup.sanitizer and device != "cuda":
         missing = "CUDA: its sanitizer"
     if missing is not None:
-        yield from (Row(each.name, each.title, each.part, "skip", text=f"needs {missing}") for each in checks)
+        yield from (Row(each.name, each.title, each.part, "skip", text=f"needs {missing}", kind=each.kind) for each in checks)
         return
     left = checks
     while left:
         last = None
+        if time.monotonic() > end:
+            yield from (Row(each.name, each.title, each.part, "skip", text=OUT_OF_TIME, kind=each.kind) for each in left)
+            return
         for last in _run_batch(left, setup, ranks, device):
             left = left[1:]
             yield last
+            if time.monotonic() > end:
+                break
         if last is not None and last.text.startswith(NOT_STARTED):
-            yield from (_replace(last, name=each.name, title=each.title, seconds=0.0) for each in left)
+            yield from (_replace(last, name=each.name, title=each.title, kind=each.kind, seconds=0.0) for each in left)
             return
 
 
@@ -132,7 +143,7 @@ def _await(check: Check, processes: list[subprocess.Popen[bytes]], folder: Path)
             break
         time.sleep(0.05)
     seconds = time.monotonic() - began
-    row = Row(check.name, check.title, check.part, "pass", seconds)
+    row = Row(check.name, check.title, check.part, "pass", seconds, kind=check.kind)
     failed = {rank: end for rank, end in ends.items() if end["status"] == "fail"}
     if failed:
         rank = min(failed, key=lambda each: failed[each]["at"])  # the others fail because they have lost it

@@ -14,14 +14,14 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2.errors import FSDPError
 from gpu.check import Setup, Skip, check
-from gpu.device import Device
-from gpu.one_device import on_host, sharded, step
-from harness.pretend_training import SCENARIOS, train
-from harness.training import assert_equal_training, assert_same_tensors, forced, grads_of, own_chunk, sgd
+from gpu.device import Device, Hostile
+from gpu.one_device import RACES, STREAMS, TORCHS, disturbed, graph_capture, on_host, on_this_mesh, sharded, step, without_overlap
+from harness.pretend_training import BF16, train
+from harness.training import assert_equal_training, assert_same_bits, assert_same_tensors, forced, grads_of, own_chunk, sgd
 
 ALL = Setup(ranks=0)
+WITH_DEVICE_ID = Setup(ranks=0, backend="nccl", device_id=True)
 STARTS = {
     f"{backend}, {'device_id' if device_id else 'lazy'}": Setup(ranks=0, backend=backend, device_id=device_id)  # type: ignore[arg-type]
     for backend in ("nccl", "mixed", "none")
@@ -36,24 +36,30 @@ def shape_of(name: str) -> tuple[int, ...]:
     return {"flat": (), "halves": (2, ranks // 2), "replicas": (ranks, 1), "reshard_to_half": ()}[name]
 
 
+@check("trains as torch's FSDP2 does, however NCCL was started", part=2, setups=STARTS, each={"plain": ("flat", "plain")})
+def started_equal_to_torch(device: Device, mesh: str, name: str) -> None:
+    several_equal_to_torch(device, mesh, name)
+
+
 @check(
     "trains as torch's FSDP2 does",
     part=2,
-    setups=STARTS,
+    setup=WITH_DEVICE_ID,
     each={
         f"{mesh}_{scenario}": (mesh, scenario)
         for mesh in ("flat", "halves", "replicas", "reshard_to_half")
-        for scenario in ("plain", "bf16")
+        for scenario in TORCHS
+        if "hsdp" not in scenario
     },
 )
 def several_equal_to_torch(device: Device, mesh: str, name: str) -> None:
     """Sums are added in another order where what travels is laid out in another way; on two ranks there is one order only."""
     shape = shape_of(mesh)
-    scenario = replace(SCENARIOS[name], mesh=shape)
+    scenario = replace(RACES[name], mesh=shape)
     if mesh == "reshard_to_half":
         scenario = replace(scenario, options={**scenario.options, "reshard_after_forward": dist.get_world_size() // 2})
     ours, theirs = train(scenario, device.type), train(scenario, device.type, torch_fsdp.fully_shard)
-    if name == "plain":
+    if "bf16" not in name:
         assert_equal_training(ours, theirs, ulps=256)
     else:
         assert_equal_training(ours, theirs, bound=1e-2, ulps=1 << 17)  # gradients of bf16 forwards; fp32 has 2**16 ulps in one of bf16
@@ -75,13 +81,38 @@ class Slow(nn.Module):
         return x
 
 
-@check("500 steps with ranks that are slow at random end where steps without end", part=2, setup=ALL, timeout_s=600)
-def random_delays(device: Device) -> dict[str, Any]:
+@check(
+    "bits stay with one stream late and new and freed memory full of NaN, over NCCL",
+    part=2,
+    setup=ALL,
+    timeout_s=120,
+    each={name: (name,) for name in RACES},
+)
+def races_over_nccl(device: Device, name: str) -> None:
+    ranks = dist.get_world_size()
+    if RACES[name].mesh == (2, 2) and ranks % 2 != 0:
+        raise Skip(f"an even number of devices: here are {ranks}")
+    scenario = replace(RACES[name], mesh=(2, ranks // 2)) if RACES[name].mesh == (2, 2) else on_this_mesh(RACES[name], ranks)
+    expected = without_overlap(device, scenario)
+    for seed, stream in enumerate(STREAMS):
+        assert_same_bits(disturbed(device, scenario, Hostile(device, stream), seed), expected)
+
+
+@check(
+    "500 steps with ranks that are slow at random end where steps without end",
+    part=2,
+    setup=ALL,
+    timeout_s=180,
+    each={"one_communicator": (False,), "two_communicators": (True,)},
+)
+def random_delays(device: Device, separate: bool) -> dict[str, Any]:
+    """separate: reduce-scatters have a communicator of their own, so that two of NCCL's kernels may wait for other ranks at a time"""
     num_steps = 500 if device.is_cuda else 4
     ends = []
     for is_slow in (False, True):
         torch.manual_seed(0)
         model = sharded(device)
+        model.set_separate_reduce_scatter_group(separate)
         if is_slow:
             for block in model.blocks:
                 slow = Slow(device)
@@ -149,18 +180,29 @@ def separate_reduce_scatter_group(device: Device) -> None:
     close(trained(device, lambda model: model.set_separate_reduce_scatter_group(True)), expected)
 
 
-@check("symmetric memory changes no number", part=2, setup=replace(ALL, backend="nccl", device_id=True))
+@check("symmetric memory changes no number", part=2, setup=WITH_DEVICE_ID, is_first=True)
 def symmetric_memory(device: Device) -> None:
+    """Where the devices have it, an error in the setter is a failure."""
     device.needs_cuda("NCCL's symmetric memory")
+    nccl: Any = torch.cuda.nccl
+    if nccl.version() < (2, 27):
+        raise Skip(f"NCCL 2.27: here is {'.'.join(map(str, nccl.version()))}")
+    ranks = dist.get_world_size()
+    if not all(torch.cuda.can_device_access_peer(device.device, other) for other in range(ranks) if other != device.device.index):
+        raise Skip("devices that reach each other's memory")
     expected = trained(device, lambda model: None)
+    close(trained(device, lambda model: model.set_symm_mem_for_comm()), expected)
 
-    def prepare(model: Any) -> None:
-        try:
-            model.set_symm_mem_for_comm()
-        except (FSDPError, RuntimeError, NotImplementedError) as error:
-            raise Skip(f"symmetric memory: {str(error).splitlines()[0]}") from error
 
-    close(trained(device, prepare), expected)
+@check(
+    "a step with NCCL is captured in a graph, and its replays train as eager steps do",
+    part=2,
+    setup=WITH_DEVICE_ID,
+    each={"fp32": ({},), "bf16": (BF16,)},
+    is_first=True,
+)
+def graph_capture_with_nccl(device: Device, options: dict[str, Any]) -> None:
+    graph_capture(device, options)
 
 
 @check("direct against packed all-gathers, time by bytes a rank", part=2, setup=ALL, timeout_s=600)

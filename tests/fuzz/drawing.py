@@ -57,7 +57,21 @@ class _Drawing:
             prefetch=choice(("forward", "backward", "")) if "prefetch" in self.has else "",
             gather=choice(("direct", "packed", "")) if "communication" in self.has else "",
         )
-        return tidy(replace(program, steps=self.steps(program)))
+        return tidy(self.with_writes(replace(program, steps=self.steps(program))))
+
+    def with_writes(self, program: Program) -> Program:
+        """Drawn last and apart, so that seeds keep their programs but for optimizers, and evaluations with writes behind them."""
+        apart = random.Random(f"writes of {self.seed}")
+        if apart.random() < 0.6:
+            return program
+        steps = []
+        for step in program.steps:
+            first, *others = step.micros
+            written = (Action(apart.choice(("evaluate", "infer"))), Action(apart.choice(("write_local", "write_shown", "write_held"))))
+            if apart.random() < 0.5:
+                written = (*written, Action("evaluate"))
+            steps.append(replace(step, micros=(replace(first, actions=(*first.actions, *written)), *others)))
+        return replace(program, steps=tuple(steps), optimizer=apart.choice(("", "foreach", "flat")))
 
     # --- modules ---
 

@@ -132,6 +132,7 @@ class Program(_Short):
     losses: str = "sum"  # "separate": a backward for each output of the root
     ignores: bool = False  # each rank's loss leaves out another output
     marks_last: bool = False  # is_last_backward is False for all backwards of a micro-batch but the last
+    optimizer: str = ""  # "foreach": torch's kernels for lists, which move no version counters; "flat": fsdp2.optim.flat
     in_hooks: bool = False  # parameters are updated in post-accumulate-grad hooks
     unused: bool = False  # set_reduce_scatter_unused_params
     separate_group: bool = False

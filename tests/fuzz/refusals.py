@@ -8,6 +8,7 @@ DOCUMENTED = {
     "OrderError: the root of a forward is a list of modules": "fully_shard: a root is one module",
     "OrderError: {} is tied to parameters that belong to a module outside of the root": "compatibility.md: ties",
     "OrderError: {} parameters were sharded while modules outside of any fully_shard call are tied to them": "compatibility.md: ties",
+    "OrderError: {} parameters were written while they were kept unsharded": "notes.md: writes to kept parameters",
     "ParameterError: {} is tied to {}, which an earlier fully_shard call took with another": "compatibility.md: ties",
     "OrderError: requires_grad of parameters of {} changed while": "compatibility.md: requires_grad",
     "OrderError: dtype or memory of the parameters of {} changed while gradients accumulate without sync": "notes.md: micro-batches",

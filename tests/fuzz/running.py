@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fuzz.modules import PlannedError, State, build
 from fuzz.program import Failure, Micro, Program, Step, walk
@@ -49,11 +50,16 @@ class Runner:
         # As they are between steps: what is registered may be unsharded, whenever a program asks for that.
         self.params = dict(self.model.named_parameters())
         params = [param for name, param in self.params.items() if name not in self.local]
-        self.optimizer = torch.optim.SGD(params, lr=LR, foreach=False) if params else None
+        self.optimizer = self._new_optimizer(params) if params else None
         self.fired: list[str] = []
         if program.in_hooks and lib is not None:
             for name, param in ((name, param) for name, param in self.params.items() if param.requires_grad):
                 param.register_post_accumulate_grad_hook(lambda param, name=name: self._update(param, name))
+
+    def _new_optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        if self.program.optimizer == "flat" and hasattr(self.lib, "optim"):
+            return self.lib.optim.flat(torch.optim.SGD, params, lr=LR)
+        return torch.optim.SGD(params, lr=LR, foreach=bool(self.program.optimizer))
 
     def _update(self, param: nn.Parameter, name: str) -> None:
         self.fired.append(name)
@@ -197,6 +203,23 @@ class Runner:
         with torch.no_grad():
             for value in self.model.state_dict().values():
                 value.mul_(0.95)
+
+    def write_local(self, node: str, own: Any) -> None:
+        """The same through their local tensors, as an average of weights is put in."""
+        with torch.no_grad():
+            for value in self.model.state_dict().values():
+                (value.to_local() if isinstance(value, DTensor) else value).mul_(0.95)
+
+    def write_shown(self, node: str, own: Any) -> None:
+        """The same through the parameters that the model shows."""
+        with torch.no_grad():
+            for param in self.model.parameters():
+                param.mul_(0.95)
+
+    def write_held(self, node: str, own: Any) -> None:
+        with torch.no_grad():
+            for param in self.params.values():
+                param.mul_(0.95)
 
     def unshard(self, node: str, own: Any) -> None:
         if self.roots:

@@ -13,7 +13,7 @@ from fuzz.drawing import draw
 from fuzz.refusals import is_documented
 
 NUM_QUICK, NUM_SLOW, NUM_ALL = 10, 100, 300
-FAULTS: dict[int, str] = {}
+FAULTS: dict[int, str] = {195: "a gradient penalty among fp32 weights is off by 2.7e-4 of the largest element, rounding or not"}
 """Seeds whose programs are known to fail, until that is mended (strict: then the test says so)."""
 
 

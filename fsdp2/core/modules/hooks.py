@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from ...errors import CompileError, OrderError
 from .. import torch_compat as compat
+from ..group.own_memory import leaves_of
 from ..group.param_group import ParamGroup
 from ..iteration.call import GraphPart, next_moment
 from ..iteration.first_forward import adopt
@@ -440,9 +441,9 @@ class _Saved(_Saving):
 
 def _is_alias(one: Tensor, other: Tensor) -> bool:
     """Whether they are two whole views of the same memory."""
-    if one is other or type(one) is not Tensor or type(other) is not Tensor:
+    if one is other or type(one) is not type(other) or one.shape != other.shape or one.dtype is not other.dtype:
         return False
-    return one.shape == other.shape and one.dtype is other.dtype and compat.storage_key(one) == compat.storage_key(other)
+    return [compat.storage_key(leaf) for leaf in leaves_of(one)] == [compat.storage_key(leaf) for leaf in leaves_of(other)]
 
 
 class _Loading(_Saving):

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..errors import ArgumentError, short
 from ..fsdp_module import FSDPModule
+from ..optim import FlatOptimizer, OffloadedOptimizer, flat, offloaded
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from ..wrap import by_name
 from . import torch_compat as compat
@@ -237,5 +238,9 @@ def _optimizer_of(model: nn.Module) -> Any:
     for made in [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]:
         if not params.isdisjoint(param for group in made.param_groups for param in group["params"]):
             optimizer_class: Any = type(made)
+            if isinstance(made, OffloadedOptimizer):
+                return partial(offloaded, made.optimizer_class, policy=made.policy, **options_of(made))
+            if isinstance(made, FlatOptimizer):
+                return partial(flat, made.optimizer_class, **options_of(made))
             return partial(optimizer_class, **options_of(made))
     return None

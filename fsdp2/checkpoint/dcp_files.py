@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import zipfile
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from ..errors import CheckpointError
 from .dcp_metadata_check import check_metadata
 from .failure import failure
-from .pickle_limits import BoundedUnpickler, check_key, checked_ordered_dict
+from .pickle_limits import BoundedUnpickler, check_key, check_pickle, checked_ordered_dict
 from .regular_file import open_regular
 
 METADATA = ".metadata"
@@ -149,4 +150,12 @@ def pack(value: Any, what: str) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
+    """The value in a file of ``torch.save``, which has nothing that inflates. Raises: any error that a broken file may raise"""
+    with zipfile.ZipFile(io.BytesIO(data)) as zipped:
+        inflated = [info.filename for info in zipped.infolist() if info.compress_type != zipfile.ZIP_STORED]
+        if inflated:
+            raise ValueError(f"{inflated[0]} is compressed")
+        for name in zipped.namelist():
+            if name.endswith("data.pkl"):
+                check_pickle(zipped.read(name))
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)

@@ -8,6 +8,7 @@ Worked example: a (4, 2) tensor whose chunks are rows [0, 2) twice, or [0, 2) an
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from .boxes import Box, cover_problem
 from .failure import failure
 from .hf_folder import is_inside
+from .pickle_limits import MAX_DEPTH
 
 
 def box_of(chunk: ChunkStorageMetadata) -> Box:
@@ -70,12 +72,12 @@ def _check_paths(path: Path, metadata: Metadata) -> None:
     """Check the paths of values in the nested state: no path may be both a value and a dict."""
     places: dict[str, Any] = metadata.planner_data or {}
     for key, place in places.items():
-        if not isinstance(place, tuple) or not place or not all(isinstance(part, (str, int)) for part in place):
-            raise _refused(path, str(key), f"{key} at {place!r}", "a place of keys and numbers")
-    inner = {place[:length] for place in places.values() for length in range(1, len(place))}
-    both = next((key for key, place in places.items() if place in inner), None)
-    if both is not None:
-        raise _refused(path, both, f"{both} as a value and as a dict", "one of these")
+        if not isinstance(place, tuple) or not 0 < len(place) <= MAX_DEPTH or not all(isinstance(part, (str, int)) for part in place):
+            raise _refused(path, str(key), f"{key} at {str(place)[:100]}", f"a place of at most {MAX_DEPTH} keys and numbers")
+    ordered = sorted(places.items(), key=lambda item: [(isinstance(part, str), part) for part in item[1]])
+    for (key, place), (_, following) in itertools.pairwise(ordered):  # what begins with a place comes right after it
+        if len(place) < len(following) and following[: len(place)] == place:
+            raise _refused(path, key, f"{key} as a value and as a dict", "one of these")
 
 
 def _refused(path: Path, key: str, what: str, expected: str) -> Exception:

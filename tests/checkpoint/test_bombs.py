@@ -9,6 +9,7 @@ import os
 import pickle
 import shutil
 import struct
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +17,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
 from fsdp2.checkpoint import CheckpointError, convert, load_safetensors, open_source
+from fsdp2.checkpoint.dcp_files import unpack
 from fsdp2.checkpoint.pickle_limits import check_pickle
 from fsdp2.checkpoint.safetensors_format import parse_header
 from harness.bounded import Outcome, bounded
@@ -188,6 +192,51 @@ def test_one_storage_under_many_names_is_not_written_out_for_each(tmp_path: Path
     message = refused(lambda: convert(tmp_path / "a.pt", tmp_path / "out", to="dcp"))
     assert "at most 64 times as much" in message
     assert not (tmp_path / "out").exists()
+
+
+def dcp_folder(path: Path, change: Callable[[Metadata], None]) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch: that no process group is there
+        dcp.save({"a": torch.zeros(4, 2), "b": {"c": 1}}, checkpoint_id=path, no_dist=True)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return path
+
+
+def test_a_place_of_many_parts_is_refused_in_time_and_memory(tmp_path: Path) -> None:
+    """A place of n parts cost n * n / 2 pointers: 80 KB of them 2.9 GiB."""
+
+    def change(metadata: Metadata) -> None:
+        assert metadata.planner_data is not None
+        metadata.planner_data["a"] = tuple(range(40_000))
+
+    assert "at most 100 keys" in refused(opened(dcp_folder(tmp_path / "a", change)))
+
+
+def test_boxes_that_meet_are_found_in_linear_time(tmp_path: Path) -> None:
+    """Each was compared with all that lie across the same row."""
+    n = 20_000
+
+    def change(metadata: Metadata) -> None:
+        chunks = [ChunkStorageMetadata(torch.Size([each, each]), torch.Size([n, 1])) for each in range(n)]
+        chunks[-1] = chunks[0]
+        found = metadata.state_dict_metadata["a"]
+        assert isinstance(found, TensorStorageMetadata)
+        metadata.state_dict_metadata["a"] = TensorStorageMetadata(found.properties, torch.Size([2 * n, n // 2]), chunks)
+        chunks[:] = [each for each in chunks if each.offsets[1] < n // 2]
+        chunks += chunks[: n - len(chunks)]
+
+    assert "overlap" in refused(opened(dcp_folder(tmp_path / "a", change)))
+
+
+def test_values_beside_the_tensors_are_not_inflated(tmp_path: Path) -> None:
+    """What is no tensor went to torch.load, which inflates 250 KB to 250 MB."""
+    path = torch_zip(tmp_path / "a.pt", pickle.dumps({}, 2) + bytes(250_000_000), compression=zipfile.ZIP_DEFLATED)
+    data = path.read_bytes()
+    outcome = bounded(lambda: unpack(data))
+    assert "is compressed" in (outcome.crash or "")
+    assert_bounded(outcome)
 
 
 def test_what_does_not_fit_on_the_disk_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,8 @@ def test_boxes_that_cover_a_shape() -> None:
     assert "overlap" in (cover_problem((), [box((), ())] * 2) or "")
     assert "overlap" in (cover_problem((4, 2), [box((0, 0), (3, 1)), box((2, 0), (4, 1)), box((1, 1), (4, 2))]) or "")
     assert "beyond" in (cover_problem((4,), [box((0,), (3,)), box((4,), (5,))]) or "")
+    crossed = [box((0, 0), (3, 1)), box((2, 0), (4, 1)), box((0, 1), (3, 2))]
+    assert "overlap" in (cover_problem((4, 2), crossed) or "")  # as many elements as there are
     columns = [box((0, each), (8, each + 1)) for each in range(2000)]
     assert cover_problem((8, 2000), columns) is None
     assert cover_problem((8, 2000), columns[1:]) == "15992 of 16000 elements are there"

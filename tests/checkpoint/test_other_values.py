@@ -132,6 +132,14 @@ def test_flat_parts_of_two_ranks_under_exchanged_names_are_refused(tmp_path: Pat
         open_source(tmp_path, shapes=shapes)
 
 
+def test_each_rank_s_dict_with_the_whole_model_is_read(tmp_path: Path) -> None:
+    """ "It has no tensors of a model", of files of the form that one rank alone may have."""
+    state = nn.Linear(3, 2).state_dict()
+    for rank in range(2):
+        torch.save({"model": state, "epoch": 3}, tmp_path / f"checkpoint_rank{rank}.pt")
+    assert {name: lazy.shape for name, lazy in open_source(tmp_path).model.items()} == {"weight": (2, 3), "bias": (2,)}
+
+
 def test_a_pipe_in_the_place_of_a_config_is_not_waited_for(tmp_path: Path) -> None:
     class Config:
         def save_pretrained(self, folder: Any) -> None:

@@ -184,7 +184,7 @@ def _is_part(path: Path, root: Any) -> bool:
 
 
 def _all_values(tree: Any) -> list[Any]:
-    if isinstance(tree, LazyTensor) or is_sharded(tree):
+    if isinstance(tree, LazyTensor | Ranks) or is_sharded(tree):
         return [] if isinstance(tree, LazyTensor) and not tree.shape else [tree]
     items = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (list, tuple)) else ()
     return [found for each in items for found in _all_values(each)]

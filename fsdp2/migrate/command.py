@@ -53,14 +53,17 @@ def run(options: argparse.Namespace) -> int:
         return compare(options.parity, arguments, options.steps, options.ranks, options.tolerance, options.timeout, options.in_place)
     if not options.paths:
         raise ArgumentError("fsdp2 migrate got no PATH", expected="files or folders", fix="for instance: fsdp2 migrate train.py")
-    files = list(_files(options.paths))
+    links_out: list[Path] = []
+    files = list(_files(options.paths, links_out))
     if not files:
         raise ArgumentError(
             f"there is nothing to migrate in {', '.join(map(str, options.paths))}",
             expected=f"a file that exists, or a folder with files that end in .py, {', '.join(CONFIGS)}",
             fix="check the path",
         )
-    complete = True
+    for path in links_out:
+        sys.stdout.write(f"{path}: left: it leads out of the folder; name the file itself to have it migrated\n")
+    complete = not links_out
     for path, result in migrate_files(files).items():
         complete &= result.is_complete
         if options.write:
@@ -74,13 +77,18 @@ def run(options: argparse.Namespace) -> int:
     return 0 if complete else 1
 
 
-def _files(paths: Iterable[Path]) -> Iterable[Path]:
+def _files(paths: Iterable[Path], links_out: list[Path]) -> Iterable[Path]:
+    """links_out: gets the links in folders that lead out of these. They are left, since nobody named the files behind them."""
     for path in paths:
         if path.is_dir():
             for each in sorted(path.rglob("*")):
                 hidden = any(part.startswith(".") for part in each.relative_to(path).parts)
-                if each.is_file() and each.suffix in (".py", *CONFIGS) and not hidden:
+                if hidden or not each.is_file() or each.suffix not in (".py", *CONFIGS):
+                    continue
+                if not each.is_symlink():
                     yield each
+                elif path.resolve() not in each.resolve().parents:  # any other leads to a file that has its turn
+                    links_out.append(each)
         elif path.is_file() and path.suffix != ".ipynb":
             yield path
         else:

@@ -6,13 +6,19 @@ This file refuses to know where results go.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from .report import Finding, Kind, Migrated
 
 CONFIGS = (".yaml", ".yml")
 """Endings of accelerate's configuration files."""
+
+_MAX_BRACKETS = 1000
+"""How many may be open at once, those in strings included. Python itself takes 200."""
 
 
 def migrate_files(files: Iterable[Path]) -> dict[Path, Migrated]:
@@ -31,7 +37,7 @@ def migrate_files(files: Iterable[Path]) -> dict[Path, Migrated]:
         except UnicodeDecodeError:
             results[path] = Migrated("", "", (Finding(1, Kind.LEFT, "not migrated: it is not UTF-8"),))
     for path, text in texts.items():
-        results[path] = migrate_config(text) if path.suffix in CONFIGS else _checked(text, path)
+        results[path] = _checked(migrate_config if path.suffix in CONFIGS else partial(_python, path), text)
     on_compat = {path for path, result in results.items() if result.on_compat}
     todo = list(on_compat)
     while todo:
@@ -44,7 +50,16 @@ def migrate_files(files: Iterable[Path]) -> dict[Path, Migrated]:
     return results
 
 
-def _checked(text: str, path: Path) -> Migrated:
+def _checked(migrate: Callable[[str], Migrated], text: str) -> Migrated:
+    """``migrate(text)``, if parsers can take it: they descend into brackets by recursion, and libcst's ends the process then."""
+    ends = itertools.accumulate((char in "([{") - (char in ")]}") for char in text if char in "([{}])")
+    with contextlib.suppress(RecursionError):
+        if max(ends, default=0) <= _MAX_BRACKETS:
+            return migrate(text)
+    return Migrated(text, text, (Finding(1, Kind.LEFT, "not migrated: it is nested too deeply"),))
+
+
+def _python(path: Path, text: str) -> Migrated:
     from libcst import ParserSyntaxError
 
     from .source import migrate_source
@@ -71,7 +86,7 @@ def imported_names(text: str) -> set[str]:
     """The last parts of modules' names: ``{"policies", "train"}`` for ``from .policies import x`` and ``import a.train``."""
     try:
         tree = ast.parse(text)
-    except SyntaxError:
+    except (SyntaxError, RecursionError, MemoryError):
         return set()
     found: set[str] = set()
     for node in ast.walk(tree):

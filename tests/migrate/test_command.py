@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import builtins
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -253,3 +255,33 @@ def test_a_policy_of_fsdp2_without_reduce_dtype_is_told_what_torch_2_15_makes_of
     text = path.read_text()
     assert "from fsdp2 import MixedPrecisionPolicy" in text
     assert ("reduce_dtype=torch.bfloat16 keeps" in " ".join(text.replace("#", " ").split())) is is_told
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.py", IMPORT_ONLY + "x = " + "(" * 20_000 + ")" * 20_000),
+        ("a.py", IMPORT_ONLY + "x = a" + "[0" * 5_000 + "]" * 5_000),
+        ("a.yaml", "fsdp_config: " + "[" * 20_000 + "]" * 20_000),
+        ("a.yaml", "fsdp_config: " + "[" * 900 + "]" * 900),
+    ],
+)
+def test_deep_brackets_are_listed_and_left(file: Any, name: str, text: str) -> None:
+    """libcst's parser ended the process with SIGSEGV."""
+    path = file(name, text)
+    run = subprocess.run([sys.executable, "-m", "fsdp2", "migrate", "--write", str(path)], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (1, "")
+    assert f"{path}:1: left: not migrated: it is nested too deeply" in run.stdout
+    assert path.read_text() == text
+
+
+def test_links_out_of_a_folder_are_listed_and_left(file: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    outside, inside = file("other/a.py", IMPORT_ONLY), file("here/b.py", IMPORT_ONLY)
+    (tmp_path / "here/a.py").symlink_to(outside)
+    (tmp_path / "here/c.py").symlink_to(inside)
+    assert main(["migrate", "--write", str(tmp_path / "here")]) == 1
+    assert capsys.readouterr().out.count("leads out of the folder") == 1
+    assert outside.read_text() == IMPORT_ONLY
+    assert inside.read_text() != IMPORT_ONLY
+    assert main(["migrate", "--write", str(tmp_path / "here/a.py")]) == 0  # it is named
+    assert outside.read_text() == inside.read_text()

@@ -261,9 +261,9 @@ def test_a_policy_of_fsdp2_without_reduce_dtype_is_told_what_torch_2_15_makes_of
     ("name", "text"),
     [
         ("a.py", IMPORT_ONLY + "x = " + "(" * 20_000 + ")" * 20_000),
-        ("a.py", IMPORT_ONLY + "x = a" + "[0" * 5_000 + "]" * 5_000),
-        ("a.yaml", "fsdp_config: " + "[" * 20_000 + "]" * 20_000),
-        ("a.yaml", "fsdp_config: " + "[" * 900 + "]" * 900),
+        pytest.param("a.py", IMPORT_ONLY + "x = a" + "[0" * 5_000 + "]" * 5_000, marks=pytest.mark.slow),
+        pytest.param("a.yaml", "fsdp_config: " + "[" * 20_000 + "]" * 20_000, marks=pytest.mark.slow),
+        pytest.param("a.yaml", "fsdp_config: " + "[" * 900 + "]" * 900, marks=pytest.mark.slow),
     ],
 )
 def test_deep_brackets_are_listed_and_left(file: Any, name: str, text: str) -> None:

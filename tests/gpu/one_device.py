@@ -220,7 +220,6 @@ def in_order(device: Device, run: Callable[[], list[Step]], seed: int | None) ->
 TORCHS = (
     "plain",
     "bf16",
-    "evaluation",
     "micro_batches",
     "keep_after_forward",
     "two_deep",
@@ -229,7 +228,7 @@ TORCHS = (
     "hsdp",
     "pinned_input",
 )
-"""Scenarios that torch's FSDP2 trains to the same bits on one rank."""
+"""Scenarios of which torch's FSDP2 shows the same bits on one rank. (After an evaluation its root hides gradients.)"""
 
 
 @check(

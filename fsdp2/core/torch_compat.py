@@ -131,6 +131,12 @@ def device_of_group(group: dist.ProcessGroup) -> torch.device:
     return torch.device(dist.distributed_c10d._get_object_coll_device(group))
 
 
+def keys_of_the_store(prefix: str) -> Any:
+    """Keys of the default process group's store, for the main thread."""
+    c10d: Any = dist.distributed_c10d
+    return c10d.PrefixStore(prefix, c10d._get_default_store())
+
+
 def own_connection_to_the_store(prefix: str) -> Any:
     """Keys of the default process group's store, for another thread: over one connection a thread's wait blocks all others."""
     c10d: Any = dist.distributed_c10d

@@ -1,4 +1,4 @@
-"""``fsdp2.doctor``: finds what makes sharded training wrong in silence; says for which parameters and ranks, why, and how to mend it.
+"""``fsdp2.doctor``: finds what makes sharded training wrong in silence; says for which parameters and ranks, why, and how to fix it.
 
     report = doctor.check(model, optimizer)         # before training; collective
     print(report)

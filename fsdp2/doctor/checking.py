@@ -22,7 +22,7 @@ from .environment import environment_findings
 from .finding import Finding, Report, report_of
 from .initialisation import initialisation_findings
 from .inspected import Inspected, inspect
-from .optimizers import never_averaged, optimizer_findings
+from .optimizers import never_averaged, nothing_trains, optimizer_findings
 from .replicas import Facts, facts_of, replica_findings
 from .ties import Ties, tie_findings
 from .wrapping import wrapping_findings
@@ -75,7 +75,8 @@ def check(
 def check_alone(model: nn.Module) -> list[Finding]:
     """The findings of this rank alone, wherever the other ranks are. Collective: no. Raises: as ``check``"""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return [replace(finding, ranks=(rank,)) for finding in _local_findings(inspect(model, None, "check"), ())]
+    inspected = inspect(model, None, "check")
+    return [replace(finding, ranks=(rank,)) for finding in (*nothing_trains(inspected), *_local_findings(inspected, ()))]
 
 
 def _local_findings(inspected: Inspected, ties: Ties) -> Iterable[Finding]:

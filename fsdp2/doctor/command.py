@@ -21,8 +21,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from ..errors import ArgumentError
+from ..hangs import EXIT_STATUS
 from ..printable import say
-from .finding import of_ranks
+from .finding import Finding, of_ranks
 from .rank_record import RankRecord, read_records, report_of_records
 
 
@@ -31,6 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=int, default=3, metavar="N", help="steps of an optimizer after which the script is ended (default: 3)"
     )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds without a move of any rank, after which it ends (default: 60)",
+    )
+    parser.add_argument("--limit", type=float, default=600.0, metavar="S", help="seconds that the script may take (default: 600)")
     parser.add_argument("--strict", action="store_true", help="exit status 1 if there is a finding")
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for python -m")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
@@ -42,21 +51,39 @@ def run(options: argparse.Namespace) -> int:
 
     1 where the script fails, where the doctor could not look, or with ``--strict`` and findings; 128 + n if signal n ended it; else 0.
     """
-    if not _is_there(options.script, options.is_module) or options.ranks < 1 or options.steps < 1:
+    if (
+        not _is_there(options.script, options.is_module)
+        or min(options.ranks, options.steps) < 1
+        or not min(options.timeout, options.limit) > 0
+    ):
         raise ArgumentError(
-            f"doctor got {options.script!r}, --ranks {options.ranks}, --steps {options.steps}",
+            f"doctor got {options.script!r}, --ranks {options.ranks}, --steps {options.steps}, --timeout {options.timeout:g}, "
+            f"--limit {options.limit:g}",
             expected="a file of Python, or -m and a module, and positive numbers",
             fix="for instance: fsdp2 doctor --ranks 2 train.py -- --lr 0.1",
         )
     arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
     with tempfile.TemporaryDirectory() as folder, _terminated_as_error():
-        patient = ["-m", "fsdp2.doctor.patient", str(options.steps), folder, str(int(options.is_module)), options.script, *arguments]
-        status = _status_of([*launcher, *patient])
+        patient = [
+            "-m",
+            "fsdp2.doctor.patient",
+            str(options.steps),
+            folder,
+            str(options.timeout),
+            str(int(options.is_module)),
+            options.script,
+            *arguments,
+        ]
+        status = _status_of([*launcher, *patient, options.script, *arguments], options.limit)
         records = read_records(folder, options.ranks)
         num_findings = _say(records, options.script, status)
     has_looked = any(record.has_looked for record in records)
     return status or int(not has_looked or (options.strict and num_findings > 0))
+
+
+def _are_positive(options: argparse.Namespace) -> bool:
+    return all(number > 0 for number in (options.ranks, options.steps, options.timeout, options.limit))
 
 
 def _is_there(script: str, is_module: bool) -> bool:
@@ -69,16 +96,24 @@ class _StoppedError(Exception):
     """Somebody has told this process to end."""
 
 
-def _status_of(command: Sequence[str]) -> int:
-    """Run ``command`` to its end. ctrl-C and SIGTERM end it, and not this process, which has something to say yet."""
+_OVER = 124
+"""Exit status of a script that has taken too long, as that of ``timeout``."""
+
+
+def _status_of(command: Sequence[str], limit: float) -> int:
+    """Run ``command`` to its end, or for ``limit`` seconds. ctrl-C and SIGTERM end it, and not this process, which has to report."""
     environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     with subprocess.Popen(command, env=environment) as launcher:
         try:
-            status = launcher.wait()
+            status = launcher.wait(limit)
         except (KeyboardInterrupt, _StoppedError) as error:
             launcher.terminate()  # it ends its ranks, those that do not react by SIGKILL
             launcher.wait()
             return 128 + (signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+        except subprocess.TimeoutExpired:
+            launcher.terminate()
+            launcher.wait()
+            return _OVER
     return status if status >= 0 else 128 - status
 
 
@@ -99,7 +134,7 @@ def _terminated_as_error() -> Iterator[None]:
 
 def _say(records: Sequence[RankRecord], script: str, status: int) -> int:
     """Print what ``records`` have, or why they have nothing. Returns the number of findings."""
-    report = report_of_records(records)
+    report = report_of_records(records, list(_apart(records, status)))
     say(f"\nfsdp2 doctor: {max((record.num_steps for record in records), default=0)} steps of {script}")
     for line in _ends(records, status):
         say(line)
@@ -111,18 +146,41 @@ def _say(records: Sequence[RankRecord], script: str, status: int) -> int:
     return len(report)
 
 
+def _apart(records: Sequence[RankRecord], status: int) -> Iterator[Finding]:
+    """Ranks that waited for each other, or that a backend ended, because they had called different collectives."""
+    failures = [record.failure for record in records if record.failure]
+    by_backend = all(any(word in failure for word in ("gloo", "LostRankError", "Connection closed")) for failure in failures)
+    places = {record.rank: record.place for record in records}
+    if status and by_backend and len(places) > 1 and all(places.values()):
+        yield Finding(
+            "ranks-apart",
+            "error",
+            "ranks waited for each other, or a collective failed: "
+            + ", ".join(f"rank {rank} was at {place}" for rank, place in list(places.items())[:8]),
+            "ranks that call different collectives, or one of them more often, hang or end without an error of Python",
+            "call forward, backward, clipping, optimizer.step() and saving on all ranks, outside of `if rank == 0:`; a watchdog's "
+            "lines above say more",
+            ranks=tuple(places),
+        )
+
+
 def _ends(records: Sequence[RankRecord], status: int) -> Iterator[str]:
     """How the script has ended, if not well: the first failure, as others follow from it."""
     failed = sorted((record for record in records if record.has_failed), key=lambda record: record.ended_s)
     if failed:
         first = failed[0]
         same = tuple(sorted(record.rank for record in failed if (record.failure, record.status) == (first.failure, first.status)))
+        if first.status == EXIT_STATUS:
+            yield "the ranks waited for each other, and a watchdog ended the script"
+            return
         how = (
             f"failed on {of_ranks(same)}: {first.failure}" if first.failure else f"ended on {of_ranks(same)} with status {first.status}"
         )
         yield f"the script {how}"
         if any(word in first.failure.lower() for word in ("cuda", "nccl", "gpu")):
             yield "the doctor hides devices: the script must train on the CPU, with gloo, where torch.cuda.is_available() is False"
+    elif status == _OVER:
+        yield "the script has taken longer than --limit, and was stopped"
     elif status > 128:
         yield f"the script was stopped by {signal.Signals(status - 128).name}"
     elif status:

@@ -103,7 +103,7 @@ def report_of(by_rank: Sequence[Iterable[Finding]], ignore: Iterable[str] = ()) 
     left_out = set(ignore)
     ranks: dict[Finding, list[int]] = {}
     for rank, findings in enumerate(by_rank):
-        for finding in findings:
+        for finding in dict.fromkeys(findings):
             if finding.check not in left_out:
                 ranks.setdefault(finding, []).append(rank)
     joined = [finding if finding.ranks else replace(finding, ranks=tuple(found)) for finding, found in ranks.items()]

@@ -9,12 +9,15 @@ from ..core.iteration.module_state import sharded_parameters, unit_of
 from ..core.modules.unmanaged_parameters import plain_parameters
 from .finding import Finding
 from .inspected import Inspected
+from .learning import stepped_twice
 
 
 def optimizer_findings(inspected: Inspected) -> Iterator[Finding]:
     """Findings on optimizers built before ``fully_shard``, with parameters that are not the model's, or without some of the model's."""
     if not inspected.optimizers:
         return
+    yield from nothing_trains(inspected)
+    yield from _in_two(inspected)
     held = {id(param): param for optimizer in inspected.optimizers for group in optimizer.param_groups for param in group["params"]}
     names = {id(param): name for name, param in inspected.model.named_parameters()}
     names |= {id(param.sharded): param.fqn for param, _ in inspected.params}
@@ -75,6 +78,30 @@ def never_averaged(inspected: Inspected) -> Iterator[Finding]:
             else "add them before fully_shard, call fully_shard on the modules that were added, or freeze them",
             names,
         )
+
+
+def nothing_trains(inspected: Inspected) -> Iterator[Finding]:
+    if not any(param.requires_grad for param in inspected.model.parameters()):
+        yield Finding(
+            "nothing-trains",
+            "error",
+            "no parameter of the model requires a gradient",
+            "backward reaches no parameter, and no optimizer changes one",
+            "call requires_grad_(True) on the parameters that are to train, after what froze the model",
+        )
+
+
+def _in_two(inspected: Inspected) -> Iterator[Finding]:
+    """Optimizers that wrap another one have its groups, and count once."""
+    holders: dict[int, set[tuple[int, ...]]] = {}
+    for optimizer in inspected.optimizers:
+        groups = tuple(map(id, optimizer.param_groups))
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                holders.setdefault(id(param), set()).add(groups)
+    names = tuple(param.fqn for param, _ in inspected.params if len(holders.get(id(param.sharded), ())) > 1)
+    if names:
+        yield stepped_twice(names)
 
 
 def _is_known(param: object, known: set[int]) -> bool:

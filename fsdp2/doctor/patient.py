@@ -7,9 +7,11 @@ ends, its record (``rank_record.py``) says what was seen; the command prints it.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
 import runpy
+import signal
 import sys
 import threading
 import time
@@ -26,13 +28,17 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .. import hangs
 from ..core.group.param import sharded_from
 from ..core.iteration.module_state import sharded_parameters, unit_of, unit_with
 from ..installation import install
 from .checking import check, check_alone
 from .finding import Finding
 from .initialisation import canaries
-from .rank_record import RankRecord
+from .inspected import inspect
+from .learning import step_on_some_ranks
+from .meeting import Meeting
+from .rank_record import RankRecord, fault_file, place_of
 from .watching import Watch
 
 T = TypeVar("T")
@@ -45,7 +51,8 @@ class EnoughSteps(BaseException):
 class Patient:
     """A script that runs under the doctor; ``record`` is what this rank has seen so far, as in ``folder``."""
 
-    def __init__(self, max_steps: int, folder: str) -> None:
+    def __init__(self, max_steps: int, folder: str, timeout: float | None = None) -> None:
+        """timeout: seconds without a move of any rank, after which a watchdog ends the script; None: no watchdog"""
         self.record = RankRecord(int(os.environ.get("RANK", "0")))
         self._max_steps = max_steps
         self._folder = folder
@@ -55,19 +62,17 @@ class Patient:
         self._watches: list[Watch] = []
         self._has_been_told = False  # that its steps are enough
         self._has_ended = False
+        self._timeout = timeout
+        self._meeting: Meeting | None = None
+        self._watchdog = contextlib.ExitStack()
 
-    def run(self, program: str, arguments: list[str], is_module: bool) -> None:
-        """Run ``program`` to its last step, or to its end, or until it fails."""
+    def run(self, script: Callable[[], object]) -> None:
+        """Run ``script`` to its last step, or to its end, or until it fails."""
         self.record.write(self._folder)
         handles = [register_module_forward_pre_hook(self._before_forward), register_optimizer_step_pre_hook(self._before_step)]
-        sys.argv = [program, *arguments]
         try:
             with install(), canaries(), _before_os_exit(self._end):
-                if is_module:
-                    runpy.run_module(program, run_name="__main__", alter_sys=True)
-                else:
-                    sys.path.insert(0, os.path.dirname(os.path.abspath(program)))
-                    runpy.run_path(program, run_name="__main__")
+                script()
         except EnoughSteps:
             self._end(0)
         except SystemExit as end:
@@ -92,6 +97,14 @@ class Patient:
         record.status, record.ended_s = status, time.time()
         if error is not None:
             record.failure = "".join(traceback.format_exception_only(error)).strip()
+            record.place = place_of(
+                [(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__))]
+            )
+        if status == hangs.EXIT_STATUS and threading.current_thread() is not threading.main_thread():  # the watchdog's word
+            main_thread = sys._current_frames()[threading.main_thread().ident or 0]
+            record.place = place_of(_innermost_first(traceback.extract_stack(main_thread)))
+        else:
+            self._watchdog.close()
         record.write(self._folder)
         if record.has_failed:
             self._look_alone()
@@ -115,6 +128,11 @@ class Patient:
             self._model = module
             self.record.has_forward = True
             self.record.write(self._folder)
+            self._meeting = Meeting()
+            if self._timeout is not None and dist.is_initialized() and dist.get_world_size() > 1:
+                self._watchdog.enter_context(hangs.watchdog(self._timeout))
+        if module is self._model and self._meeting is not None and torch.is_grad_enabled():
+            self._meeting.begin_forward()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._has_ended:
@@ -143,8 +161,12 @@ class Patient:
         known = {id(param) for param in model.parameters()}
         trains = [not (_roots_of(each).isdisjoint(roots) and known.isdisjoint(_held(each))) for each in others]
         optimizers = [optimizer, *compress(others, trains)]
-        self._add(*check(model, optimizers))
         self.record.has_looked = True
+        if self._meeting is not None and not self._meeting.hold(ranks := inspect(model, None, "check").ranks):
+            self._add(*check_alone(model), step_on_some_ranks(ranks, self._meeting.absent))
+            return
+        # An optimizer that lives, and never steps, is no fault; the watch sees those that do.
+        self._add(*check(model, optimizers, ignore=["two-optimizers"]))
         patience = self._max_steps + 1
         self._watches.append(Watch(model, optimizers, strict=False, ignore=(), every=1, patience=patience, tell=self._add))
 
@@ -209,6 +231,10 @@ def _living(kind: type[T]) -> list[T]:
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]
 
 
+def _innermost_first(calls: traceback.StackSummary) -> list[tuple[str, int]]:
+    return [(each.filename, each.lineno or 0) for each in reversed(calls)]
+
+
 @contextlib.contextmanager
 def _before_os_exit(tell: Callable[[int], None]) -> Iterator[None]:
     """Inside, ``tell`` gets the status of an ``os._exit`` of this process before it ends; processes that it has forked end as ever."""
@@ -229,10 +255,24 @@ def _before_os_exit(tell: Callable[[int], None]) -> Iterator[None]:
 
 
 def main(arguments: list[str]) -> int:
-    """arguments: number of steps, folder of the records, whether the program is a module, the program, its arguments"""
-    max_steps, folder, is_module, program, *rest = arguments
-    patient = Patient(int(max_steps), folder)
-    patient.run(program, rest, is_module == "1")
+    """arguments: number of steps, folder of the records, the watchdog's seconds, whether the program is a module, it, its arguments"""
+    max_steps, folder, timeout, is_module, program, *rest = arguments
+    patient = Patient(int(max_steps), folder, float(timeout))
+    sys.argv = [program, *rest]
+
+    def script() -> None:
+        if is_module == "1":
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(program)))
+            runpy.run_path(program, run_name="__main__")
+
+    with open(fault_file(folder, patient.record.rank), "w") as faults:
+        faulthandler.enable(faults)
+        faulthandler.register(signal.SIGTERM, faults, chain=True)  # of the launcher, once another rank has failed
+        patient.run(script)
+        faulthandler.unregister(signal.SIGTERM)
+        faulthandler.enable(sys.__stderr__ or 2)
     if not patient.record.has_failed and dist.is_initialized():
         dist.destroy_process_group()
     return patient.record.status or 0

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..core.group.param import ShardedParam
 from ..core.iteration.module_state import ModuleState
 from ..core.modules.nested_tensors import find_tensors
 from .finding import Finding
+from .learning import Settings
 from .replicas import digest
 
 
@@ -141,20 +142,53 @@ class Observed:
     ranks: those that train on different data, this one among them
     data:  a digest of the root's inputs; None: there were none
     scale: None: this rank has no gradient that tells, or something else than a factor changed it
+    losses:   a digest of what backward hands to the root's outputs: where inputs are the same and targets are not, these differ
+    random:   a digest of the generators before forward, if it draws from them
+    is_zero:  all gradients are zero
+    settings: of the optimizers
+    metric:   that a ReduceLROnPlateau was given since the last exchange
     """
 
     ranks: tuple[int, ...]
     data: int | None
     scale: Scale | None
+    losses: int = 0
+    random: int | None = None
+    is_zero: bool = False
+    settings: Settings = field(default_factory=dict)
+    metric: float | None = None
 
 
 def same_data(by_rank: Sequence[Observed]) -> set[tuple[int, ...]]:
     """Sets of ranks that should train on different data, and had the same in this step."""
     return {
-        seen.ranks
-        for seen in by_rank
-        if len(seen.ranks) > 1 and seen.data is not None and len({by_rank[rank].data for rank in seen.ranks}) == 1
+        ranks
+        for ranks, seen in peers(by_rank).items()
+        if seen[0].data is not None
+        and len({each.data for each in seen}) == 1
+        # Of ranks that draw different random numbers outputs differ, whatever the targets.
+        and (len({each.random for each in seen}) > 1 or len({each.losses for each in seen}) == 1)
     }
+
+
+def same_random(by_rank: Sequence[Observed]) -> set[tuple[int, ...]]:
+    """Sets of ranks that had different data in this step, and drew the same random numbers for it."""
+    return {
+        ranks
+        for ranks, seen in peers(by_rank).items()
+        if seen[0].random is not None and len({each.random for each in seen}) == 1 and len({each.data for each in seen}) > 1
+    }
+
+
+def all_zero(by_rank: Sequence[Observed]) -> set[tuple[int, ...]]:
+    """Sets of ranks that train the same model, and have zero gradients only."""
+    return {ranks for ranks, seen in peers(by_rank, 1).items() if all(each.is_zero for each in seen)}
+
+
+def peers(by_rank: Sequence[Observed], least: int = 2) -> dict[tuple[int, ...], list[Observed]]:
+    """What ranks that train the same model have seen, in sets of ``least`` or more."""
+    sets = dict.fromkeys(seen.ranks for seen in by_rank if len(seen.ranks) >= least)
+    return {ranks: [by_rank[rank] for rank in ranks] for ranks in sets}
 
 
 def data_finding(ranks: tuple[int, ...]) -> Finding:
@@ -198,7 +232,7 @@ def digest_of(arguments: Any) -> int | None:
     return zlib.crc32(repr([digest(tensor) for tensor in found]).encode()) if found else None
 
 
-_SAMPLED = 4096
+SAMPLED = 4096
 """Elements of a gradient that a rank keeps from backward to the optimizer's step."""
 
 
@@ -223,7 +257,7 @@ def sample_of(param: ShardedParam) -> Tensor | None:
     if grad is None:
         return None
     elements = compat.waited_for(compat.local_tensor(grad)).detach().reshape(-1)
-    sample = elements[:: max(1, elements.numel() // _SAMPLED)].cpu()
+    sample = elements[:: max(1, elements.numel() // SAMPLED)].cpu()
     sample = sample.to(torch.promote_types(sample.dtype, torch.float64), copy=True)
     return sample if sample.isfinite().all() else None
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from ..core.group.param import sharded_from
 from ..errors import ArgumentError
@@ -40,6 +41,7 @@ def tie_findings(inspected: Inspected, ties: Ties) -> Iterator[Finding]:
         now = [owner.module._parameters.get(owner.name) for owner in param.owners]
         if len({_identity(each) for each in now if each is not None}) > 1:
             cut.append(tuple(places.get((id(owner.module), owner.name), owner.name) for owner in param.owners))
+    cut += _copies(inspected) if not cut else []
     for names in dict.fromkeys(tuple(sorted(names)) for names in cut):
         yield Finding(
             "cut-tie",
@@ -64,6 +66,27 @@ def _declared(model: nn.Module, shown: dict[str, nn.Parameter]) -> Iterator[tupl
     names = [next((name for name, param in shown.items() if param is each), "") for each in pair]
     if all(names):
         yield tuple(names)
+
+
+def _copies(inspected: Inspected) -> Iterator[tuple[str, ...]]:
+    """An embedding, and another module's parameter of the same values: a copy, or loading with ``assign=True``, has cut their tie.
+
+    Two embeddings are not compared: a model may have a copy of another.
+    """
+    alone = [param for param, _ in inspected.params if param.sharded.requires_grad and len(param.owners) == 1]
+    embeddings = [param for param in alone if isinstance(param.owners[0].module, nn.Embedding)]
+    others = [param for param in alone if not isinstance(param.owners[0].module, nn.Embedding)]
+    for embedding in embeddings:
+        for param in others:
+            if param.sharded.shape == embedding.sharded.shape and _has_same_values(param.local_now(), embedding.local_now()):
+                yield embedding.fqn, param.fqn
+
+
+def _has_same_values(first: Tensor, second: Tensor) -> bool:
+    """Whether both have them, and not by a constant that initialises both."""
+    if first.shape != second.shape or first.dtype != second.dtype or first.numel() == 0 or first.is_meta or second.is_meta:
+        return False
+    return torch.equal(first, second) and bool((first != first.flatten()[0]).any())
 
 
 def _identity(param: Any) -> int:

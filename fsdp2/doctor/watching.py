@@ -1,41 +1,51 @@
 """``watch``: light checks in every step, and some more in a few of them.
 
-Three hooks run in a step: before the root's forward, at the end of backward, before the optimizer's step. In the first two steps, and
-in every hundredth after, they look at data, scales and switches, and ranks exchange what they saw; in the others they count.
+Hooks run around the root's forward, at the end of backward, and before the optimizer's step. In the first two steps, and in every
+hundredth after, they look at data, gradients and switches, and ranks exchange what they saw; in the others they count.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..arguments import SWITCH, require
 from ..core import torch_compat as compat
 from ..core.comm.agreement import agree, default_group
 from ..core.group.param import ShardedParam, sharded_from
+from ..core.modules.nested_tensors import find_tensors
 from ..errors import ArgumentError, DoctorError, DoctorWarning
 from ..user_warnings import warn
-from . import clipping
+from . import hearing, learning
 from .arguments import checked_number_of_steps, ignored_checks
 from .finding import Finding, Report, report_of
 from .inspected import inspect
+from .meeting import Meeting
 from .optimizers import never_averaged
+from .replicas import digest
 from .step_checks import (
+    SAMPLED,
     Observed,
     accumulation_switches,
+    all_zero,
     clip_of_nothing,
     data_finding,
     digest_of,
     gradients_left,
     missing_gradients,
+    peers,
     same_data,
+    same_random,
+    sample_of,
     sample_of_gradients,
     scale_findings,
     scale_since,
@@ -73,7 +83,10 @@ def watch(
 
 
 class Watch:
-    """What ``watch`` returns; its ``report`` holds what it has found so far."""
+    """What ``watch`` returns; its ``report`` holds what it has found so far.
+
+    The other attributes are what it was given, and what one check has to remember from one moment of a step to another.
+    """
 
     def __init__(
         self,
@@ -96,6 +109,7 @@ class Watch:
             )
         self._inspected = inspected
         self._units, self._params, self._ranks = inspected.units, inspected.params, inspected.ranks
+        self._device = inspected.groups[0][1].device if inspected.groups else torch.device("cpu")
         self._ignored = ignored_checks("watch", ignore)
         self._every = checked_number_of_steps("watch", "every", every)
         self._patience = checked_number_of_steps("watch", "patience", patience)
@@ -106,13 +120,21 @@ class Watch:
         self._close = _Close()
         self._has_gradients = False  # a backward has ended since the last step
         self._saw_backward = False  # in any step: under a compiler that has the whole step, none is seen
-        self._same_data: set[tuple[int, ...]] = set()
+        self._repeated: dict[str, set[tuple[int, ...]]] = {}  # what ranks had in common at the last close look
+        self._stepped: dict[int, Optimizer] = {}  # which optimizer has stepped a parameter since the last backward
+        self._used: set[ShardedParam] = set()  # one of each optimizer's, with whose gradient it has stepped
+        self._before: tuple[ShardedParam, Tensor, int] | None = None  # a parameter's values, and how many steps have left them so
+        self._metric: float | None = None
+        self._meeting = Meeting()
         self._undo = contextlib.ExitStack()
         self._begin(model, inspected.optimizers)
 
     def _begin(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
         undo = self._undo
-        undo.callback(model.register_forward_pre_hook(compat.dynamo_disabled(self._before_forward), with_kwargs=True).remove)
+        # Ahead of the hook that gathers: a rank that others wait for must say that it begins a forward.
+        before = compat.dynamo_disabled(self._before_forward)
+        undo.callback(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
+        undo.callback(model.register_forward_hook(compat.dynamo_disabled(self._after_forward)).remove)
         for _, unit in self._units:
             unit.watchers = (*unit.watchers, self._after_backward)
             undo.callback(_remove_watcher, unit, self._after_backward)
@@ -120,11 +142,18 @@ class Watch:
             # Autograd calls it where a graph has the sharded parameter itself, which no reduction does.
             handle = param.sharded.register_hook(functools.partial(self._on_shard, param))  # type: ignore[no-untyped-call]
             undo.callback(handle.remove)
-        hooks = [self._before_step, *[self._strike_off] * (len(optimizers) - 1)]
+        hooks = [self._before_step, *[self._before_any_step] * (len(optimizers) - 1)]
         for optimizer, hook in zip(optimizers, hooks, strict=True):
             undo.callback(optimizer.register_step_pre_hook(compat.dynamo_disabled(hook)).remove)
-        clipping.listen(self._on_clip)
-        undo.callback(clipping.ignore, self._on_clip)
+        for calls, listener in (
+            (hearing.clips, self._on_clip),
+            (hearing.backwards, self._on_backward),
+            (hearing.all_reduces, self._on_all_reduce),
+            (hearing.metrics, self._on_metric),
+        ):
+            calls.listen(listener)
+            undo.callback(calls.ignore, listener)
+        undo.callback(self._meeting.leave)
 
     @property
     def report(self) -> Report:
@@ -156,6 +185,27 @@ class Watch:
         close = self._close
         if close.is_on and torch.is_grad_enabled():
             close.data = digest_of((args, kwargs, close.data and torch.tensor(close.data, device="cpu")))
+            close.random = learning.random_state(self._device) if close.random is None else close.random
+            self._meeting.begin_forward()
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        close = self._close
+        if close.is_on and torch.is_grad_enabled():
+            close.draws = close.draws or learning.random_state(self._device) != close.random
+            outputs: list[Tensor] = []
+            find_tensors(output, outputs)
+            for each in outputs:
+                if each.requires_grad:
+                    each.register_hook(functools.partial(self._begin_backward, close))  # type: ignore[no-untyped-call]
+
+    def _begin_backward(self, close: _Close, grad: Tensor) -> None:
+        """Backward hands ``grad`` to an output of the root, before any parameter has its gradient."""
+        close.losses = (close.losses + digest(grad)) & 0xFFFFFFFF  # outputs in any order
+        for param in self._used:
+            now = sample_of(param)
+            if now is not None and now.any():
+                close.left.setdefault(param, now)
+        self._used = set()
 
     def _after_backward(self) -> None:
         self._has_gradients = self._saw_backward = True
@@ -163,21 +213,48 @@ class Watch:
         if close.is_on:
             close.findings += accumulation_switches(self._units)
             close.gradient = sample_of_gradients(param for param, _ in self._params)
+            self._stepped.clear()
+            if not any(module.training for module in self._inspected.model.modules()):
+                close.findings.append(learning.in_eval_mode(self._inspected.model))
+            added = [param.fqn for param, left in close.left.items() if _differs(sample_of(param), left)]
+            if added:
+                close.findings.append(learning.not_cleared(tuple(added)))
+            close.left.clear()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._num_steps += 1
-        if self._no_gradient:
+        if self._no_gradient and self._num_steps >= self._patience:
             self._strike_off()
-            if self._num_steps >= self._patience:
-                self._note_missing()
+            self._note_missing()
         close = self._close
         if close.is_on:
-            self._look_closely(close)
+            self._look_closely(close, optimizer)
+        self._before_any_step(optimizer)
         self._has_gradients = False
+        self._used = self._used if self._num_steps == 1 else set()
         self._close = _Close(self._num_steps == 1 or (self._num_steps + 1) % self._every == 0, close.findings)
 
-    def _strike_off(self, *_: Any) -> None:
-        """Also before the step of another optimizer, which may clear its gradients at once: one for each parameter, run in backward."""
+    def _before_any_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Of several optimizers each may clear its gradients at once: one for each parameter, run in backward."""
+        if self._no_gradient:
+            self._strike_off()
+        if self._close.is_on:
+            for finding in self._stepping(optimizer):
+                self._note_own(finding)
+
+    def _stepping(self, optimizer: Optimizer) -> Iterator[Finding]:
+        """Note with which gradients it steps. Finds those with which another has stepped."""
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        own = [param for param, _ in self._params if id(param.sharded) in held and param.sharded.grad is not None]
+        twice = [param.fqn for param in own if not _are_one(self._stepped.get(id(param), optimizer), optimizer)]
+        if twice:
+            yield learning.stepped_twice(tuple(twice))
+        self._stepped.update(dict.fromkeys(map(id, own), optimizer))
+        sampled = sample_of_gradients(own)
+        if sampled is not None:
+            self._used.add(sampled[0])
+
+    def _strike_off(self) -> None:
         self._no_gradient = [param for param in self._no_gradient if param.sharded.grad is None]
 
     def _note_missing(self) -> None:
@@ -186,20 +263,60 @@ class Watch:
         missing, self._no_gradient = self._no_gradient, []
         self._note(missing_gradients([param for param in missing if param.fqn not in waiting], self._num_steps))
 
-    def _look_closely(self, close: _Close) -> None:
+    def _look_closely(self, close: _Close, optimizer: Optimizer) -> None:
         """Collective: yes."""
         close.findings += gradients_left(self._units)
         close.findings += never_averaged(self._inspected)
+        largest = learning.largest_gradients(param for param, _ in self._params)
+        if getattr(optimizer, "found_inf", None) is None:  # by a loss scaler, for an optimizer that leaves out such steps itself
+            close.findings += learning.not_finite(largest, not close.is_loss_finite)
         scale = None if close.gradient is None else scale_since(*close.gradient)
-        said = agree(default_group(), None, (close.findings, Observed(self._ranks, close.data, scale)))
-        observed = [each for _, each in said]
-        same = same_data(observed) if len(said) > 1 else set()
-        together = [data_finding(ranks) for ranks in same & self._same_data]
-        self._same_data = same
-        if len(said) > 1:
-            together += scale_findings(observed)
-        close.findings = []
+        if close.is_clipped or (scale is not None and scale.factor == 1):  # else the program scales by itself
+            close.findings += learning.without_scaler(self._inspected.groups)
+        if close.reduced_again:
+            close.findings.append(learning.reduced_again(tuple(dict.fromkeys(close.reduced_again))))
+        close.findings += self._unchanged(optimizer)
+        if not self._meeting.hold(self._ranks):
+            self._note([*close.findings, learning.step_on_some_ranks(self._ranks, self._meeting.absent)])
+            close.findings = []
+            return
+        random = close.random if close.draws else None
+        is_zero = bool(largest) and not any(largest.values())
+        settings = learning.settings_of(self._inspected.optimizers)
+        seen = Observed(self._ranks, close.data, scale, close.losses, random, is_zero, settings, self._metric)
+        said = agree(default_group(), None, (close.findings, seen))
+        together = self._compared([each for _, each in said])
+        close.findings, self._metric = [], None
         self._note(report_of([[*findings, *together] for findings, _ in said]))
+
+    def _compared(self, observed: Sequence[Observed]) -> list[Finding]:
+        """Findings on what ranks have seen, the same on all."""
+        found = [*scale_findings(observed)] if len(observed) > 1 else []
+        for seen in peers(observed).values():
+            found += learning.settings_differ({rank: observed[rank].settings for rank in seen[0].ranks})
+            metrics = {rank: metric for rank in seen[0].ranks if (metric := observed[rank].metric) is not None}
+            found += learning.metrics_differ(metrics)
+        # In one step they may be so by chance, or while a learning rate warms up.
+        for name, now, finding in (
+            ("data", same_data(observed), data_finding),
+            ("random", same_random(observed), learning.same_random_numbers),
+            ("zero", all_zero(observed), lambda ranks: learning.all_zero()),
+        ):
+            found += [finding(ranks) for ranks in now & self._repeated.get(name, set())]
+            self._repeated[name] = now
+        return found
+
+    def _unchanged(self, optimizer: Optimizer) -> Iterator[Finding]:
+        """Finds a parameter that two steps have left as it was; notes the values of one that this step must change."""
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        times = 0
+        if self._before is not None:
+            param, before, times = self._before
+            times = times + 1 if torch.equal(_some_values(param), before) else 0
+            if times == 2:
+                yield learning.never_change((param.fqn,), learning.is_rate_zero([optimizer]))
+        sampled = sample_of_gradients(param for param, _ in self._params if id(param.sharded) in held)
+        self._before = None if sampled is None else (sampled[0], _some_values(sampled[0]), times)
 
     def _on_clip(self, params: Sequence[Tensor]) -> None:
         if not self._close.is_on:
@@ -208,10 +325,33 @@ class Watch:
         own = [param for param, _ in self._params if id(param.sharded) in whole.union(map(id, params))]
         if params and not own:
             return  # another model's
+        self._close.is_clipped = True
         if all(param.grad is None for param in params):
             self._note_own(clip_of_nothing(after_step=False))
         elif self._saw_backward and not self._has_gradients:
             self._note_own(clip_of_nothing(after_step=True))
+
+    def _on_backward(self, losses: Tensor | Sequence[Tensor]) -> None:
+        if self._close.is_on:
+            found: list[Tensor] = []
+            find_tensors(losses, found)
+            self._close.is_loss_finite = all(bool(each.detach().isfinite().all()) for each in found)
+
+    def _on_all_reduce(self, tensor: Tensor, group: Any) -> None:
+        if not (self._close.is_on and self._has_gradients):
+            return
+        others = set(dist.get_process_group_ranks(group)).intersection(self._ranks) - {dist.get_rank()}
+        storage = _storage_of(tensor)
+        names = [
+            param.fqn
+            for param, _ in self._params
+            if others and (grad := learning.local_gradient(param)) is not None and _storage_of(grad) == storage
+        ]
+        self._close.reduced_again += names
+
+    def _on_metric(self, scheduler: Any, metric: Any) -> None:
+        if any(_are_one(scheduler.optimizer, each) for each in self._inspected.optimizers):
+            self._metric = float(metric)
 
     def _on_shard(self, param: ShardedParam, grad: Tensor) -> None:
         self._note_own(used_outside((param.fqn,)))
@@ -240,23 +380,64 @@ class _Close:
     findings: what the other ranks have not been told
     data:     digest of the inputs of all micro-batches so far
     gradient: a parameter, and a sample of its gradient at the end of the last backward
+    losses:   digest of the gradients of the root's outputs so far
+    random:   digest of the generators before the first forward; draws: forward has changed it
+    left:     samples of gradients that backward found, with which an optimizer had stepped
     """
 
-    __slots__ = ("data", "findings", "gradient", "is_on")
+    __slots__ = (
+        "data",
+        "draws",
+        "findings",
+        "gradient",
+        "is_clipped",
+        "is_loss_finite",
+        "is_on",
+        "left",
+        "losses",
+        "random",
+        "reduced_again",
+    )
 
     def __init__(self, is_on: bool = True, findings: Iterable[Finding] = ()) -> None:
         self.is_on = is_on
         self.data: int | None = None
         self.findings = list(findings)
         self.gradient: tuple[ShardedParam, Tensor] | None = None
+        self.losses, self.draws, self.is_clipped = 0, False, False
+        self.random: int | None = None
+        self.is_loss_finite = True  # that of the last backward
+        self.left: dict[ShardedParam, Tensor] = {}
+        self.reduced_again: list[str] = []
 
 
 def _raise(finding: Finding) -> None:
     raise DoctorError(f"the doctor found something\n{finding}")
 
 
+def _differs(now: Tensor | None, before: Tensor) -> bool:
+    return now is None or not torch.equal(now, before)
+
+
+def _are_one(first: Optimizer, second: Optimizer) -> bool:
+    """Whether one wraps the other, or is it."""
+    return {id(group) for group in first.param_groups} == {id(group) for group in second.param_groups}
+
+
+def _storage_of(tensor: Tensor) -> int:
+    local = compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return local.untyped_storage().data_ptr() if type(local) in (Tensor, nn.Parameter) else id(local)
+
+
+def _some_values(param: ShardedParam) -> Tensor:
+    """A few of this rank's values, at the places of ``sample_of``."""
+    elements = param.local_now().detach().reshape(-1)
+    return elements[:: max(1, elements.numel() // SAMPLED)].cpu().clone()
+
+
 def _warn(finding: Finding) -> None:
-    warn(str(finding), DoctorWarning)
+    # Of the ranks that do not step, rank 0 may be one.
+    warn(str(finding), DoctorWarning, ranks=(dist.get_rank(),) if finding.check == "step-on-some-ranks" else ())
 
 
 def _remove_watcher(unit: Any, watcher: Callable[[], None]) -> None:

@@ -130,6 +130,37 @@ def test_however_a_script_ends_the_doctor_says_what_it_has_seen(tmp_path: Path, 
         assert words in done.stdout, done.stdout + done.stderr
 
 
+ON_RANK_0 = """
+while True:
+    model(torch.randn(2, 4)).sum().backward()
+    if dist.get_rank() == 0:
+        {clip}
+        optimizer.step()
+    optimizer.zero_grad()
+"""
+APART = {
+    "step": ("pass", "step-on-some-ranks (rank 1): rank 0 has come to optimizer.step(), and rank 1 will not"),
+    "clip_and_step": ("nn.utils.clip_grad_norm_(model.parameters(), 1.0)", "ranks-apart (ranks 0, 1)"),
+    "endless": ("import time; time.sleep(1000)", "ranks-apart (ranks 0, 1)"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", APART)
+def test_what_one_rank_does_alone_is_named_and_nothing_hangs(tmp_path: Path, how: str) -> None:
+    """It aborted, or hung without limit."""
+    alone, said = APART[how]
+    script = tmp_path / "train.py"
+    script.write_text(MODEL.format(shard=SHARDED) + ON_RANK_0.format(clip=alone))
+    limit = ["--limit", "30"] if how == "endless" else ["--timeout", "5"]
+    done = doctor(*limit, str(script))
+    assert done.returncode != 0
+    assert said in done.stdout, done.stdout + done.stderr
+    if how != "step":
+        assert "rank 0 was at train.py:" in done.stdout
+    assert done.stdout.count("fsdp2 doctor: ") == 1
+
+
 @pytest.mark.slow
 def test_two_models_with_an_optimizer_each_are_healthy(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

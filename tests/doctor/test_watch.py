@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import fsdp2
 from fsdp2 import doctor, fully_shard
@@ -292,11 +294,30 @@ def test_rank_0_warns_of_what_another_rank_alone_did_once_ranks_exchange_what_th
 
 
 @on_ranks(2)
+def test_a_step_on_some_ranks_is_found_before_ranks_communicate_and_training_goes_on():
+    """``if rank == 1: optimizer.step()`` aborted: the watch's exchange met the other rank's all-gather."""
+    model = sharded(mlp())
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.manual_seed(10 + dist.get_rank())
+    caught = contextlib.nullcontext() if dist.get_rank() == 0 else pytest.warns(DoctorWarning, match=r"step-on-some-ranks \(rank 0\)")
+    with caught, doctor.watch(model, optimizer) as watching:
+        for _ in range(4):
+            backward(model, torch.randn(3, 7))
+            if dist.get_rank() == 1:
+                optimizer.step()
+            optimizer.zero_grad()
+    assert [finding.check for finding in watching.report] == ["step-on-some-ranks"] * dist.get_rank()
+
+
+@on_ranks(2)
 def test_nothing_is_left_behind_by_a_watch():
+    functions = dist.all_reduce, torch.autograd.backward, ReduceLROnPlateau.step
     clip, total_norm = torch.nn.utils.clip_grad._clip_grads_with_norm_, fsdp2.clip.total_norm
     model = sharded(mlp())
     watched(model, clipped)
     assert torch.nn.utils.clip_grad._clip_grads_with_norm_ is clip
+    assert (dist.all_reduce, torch.autograd.backward, ReduceLROnPlateau.step) == functions
+    assert not model._forward_hooks or len(model._forward_hooks) == len(sharded(mlp())._forward_hooks)
     assert fsdp2.clip.total_norm is total_norm
     assert all(not unit._get_fsdp_state().watchers for unit in [model, *model.blocks])
     assert not any(param._backward_hooks for param in model.parameters())

@@ -1,0 +1,77 @@
+"""Hears calls of other libraries' functions, also from modules that have imported them already where torch lets us.
+
+    clips        ``torch.nn.utils.clip_grad_norm_`` and ``fsdp2.clip_grad_norm_``: the parameters
+    backwards    ``torch.autograd.backward``, which ``loss.backward()`` calls: the loss, or several
+    all_reduces  ``torch.distributed.all_reduce``: the tensor, and the process group
+    metrics      ``ReduceLROnPlateau.step``: the scheduler, and the metric
+
+This file refuses to know what a call should do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from .. import clip
+from ..core import torch_compat as compat
+
+Place = tuple[Any, str, Callable[..., "tuple[Any, ...] | None"]]
+"""A function, by its owner and name; and from the function's arguments what listeners are told, None: nothing."""
+
+
+class Calls:
+    """Calls of the functions at ``places``."""
+
+    def __init__(self, places: Callable[[], Iterable[Place]]) -> None:
+        self._places = places
+        self._listeners: list[Callable[..., None]] = []
+        self._usual: list[tuple[Any, str, Any]] = []
+
+    def listen(self, listener: Callable[..., None]) -> None:
+        """Call ``listener`` at each call in this process, until ``ignore``."""
+        self._listeners.append(listener)
+        if self._usual:
+            return
+        for owner, name, told in self._places():
+            usual = getattr(owner, name)
+            self._usual.append((owner, name, usual))
+            setattr(owner, name, self._heard(usual, told))
+
+    def ignore(self, listener: Callable[..., None]) -> None:
+        """Do not call ``listener`` any more. With the last one all functions are as they were."""
+        self._listeners.remove(listener)
+        while self._usual and not self._listeners:
+            setattr(*self._usual.pop())
+
+    def _heard(self, usual: Callable[..., Any], told: Callable[..., tuple[Any, ...] | None]) -> Callable[..., Any]:
+        @functools.wraps(usual)
+        def hear(*args: Any, **kwargs: Any) -> Any:
+            said = told(*args, **kwargs)
+            if said is not None:
+                for listener in self._listeners:
+                    listener(*said)
+            return usual(*args, **kwargs)
+
+        return hear
+
+
+clips = Calls(
+    lambda: (
+        (*compat.clipping_step(), lambda params, *_, **__: (params,)),
+        # Gradients in the place of parameters: a norm without a clip.
+        (clip, "total_norm", lambda first, params, *_, **__: None if first is params else (params,)),
+    )
+)
+all_reduces = Calls(
+    lambda: [
+        (owner, "all_reduce", lambda tensor, op=None, group=None, *_, **__: (tensor, group)) for owner in (dist, dist.distributed_c10d)
+    ]
+)
+backwards = Calls(lambda: [(torch.autograd, "backward", lambda tensors, *_, **__: (tensors,))])
+metrics = Calls(lambda: [(ReduceLROnPlateau, "step", lambda scheduler, metrics, *_, **__: (scheduler, metrics))])

@@ -65,16 +65,7 @@ def run(options: argparse.Namespace) -> int:
     arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
     with tempfile.TemporaryDirectory() as folder, _terminated_as_error():
-        patient = [
-            "-m",
-            "fsdp2.doctor.patient",
-            str(options.steps),
-            folder,
-            str(options.timeout),
-            str(int(options.is_module)),
-            options.script,
-            *arguments,
-        ]
+        patient = ["-m", "fsdp2.doctor.patient", str(options.steps), folder, str(options.timeout), str(int(options.is_module))]
         status = _status_of([*launcher, *patient, options.script, *arguments], options.limit)
         records = read_records(folder, options.ranks)
         num_findings = _say(records, options.script, status)

@@ -71,7 +71,7 @@ _PLAN = {
     "peak": {"nbytes": SIZE},
     "most": Each(SIZE),
     "moments": [{"phase": WORD, "where": WORD, "nbytes": SIZE}],
-    "traffic": [{"phase": WORD, "sent": SIZE}],
+    "traffic": [{"phase": WORD, "kind": WORD, "sent": SIZE}],
 }
 RUN = {"model": WORD, "ranks": WHOLE, "device": WORD, "torch": WORD, "fsdp2": WORD, "plan": (NOTHING, _PLAN), "findings": [_FINDING]}
 """What ``ledger`` writes of the run."""

@@ -20,7 +20,7 @@ from torch import nn
 import fsdp2
 from fsdp2.cli import main
 from fsdp2.doctor.finding import Finding
-from fsdp2.inspector.report.figures import memory, timeline
+from fsdp2.inspector.report.figures import memory, steps, timeline
 from fsdp2.inspector.report.page import page_of
 from fsdp2.inspector.report.reading import Run, read_run
 from fsdp2.inspector.report.tables import measured_peak
@@ -172,6 +172,26 @@ def test_a_file_that_is_broken_anywhere_is_a_page_or_an_error_of_fsdp2_that_name
     os.mkfifo(folder / "ledger.rank1.jsonl")
     with pytest.raises(fsdp2.ArgumentError, match=r"ledger\.rank1\.jsonl cannot be read: it is no file"):
         read_run(folder)
+
+
+def test_of_many_ranks_the_slowest_are_drawn_first_and_a_line_names_them(tmp_path):
+    """All 64 ranks take as long as rank 37, for which the others wait; it stood behind the 16 that were drawn."""
+    folder = run_folder(tmp_path)
+    line = json.loads((folder / "ledger.rank0.jsonl").read_text())
+    trace = (folder / "trace.rank0.json").read_text()
+    for rank in range(64):
+        waits = 0.0 if rank == 37 else 60.0 + rank / 100
+        (folder / f"ledger.rank{rank}.jsonl").write_text(json.dumps({**line, "exposed_ms": waits}) + "\n")
+        (folder / f"trace.rank{rank}.json").write_text(trace)
+    run = read_run(folder)
+    drawn = [trace["name"] for trace in steps(run)["data"]]
+    assert drawn[:3] == ["rank 37", "rank 37 waits", "rank 0"]
+    assert len(drawn) == 32
+    assert timeline(run)["layout"]["yaxis"]["categoryarray"][-1] == "rank 37  main thread"
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text()
+    assert "Slow ranks, by a step&#x27;s time without waits: rank 37 with 100.0 ms; the median of 64 ranks is" in page
+    assert "16 of 64 ranks are drawn, the slowest first." in page
 
 
 def test_without_plotly_the_report_says_what_to_install(tmp_path, monkeypatch, capsys):

@@ -5,12 +5,13 @@ Colours are readable on light and on dark pages; the page sets those of text and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from ..chrome import MAIN
 from ..run_folder import Values
 from .reading import Run, last_step
+from .tables import own_ms
 
 Figure = dict[str, Any]
 
@@ -26,12 +27,19 @@ COLOURS = {
 OTHER = "#9aa3ad"
 MIB = 2**20
 MAX_RANKS = 16
-"""How many ranks are drawn; of a larger job the first ones."""
+"""How many ranks are drawn; of a larger job the slowest ones."""
+
+
+def drawn(run: Run, ranks: Collection[int]) -> list[int]:
+    """Of ``ranks`` those that are drawn: all in their order, or the slowest first."""
+    if len(ranks) <= MAX_RANKS:
+        return sorted(ranks)
+    return [rank for rank in own_ms(run) if rank in ranks][:MAX_RANKS]
 
 
 def timeline(run: Run) -> Figure | None:
     """Per rank: what the main thread does, and the collectives under way; the last step that was traced."""
-    ranks = sorted(run.traces)[:MAX_RANKS]
+    ranks = drawn(run, run.traces)
     if not ranks:
         return None
     begin, _ = last_step(run.traces[ranks[0]])
@@ -151,7 +159,7 @@ def steps(run: Run) -> Figure | None:
     if not run.ledgers:
         return None
     data = []
-    for rank in sorted(run.ledgers)[:MAX_RANKS]:
+    for rank in drawn(run, run.ledgers):
         lines = run.ledgers[rank]
         at = [line["step"] for line in lines]
         for name, key, dash in ((f"rank {rank}", "duration_ms", "solid"), (f"rank {rank} waits", "exposed_ms", "dot")):

@@ -24,6 +24,10 @@ def page_of(run: Run) -> str:
         "steps": ("Steps", figures.steps(run)),
     }
     body = [f'<div class="tiles">{"".join(_tile(what, value) for what, value in tables.headline(run))}</div>']
+    body.append(f"<p>{html.escape(tables.slowest(run))}</p>")
+    num_ranks = len(run.ledgers.keys() | run.traces.keys())
+    if num_ranks > figures.MAX_RANKS:
+        body.append(f"<p>{figures.MAX_RANKS} of {num_ranks} ranks are drawn, the slowest first.</p>")
     body += [f'<h2>{title}</h2><div id="{name}"></div>' for name, (title, figure) in drawn.items() if figure is not None]
     body.append(_table("Memory by kind, the most at a time", ("kind", "measured", "planned"), tables.memory(run), first_number=1))
     headings = ("phase", "collective", "calls", "buffers", "sent by rank 0", "host waits, ms", "planned to send")

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from ..chrome import MAIN
 from ..run_folder import Values
 from .reading import Run, last_step
 
@@ -50,6 +51,36 @@ def headline(run: Run) -> Rows:
     if run.plan is not None:
         rows.append(("peak, planned", shown(run.plan["peak"]["nbytes"])))
     return rows
+
+
+def own_ms(run: Run) -> dict[int, float]:
+    """Of each rank, the slowest first: the usual time of a step without its waits. Who waits for a slow rank takes as long as it."""
+    found = {}
+    for rank, lines in run.ledgers.items():
+        if lines:
+            found[rank] = statistics.median(line["duration_ms"] - line["exposed_ms"] for line in usual(lines))
+    for rank, events in run.traces.items():
+        if rank not in found:
+            begin, _ = last_step(events)
+            spans = [each for each in events if each["ph"] == "X" and each["ts"] >= begin]
+            computes = [each["dur"] for each in spans if each["cat"] == "optimizer" or (each["tid"] == MAIN and each["cat"] != "wait")]
+            found[rank] = sum(computes) / 1e3
+    return dict(sorted(found.items(), key=lambda each: -each[1]))
+
+
+MUCH_SLOWER = 1.1
+"""A rank is named from this multiple of the median on."""
+
+
+def slowest(run: Run) -> str:
+    """A line that names the ranks for which others wait; "" of one rank."""
+    own = own_ms(run)
+    if len(own) < 2:
+        return ""
+    median = statistics.median(own.values())
+    slow = [f"rank {rank} with {ms:.1f} ms" for rank, ms in own.items() if ms > MUCH_SLOWER * median]
+    said = f"{', '.join(slow[:8])}{f' and {len(slow) - 8} more' if len(slow) > 8 else ''}" or "none"
+    return f"Slow ranks, by a step's time without waits: {said}; the median of {len(own)} ranks is {median:.1f} ms."
 
 
 def _share(lines: Sequence[Values], key: str) -> float:

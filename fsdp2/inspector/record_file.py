@@ -6,7 +6,7 @@ It hears where units begin and where a backward ends from the collective log, as
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..core.comm import collective_log
 from ..core.group.param_group import ParamGroup
 from ..core.group.step_count import OPTIMIZER_STEPS
 from ..doctor.inspected import inspect
-from .fingerprint import fingerprint
+from .fingerprint import fingerprints
 from .run_folder import Lines, Values, drop_absent_ranks, folder_of, rank_file
 
 
@@ -117,12 +117,12 @@ class Recording(collective_log.Listener):
             return
         for unit in self._units:
             if (unit.fqn or "the root") == name:
-                self._forward[name] = {
-                    param.fqn: _said(param.unsharded, _coarsest(group, param.unsharded.dtype))
+                self._forward |= _said(
+                    (name, param.fqn, param.unsharded, _coarsest(group, param.unsharded.dtype))
                     for group in unit.groups
                     for param in group.params
                     if param.unsharded is not None
-                }
+                ) or {name: {}}
 
     def leaves(self) -> None:
         """All gradients of this backward are reduced; of several in a step the last one's are kept."""
@@ -132,27 +132,25 @@ class Recording(collective_log.Listener):
         found = {unit.fqn or "the root": unit for unit in self._units}
         order = [name for name in self._begun if name in found] + [name for name in found if name not in self._begun]
         self._begun.clear()
-        self._backward = {name: said for name in order if (said := dict(_gradients(found[name].groups)))}
+        self._backward = _said(
+            (name, param.fqn, grad, _coarsest(group, grad.dtype))
+            for name in order
+            for group in found[name].groups
+            for param in group.params
+            if (grad := param.sharded.grad) is not None
+        )
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_on:
-            updated = {
-                unit.fqn or "the root": {
-                    param.fqn: _said(param.sharded, _coarsest(group, param.dtype)) for group in unit.groups for param in group.params
-                }
+            updated = _said(
+                (unit.fqn or "the root", param.fqn, param.sharded, _coarsest(group, param.dtype))
                 for unit in self._units
-            }
+                for group in unit.groups
+                for param in group.params
+            )
             self._lines.write({"step": self._step, "parameters": self._forward, "gradients": self._backward, "update": updated})
         self._forward, self._backward = {}, {}
         self._step += 1
-
-
-def _gradients(groups: Iterable[ParamGroup]) -> Iterator[tuple[str, Values]]:
-    for group in groups:
-        for param in group.params:
-            grad = param.sharded.grad
-            if grad is not None:
-                yield param.fqn, _said(grad, _coarsest(group, grad.dtype))
 
 
 def _coarsest(group: ParamGroup, dtype: torch.dtype) -> float:
@@ -161,15 +159,25 @@ def _coarsest(group: ParamGroup, dtype: torch.dtype) -> float:
     return max(torch.finfo(each).eps for each in dtypes if each.is_floating_point)
 
 
-def _said(tensor: Tensor, eps: float) -> Values:
-    """replica: which of several copies this rank has a part of; all copies have numbers from 0"""
-    local, replica = tensor, 0
-    cuts: list[Cut] = []
-    if isinstance(tensor, DTensor):
-        coordinate = tensor.device_mesh.get_coordinate() or ()
-        local, cuts = compat.local_tensor(tensor), cuts_of(tensor, coordinate)
-        for axis, placement in enumerate(tensor.placements):
-            if compat.shard_dim(placement) is None:
-                replica = replica * tensor.device_mesh.size(axis) + coordinate[axis]
-    made = fingerprint(local.detach(), tensor.shape, pieces_of(tensor.shape, cuts))
-    return {"checksum": made.checksum, "squares": made.squares, "sketch": made.sketch, "replica": replica, "eps": eps}
+def _said(tensors: Iterable[tuple[str, str, Tensor, float]]) -> Values:
+    """The fingerprints of (unit, parameter, tensor, coarsest rounding unit), by unit and parameter.
+
+    replica: which of several copies this rank has a part of; all copies have numbers from 0
+    """
+    named, parts = [], []
+    for unit, name, tensor, eps in tensors:
+        local, replica = tensor, 0
+        cuts: list[Cut] = []
+        if isinstance(tensor, DTensor):
+            coordinate = tensor.device_mesh.get_coordinate() or ()
+            local, cuts = compat.local_tensor(tensor), cuts_of(tensor, coordinate)
+            for axis, placement in enumerate(tensor.placements):
+                if compat.shard_dim(placement) is None:
+                    replica = replica * tensor.device_mesh.size(axis) + coordinate[axis]
+        named.append((unit, name, replica, eps))
+        parts.append((local.detach(), tensor.shape, pieces_of(tensor.shape, cuts)))
+    found: Values = {}
+    for (unit, name, replica, eps), made in zip(named, fingerprints(parts), strict=True):
+        said = {"checksum": made.checksum, "squares": made.squares, "sketch": made.sketch, "replica": replica, "eps": eps}
+        found.setdefault(unit, {})[name] = said
+    return found

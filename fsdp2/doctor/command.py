@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from ..errors import ArgumentError
-from ..hangs import EXIT_STATUS
+from ..hangs.watcher import EXIT_STATUS
 from ..printable import say
 from .finding import Finding, of_ranks
 from .rank_record import RankRecord, read_records, report_of_records

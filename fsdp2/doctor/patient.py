@@ -28,9 +28,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .. import hangs
 from ..core.group.param import sharded_from
 from ..core.iteration.module_state import sharded_parameters, unit_of, unit_with
+from ..hangs import watcher
 from ..installation import install
 from .checking import check, check_alone
 from .finding import Finding
@@ -100,7 +100,7 @@ class Patient:
             record.place = place_of(
                 [(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__))]
             )
-        if status == hangs.EXIT_STATUS and threading.current_thread() is not threading.main_thread():  # the watchdog's word
+        if status == watcher.EXIT_STATUS and threading.current_thread() is not threading.main_thread():  # the watchdog's word
             main_thread = sys._current_frames()[threading.main_thread().ident or 0]
             record.place = place_of(_innermost_first(traceback.extract_stack(main_thread)))
         else:
@@ -130,7 +130,7 @@ class Patient:
             self.record.write(self._folder)
             self._meeting = Meeting()
             if self._timeout is not None and dist.is_initialized() and dist.get_world_size() > 1:
-                self._watchdog.enter_context(hangs.watchdog(self._timeout))
+                self._watchdog.enter_context(watcher.watchdog(self._timeout))
         if module is self._model and self._meeting is not None and torch.is_grad_enabled():
             self._meeting.begin_forward()
 

@@ -192,7 +192,7 @@ def _is_description(given: Any) -> bool:
 
 
 def _made(given: Any) -> Any:
-    return torch.full(given[0], given[2], dtype=given[1]) if _is_description(given) else given
+    return torch.full(given[0], given[2], dtype=given[1], device=torch.get_default_device()) if _is_description(given) else given
 
 
 def _setting(calls: _Calls, forward: _ForwardBeginsError, setting: Setting) -> Setting:

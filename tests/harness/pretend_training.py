@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,6 +128,52 @@ def unsharded_at_once_on_a_side_stream(model: Any, x: Tensor) -> Tensor:
         torch.zeros(1000, device=x.device)
     module.current_stream().wait_stream(side)  # so that the host, which reads the gradients, has the side stream run as well
     return loss
+
+
+def from_the_second_step_on(iteration: Callable[[Any, Tensor], Tensor], model: Any, x: Tensor) -> Tensor:
+    """The first step makes the unsharded parameters on compute."""
+    if "had_a_step" in model.__dict__:
+        return iteration(model, x)
+    model.had_a_step = True
+    return forward_backward(model, x)
+
+
+def with_forward_on_a_side_stream(model: Any, x: Tensor) -> Tensor:
+    """Backward is called elsewhere; autograd computes it on the side stream, which then is given back that memory."""
+    if x.device.type == "cpu":
+        return forward_backward(model, x)
+    module = torch.get_device_module(x.device)
+    side = model.__dict__.setdefault("side", torch.Stream(x.device))
+    side.wait_stream(module.current_stream())
+    with module.stream(side):
+        loss = model(x).square().mean()
+    loss.backward()
+    with module.stream(side):
+        for numel in (100, 300, 1000):
+            torch.zeros(numel, device=x.device)
+    module.current_stream().wait_stream(side)
+    return loss
+
+
+def beside_another_root(model: Any, x: Tensor) -> Tensor:
+    """Its backward is not the last; that of a root without offload is, and afterwards the host reads the gradients of the first."""
+    model.set_is_last_backward(False)
+    loss = forward_backward(model, x)
+    return loss + forward_backward(model.another[0], x)
+
+
+def shard_another(model: Any) -> None:
+    """In a tuple, so that it is no submodule."""
+    device = model._get_fsdp_state().device
+    another = moved_to(device.type, mlp())
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for module in [*another.blocks, another]:
+        fsdp2.fully_shard(module, mesh=mesh)
+    model.another = (another,)
+
+
+def sum_only(model: Any) -> None:
+    model.set_force_sum_reduction_for_comms(True)
 
 
 def written_in_forward(model: Any, x: Tensor) -> Tensor:
@@ -295,6 +342,10 @@ SCENARIOS = {
     "offload": Scenario(options={"offload_policy": fsdp2.CPUOffloadPolicy()}),
     "offload_bf16": Scenario(options={**BF16, "offload_policy": fsdp2.CPUOffloadPolicy()}),
 }
+SCENARIOS_OF_SUMS = {  # whose division follows the launch of several groups; on modelled ranks every order may be wrong alike
+    "several_dtypes_summed": Scenario(model=several_dtypes, prepare=sum_only),
+    "replicated_several_dtypes_summed": Scenario(model=several_dtypes, mesh=(2, 1), prepare=sum_only),
+}
 SCENARIOS_2D = {
     "hsdp": Scenario(mesh=(1, 2)),
     "replicated": Scenario(mesh=(2, 1)),
@@ -316,6 +367,18 @@ MORE_SCENARIOS = {  # which torch's FSDP2 does not train, or which add nothing o
     "unshard_over_the_step": Scenario(iteration=unsharded_over_the_step),
     "shorter_evaluation": Scenario(iteration=with_a_shorter_evaluation),
     "unshard_on_a_side_stream": Scenario(iteration=unsharded_on_a_side_stream),
+    "unshard_on_a_side_stream_later": Scenario(iteration=partial(from_the_second_step_on, unsharded_on_a_side_stream)),
+    "extensions_unshard_on_a_side_stream": Scenario(model=with_extensions, iteration=unsharded_on_a_side_stream),
+    "extensions_on_a_side_stream_later": Scenario(
+        model=with_a_root_of_extensions_alone, iteration=partial(from_the_second_step_on, unsharded_at_once_on_a_side_stream)
+    ),
+    "forward_on_a_side_stream": Scenario(iteration=with_forward_on_a_side_stream),
+    "forward_on_a_side_stream_bf16": Scenario(iteration=with_forward_on_a_side_stream, options=BF16),
+    "beside_another_root": Scenario(
+        iteration=beside_another_root, prepare=shard_another, options={"offload_policy": fsdp2.CPUOffloadPolicy()}
+    ),
+    "bf16_mixed_written_on_a_side_stream": Scenario(options=BF16, private={"gather": "mixed"}, iteration=written_on_a_side_stream),
+    "hsdp_bf16_all_micro_batches": Scenario(mesh=(1, 2), options=BF16_ALL, iteration=in_two_micro_batches),
     "written_on_a_side_stream": Scenario(iteration=written_on_a_side_stream),
     "unshard_behind_a_step_on_a_side_stream": Scenario(iteration=unsharded_behind_a_step_on_a_side_stream),
     "replicated_bf16_unshard_on_a_side_stream": Scenario(mesh=(2, 1), options=BF16, iteration=unsharded_on_a_side_stream),

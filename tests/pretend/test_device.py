@@ -319,6 +319,65 @@ def test_a_capture_refuses_what_graph_captures_refuse():
     assert y.tolist() == [2, 2, 2, 2]
 
 
+def joined(side, back=True, event=None):
+    """Work of a captured graph on ``side``."""
+    if event is None:
+        side.wait_stream(torch.pretend.current_stream())
+    else:
+        side.wait_event(event)
+    with torch.pretend.stream(side):
+        y = torch.ones(4, device="pretend") + 1
+    if back:
+        torch.pretend.current_stream().wait_stream(side)
+    return y
+
+
+@on_ranks(1, device="pretend")
+def test_a_capture_is_isolated():
+    side, before = side_stream(), torch.pretend.current_stream().record_event()
+    with pretend.capturing():
+        joined(side)
+        inside = torch.pretend.current_stream().record_event()
+    with pytest.raises(RuntimeError, match="has not been joined"), pretend.capturing():
+        joined(side, back=False)
+    with pytest.raises(RuntimeError, match="an event from outside"), pretend.capturing():
+        torch.pretend.current_stream().wait_event(before)
+    with pytest.raises(RuntimeError, match="takes no part in the capture"), pretend.capturing():
+        joined(side, event=before)
+    for act in (side.wait_event, lambda event: event.query(), lambda event: event.synchronize()):
+        with pytest.raises(RuntimeError, match="event of a captured graph"):
+            act(inside)
+    pretend.synchronize()
+    assert joined(side).tolist() == [2, 2, 2, 2]
+
+
+@on_ranks(1, device="pretend")
+def test_a_limited_allocator_gives_back_what_is_free_tries_again_and_then_raises():
+    free = [torch.ones(1 << 20, device="pretend") for _ in range(2)]
+    with pretend.limited_memory(8 << 20):
+        with torch.pretend.stream(side_stream()):
+            torch.ones(1 << 20, device="pretend")  # 4 MiB, which stay that stream's
+        retries = pretend.memory_stats()["retries"]
+        kept = torch.ones(1 << 21, device="pretend")
+        assert pretend.memory_stats()["retries"] == retries + 1
+        with pytest.raises(torch.OutOfMemoryError, match="tried to allocate 4194304 bytes"):
+            torch.ones(1 << 20, device="pretend")
+        del free[0]
+        torch.ones(1 << 20, device="pretend")
+    assert kept.sum().item() == 1 << 21
+    assert free[0].sum().item() == 1 << 20
+
+
+@on_ranks(1, device="pretend")
+@pytest.mark.parametrize(("numel", "waits"), [(16, False), (1 << 15, True)])
+def test_a_large_copy_from_pageable_memory_waits_for_what_its_stream_did_before(numel, waits):
+    pretend.set_order(0)
+    host = torch.zeros(1).pin_memory()
+    host.copy_(torch.ones(1, device="pretend"), non_blocking=True)
+    torch.zeros(numel).to("pretend", non_blocking=True)
+    assert (host.item() == 1) is waits
+
+
 # ---- collectives ----
 
 
@@ -376,3 +435,25 @@ def test_one_process_plays_a_rank_of_many():
     averaged = torch.empty(2, device="pretend")
     compat.reduce_scatter_single(averaged, gathered, dist.ReduceOp.AVG, world(), False)
     assert averaged.tolist() == [1.4375, 2.875]  # rank r has 1 + r / 8 times this one's
+
+
+@on_ranks(2, device="pretend")
+def test_two_communicators_whose_ranks_issue_in_different_orders_wait_for_each_other():
+    """On a GPU their kernels may be resident together, or not."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+
+    def reduced(order):
+        tensors = {number: torch.full((4,), float(number + 1), device="pretend") for number in order}
+        for number in order:
+            with torch.pretend.stream(side_stream()):
+                torch.pretend.current_stream().wait_stream(torch.pretend.default_stream())
+                dist.all_reduce(tensors[number], group=groups[number])
+        pretend.synchronize()
+        return [tensors[number].sum().item() for number in (0, 1)]
+
+    other = (0, 1) if dist.get_rank() == 0 else (1, 0)
+    assert reduced(other) == [8, 16]
+    with pretend.one_collective_at_a_time(60):
+        assert reduced((0, 1)) == [8, 16]
+    with pretend.one_collective_at_a_time(2), pytest.raises(RuntimeError, match="gives no other communicator a turn"):
+        reduced(other)

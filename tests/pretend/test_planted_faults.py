@@ -18,8 +18,10 @@ import torch
 
 from fsdp2.core.comm.streams import DeviceStreams, use_streams
 from fsdp2.core.group.all_gather import Gather
+from fsdp2.core.group.extension_gather import ExtensionGather
 from fsdp2.core.group.reduction import Reduction
-from fsdp2.core.iteration import late_comparison
+from fsdp2.core.group.unsharded import Unsharded
+from fsdp2.core.iteration import late_comparison, reductions
 from fsdp2.core.iteration.backward import Backward
 from fsdp2.testing import pretend
 from harness import on_ranks
@@ -101,7 +103,49 @@ def forgets_what_is_in_place() -> Any:
     return mock.patch.object(Reduction, "is_in_place", in_place)
 
 
+class Forgets(set[Any]):
+    def add(self, element: Any) -> None:
+        pass
+
+
+def notes_once(owner: type, attribute: str) -> Any:
+    """The first value that is not empty stays."""
+
+    def note(self: Any, value: Any) -> None:
+        self.__dict__[attribute] = self.__dict__.get(attribute) or value
+
+    return mock.patch.object(owner, attribute, property(lambda self: self.__dict__[attribute], note), create=True)
+
+
+class CopyInIsNotTold(DeviceStreams):
+    """Of an optimizer's event."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("pretend", 0))
+
+    def order(self, stream: Any, event: Any) -> None:
+        if stream != self.copy_in or PLACES.get(place_of_caller("order")) != "Schedule._begin_iteration order 1":
+            super().order(stream, event)
+
+
+@contextlib.contextmanager
+def leaves_reduce_alone() -> Iterator[None]:
+    order = reductions.Reductions._order
+
+    def order_others(self: reductions.Reductions, stream: Any) -> None:
+        if stream != self._streams.reduce:
+            order(self, stream)
+
+    with mock.patch.object(reductions.Reductions, "_order", order_others):
+        yield
+
+
 OTHER_FAULTS = {
+    "what a root leaves to the next backward is forgotten": lambda: mock.patch.object(reductions, "_behind", Forgets()),
+    "where unsharded memory was allocated is noted once": lambda: notes_once(Unsharded, "allocated_on"),
+    "where memory of extensions was allocated is noted once": lambda: notes_once(ExtensionGather, "_allocated_on"),
+    "the copy-in stream is not ordered behind an optimizer": lambda: use_streams(torch.device("pretend", 0), CopyInIsNotTold()),
+    "the reduce stream is not ordered behind the all-reduces of a micro-batch": leaves_reduce_alone,
     "compute is not ordered behind reductions in place that another micro-batch follows": forgets_what_is_in_place,
     "what the graph of a backward needs is resharded with the unit": lambda: mock.patch.object(Backward, "keep_to_end"),
     "the reduce input is not held": lambda: forgets(Reduction, "_input"),
@@ -154,6 +198,15 @@ def goes_wrong(name: str, seed: int) -> bool:
 
 
 NEEDED_BY = {
+    "what a root leaves to the next backward is forgotten": "beside_another_root",
+    "where unsharded memory was allocated is noted once": "unshard_on_a_side_stream_later",
+    "where memory of extensions was allocated is noted once": "extensions_on_a_side_stream_later",
+    "the copy-in stream is not ordered behind an optimizer": "bf16_mixed_written_on_a_side_stream",
+    "the reduce stream is not ordered behind the all-reduces of a micro-batch": "hsdp_bf16_all_micro_batches",
+    "ExtensionGather.finish mark 2": "extensions_unshard_on_a_side_stream",
+    "ExtensionGather.finish order 3": "extensions_unshard_on_a_side_stream",
+    "Reductions._give_back mark 1": "forward_on_a_side_stream",
+    "Reductions._give_back order 1": "forward_on_a_side_stream",
     "Gather.finish order 1": "plain",
     "Gather.finish order 2": "unshard_on_a_side_stream",
     "Gather.land mark 1": "plain",
@@ -214,9 +267,14 @@ NEEDED_BY = {
     "a prefetch is not cancelled": "shorter_evaluation",
     "the unsharded storage is freed on another stream": "plain",
 }
-SHOWN_ELSEWHERE = {"late_comparison.read_later mark 1", "CollectiveLog.done mark 1"}
-"""Without them no data are wrong: the host looks at tags before they are there, and learns nothing (test_reduced_together.py); and the
-watchdog takes what is queued for complete (tests/hangs)."""
+SHOWN_ELSEWHERE = {
+    "late_comparison.read_later mark 1",
+    "CollectiveLog.done mark 1",
+    "GroupMemory.cancel mark 1",
+    "GroupMemory.cancel order 1",
+}
+"""Without the first two no data are wrong: the host looks at tags before they are there, and learns nothing (test_reduced_together.py); and
+the watchdog takes what is queued for complete (tests/hangs). The others order what follows a lack of memory (test_out_of_memory.py)."""
 QUICK = ("Gather.finish order 1", "Reduction.advance order 1", "the reduce input is not held")
 QUICK_SCENARIOS = ("hsdp_bf16", "replicated_micro_batches_bf16_all")
 

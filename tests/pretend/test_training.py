@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 
+from fsdp2.core import torch_compat as compat
+from fsdp2.core.comm import collectives
 from harness import on_ranks
 from harness.pretend_training import (
     MORE_SCENARIOS,
     SCENARIOS,
     SCENARIOS_2D,
     SCENARIOS_OF_DEPTH,
+    SCENARIOS_OF_SUMS,
     train,
     train_late,
     with_even_extensions,
@@ -38,13 +45,54 @@ def test_on_one_rank_every_order_trains_bitwise_as_the_cpu_does(name):
 
 @on_ranks(2, device="pretend")
 @pytest.mark.parametrize(
-    "name", slow_but([*SCENARIOS, *SCENARIOS_2D, *SCENARIOS_OF_DEPTH], "bf16_mixed", "hsdp", "replicated_partial", "depth_offload_bf16")
+    "name",
+    slow_but(
+        [*SCENARIOS, *SCENARIOS_2D, *SCENARIOS_OF_DEPTH, *SCENARIOS_OF_SUMS],
+        "bf16_mixed",
+        "hsdp",
+        "replicated_partial",
+        "depth_offload_bf16",
+    ),
 )
 def test_on_two_ranks_every_order_trains_bitwise_as_the_cpu_does(name):
-    scenario = {**SCENARIOS, **SCENARIOS_2D, **SCENARIOS_OF_DEPTH}[name]
+    scenario = {**SCENARIOS, **SCENARIOS_2D, **SCENARIOS_OF_DEPTH, **SCENARIOS_OF_SUMS}[name]
     expected = train(scenario, "cpu")
     for seed in (None, *range(NUM_SEEDS)):
         assert_same_bits(train_late(seed, scenario), expected)
+
+
+@contextlib.contextmanager
+def divides_before_the_launch() -> Iterator[None]:
+    """A planted fault: the division is queued while the launch is put together."""
+
+    def scatter(buffers: Any, process_group: Any) -> None:
+        with compat.one_launch(process_group, buffers[0][0].device):
+            for output, input_, division in buffers:
+                compat.reduce_scatter_single(output, input_, division.op, process_group, False)
+                if division.postdivide is not None:
+                    output.div_(division.postdivide)
+
+    def reduce(buffers: Any, process_group: Any) -> None:
+        with compat.one_launch(process_group, buffers[0][0].device):
+            for buffer, division in buffers:
+                dist.all_reduce(buffer, op=division.op, group=process_group)
+                if division.postdivide is not None:
+                    buffer.div_(division.postdivide)
+
+    with mock.patch.multiple(collectives, reduce_scatter_together=scatter, all_reduce_together=reduce):
+        yield
+
+
+@on_ranks(2, device="pretend")
+def test_a_division_that_is_queued_before_the_launch_is_caught():
+    """In every order alike, so that only the CPU's results show it."""
+    caught = []
+    for scenario in SCENARIOS_OF_SUMS.values():
+        expected = train(scenario, "cpu")
+        with divides_before_the_launch(), contextlib.suppress(AssertionError):
+            assert_same_bits(train_late(None, scenario), expected)
+            caught.append(False)
+    assert caught == []
 
 
 @on_ranks(2, device="pretend")

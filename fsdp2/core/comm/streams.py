@@ -78,7 +78,10 @@ class Streams(Protocol):
         """Block the host until ``event`` has passed."""
 
     def has_passed(self, event: Event) -> bool:
-        """Whether ``synchronize`` would not block. Local: nothing that other ranks see may depend on it."""
+        """Whether ``synchronize`` would not block; False while a graph is captured, when nobody may ask.
+
+        Local: nothing that other ranks see may depend on it.
+        """
 
     def is_capturing(self) -> bool:
         """Whether a graph of compute's work is being captured."""
@@ -159,7 +162,7 @@ class DeviceStreams:
             event.synchronize()
 
     def has_passed(self, event: Event) -> bool:
-        return event is None or bool(event.query())
+        return event is None or (not self.is_capturing() and bool(event.query()))
 
     def is_capturing(self) -> bool:
         return self._asks_capturing is not None and bool(self._asks_capturing())

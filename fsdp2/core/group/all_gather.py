@@ -144,6 +144,7 @@ class Gather:
         """
         assert flat is not None
         streams, target = self._streams, self._target
+        self._held = None  # that of a start that failed
         if copy:  # on compute, as the user's writes are: a copy made on another stream would race with them
             if flat.dtype is target.dtype or flat.device != target.device:
                 self._held = flat.to(target.device, copy=True).to(target.dtype)

@@ -75,7 +75,8 @@ class ExtensionGather:
 
     Note: extensions and streams. What ``start`` allocates lies on the gather stream and is read on compute, by ``finish`` and
     (metadata) by the user's operations. ``finish`` orders the gather stream behind those reads, so that no later gather writes memory
-    that the host has freed while compute still reads it. ``start`` cannot do that where a gather runs beside the loss.
+    that the host has freed while compute still reads it. ``start`` cannot do that where a gather runs beside the loss. With ``copy``,
+    tensors are packed on the stream that is compute at ``start``, perhaps a side stream of the user's: ``finish`` orders it in the same way.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class ExtensionGather:
         # of the gather under way
         self._sent: list[_Sent] = []
         self._packed: Tensor | None = None
+        self._packed_on: set[Stream] = set()  # the compute streams whose memory ``_packed`` and metadata were, in any gather
         self._pending: collectives.Pending | None = None
         self._event: Event = None
         # made by the first gather
@@ -140,6 +142,7 @@ class ExtensionGather:
         on_compute = copy or streams.host_waits  # where the user's writes are
         if on_compute:
             self._pack(non_blocking=False)
+            self._packed_on.add(streams.compute)
         streams.order(streams.gather, streams.mark(streams.compute))
         with streams.on(streams.gather):
             if not on_compute:
@@ -277,6 +280,9 @@ class ExtensionGather:
         for storage in self._released:
             streams.resize(storage, 0)
         streams.order(streams.gather, streams.mark(streams.compute))
+        for stream in self._packed_on:
+            if stream != streams.compute:
+                streams.order(stream, streams.mark(streams.compute))
 
     def _allocate(self, storages: list[tuple[torch.UntypedStorage, int]]) -> None:
         """Allocate the storages that have no memory, on compute."""

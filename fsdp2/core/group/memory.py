@@ -274,7 +274,12 @@ class GroupMemory:
             if flat is not None and self.file is not None and self.options.pin_memory:
                 flat = flat.pin_memory()  # a copy from a file's own memory would make the host wait for all that the stream has to do
                 self._reads_host = False
-            unsharded.gather.start(flat, copy, together)
+            try:
+                unsharded.gather.start(flat, copy, together)
+            except BaseException:  # out of memory for what it sends: the storage may have been allocated
+                self.state = GroupState.UNSHARDING
+                self.cancel()
+                raise
             unsharded.written_at = self.written_at
         elif self.state is GroupState.RESHARDED:
             assert self.unsharded is not None
@@ -302,6 +307,20 @@ class GroupMemory:
             self.state = GroupState.SHARDED
             if not self.plan.has_own_memory:  # else they are shown; and if an extension raised, there are no others yet
                 self.registry.show_sharded()
+            unsharded.free()
+
+    def cancel(self) -> None:
+        """Forget an issued unshard that could not start: nothing will arrive. On the host, the storage stays allocated."""
+        if self.state is not GroupState.UNSHARDING:
+            return
+        unsharded = self.unsharded
+        assert unsharded is not None
+        if unsharded.smaller is not None and unsharded.smaller.has_shards:
+            unsharded.smaller.drop()
+            self.registry.show_sharded()
+        self.state = GroupState.SHARDED
+        if not self.streams.host_waits:
+            self.streams.order(self.streams.compute, self.streams.mark(self.streams.gather))
             unsharded.free()
 
     def await_host_read(self) -> None:

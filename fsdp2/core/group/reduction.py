@@ -448,13 +448,15 @@ class Reduction:
                 hook(sharded)
 
 
-def launch(reductions: Sequence[Reduction], streams: Streams) -> None:
+def launch(reductions: Sequence[Reduction], streams: Streams) -> Stream:
     """On a stream device, queue all legs of a unit's reductions; each leg is one launch for each process group.
 
     Collective: yes, over the shard axes, then over the replicate axes.
+    Returns:    compute, whose memory the inputs are
     """
     several = len(reductions) > 1
-    streams.order(streams.reduce, streams.mark(streams.compute))
+    compute = streams.compute
+    streams.order(streams.reduce, streams.mark(compute))
     with streams.on(streams.reduce):
         scatters: ScatterLaunches | None = {} if several else None
         for reduction in reductions:
@@ -483,3 +485,4 @@ def launch(reductions: Sequence[Reduction], streams: Streams) -> None:
                     collectives.all_reduce_together(outputs, process_group)
             for reduction, _ in replicated:
                 reduction.hand_out(streams.all_reduce)
+    return compute

@@ -53,16 +53,16 @@ class SmallerShards:
         """Copy this rank's shards out of the unsharded parameters: DTensors in ``shown``, in the group's order."""
         first = self._params[0].unsharded
         assert first is not None
-        self._flat = torch.zeros(self._layout.shard_numel, dtype=first.dtype, device=first.device)
+        flat = torch.zeros(self._layout.shard_numel, dtype=first.dtype, device=first.device)
         shown = []
         for param, spec, slot in zip(self._params, self._specs, self._layout.slots, strict=True):
-            local = shard_view(self._flat, slot, spec, self.mesh.shard_rank)
+            local = shard_view(flat, slot, spec, self.mesh.shard_rank)
             local.copy_(spec.to_logical(own_shard(whole_local(param), spec, self.mesh.shard_rank)))
             shown.append(nn.Parameter(compat.new_dtensor(local, spec.sharded), requires_grad=param.sharded.requires_grad))
             mark(shown[-1], param)
             if param.adds_up_in is not None:
                 shown[-1].grad_dtype = param.sharded.grad_dtype
-        self.shown = shown
+        self._flat, self.shown = flat, shown  # last: there may be no memory for the copies
 
     def issue(self, together: list[Waiting] | None = None) -> None:
         """Start gathering among the ranks of the smaller mesh; see ``Gather.start``. Collective: yes, over its shard axis."""

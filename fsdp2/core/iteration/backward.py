@@ -101,11 +101,11 @@ class Backward:
 
     def _prefetch(self, unit: Unit) -> None:
         if unit.options.unshard_in_backward:
+            self._prefetched.append(unit)
             if self._tree.step.forward_end is None:
                 unit.issue()
             else:
                 self._tree.issue_beside_loss(unit)
-            self._prefetched.append(unit)
 
     def end(self, unit: Unit, call: Call, task: int) -> None:
         """Autograd has computed the gradient of an input of ``call``.

@@ -54,8 +54,8 @@ class Forward:
         options = unit.options
         if options.prefetch_forward:
             for other in options.prefetch_forward:
+                self._prefetched.append(other)  # before its gathers, of which the second may fail
                 other.issue()
-                self._prefetched.append(other)
         else:
             position = len(recording)
             recorded = self._recorded
@@ -63,12 +63,12 @@ class Forward:
                 depth = options.forward_depth
                 if depth.units == 1:  # by far the most common
                     other = recorded[position]
-                    other.issue()
                     self._prefetched.append(other)
+                    other.issue()
                 else:
                     for other in ahead(recorded[position : position + depth.units], depth):
-                        other.issue()
                         self._prefetched.append(other)
+                        other.issue()
         if not self._host_waits:
             unit.wait()
         if log is not None:

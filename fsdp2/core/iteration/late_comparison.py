@@ -65,8 +65,6 @@ def read_later(reductions: Sequence[Reduction]) -> None:
 
 def compare() -> None:
     """Raise OrderError if tags have arrived that show another group in the place of one that this rank reduced."""
-    if not _unread or _unread[0].streams.is_capturing():
-        return
     while _unread and _unread[0].streams.has_passed(_unread[0].event):
         read = _unread.popleft()
         tags = torch.cat(read.tags).view(-1, TAG_NUMEL)

@@ -32,6 +32,7 @@ class Reductions:
         self.limit = 1
         self._streams = streams
         self._started: list[Reduction] = []  # since the last ``finish``
+        self._computed_on: set[Stream] = set()  # the streams that were compute in forward and backward since then
         self._holding: deque[list[Reduction]] = deque()
         self._advanced: list[Reduction] = []  # those of the unit that gave up its inputs last
 
@@ -42,6 +43,10 @@ class Reductions:
     def num_holding(self) -> int:
         """How many units hold their inputs now."""
         return len(self._holding)
+
+    def note_compute(self) -> None:
+        """Gradients will be computed on the stream that is compute now: autograd runs each node on the stream of its forward."""
+        self._computed_on.add(self._streams.compute)
 
     def poll(self) -> None:
         """Free inputs that the collectives have read. Local: nothing that other ranks see depends on it."""
@@ -74,7 +79,7 @@ class Reductions:
             return
         holding.append(started)
         if not self._streams.host_waits:
-            launch(started, self._streams)
+            self._computed_on.add(launch(started, self._streams))
             return
         for reduction in started:
             reduction.poll()
@@ -89,6 +94,8 @@ class Reductions:
         self._started.clear()
         self._holding.clear()
         self._advanced = []
+        self._give_back()
+        self._computed_on.clear()
 
     def finish_later(self) -> None:
         """Leave the gradients in the order of the reduce stream; the next ``finish_all`` orders compute behind them.
@@ -103,6 +110,7 @@ class Reductions:
             self._order(self._streams.compute)
         for reduction in self._started:
             reduction.let_go()
+        self._give_back()
         _behind.add(self)
 
     def _order(self, stream: Stream) -> None:
@@ -113,6 +121,13 @@ class Reductions:
                 if other != stream:
                     streams.order(stream, event)
 
+    def _give_back(self) -> None:
+        """Order side streams of the user's, on which gradients and reduce inputs were allocated, behind what compute has done with them."""
+        streams = self._streams
+        for stream in self._computed_on:
+            if stream != streams.compute:
+                streams.order(stream, streams.mark(streams.compute))
+
     def abandon(self) -> None:
         """Wait for what is under way and forget it."""
         for reduction in self._started:
@@ -120,6 +135,7 @@ class Reductions:
         self._started.clear()
         self._holding.clear()
         self._advanced = []
+        self._give_back()
         _behind.discard(self)
 
 

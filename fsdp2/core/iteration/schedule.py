@@ -196,13 +196,15 @@ class Schedule:
             return
         if collective_log.current is not None:
             collective_log.current.fail("forward", unit.fqn or "the root")
-        self.tree.reshard_after_forward(unit)
-        if unit.max_norm_weights:
-            unit.reshard()  # embeddings may have shrunk their rows in forward on this rank alone
-        if any(group.state is GroupState.UNSHARDING for group in unit.uses):
-            unit.release()
-        if self.forward is not None and self.forward.root is unit:
-            self._finish_forward(self.forward, failed=True)
+        try:
+            self.tree.reshard_after_forward(unit)
+            if unit.max_norm_weights:
+                unit.reshard()  # embeddings may have shrunk their rows in forward on this rank alone
+            if any(group.state is GroupState.UNSHARDING for group in unit.uses):
+                unit.release()
+        finally:  # there may be no memory for shards over a smaller mesh
+            if self.forward is not None and self.forward.root is unit:
+                self._finish_forward(self.forward, failed=True)
 
     def end_interrupted_forward(self) -> None:
         """End a forward that something other than an ``Exception``, such as ctrl-C, has ended: torch calls no hook then."""

@@ -141,9 +141,17 @@ class Unit:
                     group.holders.add(self)
         finally:  # also if the gather of another group failed
             if together:
-                send_together(together, self._streams)
+                self._send(together)
             if profiled is not None:
                 profiled.__exit__(None, None, None)
+
+    def _send(self, together: list[Waiting]) -> None:
+        try:
+            send_together(together, self._streams)
+        except BaseException:  # out of memory for what is packed: nothing was sent
+            for group in self.uses:
+                group.cancel()
+            raise
 
     def can_be_gathered_anew(self, versions: Sequence[tuple[int, int]]) -> bool:
         """Whether a gather needs nothing that compute has done since its shards had ``versions``: no memory, and no values."""

@@ -146,10 +146,10 @@ class UnitTree:
         if not stays:
             unit.reshard()
             return
+        self.leave_unsharded(unit)  # before the shards over a smaller mesh are made, for which there may be no memory
+        self.step.left_by_forward.add(unit)
         if after is not True and after is not False:
             unit.reshard(to_smaller=True)
-        self.leave_unsharded(unit)
-        self.step.left_by_forward.add(unit)
 
     def hide_what_forward_left(self) -> None:
         """No backward can follow: show the sharded parameters, so that what the user writes now is not lost at the next reshard."""
@@ -158,6 +158,7 @@ class UnitTree:
 
     def note_forward_end(self) -> None:
         """A forward whose backward may come has ended, on a stream device."""
+        self.reductions.note_compute()
         for unit in reversed(self.step.order):
             if any(group.state is GroupState.SHARDED for group in unit.uses):
                 if not self.streams.is_capturing():  # the graph of a backward cannot wait for an event of another graph

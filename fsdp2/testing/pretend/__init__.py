@@ -81,13 +81,51 @@ def no_host_waits(*kinds: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def capturing() -> Iterator[None]:
-    """Inside, operations that a graph capture refuses are errors: waiting for the device, asking events, ``record_stream``."""
+    """Inside, work of the current stream, and of streams that wait for it, is taken for a graph capture's.
+
+    What a capture refuses is an error: waiting for the device, asking events, ``record_stream``; an order behind an event from outside
+    of the capture; work on a stream that takes no part; an end that is not behind all of the work. Later, so is an order behind an event
+    of the graph.
+    """
     synchronize()
-    extension().set_capturing(True)
+    extension().begin_capture()
+    try:
+        yield
+    except BaseException:
+        extension().end_capture(False)
+        raise
+    extension().end_capture(True)
+
+
+@contextlib.contextmanager
+def limited_memory(nbytes: int) -> Iterator[None]:
+    """Inside, the allocator reserves at most ``nbytes`` more than is in use now.
+
+    Beyond that it waits for the device, gives back what is free, and tries again (``memory_stats()["retries"]``), as CUDA's does; then
+    it raises ``torch.OutOfMemoryError``. Segments have no minimum size inside.
+    """
+    extension().release_cached_memory()
+    extension().set_memory_limit(memory_stats()["reserved"] + nbytes)
     try:
         yield
     finally:
-        extension().set_capturing(False)
+        extension().set_memory_limit(0)
+
+
+@contextlib.contextmanager
+def one_collective_at_a_time(patience: float) -> Iterator[None]:
+    """Inside, a collective between processes keeps all others waiting, those of other communicators too, as it may on a full GPU.
+
+    They run in the order in which this process issued them. Ranks that issue those of two communicators in different orders wait for each
+    other: after ``patience`` seconds that is an error.
+    """
+    synchronize()
+    extension().set_one_at_a_time(patience)
+    try:
+        yield
+        synchronize()
+    finally:
+        extension().set_one_at_a_time(0)
 
 
 @contextlib.contextmanager
@@ -103,7 +141,7 @@ def traced() -> Iterator[list[str]]:
 
 
 def memory_stats() -> dict[str, int]:
-    """Bytes allocated, at most allocated, and reserved; blocks, allocations so far, segments."""
+    """Bytes allocated and reserved, and the most of each; blocks, allocations and retries so far, segments."""
     stats: dict[str, int] = extension().memory_stats()
     return stats
 
@@ -117,9 +155,11 @@ __all__ = [
     "host_waits",
     "launches",
     "library",
+    "limited_memory",
     "memory_stats",
     "missing_tools",
     "no_host_waits",
+    "one_collective_at_a_time",
     "reset_counts",
     "set_order",
     "synchronize",

@@ -15,6 +15,10 @@ namespace {
 
 constexpr auto kPatience = std::chrono::milliseconds(200);
 
+// The collectives of all groups run one at a time, in the order of issue, for at most so long each; 0: only those of one group.
+std::chrono::milliseconds at_most{0};
+TicketPtr last_of_all;
+
 at::Tensor host(const at::Tensor& tensor) {
   TORCH_CHECK(tensor.device() == the_device(), "pretend process group: a tensor on ", tensor.device());
   TORCH_CHECK(tensor.is_contiguous(), "pretend process group: tensors must be contiguous");
@@ -115,6 +119,7 @@ struct Launch {
 
   Tensors parcels;  // of what two ranks send to each other, call by call
   std::future<void> delivery;
+  std::chrono::steady_clock::time_point since{};  // its first try
 
   static constexpr int64_t kSaid = 512;
 
@@ -137,6 +142,14 @@ struct Launch {
   }
 
   bool run() {
+    const auto now = std::chrono::steady_clock::now();
+    if (since == std::chrono::steady_clock::time_point{}) since = now;
+    TORCH_CHECK(at_most.count() == 0 || now - since < at_most, "pretend process group: rank ", rank, " waits for the other ranks in ",
+                description(), " and gives no other communicator a turn; do the ranks issue the collectives of several in one order?");
+    return try_to_run();
+  }
+
+  bool try_to_run() {
     if (is_between_two(calls[0])) return run_between_two();
     if (wire && !compared) {
       if (!said.defined()) {
@@ -303,8 +316,10 @@ struct Group final : StreamGroup {
       it->calls.push_back({call.kind, hosts(call.outputs), hosts(call.inputs), call.op, call.root, call.sends, call.receives});
     }
     auto ticket = std::make_shared<Ticket>();
-    enqueue(stream, {"collective", it->description(), [it] { return it->run(); }, last, ticket});
+    const bool one_at_a_time = at_most.count() > 0 && wire;
+    enqueue(stream, {"collective", it->description(), [it] { return it->run(); }, one_at_a_time && last_of_all ? last_of_all : last, ticket});
     last = ticket;
+    if (one_at_a_time) last_of_all = ticket;
     return ticket;
   }
 
@@ -337,6 +352,11 @@ struct Group final : StreamGroup {
 };
 
 }  // namespace
+
+void set_one_at_a_time(double seconds) {
+  at_most = std::chrono::milliseconds(int64_t(seconds * 1000));
+  last_of_all = nullptr;
+}
 
 c10::intrusive_ptr<c10d::Backend> make_group(c10::intrusive_ptr<c10d::Backend> wire, int rank, int size) {
   return c10::make_intrusive<Group>(std::move(wire), rank, size);

@@ -23,6 +23,8 @@ namespace pretend {
 // One recording of one event, or the end of one collective.
 struct Ticket {
   bool done = false;
+  int64_t capture = 0;                         // the number of the graph capture that it is a part of; 0: of none
+  std::map<c10::StreamId, int64_t> is_behind;  // in a capture: how many entries of each stream
 };
 using TicketPtr = std::shared_ptr<Ticket>;
 
@@ -67,7 +69,10 @@ std::map<std::string, int64_t> host_waits();
 std::map<std::string, int64_t> launches();
 void reset_counts();
 void count_launch(const std::string& kind);
-void set_capturing(bool yes);
+// A capture begins with the current stream. Another stream joins it by waiting for an event of it, and the first one must be behind all
+// of them at the end.
+void begin_capture();
+void end_capture(bool check);
 bool is_capturing();
 void set_tracing(bool yes);
 std::vector<std::string> take_trace();
@@ -93,5 +98,7 @@ void use_on_stream(const c10::DataPtr& data, c10::StreamId stream);
 std::map<std::string, int64_t> memory_stats();
 void reset_peak_memory();
 void set_poisoning(bool yes);
+void set_memory_limit(int64_t nbytes);  // of what may be reserved; 0: none
+void release_cached_memory();           // waits for the device
 
 }  // namespace pretend

@@ -43,6 +43,15 @@ struct AsDefault {
   at::Tensor before;
 };
 
+// A copy from pageable memory is staged: a small one at once, of a larger one each part when the stream has come to the one before.
+void wait_for_pageable(const at::Tensor& source) {
+  constexpr size_t kStaged = size_t{64} << 10;
+  if (source.nbytes() > kStaged)
+    synchronize_stream(current_stream(), "copy from pageable memory");
+  else
+    count_host_wait("copy from pageable memory");
+}
+
 void check_arguments(const c10::OperatorHandle& handle, const Stack& arguments) {
   const bool indexes = handle.schema().name().find("index") != std::string::npos;
   for (auto& value : arguments) {
@@ -50,7 +59,7 @@ void check_arguments(const c10::OperatorHandle& handle, const Stack& arguments) 
       if (!tensor.defined() || is_ours(tensor) || tensor.dim() == 0) return;
       TORCH_CHECK(indexes && tensor.device().is_cpu(), "Expected all tensors to be on the same device, but ", handle.schema().name(),
                   " was given one on ", tensor.device(), " beside others on ", the_device());
-      count_host_wait("copy from pageable memory");  // indices on the host
+      wait_for_pageable(tensor);  // indices on the host
     });
   }
 }
@@ -209,12 +218,9 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool no
       queue_copy(on_host(target), source, "from pinned memory");  // reads it when it runs
       return target;
     }
+    if (non_blocking) wait_for_pageable(source);
     queue_copy(on_host(target), source.clone(), "from the host");
-    if (!non_blocking) {
-      synchronize_stream(current_stream(), "copy to the device");
-    } else {
-      count_host_wait("copy from pageable memory");
-    }
+    if (!non_blocking) synchronize_stream(current_stream(), "copy to the device");
   } else {
     const bool pinned = is_pinned(target.storage().data());
     queue_copy(target, on_host(source), "to the host");

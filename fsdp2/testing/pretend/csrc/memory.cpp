@@ -50,7 +50,8 @@ struct Memory {
   std::map<c10::StreamId, std::vector<std::pair<char*, size_t>>> freed;  // and not poisoned yet
   std::list<Waiting> waiting;
   std::map<const char*, size_t> segments, pinned;
-  int64_t allocated = 0, peak = 0, reserved = 0, active_blocks = 0, given_out = 0;
+  int64_t allocated = 0, peak = 0, reserved = 0, peak_reserved = 0, active_blocks = 0, given_out = 0;
+  int64_t limit = 0, retries = 0;
   bool poisoning = true;
 };
 
@@ -116,6 +117,7 @@ void look_at_waiting() {
   }
 }
 
+// None: it would reserve more than it may.
 Block* take(size_t requested, c10::StreamId stream) {
   auto& m = memory();
   look_at_waiting();
@@ -131,7 +133,8 @@ Block* take(size_t requested, c10::StreamId stream) {
     block = *found;
     pool.erase(found);
   } else {
-    const size_t size = rounded(nbytes, kSegment);
+    const size_t size = m.limit > 0 ? nbytes : rounded(nbytes, kSegment);  // limits are for small models
+    if (m.limit > 0 && m.reserved + int64_t(size) > m.limit) return nullptr;
     void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     TORCH_CHECK(data != MAP_FAILED, "pretend device: out of memory");
     if (m.poisoning) std::memset(data, kPoison, size);
@@ -141,6 +144,7 @@ Block* take(size_t requested, c10::StreamId stream) {
     block->stream = stream;
     m.segments[block->data] = size;
     m.reserved += int64_t(size);
+    m.peak_reserved = std::max(m.peak_reserved, m.reserved);
   }
   if (block->nbytes - nbytes >= kAlign) {
     auto* rest = new Block;
@@ -190,6 +194,15 @@ struct DeviceMemory final : c10::Allocator {
     if (nbytes == 0) return {nullptr, nullptr, &nothing, the_device()};
     auto guard = lock();
     auto* block = take(nbytes, current_stream());
+    if (block == nullptr) {
+      guard.unlock();
+      release_cached_memory();
+      guard.lock();
+      ++memory().retries;
+      block = take(nbytes, current_stream());
+      TORCH_CHECK_WITH(OutOfMemoryError, block != nullptr, "pretend device: out of memory: tried to allocate ", nbytes, " bytes; ",
+                       memory().reserved, " of ", memory().limit, " are reserved");
+    }
     check_poison(block->stream, block->data, block->nbytes);
     return {block->data, block, &free_block, the_device()};
   }
@@ -262,12 +275,43 @@ std::map<std::string, int64_t> memory_stats() {
   auto guard = lock();
   auto& m = memory();
   return {{"allocated", m.allocated}, {"peak", m.peak}, {"reserved", m.reserved}, {"blocks", m.active_blocks},
-          {"allocations", m.given_out}, {"segments", int64_t(m.segments.size())}, {"waiting", int64_t(m.waiting.size())}};
+          {"allocations", m.given_out}, {"segments", int64_t(m.segments.size())}, {"waiting", int64_t(m.waiting.size())}, {"retries", m.retries}, {"peak_reserved", m.peak_reserved}};
 }
 
 void reset_peak_memory() {
   auto guard = lock();
   memory().peak = memory().allocated;
+  memory().peak_reserved = memory().reserved;
+}
+
+void set_memory_limit(int64_t nbytes) {
+  auto guard = lock();
+  memory().limit = nbytes;
+}
+
+// Segments that are free as a whole go back to the system, which waits until nothing uses them any more.
+void release_cached_memory() {
+  synchronize_device("release of cached memory");
+  auto guard = lock();
+  auto& m = memory();
+  look_at_waiting();
+  for (auto& [stream, pool] : m.free) {
+    auto& freed = m.freed[stream];
+    for (auto it = pool.begin(); it != pool.end();) {
+      auto* block = *it;
+      if (block->before != nullptr || block->behind != nullptr) {
+        ++it;
+        continue;
+      }
+      auto lies_inside = [&](auto& range) { return range.first >= block->data && range.first < block->data + block->nbytes; };
+      freed.erase(std::remove_if(freed.begin(), freed.end(), lies_inside), freed.end());
+      m.segments.erase(block->data);
+      m.reserved -= int64_t(block->nbytes);
+      munmap(block->data, block->nbytes);
+      it = pool.erase(it);
+      delete block;
+    }
+  }
 }
 
 void set_poisoning(bool yes) {

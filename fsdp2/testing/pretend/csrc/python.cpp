@@ -16,13 +16,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("host_waits", &pretend::host_waits);
   m.def("launches", &pretend::launches);
   m.def("reset_counts", &pretend::reset_counts);
-  m.def("set_capturing", &pretend::set_capturing);
+  m.def("begin_capture", &pretend::begin_capture);
+  m.def("end_capture", &pretend::end_capture);
   m.def("is_capturing", &pretend::is_capturing);
   m.def("set_tracing", &pretend::set_tracing);
   m.def("take_trace", &pretend::take_trace);
   m.def("memory_stats", &pretend::memory_stats);
   m.def("reset_peak_memory", &pretend::reset_peak_memory);
   m.def("set_poisoning", &pretend::set_poisoning);
+  m.def("set_memory_limit", &pretend::set_memory_limit);
+  m.def("release_cached_memory", &pretend::release_cached_memory);
+  m.def("set_one_at_a_time", &pretend::set_one_at_a_time);
   m.def("default_generator", [] { return pretend::default_generator(); });
   m.def("make_group", [](py::object wire, int rank, int size) {
     c10::intrusive_ptr<c10d::Backend> backend;

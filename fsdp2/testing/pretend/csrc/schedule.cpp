@@ -13,6 +13,7 @@
 #include <condition_variable>
 #include <deque>
 #include <set>
+#include <utility>
 #include <thread>
 
 namespace pretend {
@@ -57,6 +58,9 @@ struct State {
   bool keep_alive = false;
   bool running = false;
   bool capturing = false;
+  int64_t captures = 0;
+  c10::StreamId captured_first = 0;
+  std::map<c10::StreamId, std::map<c10::StreamId, int64_t>> captured;  // the streams of a capture, and what each is behind
   bool tracing = false;
   Clock::time_point heard = Clock::now();
   Random random;
@@ -183,6 +187,38 @@ void start(State& s) {
   std::thread(execute).detach();
 }
 
+// An entry is about to be queued while a graph is captured.
+void note_captured(State& s, c10::StreamId stream, const Entry& entry) {
+  const std::string kind = entry.kind;
+  if (kind == "poison" || kind == "wait") return;
+  auto found = s.captured.find(stream);
+  if (found == s.captured.end()) {
+    TORCH_CHECK(kind == "record", "pretend device: ", entry.name, " on a stream that takes no part in the capture: a replay would not run it");
+    return;
+  }
+  if (kind != "record") ++found->second[stream];
+  if (entry.marks) {
+    entry.marks->capture = s.captures;
+    entry.marks->is_behind = found->second;
+  }
+}
+
+// `stream` is about to wait for `ticket`.
+void note_wait(State& s, c10::StreamId stream, const Ticket& ticket) {
+  if (!s.capturing) {
+    TORCH_CHECK(ticket.capture == 0, "pretend device: a stream waits for an event of a captured graph, outside of that graph");
+    return;
+  }
+  const bool is_of_this = ticket.capture == s.captures;
+  auto found = s.captured.find(stream);
+  if (found == s.captured.end()) {
+    if (is_of_this) s.captured[stream] = ticket.is_behind;
+    return;
+  }
+  TORCH_CHECK(is_of_this, "pretend device: a stream of a capture waits for an event from outside of it");
+  for (auto& [other, count] : ticket.is_behind) found->second[other] = std::max(found->second[other], count);
+}
+
 void raise_what_happened(State& s) {
   if (s.error) {
     auto error = s.error;
@@ -237,6 +273,7 @@ void enqueue(c10::StreamId stream, Entry entry) {
   auto& s = state();
   Lock lock(s.mutex);
   s.heard = Clock::now();
+  if (s.capturing) note_captured(s, stream, entry);
   const bool is_poison = std::string(entry.kind) == "poison";
   if (s.immediately && is_poison && idle(s)) {
     entry.run();
@@ -262,11 +299,17 @@ TicketPtr record(c10::StreamId stream) {
 }
 
 void wait(c10::StreamId stream, const TicketPtr& ticket) {
-  if (ticket) enqueue(stream, {"wait", "", nullptr, ticket, nullptr});
+  if (!ticket) return;
+  {
+    auto guard = lock();
+    note_wait(state(), stream, *ticket);
+  }
+  enqueue(stream, {"wait", "", nullptr, ticket, nullptr});
 }
 
 bool query(const TicketPtr& ticket) {
   refuse_in_capture("asking whether an event has passed");
+  TORCH_CHECK(!ticket || ticket->capture == 0, "pretend device: the host asks for an event of a captured graph");
   auto& s = state();
   Lock lock(s.mutex);
   s.heard = Clock::now();
@@ -287,6 +330,7 @@ void count_host_wait(const std::string& why) {
 
 void synchronize(const TicketPtr& ticket, const char* why) {
   count_host_wait(why);
+  TORCH_CHECK(!ticket || ticket->capture == 0, "pretend device: the host waits for an event of a captured graph");
   if (ticket) run_until({ticket});
 }
 
@@ -361,9 +405,25 @@ void reset_counts() {
   state().launches.clear();
 }
 
-void set_capturing(bool yes) {
+void begin_capture() {
+  auto& s = state();
   auto guard = lock();
-  state().capturing = yes;
+  TORCH_CHECK(!s.capturing, "pretend device: a capture in a capture");
+  s.capturing = true;
+  ++s.captures;
+  s.captured_first = current;
+  s.captured = {{current, {}}};
+}
+
+void end_capture(bool check) {
+  auto& s = state();
+  auto guard = lock();
+  s.capturing = false;
+  auto captured = std::exchange(s.captured, {});
+  if (!check) return;
+  auto& behind = captured[s.captured_first];
+  for (auto& [stream, own] : captured)
+    TORCH_CHECK(behind[stream] >= own[stream], "pretend device: the capture ends while stream ", stream, " has not been joined");
 }
 
 bool is_capturing() {

@@ -173,7 +173,8 @@ def shard_another(model: Any) -> None:
 
 
 def sum_only(model: Any) -> None:
-    model.set_force_sum_reduction_for_comms(True)
+    for module in [model, *model.blocks]:
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def written_in_forward(model: Any, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A step that runs out of device memory, wherever that is, leaves a model that the next step trains as if the batch had been skipped."""
+"""Wherever a step runs out of device memory, the next one trains the model as if the batch had been skipped."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ class CopyInIsNotTold(DeviceStreams):
         super().__init__(torch.device("pretend", 0))
 
     def order(self, stream: Any, event: Any) -> None:
-        if stream != self.copy_in or PLACES.get(place_of_caller("order")) != "Schedule._begin_iteration order 1":
+        if stream != self.copy_in or PLACES.get(place_of_caller("order")) != "Schedule.await_optimizer order 1":
             super().order(stream, event)
 
 
@@ -273,8 +273,9 @@ SHOWN_ELSEWHERE = {
     "GroupMemory.cancel mark 1",
     "GroupMemory.cancel order 1",
 }
-"""Without the first two no data are wrong: the host looks at tags before they are there, and learns nothing (test_reduced_together.py); and
-the watchdog takes what is queued for complete (tests/hangs). The others order what follows a lack of memory (test_out_of_memory.py)."""
+"""Without the first two no data are wrong: the host looks at tags before they are there, and learns nothing
+(test_reduced_together.py); and the watchdog takes what is queued for complete (tests/hangs). The others order what follows a lack of
+memory (test_out_of_memory.py)."""
 QUICK = ("Gather.finish order 1", "Reduction.advance order 1", "the reduce input is not held")
 QUICK_SCENARIOS = ("hsdp_bf16", "replicated_micro_batches_bf16_all")
 

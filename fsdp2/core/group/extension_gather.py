@@ -76,7 +76,7 @@ class ExtensionGather:
     Note: extensions and streams. What ``start`` allocates lies on the gather stream and is read on compute, by ``finish`` and
     (metadata) by the user's operations. ``finish`` orders the gather stream behind those reads, so that no later gather writes memory
     that the host has freed while compute still reads it. ``start`` cannot do that where a gather runs beside the loss. With ``copy``,
-    tensors are packed on the stream that is compute at ``start``, perhaps a side stream of the user's: ``finish`` orders it in the same way.
+    tensors are packed on the stream that is compute at ``start``, perhaps a side stream of the user's: ``finish`` orders it alike.
     """
 
     def __init__(

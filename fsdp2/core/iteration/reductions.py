@@ -122,7 +122,7 @@ class Reductions:
                     streams.order(stream, event)
 
     def _give_back(self) -> None:
-        """Order side streams of the user's, on which gradients and reduce inputs were allocated, behind what compute has done with them."""
+        """Order the user's side streams, on which gradients and reduce inputs were allocated, behind what compute does with them."""
         streams = self._streams
         for stream in self._computed_on:
             if stream != streams.compute:

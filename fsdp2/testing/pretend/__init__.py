@@ -83,9 +83,9 @@ def no_host_waits(*kinds: str) -> Iterator[None]:
 def capturing() -> Iterator[None]:
     """Inside, work of the current stream, and of streams that wait for it, is taken for a graph capture's.
 
-    What a capture refuses is an error: waiting for the device, asking events, ``record_stream``; an order behind an event from outside
-    of the capture; work on a stream that takes no part; an end that is not behind all of the work. Later, so is an order behind an event
-    of the graph.
+    What a capture refuses is an error: waiting for the device, asking events, ``record_stream``; an order behind an event from
+    outside of the capture; work on a stream that takes no part; an end that is not behind all of the work. Later, so is an order
+    behind an event of the graph.
     """
     synchronize()
     extension().begin_capture()
@@ -116,8 +116,8 @@ def limited_memory(nbytes: int) -> Iterator[None]:
 def one_collective_at_a_time(patience: float) -> Iterator[None]:
     """Inside, a collective between processes keeps all others waiting, those of other communicators too, as it may on a full GPU.
 
-    They run in the order in which this process issued them. Ranks that issue those of two communicators in different orders wait for each
-    other: after ``patience`` seconds that is an error.
+    They run in the order in which this process issued them. Ranks that issue those of two communicators in different orders wait for
+    each other: after ``patience`` seconds that is an error.
     """
     synchronize()
     extension().set_one_at_a_time(patience)

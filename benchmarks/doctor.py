@@ -43,16 +43,16 @@ def watched(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     from fsdp2 import doctor
 
     # Ranks of a fake process group all have the data of this one.
-    return doctor.watch(model, optimizer, every=1 << 40, ignore=["same-data-on-every-rank"])
+    return doctor.watch(model, optimizer, every=1 << 40, ignore=["same-data-on-every-rank", "same-random-numbers"])
 
 
 def hooks_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     """All that a watch runs in one step, as the modules and optimizers that call it hold it."""
-    from fsdp2.doctor import clipping
+    from fsdp2.doctor import hearing
 
-    before_forward = list(model._forward_pre_hooks.values())[-1]
+    before_forward = next(iter(model._forward_pre_hooks.values()))  # ahead of all others
     (after_backward,) = model._get_fsdp_state().watchers  # type: ignore[operator, union-attr]
-    (on_clip,) = clipping._listeners
+    (on_clip,) = hearing.clips._listeners
     before_step: Any = list(optimizer._optimizer_step_pre_hooks.values())[-1]
     inputs, params = (torch.randn(2, 16),), list(model.parameters())
 

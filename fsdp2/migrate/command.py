@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
             fix="check the path",
         )
     for path in links_out:
-        sys.stdout.write(f"{path}: left: it leads out of the folder; name the file itself to have it migrated\n")
+        say(f"{path}: left: it leads out of the folder; name the file itself to have it migrated")
     complete = not links_out
     for path, result in migrate_files(files).items():
         complete &= result.is_complete

@@ -119,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _print(result: Plan | Found, title: str, found: Sequence[Table], as_json: bool) -> int:
     if as_json:
-        sys.stdout.write(json.dumps(asdict(result), default=str) + "\n")
+        say(json.dumps(asdict(result), default=str))
     else:
         show(title, found)
     return 0

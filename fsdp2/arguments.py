@@ -3,7 +3,7 @@
     require("plan", COUNT, batch=batch, sequence=sequence)
     # ArgumentError: plan got batch='x' of type str; expected: a whole number, 1 or more; fix: for instance batch=8
 
-Checks of one call's own arguments stand beside the call. This file refuses to know what arguments do.
+Checks of one call's own arguments stand beside the call.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 ``torch.nn.utils.clip_grad_norm_`` stacks the norms as DTensors, which have to lie on one mesh, and its operator raises on an empty
 shard where the norm has no identity (inf), on that rank alone. Here every rank computes what its local tensors contribute, one number
 for all parameters that are cut over the same axes, and these vectors are all-reduced once for each mesh axis over which anything is
-cut. Gradients that lie in one buffer are one tensor (``flat_gradients``). This file refuses to know modules.
+cut. Gradients that lie in one buffer are one tensor (``flat_gradients``).
 
 Worked example, (dp 2, tp 2), 2-norm: weights cut over dp and tp, norms' scales cut over dp only, plain biases
 

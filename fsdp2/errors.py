@@ -1,9 +1,8 @@
 """The FSDPError family: what the user did, what was expected, how to mend it.
 
-Every error that a user can cause is one of these and is also a subclass of each built-in exception that PyTorch's own FSDP2
-raises in the cases it covers, so that old ``except`` clauses hold; a test asks FSDP2 case by case (hence the odd bases: there, an
-empty list is an IndexError). Only what is no module, mesh or policy at all is an AttributeError: ``hasattr`` swallows those. This file
-refuses to know any runtime object: a message is made of strings.
+Every error that a user can cause is one of these and is also a subclass of each built-in exception that PyTorch's own FSDP2 raises in
+the cases it covers, so that old ``except`` clauses hold; a test asks FSDP2 case by case (hence the odd bases: there, an empty list is
+an IndexError). Only what is no module, mesh or policy at all is an AttributeError: ``hasattr`` swallows those.
 
     MeshError: [rank 0] fully_shard got a 3-D mesh ('pp', 'dp', 'tp')
       expected: a 1-D mesh (shard) or a 2-D mesh (replicate, shard)

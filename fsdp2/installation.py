@@ -4,8 +4,8 @@
         import their_training_program           # its ``from torch.distributed.fsdp import fully_shard`` gets ours
 
 It rebinds names: in the modules of torch that programs import them from, and in every module that has imported them already.
-``uninstall`` puts the old values back. A program that keeps torch's function elsewhere (in a default argument, a
-closure, a list) still has torch's. This file refuses to know what the names stand for.
+``uninstall`` puts the old values back. A program that keeps torch's function elsewhere (in a default argument, a closure, a
+list) still has torch's.
 """
 
 from __future__ import annotations

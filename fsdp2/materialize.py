@@ -1,8 +1,7 @@
 """From the meta device to values that do not depend on the number of ranks.
 
 Every rank runs the same initialisation functions on whole parameters, with generators in the same state, and keeps its slices; so
-for one seed a model has bitwise the values of the unsharded model, on any mesh. Parameters are made whole one module at a
-time. This file refuses to know how values are drawn: the module's own ``reset_parameters``, or the caller's function, does that.
+for one seed a model has bitwise the values of the unsharded model, on any mesh. Parameters are made whole one module at a time.
 
 Worked example, 2 ranks, ``Sequential(Linear(4, 6), Linear(6, 2))``, each Linear a group:
 

@@ -7,7 +7,7 @@
     (root)                FSDPGPT               650  float32                1.3 KiB    2.6 KiB     3.3%  Shard(0) of 2  kept, as root
     blocks.0 to blocks.3  4 x FSDPBlock       4,160  float32 -> bfloat16    8.1 KiB    8.1 KiB     0.0%  Shard(0) of 2  resharded
 
-Units that follow each other with equal figures share a row. This file refuses to know how anything is done, and changes nothing.
+Units that follow each other with equal figures share a row.
 """
 
 from __future__ import annotations

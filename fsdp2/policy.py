@@ -2,7 +2,7 @@
 
 Every class has the fields and defaults of its namesake in ``torch.distributed.fsdp``, and descends from it, so that ``isinstance``
 checks elsewhere hold; objects of torch's own classes are accepted wherever these are. Each says all of its fields itself, for an older
-torch has fewer. This file refuses to know how a choice is carried out.
+torch has fewer.
 
     MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # parameters are stored in fp32, all-gathered and used in bf16; gradients are cast to fp32, then reduce-scattered

@@ -2,7 +2,7 @@
 
 Both tell four categories apart: the *compute copy* (unsharded parameters in the compute dtype, or what is kept of them over a node),
 *gradients*, the *master* (what ``model.parameters()`` shows between steps) and the *optimizer's* state. Activations, buffers in flight
-and the group that runs just now are none of them. This file refuses to know how anything is sharded at run time.
+and the group that runs just now are none of them.
 
 Worked example, zero1, 1000 parameters, 4 ranks, bf16 compute and reduction, AdamW; between two micro-batches that accumulate:
 

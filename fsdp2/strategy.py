@@ -15,8 +15,6 @@ reduce dtype, in which gradients accumulate over micro-batches:
 *Resident*: from the first forward after an optimizer step to the end of the last backward before the next one, at which the
 optimizer sees sharded DTensors in every strategy, so that a plain ``AdamW(model.parameters())`` shards its state. (``accumulate``
 tells micro-batches apart; without it every backward is the last one.) *Transient*: group by group, while the group runs.
-
-This file refuses to know how a gather or a reduction is done: a strategy is a mesh, and a few flags of the units made on it.
 """
 
 from __future__ import annotations

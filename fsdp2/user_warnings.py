@@ -5,7 +5,7 @@
 
 Python's filters decide what a warning does, as for every other: by default each line of a program shows one text once. Where a
 filter turns a warning into an error, every rank raises it: an error on rank 0 alone would leave the others waiting in the next
-collective. This file refuses to know what is worth a warning.
+collective.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Activations that are on the host between forward and backward, copied on a stream of their own beside the computation.
 
 Of whatever autograd saves in a module's forward, the storages go to the host, each once, however many views of it are saved. The first
-of them that backward asks for brings all of that call back, and starts with those of the call before. This file refuses to know which
-modules.
+of them that backward asks for brings all of that call back, and starts with those of the call before.
 
 Note: memory of a copy. Device memory is allocated and freed on compute alone. What leaves is held until the copy is done, or until the
 next module but one runs, when compute is ordered behind it; what comes back is waited for by compute before its first use, and if

@@ -1,8 +1,8 @@
 """Bands of tensors on their way from the ranks that keep them to the ranks that write them, with bounded memory.
 
 In each step every writer gets some bands: the ranks that keep parts of them send these, and the writer lays them side by side. Before
-a rank sends anything all ranks agree that each is ready: an error on one rank, here or in what a writer does with its bands, ends
-the stream on every rank. This file refuses to know files.
+a rank sends anything all ranks agree that each is ready: an error on one rank, here or in what a writer does with its bands, ends the
+stream on every rank.
 
 Worked example, 2 ranks, rank 0 writes, an (8, 4) parameter under Shard(1), bands of 4 rows: in the first step rank 1 sends its
 (4, 2) of rows [0, 4), rank 0 puts it right of its own; in the second the same with rows [4, 8).

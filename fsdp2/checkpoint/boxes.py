@@ -1,7 +1,5 @@
 """Which elements of a tensor a rank keeps, as boxes of integers; and how a box is walked in pieces of bounded size.
 
-This file refuses to know tensors, torch.distributed and files.
-
 Worked example: 7 rows, cut first over 2 tensor-parallel ranks ([0, 4) and [4, 7)), then each half over 2 data-parallel ranks,
 which DTensor writes as ``(_StridedShard(0, split_factor=2), Shard(0))`` on the mesh (dp, tp):
 

@@ -1,7 +1,5 @@
 """Reading boxes of stored tensors: which bytes of the file they are, and getting just those, with bounded memory.
 
-This file refuses to know safetensors headers, models and ranks.
-
 Worked example: rows [0, 4), columns [8, 16) of a (4, 1024) fp32 tensor are 4 runs of 32 bytes, 4096 bytes apart. Gaps this small
 are read along (a disk reads whole pages anyway) and thrown away: one read of 12320 bytes. Of a (4, 10**6) tensor they are 4 reads.
 

@@ -9,8 +9,7 @@
 ``CheckpointFolder`` writes a checkpoint as ``partial_...``, renames it when it is complete, and then names it in ``latest``. It removes
 a checkpoint by renaming it to such a name first. So a checkpoint with a name is whole at every moment. One run at a time writes to a
 folder, from its first save until it is closed or dead. Every incomplete folder has a name of its own, so that two runs do not meet even
-where the file system has no locks, nor do two checkpointers of one process. This file refuses to know the content of checkpoints, and
-other ranks.
+where the file system has no locks, nor do two checkpointers of one process.
 """
 
 from __future__ import annotations

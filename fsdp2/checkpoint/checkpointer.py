@@ -9,7 +9,7 @@
     checkpointer.close()
 
 Files are DCP's: ``dcp.load`` reads "model" and "optimizer", laid out as by ``torch.distributed.checkpoint.state_dict.get_state_dict``,
-with any version of FSDP2, any number of ranks, and without ranks. This file refuses to know layouts, files, and what is in a state.
+with any version of FSDP2, any number of ranks, and without ranks.
 """
 
 from __future__ import annotations

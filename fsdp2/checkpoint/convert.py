@@ -2,7 +2,7 @@
 
     fsdp2 convert runs/fsdp1/model_rank0.pt out --to dcp --optimizer runs/fsdp1/optim_rank0.pt
 
-The target is written beside its place and renamed into it when it is whole. This file refuses to know formats.
+The target is written beside its place and renamed into it when it is whole.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 DCP's own reader unpickles a checkpoint's metadata, and every value that is no tensor, without limits: a person who can write a
 checkpoint can run code. Here metadata may name only the classes that DCP makes them of, and values only those of
-``torch.load(weights_only=True)``. This file refuses to know what the values mean.
+``torch.load(weights_only=True)``.
 
 Note: what a checkpoint can hold. Tensors; numbers, strings, bytes, None; dicts, lists, tuples and sets of these. ``pack`` refuses other
 values when they are saved, rather than when they are needed. It also keeps DCP from taking dicts apart, which would turn int keys into

@@ -1,7 +1,7 @@
 """Checks that DCP's metadata describe whole tensors: every element in one chunk, every chunk in a file of the folder.
 
 Readers allocate what the metadata tell and fill what the chunks tell; where these differ, they would take for values what was in memory
-before. This file refuses to know how metadata are read.
+before.
 
 Worked example: a (4, 2) tensor whose chunks are rows [0, 2) twice, or [0, 2) and [3, 4), is refused; one of [0, 2) and [2, 4) is not.
 """

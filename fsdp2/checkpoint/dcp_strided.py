@@ -2,7 +2,7 @@
 
 Where tensor parallelism and ``fully_shard`` cut one dim, DCP asks torch which rows a rank has. If these do not divide evenly over
 both, the answer is wrong (torch 2.13): chunks overlap, which DCP may notice or may not. DCP asks a local tensor instead, if it has
-``__create_write_items__`` and similar methods; they are here. This file refuses to know files and names.
+``__create_write_items__`` and similar methods; they are here.
 
 Worked example, 7 rows over 2 tensor-parallel ranks ([0, 4) and [4, 7)), each half over 3 data-parallel ranks: (dp 0, tp 1) has row 4.
 

@@ -3,7 +3,7 @@
 Every record of a ``torch.save`` file has its CRC-32 in the file's directory. A DCP folder's chunks are such files, so ``digests.json``
 keeps only the rest: the CRC-32 of ``.metadata`` and of each chunk's directory, which also shows that files were exchanged. A CRC
 notices any damage of up to 32 bits in a row, and of other damage all but one in four billion cases; it is no protection against an
-attacker. This file refuses to know how files are written and read.
+attacker.
 
     {"files": {".metadata": {"nbytes": 1310, "crc32": 2845392438}, "__0_0.distcp": {"nbytes": 1620, "directories": {"0": 93746151}}},
      "crc32": 3421780262}

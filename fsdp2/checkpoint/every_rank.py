@@ -1,7 +1,4 @@
-"""Do something on every rank, or on rank 0 for all: an error on one rank is an error on every rank, so that no rank waits in vain.
-
-This file refuses to know what is done.
-"""
+"""Do something on every rank, or on rank 0 for all: an error on one rank is an error on every rank, so that no rank waits in vain."""
 
 from __future__ import annotations
 

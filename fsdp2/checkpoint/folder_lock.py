@@ -2,7 +2,7 @@
 
 It is the operating system's lock on an open file: the kernel releases it when the process ends in any way, also for other hosts of a
 network file system. A process may take it several times; its forks do not have it. On a file system without locks every process may
-write. This file refuses to know what is written.
+write.
 """
 
 from __future__ import annotations

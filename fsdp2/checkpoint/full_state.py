@@ -1,7 +1,7 @@
 """Whole tensors on rank 0's CPU: the state of a sharded model and its optimizer as if nothing had been sharded.
 
 Ranks send one tensor after another to rank 0 in bands; no other rank, and no device, ever has a whole one. The result is equal to the
-unsharded model's ``state_dict()`` and its optimizer's, ties included. This file refuses to know how tensors are sharded.
+unsharded model's ``state_dict()`` and its optimizer's, ties included.
 
 Worked example, a model of 100 equal layers of 1 GB on 8 ranks: rank 0 ends with 100 GB in host memory; beside that and its shards a
 rank holds 128 MiB at a time.

@@ -13,8 +13,7 @@ alone.
 
 Before the decisive rename, the safetensors library has to open every new file, because readers use that library.
 
-The next save removes what a crash leaves behind. So one save at a time may write to a folder, which ``folder_lock.py`` ensures. This
-file refuses to know the files' content, and models and ranks.
+The next save removes what a crash leaves behind. So one save at a time may write to a folder, which ``folder_lock.py`` ensures.
 """
 
 from __future__ import annotations

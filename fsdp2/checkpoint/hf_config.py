@@ -1,6 +1,6 @@
 """The files that transformers needs beside the weights: ``config.json``, and ``generation_config.json`` if there is one.
 
-This file does not import transformers: a model's ``config`` writes itself. It refuses to know weights and ranks.
+This file does not import transformers: a model's ``config`` writes itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A checkpoint on disk, as Hugging Face lays it out: one ``model.safetensors``, or several files and an index of their keys.
 
-This file finds the files, checks that index and headers agree, and refuses paths that lead outside of the folder. It refuses to know
-models and ranks, and reads no tensor.
+This file finds the files, checks that index and headers agree, and refuses paths that lead outside of the folder.
 
 Worked example of an index, ``model.safetensors.index.json``:
 

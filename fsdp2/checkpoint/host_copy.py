@@ -1,6 +1,6 @@
 """Copies of this rank's shards in host memory, to be written while training goes on, or to be filled before anything is changed.
 
-They are page-locked if the shards lie on a device, so that the copies overlap each other. This file refuses to know names and files.
+They are page-locked if the shards lie on a device, so that the copies overlap each other.
 """
 
 from __future__ import annotations

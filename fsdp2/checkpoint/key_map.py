@@ -1,8 +1,7 @@
 """From the names and shapes of a checkpoint to those of a model, and back: renamed, fused, split, stacked and transposed weights.
 
-A key map is a list of rules. Each rule, in order, turns the present tensors into others; it reads none. In the
-templates of the rules ``*`` stands for any text, and the n-th ``*`` of a target is the text that the n-th ``*`` of the source stands
-for. This file refuses to know ranks and files.
+A key map is a list of rules. Each rule, in order, turns the present tensors into others; it reads none. In the templates of the
+rules ``*`` stands for any text, and the n-th ``*`` of a target is the text that the n-th ``*`` of the source stands for.
 
 Worked example, separate projections of a checkpoint into one fused parameter, weights and biases alike:
 

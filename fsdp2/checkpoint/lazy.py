@@ -1,7 +1,7 @@
 """Tensors of a checkpoint that are not read yet: stored ones, and combinations of them.
 
 A lazy tensor has a shape and reads any box of itself. So a rank that keeps rows [6, 8) of a fused weight reads just these, from
-the stored tensors that have them. This file refuses to know models, ranks and names of parameters.
+the stored tensors that have them.
 
 Worked example: ``Joined((q, k), dim=0)`` of (4, 8) and (2, 8) has shape (6, 8); its rows [3, 5) are row 3 of q and row 0 of k.
 """

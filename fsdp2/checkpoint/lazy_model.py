@@ -1,7 +1,6 @@
 """Tensors of a model as lazy ones: the result of a key map is known before any value moves.
 
-Reading such a tensor tells which boxes of which parameters would have to go where; ``bands.py`` moves them. This file refuses to know
-files and ranks.
+Reading such a tensor tells which boxes of which parameters would have to go where; ``bands.py`` moves them.
 
 Worked example: with ``Split`` of a fused (6, 8) parameter into k of rows [4, 6), the whole of k wants rows [4, 6) of the parameter.
 """

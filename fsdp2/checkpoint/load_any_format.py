@@ -1,7 +1,4 @@
-"""``load_checkpoint``: reads a checkpoint of any format that has a reader, straight into a sharded model.
-
-This file refuses to know formats.
-"""
+"""``load_checkpoint``: reads a checkpoint of any format that has a reader, straight into a sharded model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The tensors of a model that a checkpoint keeps: its parameters and persistent buffers, each once, under all of its names.
 
 Names are those of ``state_dict`` without the prefixes that wrappers add. This file knows which pieces a rank keeps (``pieces``), and
-gives tensors on the meta device storage without disturbing the objects that hold them. It refuses to know files.
+gives tensors on the meta device storage without disturbing the objects that hold them.
 
 Worked example: a tied ``Transformer`` has one ModelTensor with names ``["embedding.weight", "head.weight"]``.
 """

@@ -1,8 +1,7 @@
 """The state of a model and its optimizer by parameter name, sharded, as ``torch.distributed.checkpoint.state_dict`` lays it out.
 
 Names carry no prefixes of wrappers. This file takes an optimizer's state as it is: torch's own ``get_optimizer_state_dict`` makes a
-step of zero gradients if there is no state yet, after which Adam counts one step more than the run without a checkpoint. It refuses to
-know files and processes.
+step of zero gradients if there is no state yet, after which Adam counts one step more than the run without a checkpoint.
 
     {"state": {"head.weight": {"step": tensor(3.), "exp_avg": DTensor}}, "param_groups": [{"lr": 0.1, "params": ["head.weight"]}]}
 """

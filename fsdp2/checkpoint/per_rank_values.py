@@ -2,7 +2,7 @@
 
 Running means of a batch norm are an example: every rank sees its own batches. DCP takes a tensor that is not sharded from any rank.
 Here the checkpoint has the lowest rank's value under the tensor's name, and beside it the values of the ranks that differ, which a load
-uses only if as many ranks go on. This file refuses to know what the values are, and how ranks communicate.
+uses only if as many ranks go on.
 """
 
 from __future__ import annotations

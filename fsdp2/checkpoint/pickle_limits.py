@@ -2,8 +2,7 @@
 
 C's unpickler keeps its memo in an array: nine bytes that store something at index 2**27 make it write 2 GiB. And to hash a dict's key
 that is a tuple of shared tuples, forty levels deep, takes 2**40 steps. So this file first runs the opcodes with numbers in place of
-objects: for each object the number of its parts, shared parts counted as often as they occur. ``check_made`` checks the result. This
-file refuses to know what the objects mean.
+objects: for each object the number of its parts, shared parts counted as often as they occur. ``check_made`` checks the result.
 
 Note: attributes. The opcode BUILD sets attributes on any object that a pickle can name, classes and functions of the running program
 included, and these outlive the refusal of the file. So ``BoundedUnpickler`` replaces each BUILD by a call of its own ``build``, which

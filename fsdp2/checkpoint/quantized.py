@@ -1,7 +1,5 @@
 """Weights that were quantised: if a scale lies beside a float8 tensor, the tensor's values are not the weight's.
 
-This file refuses to know how a scale is applied, which differs between formats.
-
 Worked example: ``mlp.weight`` in F8_E4M3 with ``mlp.weight_scale_inv`` beside it, as DeepSeek-V3 has them.
 """
 

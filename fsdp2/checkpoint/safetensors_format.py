@@ -1,7 +1,7 @@
 """The safetensors format: a header that tells where each tensor's bytes are. Only this file reads, checks and builds headers.
 
 A file is 8 bytes (little-endian length of the header), the header (JSON), then the tensors' bytes one after another, C-contiguous,
-little-endian, without gaps. This file refuses to know models, ranks, and how the bytes behind the header are read.
+little-endian, without gaps.
 
 The safetensors library checks the files that we have written (see ``hf_commit.py``). We read headers ourselves because it tells no
 offsets, without which no rank could read its byte ranges alone, and neither bounds what a damaged header costs nor names its key. We

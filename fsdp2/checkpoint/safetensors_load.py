@@ -2,7 +2,7 @@
 
 It checks files, headers, names, shapes and dtypes, then gives parameters on the meta device storage, then reads the bytes; those of
 parameters that have values into memory aside. Only when every rank has come so far it overwrites these: a disk may fail on one rank
-alone, and the others would train on, or wait, without it. This file refuses to know the format and the folder's layout.
+alone, and the others would train on, or wait, without it.
 
 Worked example, 4 ranks, an (8, 1024) fp32 parameter under Shard(0), stored in bf16: rank 1 reads the 4096 bytes of rows [2, 4), and
 converts them on the way into its shard.

@@ -1,6 +1,6 @@
 """The file that each tensor goes into, the rank that writes it, and its pieces: decided from names, shapes and dtypes alone.
 
-Every rank makes the same plan. This file refuses to know values, folders and collectives.
+Every rank makes the same plan.
 
 Worked example, three fp32 tensors of 400, 800 and 400 bytes and max_shard_size 1000:
 

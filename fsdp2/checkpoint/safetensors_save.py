@@ -1,7 +1,7 @@
 """``save_safetensors``: from shards into the files that Hugging Face's libraries open, in a stream.
 
 The header of a file is known before any value is, so the tensors follow it one after another, in bands that ranks send to the
-rank that writes. This file refuses to know the format, and how files become a checkpoint.
+rank that writes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""``data.pkl`` in a file of ``torch.save``: it describes the objects, and each tensor names the storage that has its bytes.
-
-This file refuses to know files, and where the bytes are.
-"""
+"""``data.pkl`` in a file of ``torch.save``: it describes the objects, and each tensor names the storage that has its bytes."""
 
 from __future__ import annotations
 

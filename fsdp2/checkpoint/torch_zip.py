@@ -1,7 +1,7 @@
 """The bytes around a tensor's own in a file of ``torch.save``, so that the tensor's bytes are written as they lie in memory, once.
 
 Such a file is a zip of uncompressed records. ``torch.save`` copies a tensor in pieces of a few KB through Python, and is as slow as a
-disk; here the tensor is one write. This file refuses to know files.
+disk; here the tensor is one write.
 
 Worked example, a (2,) fp32 tensor: records ``archive/data.pkl`` (which says dtype, shape and that the storage is "0"),
 ``archive/byteorder``, ``archive/version``, then ``archive/data/0`` with its 8 bytes, then the directory, which repeats the records'

@@ -2,7 +2,7 @@
 
 It compares CRC-32s: safetensors files of ``save_safetensors`` and ``convert`` have that of each tensor in their header; files of
 ``torch.save`` (also DCP's chunks) that of each record in their directory; and folders of ``Checkpointer`` and ``convert`` have
-``digests.json`` for the other bytes. This file refuses to know what the values mean.
+``digests.json`` for the other bytes.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     model.save_pretrained(folder)        # on all ranks; rank 0 writes
 
 A plain call of transformers' streams: ``checkpoint/hf_pretrained.py`` says which are plain, and no rank holds the model. For others
-rank 0 gets the full tensors on its host, and what is written, and under which names, stays theirs. This file refuses to know files.
+rank 0 gets the full tensors on its host, and what is written, and under which names, stays theirs.
 """
 
 from __future__ import annotations

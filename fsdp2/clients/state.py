@@ -6,7 +6,7 @@
     state._comm_ctx.all_gather_stream                            # xtuner, which copies activations on it
 
 ``docs/clients.md`` lists the readers. What a name tells is read from the unit when it is asked for; what is written to it becomes what
-the public setter would make of it. This file refuses to know how anything is done.
+the public setter would make of it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The values that an FSDP1 script chooses: enums and dataclasses of ``torch.distributed.fsdp.api``, with their names and defaults.
 
 Objects of torch's own classes are accepted wherever these are, and the other way round nobody needs to know: enums are told by
-their names, dataclasses by their fields. This file refuses to know how a choice is carried out.
+their names, dataclasses by their fields.
 
     MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
     # reduce_dtype is None, so gradients are reduced in param_dtype, as FSDP1 does

@@ -1,6 +1,6 @@
 """Which modules an ``auto_wrap_policy`` chooses, and in which order they are wrapped: children before their parents.
 
-This file refuses to know what wrapping is. Worked example, ``Sequential(Linear(4, 4), Sequential(Linear(4, 4), Linear(4, 4)))`` with
+Worked example, ``Sequential(Linear(4, 4), Sequential(Linear(4, 4), Linear(4, 4)))`` with
 ``size_based_auto_wrap_policy`` and ``min_num_params=40``: the inner Sequential alone, for a Linear has 20 elements, and what is left
 for the root as well.
 """

@@ -1,7 +1,4 @@
-"""``register_comm_hook``: the user's function reduces gradients in place of our reduce-scatter or all-reduce.
-
-This file refuses to know what the function does.
-"""
+"""``register_comm_hook``: the user's function reduces gradients in place of our reduce-scatter or all-reduce."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Between the pieces that ranks keep and whole tensors: gathering DTensors, and cutting whole tensors like a parameter.
-
-This file refuses to know state dicts.
-"""
+"""Between the pieces that ranks keep and whole tensors: gathering DTensors, and cutting whole tensors like a parameter."""
 
 from __future__ import annotations
 

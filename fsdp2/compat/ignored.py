@@ -1,7 +1,4 @@
-"""``ignored_modules`` and ``ignored_states``: what an FSDP module leaves alone.
-
-This file refuses to know sharding.
-"""
+"""``ignored_modules`` and ``ignored_states``: what an FSDP module leaves alone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Values of a module before it is sharded: made where it is on the meta device, broadcast from the first rank, buffers cast.
 
-One unit at a time, so that a whole model never has to fit on one device. This file refuses to know sharding.
+One unit at a time, so that a whole model never has to fit on one device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The ranks over which an FSDP module is sharded and replicated, and its device: reads FSDP1's arguments once.
 
 ``process_group`` is a group, or for hybrid strategies a pair (shard, replicate); ``device_mesh`` is 1-D, or for hybrid strategies
-2-D (replicate, shard). All modules that name the same ranks share one mesh. This file refuses to know modules and parameters.
+2-D (replicate, shard). All modules that name the same ranks share one mesh.
 
 Worked example, 8 ranks on 2 nodes, HYBRID_SHARD, neither given: a mesh ((0, 1, 2, 3), (4, 5, 6, 7)); rank 5 shards over 4 to 7 and
 replicates over 1 and 5.

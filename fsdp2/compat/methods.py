@@ -1,7 +1,6 @@
 """FSDP1's methods and attributes of an FSDP module. Most are one call into a file of their own.
 
-The class is mixed into the module's own, in front of it (``core/modules/sharded_class.py``). This file refuses to know how modules
-come to it.
+The class is mixed into the module's own, in front of it (``core/modules/sharded_class.py``).
 
 ``model.module`` is a second object over the same attributes, hooks and parameters (one ``__dict__``), of a class that is no FSDP and
 has no ``module``. So both ``model.module.head`` and loops that unwrap, ``while isinstance(m, FSDP): m = m.module``, do as they did.

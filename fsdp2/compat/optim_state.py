@@ -2,7 +2,7 @@
 
     {"state": {"head.weight": {"step": tensor(3.), "exp_avg": ...}}, "param_groups": [{"lr": 0.1, "params": ["head.weight"]}]}
 
-States that torch's FSDP1 wrote in this format are loaded as well. This file refuses to know files.
+States that torch's FSDP1 wrote in this format are loaded as well.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The arguments of a module's ``FSDP(...)`` call, kept beside its unit, and the values that were made of them.
-
-This file refuses to know how any of it is carried out.
-"""
+"""The arguments of a module's ``FSDP(...)`` call, kept beside its unit, and the values that were made of them."""
 
 from __future__ import annotations
 

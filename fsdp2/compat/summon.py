@@ -1,7 +1,7 @@
 """``FSDP.summon_full_params``: inside, modules show whole parameters in their own dtype; afterwards writes are kept, or not.
 
 The whole parameters are new tensors, gathered one after another; the sharded ones, which the optimizer holds, are untouched until the
-end. Forward runs with what is shown, without autograd. This file refuses to know state dicts.
+end. Forward runs with what is shown, without autograd.
 """
 
 from __future__ import annotations

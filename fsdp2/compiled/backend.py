@@ -1,7 +1,4 @@
-"""The compiler backend of full-graph mode: from what was captured to what runs, through one of torch's own backends.
-
-This file refuses to know modules: it is given faces, and asks for nothing else.
-"""
+"""The compiler backend of full-graph mode: from what was captured to what runs, through one of torch's own backends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Groups that travel together in a captured graph: one all-gather in forward, one reduce-scatter in backward, written functionally.
 
 ``Bucket.unsharded`` is traced by the compiler: everything in it becomes nodes of the graph, which the compiler may fuse with what
-uses the parameters. Its derivative is the reduction. This file refuses to know where in a graph it stands.
+uses the parameters. Its derivative is the reduction.
 
 Worked example, 2 ranks, two groups whose flat shards have 64 and 32 elements, bf16 mixed precision with fp32 reduction:
 

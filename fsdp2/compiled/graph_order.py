@@ -3,7 +3,7 @@
 Traced as written, each gather is waited for right where it starts, so that nothing overlaps. Here the start of each gather is
 moved behind the wait for the gather before it: while the compute of one bucket runs, the next bucket is on its way, and never
 more than one (the first two start together, when nothing computes yet). A reduction is waited for when the next one is about to
-start, or at the end. It is the order of eager mode, as a pass over an FX graph. This file refuses to know buckets.
+start, or at the end. It is the order of eager mode, as a pass over an FX graph.
 
 Worked example, backward of two blocks (G gather, R reduce-scatter, each a start and a wait):
 

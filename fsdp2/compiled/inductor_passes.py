@@ -1,7 +1,7 @@
 """Our passes in the form in which inductor takes them: the part of ``torch_compat`` that imports inductor, which takes seconds.
 
 ``torch_compat`` imports this file when it compiles. The classes stand at the top of a module, for inductor pickles them into the
-keys of its caches. This file refuses to know what the passes do.
+keys of its caches.
 """
 
 from __future__ import annotations

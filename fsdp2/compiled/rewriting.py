@@ -1,9 +1,8 @@
 """From a captured graph of the unsharded model to one over shards.
 
 The compiler captured the model with a stand-in as the input for each parameter. Here those inputs are replaced: each bucket's flat
-shards and landings become inputs, and a node that unshards the bucket is put before the first node that uses one of its
-parameters. Groups whose parameters are first used one after another go into one bucket up to a size. This file refuses to know how a
-bucket communicates and what becomes of the graph.
+shards and landings become inputs, and a node that unshards the bucket is put before the first node that uses one of its parameters.
+Groups whose parameters are first used one after another go into one bucket up to a size.
 
 Worked example: x, w1, b1, w2 -> linear(x, w1, b1), linear(_, w2), where w1 and b1 are one group and w2 another, becomes
 

@@ -3,8 +3,7 @@
 A *stand-in* has the shape, strides and dtype of an unsharded parameter and no memory: modules show it while the compiler traces
 them, and the captured graph names it as an input, which the rewriting then replaces by what is computed from the flat shard. The
 *landing* is a leaf of the shape of the group's reduce-scatter output, without memory either: as an input of the graph it is what
-autograd delivers the reduced gradient to; from there the sharded parameters get views of it, as in eager mode. This file refuses
-to know graphs and collectives.
+autograd delivers the reduced gradient to; from there the sharded parameters get views of it, as in eager mode.
 
 Worked example, 2 ranks, parameters (5, 4) and (4,), fp32: stand-ins (5, 4) and (4,) over storages of 0 bytes; the landing has
 96 elements: the slots [0, 12) and [32, 34) of this rank's gradients, and two flags at 64.

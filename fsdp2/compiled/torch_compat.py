@@ -1,7 +1,6 @@
 """The compiler's half of ``core/torch_compat``: private names and version differences of capturing, partitioning and inductor.
 
-Importing this file imports no compiler; each function imports what it needs when it is called. This file refuses to know anything of
-fsdp2 but its passes.
+Importing this file imports no compiler; each function imports what it needs when it is called.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Every private torch name in use, and every difference between torch 2.11 and 2.15, in one place.
 
 Nothing here has logic of its own: a name is re-exported, or wrapped so that its callers need not know the torch version.
-When a torch release breaks fsdp2, this is the file to mend. This file refuses to know anything of fsdp2.
+When a torch release breaks fsdp2, this is the file to mend.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Settings of the environment that undo what sharded training counts on. Names and values only; this file refuses to know models."""
+"""Settings of the environment that undo what sharded training counts on. Names and values only."""
 
 from __future__ import annotations
 

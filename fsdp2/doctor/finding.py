@@ -1,11 +1,9 @@
 """The doctor's findings as plain data, and a report of them as text.
 
-    [warning] optimizer-misses-parameters (ranks 0, 1): the optimizer does not have 2 trainable parameters
-        head.weight, head.bias
-        why: no step ever changes them
-        fix: build the optimizer from model.parameters(), after fully_shard
-
-This file refuses to know models and checks.
+[warning] optimizer-misses-parameters (ranks 0, 1): the optimizer does not have 2 trainable parameters
+    head.weight, head.bias
+    why: no step ever changes them
+    fix: build the optimizer from model.parameters(), after fully_shard
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Hears calls of other libraries' functions, also from modules that have imported them already where torch lets us.
 
-    clips        ``torch.nn.utils.clip_grad_norm_`` and ``fsdp2.clip_grad_norm_``: the parameters
-    backwards    ``torch.autograd.backward``, which ``loss.backward()`` calls: the loss, or several
-    all_reduces  ``torch.distributed.all_reduce``: the tensor, and the process group
-    metrics      ``ReduceLROnPlateau.step``: the scheduler, and the metric
-
-This file refuses to know what a call should do.
+clips        ``torch.nn.utils.clip_grad_norm_`` and ``fsdp2.clip_grad_norm_``: the parameters
+backwards    ``torch.autograd.backward``, which ``loss.backward()`` calls: the loss, or several
+all_reduces  ``torch.distributed.all_reduce``: the tensor, and the process group
+metrics      ``ReduceLROnPlateau.step``: the scheduler, and the metric
 """
 
 from __future__ import annotations

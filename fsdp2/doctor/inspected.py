@@ -1,7 +1,4 @@
-"""A sharded model as the checks look at it: its units by name, its parameters as optimizers hold them, its buffers.
-
-This file refuses to know what is a fault.
-"""
+"""A sharded model as the checks look at it: its units by name, its parameters as optimizers hold them, its buffers."""
 
 from __future__ import annotations
 

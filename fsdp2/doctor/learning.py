@@ -1,7 +1,4 @@
-"""Does a step teach the model something, and each rank the same? Findings are made here; ``watching.py`` knows when.
-
-This file refuses to know hooks and steps.
-"""
+"""Does a step teach the model something, and each rank the same? Findings are made here; ``watching.py`` knows when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the optimizer have the parameters that train, and does fsdp2 have them? This file refuses to know what optimizers compute."""
+"""Does the optimizer have the parameters that train, and does fsdp2 have them?"""
 
 from __future__ import annotations
 

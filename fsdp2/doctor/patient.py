@@ -1,7 +1,7 @@
 """One rank of ``fsdp2 doctor``: it runs the script with torch's names bound to ours, watches the models that train, and ends it.
 
 A model is checked before the first step of an optimizer that has its parameters, when all that trains it is there. However the script
-ends, its record (``rank_record.py``) says what was seen; the command prints it. This file refuses to know what is a fault.
+ends, its record (``rank_record.py``) says what was seen; the command prints it.
 """
 
 from __future__ import annotations

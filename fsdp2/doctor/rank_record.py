@@ -1,8 +1,7 @@
 """What one rank of ``fsdp2 doctor`` has seen, in a file that outlives the rank.
 
 A script may end by an error, by ``os._exit``, by a signal, or because the launcher ends it after another rank has failed. Each rank
-writes its record whenever it learns something, so that the command can say what was found however the ranks have ended. This file
-refuses to know models and checks.
+writes its record whenever it learns something, so that the command can say what was found however the ranks have ended.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Faults that one step shows: gradients, micro-batches, clipping, data. Findings are made here; ``watching.py`` knows when.
-
-This file refuses to know hooks and steps.
-"""
+"""Faults that one step shows: gradients, micro-batches, clipping, data. Findings are made here; ``watching.py`` knows when."""
 
 from __future__ import annotations
 

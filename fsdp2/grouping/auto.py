@@ -8,7 +8,7 @@ modules of the same classes are blocks too. Of what is outside of the blocks, an
 as the median block becomes a group, unless another module shares its parameters: then the root, which is unsharded as long as any
 of them runs, keeps them.
 
-This file refuses to know names of models. Worked example, GPT-2 (12 blocks; the head is tied to the embedding):
+Worked example, GPT-2 (12 blocks; the head is tied to the embedding):
 
     12 groups of one GPT2Block; the root: token embedding = head, positions (786 432 < half of 7 087 872), the last norm
 """

@@ -1,7 +1,4 @@
-"""A model as wrap policies see it: modules with names, and the parameters that are still to be grouped.
-
-This file refuses to know policies, processes and meshes.
-"""
+"""A model as wrap policies see it: modules with names, and the parameters that are still to be grouped."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
       transformer.h.0 ... transformer.h.11  GPT2Block  12 groups of 12 parameters, 7,087,872 elements, 28.4 MB each
       (root)  GPT2LMHeadModel  4 parameters, 39,385,344 elements, 157.5 MB
 
-A nested group is indented below the one that is around it. This file refuses to know why a module was chosen.
+A nested group is indented below the one that is around it.
 """
 
 from __future__ import annotations

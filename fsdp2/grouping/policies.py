@@ -1,6 +1,6 @@
 """Wrap policies: values that choose which modules become groups of their own; the root takes what they leave.
 
-They refuse to know how a group is sharded. Worked example, ``Sequential(Linear(4, 4), Sequential(Linear(4, 4), Linear(4, 4)))``:
+Worked example, ``Sequential(Linear(4, 4), Sequential(Linear(4, 4), Linear(4, 4)))``:
 
     by_class(nn.Linear)      three groups of one Linear, and a root without parameters of its own
     by_size(40)              one group, the inner Sequential (2 x 20); each Linear is too small, and so is what is left for the root

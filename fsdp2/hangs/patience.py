@@ -1,4 +1,4 @@
-"""Decides when nothing has moved for too long. This file refuses to know processes, stores and threads: a test passes signs and times.
+"""Decides when nothing has moved for too long.
 
 A *sign* of a rank tells at each look: how often the rank has looked, how many moves its collectives have made, where its main thread
 is. A rank that keeps looking is alive. If its main thread has moved, it runs Python, an evaluation for instance, and other ranks may

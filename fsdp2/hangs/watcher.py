@@ -6,8 +6,7 @@
 Threads talk over the store of the process group; the ranks' own communication stays as it is. Each thread looks ten times in a
 ``timeout``, and writes a sign. The *judge* is the lowest rank that still watches: rank 0, unless it has left. Its thread reads the
 signs of all ranks; when nothing has moved for too long it asks them for reports, prints an explanation, and lets all of them end. The
-other ranks watch the judge. In between they listen for asks, so that a user's signal is answered within a second. This file refuses
-to know what collectives are.
+other ranks watch the judge. In between they listen for asks, so that a user's signal is answered within a second.
 """
 
 from __future__ import annotations

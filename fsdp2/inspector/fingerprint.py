@@ -1,7 +1,7 @@
 """A fingerprint tells later whether another run had the same tensor: a checksum of its bits, and a sketch of its values.
 
 Both are sums over the elements, of functions of an element's index in the whole tensor and of its value. So each rank sums up its own
-shard, and the sum over all ranks is that of the whole tensor, however it was cut. This file refuses to know ranks.
+shard, and the sum over all ranks is that of the whole tensor, however it was cut.
 
     checksum   mod 2**64, of each element's bits mixed with its index: equal bits, equal checksum; one other bit anywhere, another one
     sketch     four sums of x[i] times a random sign of i. Of the difference d of two tensors, the sketches' difference is a sketch, and

@@ -1,6 +1,6 @@
 """``ledger``: a JSON line for each step and rank.
 
-It hears what the collective log tells, and what optimizers do; it refuses to know what is made of its lines.
+It hears what the collective log tells, and what optimizers do.
 """
 
 from __future__ import annotations

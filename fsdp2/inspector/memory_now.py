@@ -1,7 +1,7 @@
 """Bytes that this rank keeps for parameters and gradients, by kind, while steps run.
 
-Only groups with a gather, or a reduction, since the last look are asked: the cost of a look does not grow with the model. It refuses to
-know activations; on accelerators the allocator knows their sum.
+Only groups with a gather, or a reduction, since the last look are asked: the cost of a look does not grow with the model.
+Activations are not listed; on accelerators the allocator knows their sum.
 
 Worked example, two groups of 1 MB over 2 ranks in fp32: while the second is gathered behind the first, packed, that is 2 MB of
 "unsharded parameters" and 1 MB of "all-gather buffers".

@@ -1,6 +1,6 @@
 """The moments of traced steps, as spans of one rank on its own clock: modules that compute, hooks that wait, collectives under way.
 
-It hears what ``core/comm/collective_log.py`` tells. This file refuses to know other ranks and file formats.
+It hears what ``core/comm/collective_log.py`` tells.
 
 Worked example, two layers in forward: ``forward of 0`` computes, a hook waits for ``all-gather of 1``, ``forward of 1`` computes; the
 all-gather of 1 is under way from before ``forward of 0`` to the end of that wait.

@@ -1,13 +1,11 @@
 """The places of files in a run's folder, and files of which a crash leaves whole lines.
 
-    run/
-      run.json               of rank 0: world size, versions, the plan, findings
-      ledger.rank0.jsonl     a line for each step of that rank
-      record.rank0.jsonl     fingerprints of each step of that rank
-      trace.rank0.json       spans and samples of that rank, in Chrome's trace format
-      trace.json             those of all ranks
-
-This file refuses to know what the values mean.
+run/
+  run.json               of rank 0: world size, versions, the plan, findings
+  ledger.rank0.jsonl     a line for each step of that rank
+  record.rank0.jsonl     fingerprints of each step of that rank
+  trace.rank0.json       spans and samples of that rank, in Chrome's trace format
+  trace.json             those of all ranks
 """
 
 from __future__ import annotations

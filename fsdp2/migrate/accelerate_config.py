@@ -7,8 +7,8 @@
     HYBRID_SHARD, 4            true, and a parallelism_config of nodes x ranks   true: sharded over all ranks
     HYBRID_SHARD_ZERO2, 5      false, and the same parallelism_config            false: sharded over all ranks
 
-A node of HYBRID_SHARD has ``num_processes / num_machines`` ranks, as FSDP1 takes it. This file refuses to know Python sources.
-Source: accelerate's documented keys of both versions; its converter's results, which differ, as measured on 1.15.
+A node of HYBRID_SHARD has ``num_processes / num_machines`` ranks, as FSDP1 takes it. Source: accelerate's documented keys of
+both versions; its converter's results, which differ, as measured on 1.15.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@
                                                      model = fsdp2.parallelize(net, wrap=None, mp_policy=bf16)
 
 Left as they are, buffers in fp32 meet activations in bf16, and the next layer raises. Which precision a call gets is read from the
-file; where that is not to be seen, the file stays on ``fsdp2.compat``, which casts. This file refuses to know what becomes of the
-precision.
+file; where that is not to be seen, the file stays on ``fsdp2.compat``, which casts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """``fsdp2 migrate PATH...``: the files it reads, shows and writes, and its exit status.
 
-This file refuses to know how files are rewritten.
-
 $ fsdp2 migrate train.py
 --- train.py
 +++ train.py (fsdp2)

@@ -1,7 +1,4 @@
-"""``DistributedDataParallel(model, ...)`` becomes ``fsdp2.parallelize(model, "ddp")``; with ZeroRedundancyOptimizer, "zero1".
-
-This file refuses to know how the model is used afterwards (``model_use.py``, ``state_dicts.py``).
-"""
+"""``DistributedDataParallel(model, ...)`` becomes ``fsdp2.parallelize(model, "ddp")``; with ZeroRedundancyOptimizer, "zero1"."""
 
 from __future__ import annotations
 

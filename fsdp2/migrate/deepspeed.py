@@ -1,12 +1,10 @@
 """``deepspeed.initialize`` and the engine that it returns, where the configuration is written in the script or in a file beside it.
 
-    engine, optimizer, _, _ = deepspeed.initialize(...)    engine = fsdp2.parallelize(model, "zero2")
-                                                           optimizer = torch.optim.AdamW(engine.parameters(), ...)
-    engine.backward(loss)                                  loss.backward()
-    engine.step()                                          optimizer.step()
-                                                           optimizer.zero_grad()
-
-This file refuses to know what the configuration says (``deepspeed_config.py``).
+engine, optimizer, _, _ = deepspeed.initialize(...)    engine = fsdp2.parallelize(model, "zero2")
+                                                       optimizer = torch.optim.AdamW(engine.parameters(), ...)
+engine.backward(loss)                                  loss.backward()
+engine.step()                                          optimizer.step()
+                                                       optimizer.zero_grad()
 """
 
 from __future__ import annotations

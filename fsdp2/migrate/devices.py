@@ -1,7 +1,4 @@
-"""The kind of device on which a script trains: by the backends that it starts, or at run time if the file does not name them.
-
-This file refuses to know what needs a device.
-"""
+"""The kind of device on which a script trains: by the backends that it starts, or at run time if the file does not name them."""
 
 from __future__ import annotations
 

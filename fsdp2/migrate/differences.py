@@ -7,8 +7,6 @@ measured in what a step moves its parameter:
 
     lr 0.1, gradients of one tensor    1.0       0.02      1e-6, of which all is rounding
     may part, in bf16, a step          0.008     0.2       0.2, twice the learning rate
-
-This file refuses to know how the runs were made.
 """
 
 from __future__ import annotations

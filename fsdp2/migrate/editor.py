@@ -1,7 +1,7 @@
 """The walk over one file: rules rewrite expressions, the editor keeps what they say about them and puts it above the statement.
 
 A rule gets a node as it was and as it has become (its inner parts are already rewritten) and returns another one. By calling the
-editor it adds statements around, comments, imports and findings. This file refuses to know any framework.
+editor it adds statements around, comments, imports and findings.
 """
 
 from __future__ import annotations

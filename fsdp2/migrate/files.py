@@ -1,7 +1,4 @@
-"""Rewrites several files at once: each by the rules of its kind, and files that import one another alike.
-
-This file refuses to know where results go.
-"""
+"""Rewrites several files at once: each by the rules of its kind, and files that import one another alike."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 ``enable_wrap`` and ``wrap``.
 
 An argument is kept under its new name, or dropped with a comment that says why and what to do instead. What neither is right for
-makes the file stay on ``fsdp2.compat``. This file refuses to know what becomes of the values (``fsdp1_values.py``).
+makes the file stay on ``fsdp2.compat``.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, fully_shard    import fsdp2
                                                                                         from fsdp2 import fully_shard
 
-It looks at the new text only, and refuses to know why a name is used.
+It looks at the new text only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""How a wrapped model is used, in FSDP1 and DDP alike: ``.module``, ``no_sync``, clipping; and FSDP1's static methods.
-
-This file refuses to know state dicts (``state_dicts.py``) and how models are wrapped.
-"""
+"""How a wrapped model is used, in FSDP1 and DDP alike: ``.module``, ``no_sync``, clipping; and FSDP1's static methods."""
 
 from __future__ import annotations
 

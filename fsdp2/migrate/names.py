@@ -2,7 +2,7 @@
 
 Values are followed by the text of their names, through assignments, the arguments and results of functions of the same file, and
 attributes; so that in ``def save(net): ...`` and ``save(self.model)`` the name ``net`` is known. Two things of the same name in one
-file are taken for one. This file refuses to know what is rewritten.
+file are taken for one.
 """
 
 from __future__ import annotations

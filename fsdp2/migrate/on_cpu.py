@@ -3,8 +3,8 @@
     torch.cuda.set_device(rank); net.cuda(); dist.init_process_group("nccl"); DDP(net, device_ids=[rank])
 
 run as if each had said CPU and gloo. Both sides of ``--parity`` run so, and differ in nothing but what was rewritten. A script that
-asks ``torch.cuda.is_available()`` is told the truth. This file refuses to know what is compared; streams, events and extensions of
-CUDA stay errors.
+asks ``torch.cuda.is_available()`` is told the truth. Streams, events and
+extensions of CUDA stay errors.
 
 Worked example, ``torch.ones(2, device="cuda:1").to(0)``: a mode sees both functions of torch, and puts ``cpu`` for ``"cuda:1"`` and 0.
 """

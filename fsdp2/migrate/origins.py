@@ -1,9 +1,7 @@
 """Where a name comes from: the frameworks' public names, under each of the paths from which scripts import them.
 
-    torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel  ->  fsdp:FullyShardedDataParallel
-    torch.nn.parallel.DistributedDataParallel                                    ->  ddp:DistributedDataParallel
-
-This file refuses to know syntax trees, and what becomes of a name.
+torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel  ->  fsdp:FullyShardedDataParallel
+torch.nn.parallel.DistributedDataParallel                                    ->  ddp:DistributedDataParallel
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@
         average.lerp_(param, 0.1)
 
 A parameter of a sharded model is a DTensor, which no operation takes beside a plain tensor. Only loops whose other tensors this file
-shows to be plain are rewritten: those of an average that was made of the sharded model are DTensors themselves. This file refuses to
-know what an average is.
+shows to be plain are rewritten: those of an average that was made of the sharded model are DTensors themselves.
 """
 
 from __future__ import annotations

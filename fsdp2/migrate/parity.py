@@ -1,8 +1,8 @@
 """``fsdp2 migrate --parity``: the old script and the rewritten one run for a few steps; the first difference is shown with its place.
 
-Both run on CPU processes (gloo), also a script that asks for GPUs and NCCL (``on_cpu.py``). Compared are, at each optimizer
-step and in this order: the loss of every rank, the norm of the gradients, each whole gradient and parameter (``differences.py``). A run
-that takes too long is ended, and counts as a difference. This file refuses to know torch.
+Both run on CPU processes (gloo), also a script that asks for GPUs and NCCL (``on_cpu.py``). Compared are, at each optimizer step and in
+this order: the loss of every rank, the norm of the gradients, each whole gradient and parameter (``differences.py``). A run that takes
+too long is ended, and counts as a difference.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
     rank == 0, after rank = int(os.environ["LOCAL_RANK"])  SEVERAL
     lora_rank == 0                                   None: no rank of a process
 
-What a name is worth is looked up where it is assigned in this file; where that says nothing, its words do. This file refuses to know
-what is guarded.
+What a name is worth is looked up where it is assigned in this file; where that says nothing, its words do.
 """
 
 from __future__ import annotations

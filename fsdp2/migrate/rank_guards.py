@@ -1,8 +1,7 @@
 """``if rank == 0: torch.save(model.state_dict())``: what DDP lets one rank do alone, all ranks have to do together.
 
 The state is taken before the ``if``, on every rank, and used inside of it. Which ranks pass is read from where the value comes from
-(``rank_conditions.py``): behind ``if local_rank == 0`` one of each node does, so each rank is given the state. This file refuses to
-know state dicts.
+(``rank_conditions.py``): behind ``if local_rank == 0`` one of each node does, so each rank is given the state.
 """
 
 from __future__ import annotations

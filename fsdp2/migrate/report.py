@@ -1,4 +1,4 @@
-"""What a migration found: new text, and findings with the line they are about. This file refuses to know how anything is rewritten."""
+"""What a migration found: new text, and findings with the line they are about."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """One Python file: find the frameworks that it uses, apply their rules, and apply them again without those that cannot be rewritten.
 
-    migrate_source("from torch.distributed.fsdp import fully_shard\\nfully_shard(net)\\n").new
-    "from fsdp2 import fully_shard\\nfully_shard(net)\\n"
-
-This file refuses to know files, and what any rule does.
+migrate_source("from torch.distributed.fsdp import fully_shard\\nfully_shard(net)\\n").new
+"from fsdp2 import fully_shard\\nfully_shard(net)\\n"
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
         state = model.state_dict()
 
 FSDP1 keeps the kind of state dict on the model. Here it is read from the text: from the ``with`` around the call, from the one
-``set_state_dict_type`` of the file, or FSDP1's default, whole tensors on every rank. This file refuses to know parallelize.
+``set_state_dict_type`` of the file, or FSDP1's default, whole tensors on every rank.
 """
 
 from __future__ import annotations

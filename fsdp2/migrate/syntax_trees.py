@@ -1,4 +1,4 @@
-"""Small helpers on libcst's trees: text of a node, a node of a text, arguments by name. They refuse to know any framework."""
+"""Small helpers on libcst's trees: text of a node, a node of a text, arguments by name."""
 
 from __future__ import annotations
 

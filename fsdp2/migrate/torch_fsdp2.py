@@ -1,4 +1,4 @@
-"""torch's FSDP2, and everything that stays on FSDP1's names: only the module changes. This file refuses to know what the names do."""
+"""torch's FSDP2, and everything that stays on FSDP1's names: only the module changes."""
 
 from __future__ import annotations
 

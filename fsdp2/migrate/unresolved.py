@@ -2,7 +2,7 @@
 
 Values are followed by the text of their names (``names.py``), so a model that comes out of a container, an object or another file is
 not seen. Each such use is listed: it may need to be rewritten. What plainly is something else, an optimizer, a sampler, a module that
-is never wrapped, is not. This file refuses to know what is rewritten.
+is never wrapped, is not.
 """
 
 from __future__ import annotations

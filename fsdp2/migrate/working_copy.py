@@ -1,7 +1,6 @@
 """Copies of the folders that a script runs in, for each side of ``--parity``.
 
-What a script saves there harms nobody's files, and no side resumes from what the other has saved. This file refuses to know what runs
-in them.
+What a script saves there harms nobody's files, and no side resumes from what the other has saved.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A bf16 parameter has eight bits: an update smaller than 1/256 of it is lost, and training stops where fp32 goes on. *Kahan summation*
 (W. Kahan 1965, for a running sum) keeps what each rounding lost in a tensor beside the parameter and adds it to the next update: two
-bytes more an element, instead of four of an fp32 copy. This file refuses to know shards; ``flat`` may drive it.
+bytes more an element, instead of four of an fp32 copy. ``flat`` may drive it.
 
 Worked example, a parameter of 256 and updates of 0.5, where neighbours of 256 in bf16 are 2 apart
 

@@ -1,4 +1,4 @@
-"""Checks of what an optimizer is made of: its class, its parameters, its options. It refuses to know how an optimizer steps."""
+"""Checks of what an optimizer is made of: its class, its parameters, its options."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Optimizer states that are quantised in blocks of so many elements, as torchao's: how they are read, and made of values.
 
 Such a state is a tensor of its own class, which ``dequantize()`` reads and ``copy_`` writes. Not every such class can be cut at
-parameters, so others see its values as ordinary tensors. This file refuses to know shards.
+parameters, so others see its values as ordinary tensors.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Is an optimizer element-wise: does each element of a parameter follow its own gradients alone, wherever it lies?
 
-Nothing says that of a class, so it is tried: a few steps on two small matrices, and on one vector of the same elements. It refuses to
-know shards.
+Nothing says that of a class, so it is tried: a few steps on two small matrices, and on one vector of the same elements.
 """
 
 from __future__ import annotations

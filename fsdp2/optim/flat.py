@@ -1,8 +1,7 @@
 """An element-wise optimizer that steps on the flat shards of groups: no DTensor is dispatched, and a few kernels serve many parameters.
 
 The user's optimizer is an ordinary one: its groups hold the sharded parameters, its state has a DTensor for each. An inner optimizer
-of the class that was asked for has the runs (``runs.py``) in their place, and its state is where the numbers are. This file refuses to
-know how an optimizer computes.
+of the class that was asked for has the runs (``runs.py``) in their place, and its state is where the numbers are.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A run's turn comes when its last gradient has been reduced. The gradient goes to the host and leaves the device, a thread waits for the
 copy and steps, and the parameters go back. Nobody can look at all gradients before: no clipping, no loss scaling, no sum over several
 backwards. The first step is taken after its backward, as usual: it learns in which order gradients come, and finds those who changed
-them meanwhile. This file refuses to know modules, and how a run is stepped.
+them meanwhile.
 
 Worked example, units a, b, c
 

@@ -2,7 +2,7 @@
 
 Sources: K. Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks" (the iteration and its coefficients); J. Liu
 et al. 2025, "Muon is scalable for LLM training" (weight decay, ``match_rms_adamw``). Values are those of ``torch.optim.Muon`` on the
-unsharded model, up to the rounding of bf16 in the iteration. This file refuses to know how matrices find their owners.
+unsharded model, up to the rounding of bf16 in the iteration.
 """
 
 from __future__ import annotations

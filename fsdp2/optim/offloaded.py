@@ -1,6 +1,6 @@
 """A flat optimizer that steps on the host, run by run, and has its states there, in memory or in files.
 
-The parameters may be on a device, or on the host as well. This file refuses to know how a run is copied, and how a file is read.
+The parameters may be on a device, or on the host as well.
 
 Source: ZeRO-Offload (Ren et al. 2021), section 4; ZeRO-Infinity (Rajbhandari et al. 2021), section 5.1.1; the fraction is
 ZeRO-Offload++'s twin flow.

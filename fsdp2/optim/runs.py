@@ -1,7 +1,7 @@
 """Which parameters an optimizer sees as one tensor: *runs*, neighbours in one flat shard that one group of hyperparameters has.
 
 Between two parameters of a run may lie padding, which holds zeros, gets zeros for gradients, and concerns nobody. A parameter that lies
-in no flat shard (a plain one, one with an all-gather extension) is a run by itself. This file refuses to know optimizers.
+in no flat shard (a plain one, one with an all-gather extension) is a run by itself.
 
 For an optimizer that quantises blocks of its tensors, slots start at multiples of a block, a run ends with its last block, and
 parameters that are too small to be quantised lie in runs that are too small as well.

@@ -1,9 +1,9 @@
 """Functions of whole matrices, of which every rank has a piece: each matrix goes to one rank, its *owner*, and the result comes back.
 
-Gathering each matrix on every rank moves W times as much and computes everything W times. Here matrices are dealt to the ranks of
-their shard group by cost, the dearest first to whoever has least so far (longest processing time first: R. L. Graham 1969), and go in
+Gathering each matrix on every rank moves W times as much and computes everything W times. Here matrices are dealt to the ranks of their
+shard group by cost, the dearest first to whoever has least so far (longest processing time first: R. L. Graham 1969), and go in
 *rounds* of one matrix an owner: one all-to-all to the owners, the function, one all-to-all back. While owners compute a round, the next
-one is on its way to them. This file refuses to know what is computed; what Shampoo or SOAP do to a matrix would fit as well as Muon.
+one is on its way to them. What is computed is up to the caller: what Shampoo or SOAP do to a matrix would fit as well as Muon.
 
 Cost model: a rank sends and receives, each way, its piece of every matrix; it computes what it owns. The step is as long as that of the
 rank that owns most, which is at most 4/3 of an even share, or the dearest matrix alone.

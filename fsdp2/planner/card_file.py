@@ -1,4 +1,4 @@
-"""Device cards as JSON files, for ``fsdp2 plan --card FILE``. This file refuses to know how numbers were found."""
+"""Device cards as JSON files, for ``fsdp2 plan --card FILE``."""
 
 from __future__ import annotations
 

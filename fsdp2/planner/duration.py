@@ -1,6 +1,6 @@
 """How long a step that was written down would take on a card: a model (docs/step_clock.md says what it leaves out, and its error).
 
-This file refuses to know what is trained. The host's time above torch's dispatcher is not counted: a host that is slow makes steps
+ The host's time above torch's dispatcher is not counted: a host that is slow makes steps
 longer.
 """
 

@@ -2,7 +2,7 @@
 
 A plan's tensors have no values. But a program may look at integers that it has made from sizes, for instance whether positions are
 0, 1, 2, ..., and take a shorter path. So the values of what ``arange``, ``zeros`` and their like make, and of what is computed from
-that, are kept here. This file refuses to know memory and recording.
+that, are kept here.
 
 Worked example: ``(torch.arange(8).diff() != 1).any()`` is known to be False. ``router(x).argmax()`` is not: ``x`` has no values.
 """

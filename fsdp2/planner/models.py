@@ -1,7 +1,7 @@
 """The models of built-in shapes: decoders as GPT, Llama and DeepSeek have them, and T5. They are for plans, where nothing is computed.
 
-Each is as large, launches the operators and keeps the activations that a model of its family does. They refuse to know of sharding.
-Attention is torch's scaled dot product, which a flash kernel computes. Of routed experts each takes an equal part of the tokens.
+Each is as large, launches the operators and keeps the activations that a model of its family does. Attention is torch's scaled dot
+product, which a flash kernel computes. Of routed experts each takes an equal part of the tokens.
 """
 
 from __future__ import annotations

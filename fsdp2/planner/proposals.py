@@ -1,4 +1,4 @@
-"""What a search has found, as plain values and as tables. It refuses to know how it was found."""
+"""What a search has found, as plain values and as tables."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """What a step allocates, computes and communicates, written down entry by entry, while its tensors have sizes and no memory.
 
 Inside, every tensor that a program makes is a fake one: operators work out shapes and nothing else. Each storage is a *block*; the
-entries say when it is allocated and freed, on which stream, and between which operators and collectives. This file refuses to know what
-a step consists of, and what anything costs.
+entries say when it is allocated and freed, on which stream, and between which operators and collectives.
 
 Worked example: ``y = x @ w`` of (4, 8) and (8, 2) in fp32 is written as ``alloc`` of 32 bytes and ``op`` of ``aten::mm``, which
 reads 128 and 64 bytes and writes 32; when ``y`` dies, ``free`` follows.

@@ -1,7 +1,7 @@
 """A workload, sharded by the library's own code and trained for two steps by rank 0 of a world that does not exist.
 
 The first step is what every run begins with: gathers are not prefetched, the optimizer makes its state. The second is like all later
-ones, and is the one that is written down. This file refuses to know what to make of that.
+ones, and is the one that is written down.
 """
 
 from __future__ import annotations

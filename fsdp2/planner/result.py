@@ -1,4 +1,4 @@
-"""A plan: what a rank needs for a step, as plain values. This file refuses to know how it was found out."""
+"""A plan: what a rank needs for a step, as plain values."""
 
 from __future__ import annotations
 

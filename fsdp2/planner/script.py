@@ -4,7 +4,7 @@
 
 Until then the script runs as it is, on this machine's host: it builds its model there, and reads its first batch. Its calls of
 ``fully_shard`` and ``parallelize`` are noted instead of made. From them come the groups, the strategy and the dtypes; from the forward
-the inputs; from its optimizer the class and its options. The script ends there: its loss is not seen. This file refuses to know plans.
+the inputs; from its optimizer the class and its options. The script ends there: its loss is not seen.
 """
 
 from __future__ import annotations

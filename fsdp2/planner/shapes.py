@@ -1,4 +1,4 @@
-"""Built-in workloads by name, and models from files and functions. This file refuses to know how they are trained.
+"""Built-in workloads by name, and models from files and functions.
 
 llama3-8b, -70b, -405b   The Llama 3 Herd of Models, table 3 (arXiv 2407.21783)
 deepseek-v3              DeepSeek-V3 technical report, section 4.2 (arXiv 2412.19437), without multi-token prediction

@@ -1,4 +1,4 @@
-"""A device's streams that only write down what they are told, by numbers: 0 is compute. They refuse to know what runs on them."""
+"""A device's streams that only write down what they are told, by numbers: 0 is compute."""
 
 from __future__ import annotations
 

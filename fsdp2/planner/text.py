@@ -1,4 +1,4 @@
-"""Tables as plain text, which ``command`` may print more beautifully. This file refuses to know what is in them."""
+"""Tables as plain text, which ``command`` may print more beautifully."""
 
 from __future__ import annotations
 

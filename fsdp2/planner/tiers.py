@@ -1,7 +1,7 @@
 """Where a plan's parameters and states lie: on the device, on the host or in files, which a rehearsal does not make.
 
 While parts of the state are offloaded, the rehearsal's device is a second CPU, which tensors without memory may name: copies between it
-and the host are copies then, as between a device and its host. This file refuses to know what a step does.
+and the host are copies then, as between a device and its host.
 """
 
 from __future__ import annotations

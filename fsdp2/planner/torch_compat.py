@@ -1,4 +1,4 @@
-"""The private torch names that the planner needs, each with its reason. This file refuses to know fsdp2."""
+"""The private torch names that the planner needs, each with its reason."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A workload: how its model is made on the meta device, its inputs, and its loss.
-
-This file refuses to know how training is sharded.
-"""
+"""A workload: how its model is made on the meta device, its inputs, and its loss."""
 
 from __future__ import annotations
 

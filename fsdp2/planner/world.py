@@ -1,6 +1,6 @@
 """W ranks in one process, which is the first of them: meshes and collectives work, nothing is sent, all is told to a listener.
 
-This file refuses to know what is communicated, and why. Worked example: in ``world(64, "nccl", listener)`` an all-gather of 1 MB a rank
+Worked example: in ``world(64, "nccl", listener)`` an all-gather of 1 MB a rank
 returns at once, has written nothing, and ``listener.communicated("all_gather", group, 64 MB)`` was called.
 """
 

@@ -1,7 +1,4 @@
-"""All ranks begin with the same model: they compare what their callers passed, then rank 0 broadcasts its values.
-
-This file refuses to know how the model is sharded afterwards.
-"""
+"""All ranks begin with the same model: they compare what their callers passed, then rank 0 broadcasts its values."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """The mesh of a strategy: made from all ranks or from the user's mesh, checked before the first collective, made once.
 
-This file refuses to know what is sharded on the mesh. Worked example, 8 ranks, LOCAL_WORLD_SIZE=4:
+Worked example, 8 ranks, LOCAL_WORLD_SIZE=4:
 
-    ddp            (8, 1)   every rank a replica, a shard axis of one
-    zero1 ... 3    (8,)
-    hsdp           (2, 4)   two nodes; ranks 4 to 7 are the second
-    hsdp_global    (8,), whose parts of 4 consecutive ranks are nodes
+   ddp            (8, 1)   every rank a replica, a shard axis of one
+   zero1 ... 3    (8,)
+   hsdp           (2, 4)   two nodes; ranks 4 to 7 are the second
+   hsdp_global    (8,), whose parts of 4 consecutive ranks are nodes
 """
 
 from __future__ import annotations

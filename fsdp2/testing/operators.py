@@ -1,4 +1,4 @@
-"""Every operator on the CPU, with the tensors that it reads, writes, or only looks at. This file refuses to know streams and races."""
+"""Every operator on the CPU, with the tensors that it reads, writes, or only looks at."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Streams that only record, and a check that whatever touches a buffer is ordered: races on a device, found on the CPU.
 
-``RecordingStreams`` implements ``streams.Streams`` with named streams. All work runs at once, in program order, so every value
-is right; meanwhile each operator's reads, writes, allocations and frees are filed under the stream that was current, and
-compared with what came before by vector clocks. Two touches of one byte, at least one a write, are a race unless stream order or
-events put one behind the other: a device may run them in either order. This file refuses to know parameters, groups and schedules.
+``RecordingStreams`` implements ``streams.Streams`` with named streams. All work runs at once, in program order, so every value is
+right; meanwhile each operator's reads, writes, allocations and frees are filed under the stream that was current, and compared
+with what came before by vector clocks. Two touches of one byte, at least one a write, are a race unless stream order or events put
+one behind the other: a device may run them in either order.
 
     with recording() as streams:           # modules sharded inside use ``streams``; leaving raises RaceError
         fully_shard(model, mesh=mesh)

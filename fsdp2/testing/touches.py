@@ -1,4 +1,4 @@
-"""The last touches of all bytes, and their streams. This file refuses to know operators and who orders streams.
+"""The last touches of all bytes, and their streams.
 
 Worked example: an operator writes the bytes [0, 8) of a block, another reads [4, 8): the block is two cells, [0, 4) with the write and
 [4, 8) with both. A write to all of it must come after both touches, and leaves one cell that knows only itself.

@@ -2,7 +2,7 @@
 
 How far rounding may carry a program, the unsharded model tells: run once with all parameters in fp32 and once in fp64, it differs by
 ``amplified``. Most programs amplify nothing, and must be right to 1e-4 where a part of them is in fp32; where gradients reach 1e5 in
-the third step, fp32 may leave two digits. It refuses to know how programs are run.
+the third step, fp32 may leave two digits.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ It is drawn from a seed (``drawing.py``), run sharded and unsharded (``running.p
 program shows what it takes to fail:
 
     Program(world=2, root=Node("root", unit=Unit(), children=(Node("a", "linear", unit=Unit()),)), steps=(Step((Micro(),)),))
-
-It refuses to know torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a check is. It refuses to know how checks are run, and on what.
+"""What a check is.
 
     @check("a sum is a sum", part=1)
     def sum_is_sum(device):

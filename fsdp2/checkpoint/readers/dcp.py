@@ -1,7 +1,6 @@
 """DCP folders, saved by any program: FSDP1, torch's FSDP2, fsdp2, or a program without shards.
 
-Each chunk of a tensor is a ``torch.save`` of its own inside a ``.distcp`` file; it is opened when it is read. This file refuses to know
-what the state means.
+Each chunk of a tensor is a ``torch.save`` of its own inside a ``.distcp`` file; it is opened when it is read.
 """
 
 from __future__ import annotations

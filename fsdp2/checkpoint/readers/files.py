@@ -1,11 +1,9 @@
 """Finds the files that belong together, and their format.
 
-    folder with .metadata                         DCP, also one each for model and optimizer in folders below
-    folder with *_optim_states.pt, or ``latest``  DeepSpeed
-    folder with *.safetensors                     Hugging Face
-    *.pt, *.pth, *.bin, *.ckpt                    torch.save: one file, or one for each rank, whose number is the last in its name
-
-This file refuses to know the states' content.
+folder with .metadata                         DCP, also one each for model and optimizer in folders below
+folder with *_optim_states.pt, or ``latest``  DeepSpeed
+folder with *.safetensors                     Hugging Face
+*.pt, *.pth, *.bin, *.ckpt                    torch.save: one file, or one for each rank, whose number is the last in its name
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """FSDP1's flat parameters: which elements of them are which parameter.
 
-A local state dict has one 1-D tensor for each FSDP instance, ``<module>._flat_param``, without names and shapes. Both
-are those of the module's parameters that no FSDP instance below it has, one after another, in the order of ``named_parameters``; so
-with the model, or its names and shapes in this order, a reader can take the tensor apart. (The order matters, so the header of a
-safetensors file, which is sorted, cannot stand for it.) This file refuses to know files.
+A local state dict has one 1-D tensor for each FSDP instance, ``<module>._flat_param``, without names and shapes. Both are those of
+the module's parameters that no FSDP instance below it has, one after another, in the order of ``named_parameters``; so with the
+model, or its names and shapes in this order, a reader can take the tensor apart. (The order matters, so the header of a safetensors
+file, which is sorted, cannot stand for it.)
 
 Worked example: parameters first.weight (10, 7), first.bias (10,), blocks.0.scale (1,), last.weight (5, 10), and flat parameters
 ``_flat_param`` and ``blocks.0._flat_param``: elements [0, 70) of the former are first.weight, [70, 80) first.bias, and so on.

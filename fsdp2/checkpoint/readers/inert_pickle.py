@@ -1,9 +1,9 @@
 """Unpickle what ``torch.save`` wrote without running anything that is in it.
 
 A pickle names classes and functions, and calls them. Here containers and dtypes are themselves, ``tensor_of`` makes tensors of their
-description, and every other name becomes a class without behaviour (``Inert``) that remembers its arguments.
-So files with classes of DeepSpeed, FSDP1 or the user's own can be read where these are not installed, and none of their code runs.
-The bytes that are read bound the cost of reading, see ``pickle_limits.py``. This file refuses to know files and formats.
+description, and every other name becomes a class without behaviour (``Inert``) that remembers its arguments. So files with classes
+of DeepSpeed, FSDP1 or the user's own can be read where these are not installed, and none of their code runs. The bytes that are read
+bound the cost of reading, see ``pickle_limits.py``.
 
 Worked example: ``ds.ZeroStageEnum(2)`` comes out as an Inert with ``path == "ds.ZeroStageEnum"`` and ``args == (2,)``.
 """

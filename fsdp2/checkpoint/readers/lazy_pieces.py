@@ -1,7 +1,5 @@
 """Lazy tensors made of pieces: of boxes that ranks have saved, or of ranges of flat buffers.
 
-This file refuses to know formats and names.
-
 Worked example: a (3, 4) weight at elements [6, 18) of a flat parameter that two ranks have cut in halves of 10 elements. Its rows
 [1, 2) are elements [10, 14): all of them rank 1's first four.
 """

@@ -1,7 +1,6 @@
 """``open_source``: a checkpoint of any format as one ``Source``: names and lazy tensors of model and optimizer.
 
-It finds the format, lets its reader read the descriptions, and picks model and optimizer out of them. This file refuses to know
-targets.
+It finds the format, lets its reader read the descriptions, and picks model and optimizer out of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An optimizer's state by parameter name, from each form in which it may have been saved.
 
-Names come from the state itself (DCP, FSDP1's ``optim_state_dict`` and its older forms), from ``param_names`` of its groups
-(of ``save_full_state``, beside these), or, where parameters are numbers, from the model's order. This file refuses to know files.
+Names come from the state itself (DCP, FSDP1's ``optim_state_dict`` and its older forms), from ``param_names`` of its groups (of
+``save_full_state``, beside these), or, where parameters are numbers, from the model's order.
 """
 
 from __future__ import annotations

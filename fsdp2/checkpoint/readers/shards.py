@@ -1,8 +1,7 @@
 """One state out of the files of many ranks: FSDP1's sharded and local state dicts, FSDP2's, and full ones that every rank has saved.
 
 A ShardedTensor tells where its shards lie, a DTensor its mesh, placements and coordinate; both are read as inert objects, without
-process group or mesh. Plain tensors of several ranks stay a ``Ranks``, until the reader knows what they are parts of. This file refuses
-to know files' names.
+process group or mesh. Plain tensors of several ranks stay a ``Ranks``, until the reader knows what they are parts of.
 
 Worked example: rank 0 has rows [0, 5) of a (9, 4) ShardedTensor, rank 1 rows [5, 9): an Assembled (9, 4) of two stored boxes.
 """

@@ -1,7 +1,4 @@
-"""The result of a reader for a checkpoint of any format: names and lazy tensors, as if nothing had been sharded.
-
-This file refuses to know formats.
-"""
+"""The result of a reader for a checkpoint of any format: names and lazy tensors, as if nothing had been sharded."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Files of ``torch.save`` as lazy tensors that are read by byte ranges, without loading the file and without ``torch.load``.
 
 Such a file is an uncompressed zip: ``data.pkl`` describes the objects, and each storage is an entry whose bytes are read when wanted.
-It may be a part of a larger file, as in DCP's. This file refuses to know what the objects mean.
+It may be a part of a larger file, as in DCP's.
 
 Memory: the description; no tensor.
 """

@@ -1,7 +1,7 @@
 """Write a DCP folder from lazy tensors, a band at a time, with DCP's own writer.
 
 DCP plans from descriptions of tensors and asks for values when it writes them: it gets tensors on the meta device for the former,
-and bands, each a shard of its tensor, for the latter. This file refuses to know checkpoints.
+and bands, each a shard of its tensor, for the latter.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """DCP's storage writer, as fast as the disk: each tensor is one write, and its CRC-32 is computed on the way.
 
-The files are those of DCP's own writer, and all of DCP's tools read them; beside them lies ``digests.json``. This file refuses to
-know what is saved, and ranks.
+The files are those of DCP's own writer, and all of DCP's tools read them; beside them lies ``digests.json``.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Write a folder in Hugging Face's layout from lazy tensors, a band at a time. Of tied tensors the first name is written, as
-``save_safetensors`` does. This file refuses to know the format.
+``save_safetensors`` does.
 """
 
 from __future__ import annotations

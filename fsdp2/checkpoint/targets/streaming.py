@@ -1,7 +1,4 @@
-"""Lazy tensors read in bands, one at a time, for a writer.
-
-This file refuses to know formats.
-"""
+"""Lazy tensors read in bands, one at a time, for a writer."""
 
 from __future__ import annotations
 

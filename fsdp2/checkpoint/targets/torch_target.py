@@ -2,7 +2,7 @@
 
 ``torch.save`` itself wants all tensors in memory. The format is a zip: the description of the objects, in which a tensor names a
 storage, then each storage's bytes as an entry of its own, beginning at a multiple of 64 bytes so that the file can be mapped. Tensors
-that are the same bytes of the source share a storage, so that ties survive. This file refuses to know checkpoints.
+that are the same bytes of the source share a storage, so that ties survive.
 """
 
 from __future__ import annotations

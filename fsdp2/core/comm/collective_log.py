@@ -2,8 +2,7 @@
 
 ``current`` is None unless a log is switched on, and testing that is all that a step pays otherwise. With a log, each collective costs
 two appends. Records hold what other ranks' records can be compared by: the number among the collectives of one process group, and
-what was sent. A ``Listener`` is called at once, also when units begin and end. This file refuses to know its readers and listeners,
-other ranks, and groups of parameters.
+what was sent. A ``Listener`` is called at once, also when units begin and end.
 
 Worked example, one group of a rank that waits in backward:
 

@@ -1,7 +1,7 @@
 """All-gather, reduce-scatter and all-reduce of flat buffers, by the algorithm that suits the backend.
 
 Each function issues a collective and returns a ``Pending``; ``finish()`` makes the result valid. The caller chooses the algorithm
-(backends.py) and the division (division.py). This file refuses to know parameters, layouts, streams and when to communicate.
+(backends.py) and the division (division.py).
 
 Worked example: reduce-scatter by "pairwise", 3 ranks, P = 2, averaged. Rank 1 holds the rows ``[[1, 1], [5, 5], [2, 2]]``; row
 d is for rank d. It sends row 2 to rank 2 while it receives ``[4, 4]`` from rank 0 into its output, then row 0 to rank 0 while

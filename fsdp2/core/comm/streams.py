@@ -1,8 +1,8 @@
 """One interface over device streams and events, and over asynchronous collectives on the CPU.
 
 The runtime says on which stream it puts work and what that waits for. On a device, this file makes CUDA streams and events of that; on
-the host nothing, because collectives run on the backend's own threads, and the host waits for them where it needs the
-result (``host_waits``). This file refuses to know parameters and collectives.
+the host nothing, because collectives run on the backend's own threads, and the host waits for them where it needs the result
+(``host_waits``).
 
     compute      the stream that the user's kernels run on: the current one
     copy_in      what comes before an all-gather: casts of shards, and their copies from the host

@@ -2,7 +2,7 @@
 
 Two ways run side by side; the plan chooses one for each parameter. *Direct*: the collective writes the parameter where it belongs.
 *Packed*: one collective for all other parameters into a rank-major buffer, then one fused split-copy into the param-major storage.
-Bounds, views, split sizes and the algorithm are computed once. This file refuses to know parameters' owners and states.
+Bounds, views, split sizes and the algorithm are computed once.
 
 Worked example, 2 ranks, a direct (4, 8) and a packed (3,) parameter, align 32:
 

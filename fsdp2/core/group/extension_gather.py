@@ -1,6 +1,6 @@
 """One all-gather of parameters with memory of their own: each tensor that an extension (``extensions.py``) sends gets a storage.
 
-This file lays out the tensors to send and owns the memory of the gathered ones. It refuses to know what tensors mean, and states.
+This file lays out the tensors to send and owns the memory of the gathered ones.
 
 Worked example, a (5, 4) weight over 2 ranks that sends rows of int8 and one scale a row:
 

@@ -19,7 +19,7 @@ the two methods fsdp2 sends the values, in ``param_dtype``. The contract is that
 
 fsdp2 looks the methods up on the local tensor, because users patch instances: at each unshard of a parameter with memory of its own,
 else at the first unshard after fully_shard, ``_apply`` or a change of the local tensor. This file calls the methods and checks what
-they return; it refuses to know buffers and collectives (``extension_gather.py``), states and modules.
+they return.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Between two gradients lies padding, which a reduction leaves zero. Zeros change no sum of powers and no maximum, and a product with a
 number leaves them zero, unless that number is NaN. A user may replace a gradient, or drop it: its old place is not padding, and no
-joined tensor reaches over it. This file refuses to know what is computed.
+joined tensor reaches over it.
 
 Worked example, a buffer in which a reduction handed out w1, w2 and b; the user has dropped the gradient of w2
 

@@ -1,7 +1,5 @@
 """The dtypes in which a group's gradients are reduced, kept and added up: by the policy, and by ``grad_dtype`` of its parameters.
 
-This file refuses to know gradients.
-
 Worked example, two bf16 parameters, no ``reduce_dtype``, ``grad_dtype`` of the first one set to fp32, by torch 2.15's semantics
 
     reduced in fp32; the first one's gradient stays fp32, the other's is cast to bf16

@@ -1,7 +1,4 @@
-"""One group's gradients: collected from the unsharded parameters, accumulated, and sent on their way to the sharded ones.
-
-This file refuses to know when a reduction starts and in which order.
-"""
+"""One group's gradients: collected from the unsharded parameters, accumulated, and sent on their way to the sharded ones."""
 
 from __future__ import annotations
 

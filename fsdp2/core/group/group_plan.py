@@ -1,4 +1,4 @@
-"""The plan of one group: dtypes, and where every shard lies in the flat shard. This file refuses to know memory and states."""
+"""The plan of one group: dtypes, and where every shard lies in the flat shard."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Memory-mapped files without names: a crash at any moment leaves no file, and the system gives their disk space back.
 
 Pages come into memory when they are touched, or asked for before, and leave it when they are let go. So a crash leaves no half-written
-state that a later run could take for good; only checkpoints outlive a process. ``ReadAhead`` knows which file is touched next. This
-file refuses to know what files hold.
+state that a later run could take for good; only checkpoints outlive a process. ``ReadAhead`` knows which file is touched next.
 
 Worked example, parameters of units a, b, c, one ahead; the second forward and backward
 

@@ -2,7 +2,6 @@
 
 They shrink the unsharded weight, which reshard drops, and each rank shrinks the rows that it looked up. So that the sharded weight
 becomes what it would be in the unsharded model, ranks agree on the rows that any rank shrank, and each shrinks those that it keeps.
-This file refuses to know when a forward has ended.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The memory of the parameters that travel together: unshard and reshard.
 
 A group owns one flat shard, of which its sharded parameters are views, and one storage, of which its unsharded parameters are views.
-``issue`` starts an all-gather into that storage, ``wait`` makes its result usable and shows the unsharded parameters to the
-modules, ``reshard`` shows the sharded ones again and frees the storage. All parameters of a group have one storage dtype, one compute
-dtype, one mesh. This file refuses to know when it is used, gradients, and the user's modules (its ``Registry`` shows parameters to
-them).
+``issue`` starts an all-gather into that storage, ``wait`` makes its result usable and shows the unsharded parameters to the modules,
+``reshard`` shows the sharded ones again and frees the storage. All parameters of a group have one storage dtype, one compute dtype,
+one mesh.
 
 Note: leases. An all-gather reads the flat shard from ``issue`` to its completion, and the other ranks would see a write in between
 (measured: 99 % of the elements). So before a user may write (end of backward, state dict hooks, ``_apply``, ...), the caller

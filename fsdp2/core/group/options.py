@@ -1,7 +1,7 @@
 """What the user chose for a group: how it runs, how its gradients are reduced, and what the next backward does.
 
 All three are frozen values. Setters, ``fsdp2.accumulate`` and ``no_sync`` replace a value as a whole and put the old one back; a
-reduction under way keeps the values that it started with. This file refuses to know their readers, and when they read.
+reduction under way keeps the values that it started with.
 """
 
 from __future__ import annotations

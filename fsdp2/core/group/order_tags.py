@@ -3,7 +3,7 @@
 A tag is the group's number in binary digits, and behind them the digits' complements. Where all ranks send the same tag, of each digit
 and its complement one stays exactly zero in the sum, and in what averaging, scaling, rounding and further sums make of it. Where two
 ranks send different tags, some digit and its complement are both not zero, and these digits tell one number from the other. (If a
-divisor made the sum too small for its dtype, both are zero, which tells nothing.) This file refuses to know when tags are read.
+divisor made the sum too small for its dtype, both are zero, which tells nothing.)
 
 Worked example, 3 digits; rank 0 reduces group 5, rank 1 group 4, averaged
 

@@ -1,6 +1,6 @@
 """Parameters with memory of their own: the tensors that cannot be a piece of a flat shard, and how they are cut.
 
-They are those with the all-gather hooks of ``extensions.py``, and tensor subclasses. This file refuses to know how they are gathered.
+They are those with the all-gather hooks of ``extensions.py``, and tensor subclasses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Parameters that are gathered and reduced together: their memory, their gradients, and the units that hold them unsharded.
 
 A group belongs to one unit. If a parameter of it is tied to a module of another unit, that unit *borrows* the group, which then stays
-unsharded from the first of its holders to the last. This file refuses to know what makes a unit hold or release it.
+unsharded from the first of its holders to the last.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What collectives move, the pieces of all ranks one after another, and the whole tensor of which they are cut: from one to the other.
 
-Where a tensor is cut along dim 0, its pieces one after another are the whole, and nobody comes here. This file refuses to know
-collectives.
+Where a tensor is cut along dim 0, its pieces one after another are the whole, and nobody comes here.
 
 Worked example, a (2, 5) tensor cut along dim 1 over 2 ranks, into (2, 3) and (2, 2):
 

@@ -1,10 +1,9 @@
 """The reduce-scatter of a group's gradients as a plan: what lies where in its input and output, computed once.
 
-The input always has room for every trainable parameter of the group, in rank-major order, zeros where this rank has no gradient:
-its size does not depend on which gradients arrived. Behind the gradients each rank adds one *flag* per parameter, 1 if it
-has a gradient; their sum tells every rank, without another collective, which parameters were used anywhere, so that one unused
-everywhere keeps ``grad = None`` like in the unsharded model. Behind the flags there may be the group's tag (``order_tags.py``). This
-file refuses to know when gradients are reduced.
+The input always has room for every trainable parameter of the group, in rank-major order, zeros where this rank has no gradient: its
+size does not depend on which gradients arrived. Behind the gradients each rank adds one *flag* per parameter, 1 if it has a
+gradient; their sum tells every rank, without another collective, which parameters were used anywhere, so that one unused everywhere
+keeps ``grad = None`` like in the unsharded model. Behind the flags there may be the group's tag (``order_tags.py``).
 
 Worked example, 2 ranks, parameters a (4,) and b (3,), align 32; b is unused on rank 1, which therefore sends
 

@@ -1,7 +1,5 @@
 """One reduction under way: reduce-scatter, perhaps all-reduce, then the sharded parameters get their gradients.
 
-This file refuses to know when it starts and in which order.
-
 Note: buffer lifetime in backward. The reduce input is allocated on compute and read by the reduce stream, so it is held until compute
 has been ordered behind the reduce-scatter. The output is allocated on the reduce stream; the all-reduce stream reads it, so it is
 held to the end of backward. Over one rank the input is the output: it is held until compute is behind its last use. Gradients that

@@ -1,7 +1,7 @@
 """Between forward and backward: a group's parameters sharded over a smaller mesh (``reshard_after_forward=<int>``).
 
 Each rank keeps a larger shard, so that backward gathers among few neighbouring ranks. The shards live in a flat buffer of their
-own, in the compute dtype, from ``keep_shards`` to the end of the next unshard. This file refuses to know states and modules.
+own, in the compute dtype, from ``keep_shards`` to the end of the next unshard.
 
 Worked example: a (8, 4) parameter over 4 ranks, reshard_after_forward=2: rank 3 keeps rows [4, 8) from forward to backward, and
 gathers with rank 2 only, where after backward it keeps rows [6, 8) again.

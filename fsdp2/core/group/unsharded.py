@@ -1,7 +1,6 @@
 """A group's unsharded side: the storage of its unsharded parameters, what fills it, and how it is freed.
 
-The unsharded parameters are made once over one storage, whose *object* is never freed: autograd's saved views alias it. This file
-refuses to know states, and when anything happens.
+The unsharded parameters are made once over one storage, whose *object* is never freed: autograd's saved views alias it.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ decides nothing. (Measured: with a parameter unused on one rank, reducing on arr
 their gradients without an error.)
 
 ``Backward`` takes the order from this rank's own graph, which is equal on all ranks as long as every loss uses the same outputs.
-``LoggedBackward`` takes it from the log of the forward, which is equal whichever outputs the losses use. This file refuses to know
-hooks and buffers.
+``LoggedBackward`` takes it from the log of the forward, which is equal whichever outputs the losses use.
 """
 
 from __future__ import annotations

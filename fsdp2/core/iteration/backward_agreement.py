@@ -1,15 +1,14 @@
 """Before a backward communicates, all ranks compare the order in which they will communicate; if it differs, all of them raise.
 
 Ranks gather and reduce groups one after another, in an order that follows from each rank's own graph. If one rank left out a unit that
-the others have, its next group would meet their last one: a hang, or, between groups of equal size, wrong gradients
-without an error. So the first moment of a backward costs one all-gather of eight bytes, a checksum of what the rank will do; where the
-checksums differ, ranks gather one byte a unit as well. One bit of the eight bytes says that a rank has a problem to tell
-(``comm/agreement.py``), which then all of them raise. Ranks may differ in what they do without a collective: how often they call a
-unit that they need not gather, which frozen units they call, whether their data need a gradient. If no rank has to gather a unit that
-some ranks reduce at the end of backward, all ranks reduce it there. A backward that runs through several roots is compared as a whole
-when the first of them begins: a rank that leaves out a root would otherwise not come to compare it. On stream-ordered backends (NCCL)
-the host would have to wait for the device to read the answer, so there ranks compare afterwards what they reduced
-(``late_comparison.py``). This file refuses to know when a backward begins and what it communicates.
+the others have, its next group would meet their last one: a hang, or, between groups of equal size, wrong gradients without an error.
+So the first moment of a backward costs one all-gather of eight bytes, a checksum of what the rank will do; where the checksums differ,
+ranks gather one byte a unit as well. One bit of the eight bytes says that a rank has a problem to tell (``comm/agreement.py``), which
+then all of them raise. Ranks may differ in what they do without a collective: how often they call a unit that they need not gather,
+which frozen units they call, whether their data need a gradient. If no rank has to gather a unit that some ranks reduce at the end of
+backward, all ranks reduce it there. A backward that runs through several roots is compared as a whole when the first of them begins: a
+rank that leaves out a root would otherwise not come to compare it. On stream-ordered backends (NCCL) the host would have to wait for
+the device to read the answer, so there ranks compare afterwards what they reduced (``late_comparison.py``).
 
 Worked example, units 0 (the root), 1 and 2, sharded; rank 0 did not call unit 1
 

@@ -2,7 +2,7 @@
 
 A part of autograd's graph belongs to each call: the nodes that its inputs pass through. That part lives as long as the graph, whose
 hooks hold it. The call itself is a record that only refers to the part, so that lists and logs may keep the record without keeping
-the graph. This file refuses to know units, and what is done at any moment.
+the graph.
 """
 
 from __future__ import annotations

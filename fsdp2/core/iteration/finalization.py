@@ -1,7 +1,4 @@
-"""Ending an iteration by hand: the handle of ``finalize_backward(async_op=True)``, and which roots have to wait for it.
-
-This file refuses to know what is reduced, and when.
-"""
+"""Ending an iteration by hand: the handle of ``finalize_backward(async_op=True)``, and which roots have to wait for it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The first forward of a root: all units below its module share one schedule from then on, and errors name what cannot work.
-
-This file refuses to know what the schedule does.
-"""
+"""The first forward of a root: all units below its module share one schedule from then on, and errors name what cannot work."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One forward of a root: it unshards each unit as its turn comes, prefetches the next, and reshards behind each.
 
 ``Forward`` records the order in which units run. The next forward that begins with the same unit prefetches from that record, and
-backward from the reverse of this forward's order. This file refuses to know hooks and graphs.
+backward from the reverse of this forward's order.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The order of a forward's calls, for backwards of which ranks leave out different parts.
 
-A backward runs the nodes of its graph in the reverse of the order in which they were made. So the begin and the end of every
-unit's backward come in the reverse of the order in which its forward ended and began. A rank whose loss ignores an output leaves out
-some of these *moments*, and adds none. From the log of its own forward it knows when the other ranks come to them, and what they
-communicate then. This file refuses to know what happens at a moment.
+A backward runs the nodes of its graph in the reverse of the order in which they were made. So the begin and the end of every unit's
+backward come in the reverse of the order in which its forward ended and began. A rank whose loss ignores an output leaves out some
+of these *moments*, and adds none. From the log of its own forward it knows when the other ranks come to them, and what they
+communicate then.
 
 fsdp2 keeps logs only after ``set_reduce_scatter_unused_params(True)``: ranks then also gather and reduce units that no rank reaches.
 

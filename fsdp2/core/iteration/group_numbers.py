@@ -1,6 +1,6 @@
 """Numbers by which all ranks know a group: its place among the groups over the same ranks, in the order of ``fully_shard`` calls.
 
-A rank may have other groups over other ranks; they do not count. This file refuses to know what numbers are for.
+A rank may have other groups over other ranks; they do not count.
 """
 
 from __future__ import annotations

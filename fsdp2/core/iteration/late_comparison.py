@@ -6,7 +6,7 @@ first forward or backward that finds it complete reads it. By then the optimizer
 the error says that they are wrong. In a graph capture ranks compare nothing, as replays run no Python.
 
 If a rank's last collective waits for one that another rank never starts, the rank learns nothing: it ends when the other rank ends, or
-by NCCL's timeout. This file refuses to know when a backward ends.
+by NCCL's timeout.
 """
 
 from __future__ import annotations

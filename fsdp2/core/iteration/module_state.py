@@ -1,6 +1,6 @@
 """What ``fully_shard`` leaves on a module: its unit, and the schedule that runs it.
 
-torch and other libraries find the same object by ``fully_shard.state(module)``. This file refuses to know what hooks do.
+torch and other libraries find the same object by ``fully_shard.state(module)``.
 """
 
 from __future__ import annotations

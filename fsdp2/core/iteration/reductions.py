@@ -1,4 +1,4 @@
-"""The reductions of all units under a root that are under way. This file refuses to know which gradients come next.
+"""The reductions of all units under a root that are under way.
 
 A reduce-scatter input takes memory, so at most ``limit`` units may hold theirs at a time.
 """

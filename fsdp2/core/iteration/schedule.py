@@ -2,7 +2,7 @@
 
 All units under one root share a ``Schedule``, which begins and ends the root's forwards and backwards: a ``Forward`` or a ``Backward``
 decides when each unit is unsharded, resharded and reduced. The hooks on the user's modules and graphs report here, and the schedule
-ends what an exception has left half done. This file refuses to know hooks, autograd graphs and buffers.
+ends what an exception has left half done.
 
 Worked example, units a, b, c; the second iteration (R: reduce):
 

@@ -2,7 +2,7 @@
 
 A group belongs to one unit. Another unit *borrows* it if one of its modules is tied to a parameter of the group; the group is then
 unsharded from the first of its users to the last, and reduced once, at the end of backward, when all uses have added their
-gradients. This file refuses to know when anything happens.
+gradients.
 
 Worked example: an embedding with a unit of its own, and a head in the root that is tied to it:
 

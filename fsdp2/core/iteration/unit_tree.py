@@ -1,7 +1,4 @@
-"""All units under one root, and what they hand on from forward to backward and from step to step.
-
-This file refuses to know hooks, autograd graphs and buffers, and when a forward or a backward begins and ends.
-"""
+"""All units under one root, and what they hand on from forward to backward and from step to step."""
 
 from __future__ import annotations
 

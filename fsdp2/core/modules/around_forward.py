@@ -1,7 +1,7 @@
 """Functions that run around a module's own forward, inside of all its hooks. No module wraps it, so every name stays.
 
 The module gets an attribute ``forward`` of its own, which hides its class's. Hooks, those of ``fully_shard`` included, run around it,
-in either order of the calls. ``inspect.signature`` finds that of the hidden forward. This file refuses to know what runs there.
+in either order of the calls. ``inspect.signature`` finds that of the hidden forward.
 
 Note: code of its own. The compiler counts how often it has compiled a function, and gives up at eight times. So each class of
 modules gets a copy of ``_traced``, as each class has a forward of its own; ``outer`` runs outside of the graph.

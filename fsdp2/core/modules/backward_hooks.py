@@ -1,6 +1,6 @@
 """Hooks before nodes of autograd's graph: each tells the schedule which moment of a unit's backward has come.
 
-``hooks.py`` registers them in forward, and knows why before these nodes. This file refuses to know modules, and what the schedule does.
+``hooks.py`` registers them in forward, and knows why before these nodes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whether compiler, checkpointing and sharding were put around one another in an order that loses; the first forward warns once.
 
 Modules below a root tell whether they are compiled, checkpointed and sharded; of the code around the root, only the compiler tells
-whether it runs it. This file refuses to know what the compiler does inside. The costs were measured, see docs/compile.md:
+whether it runs it. The costs were measured, see docs/compile.md:
 
     torch.compile(model) around checkpoint(sharded block)   the compiler leaves all below the checkpoint alone: no graph at all
     torch.compile(model) around sharded blocks              the graph breaks at each block; around a loop over them, code beside the

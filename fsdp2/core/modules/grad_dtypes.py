@@ -1,7 +1,4 @@
-"""A ``grad_dtype`` that a user has set on a parameter also holds for a parameter that takes its place.
-
-This file refuses to know in which dtype gradients are reduced because of it (``group/memory.py``).
-"""
+"""A ``grad_dtype`` that a user has set on a parameter also holds for a parameter that takes its place."""
 
 from __future__ import annotations
 

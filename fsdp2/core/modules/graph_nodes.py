@@ -1,7 +1,4 @@
-"""Nodes of autograd's graph around a call: the nodes below an output, and outputs that need a node of their own.
-
-This file refuses to know hooks, and when a backward begins.
-"""
+"""Nodes of autograd's graph around a call: the nodes below an output, and outputs that need a node of their own."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Per forward call of a unit: a pre-hook unshards and passes each input through a node of its own, whose turn in backward comes when the
 gradient of that input is done; a post-hook reshards and puts a hook before the node of every output, whose turn comes when the
-output's gradient has arrived (``backward_hooks.py``). Each hook reports a moment to the schedule, which decides. This file refuses to
-know memory and collectives.
+output's gradient has arrived (``backward_hooks.py``). Each hook reports a moment to the schedule, which decides.
 
 Note: why nodes and not tensor hooks. A view made of an input costs 3 us and no Python in backward but our hook's (a custom Function
 10 us); it exists under every transform, and in-place changes of it are autograd's usual business. A hook on an output's *node*

@@ -1,6 +1,6 @@
 """Every name of a module in a tree, also if a module is below itself: a block that refers to its owner.
 
-torch lists each module once, or, with ``remove_duplicate=False``, follows a cycle for ever. This file refuses to know parameters.
+torch lists each module once, or, with ``remove_duplicate=False``, follows a cycle for ever.
 
 Worked example: ``model.block.owner`` is ``model``; ``model.other`` is ``model.block``. The names are "", "block" and "other".
 """

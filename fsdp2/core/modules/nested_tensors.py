@@ -1,6 +1,6 @@
 """Tensors inside arguments and results of any shape: tuples, lists, dicts, dataclasses, and types that pytree knows.
 
-This file refuses to know what is done with the tensors. Strings, numbers, None and unknown objects are left as they are.
+Strings, numbers, None and unknown objects are left as they are.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The class that a sharded module gets: ``FSDP<Name>``, which is our mixin, the user's class and torch's FSDPModule, in this order.
 
 torch's class comes last so that ``isinstance`` checks elsewhere hold while the user's class stays right behind ours, where the
-compiler's guard pickler looks for it. This file refuses to know what the mixin's methods do.
+compiler's guard pickler looks for it.
 
 Note: layouts. CPython lets an instance change to a class only if both lay out their instances alike, which it judges by the first base
 in C of each. For ``class A(ABC, nn.Linear)`` it finds ABC, for ``FSDPA(mixin, A, ...)`` the mixin: alike in every byte, and still

@@ -1,7 +1,7 @@
 """Which parameters the user's modules show: the sharded ones, or the unsharded ones from unshard to reshard.
 
 A group's parameters are entries of the ``_parameters`` of the modules that own them. This file exchanges the entries, notices
-parameters that the user has put there since, and adopts or refuses them. It refuses to know memory, collectives, and when.
+parameters that the user has put there since, and adopts or refuses them.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Backward may begin at such a tensor, and then needs the parameters just as when it begins at an output. fsdp2 looks for the attributes
 that keep tensors after a unit's first forward with autograd, in evaluation and in training, and looks them up after every later one:
-a part that is frozen in the first may be trained in the second. This file refuses to know what is done with the tensors.
+a part that is frozen in the first may be trained in the second.
 
 Worked example: forward of ``block.router`` sets ``self.aux_loss``; the places of ``block`` are [(vars(block.router), "aux_loss")]
 """

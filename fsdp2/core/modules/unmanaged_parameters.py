@@ -1,9 +1,8 @@
 """Parameters that no unit has: registered after ``fully_shard`` was called on a module above them, or held by other modules as well as
 the shards that were cut from them, or next to units in a model whose root was never sharded.
 
-fsdp2 looks for the first at the first forward, and again at the first forward after something was registered on a managed module.
-It notices the second when they get a gradient, and the third at an optimizer's first step. This file refuses to know what is done with
-parameters that a unit has.
+fsdp2 looks for the first at the first forward, and again at the first forward after something was registered on a managed module. It
+notices the second when they get a gradient, and the third at an optimizer's first step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whole tensors in the state dict that ``load_state_dict`` was given: each rank cuts its own pieces out of them.
 
 torch refuses to copy a plain tensor into a DTensor. Here a state dict may have a plain tensor with the parameter's whole shape, from an
-unsharded model. Nothing is communicated, so all ranks have to pass the same values. This file refuses to know hooks and files.
+unsharded model. Nothing is communicated, so all ranks have to pass the same values.
 
 Worked example: a (5, 4) weight over 2 ranks; the state dict has a plain (5, 4) tensor, rank 1 loads its rows [3, 5)
 """

@@ -2,7 +2,7 @@
 
 A user annotates the tensor that this rank computes with; fsdp2 keeps it as a DTensor on the full SPMD mesh, and forward sees a plain
 tensor with its annotations again. This file does not import the package: a program that annotates a parameter has imported it; and it
-uses only the package's public names. This file refuses to know storage, groups and collectives.
+uses only the package's public names.
 
 Worked example, a (2, 4) weight on the mesh ("dp", "tp") of 2 x 2 ranks, annotated {tp: S(0)}, with dp_mesh_dims shard="dp":
 

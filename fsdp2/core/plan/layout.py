@@ -1,9 +1,8 @@
 """Where every element of a parameter group lives on every rank: integers only.
 
 A group's sharded parameters lie one after another in one flat shard; each has a *slot* there, as large as the largest shard
-that any rank keeps, starting at a multiple of ``align`` elements. Its region in the unsharded storage starts at
-``num_shards`` times the slot's offset and holds the slots of all ranks one after another, which for a cut on dim 0 begins with
-the parameter. This file refuses to know torch.distributed, devices and dtypes.
+that any rank keeps, starting at a multiple of ``align`` elements. Its region in the unsharded storage starts at ``num_shards``
+times the slot's offset and holds the slots of all ranks one after another, which for a cut on dim 0 begins with the parameter.
 
 Worked example: parameters (5, 4) and (4,) over 2 ranks, align 32 elements (128 bytes of fp32):
 

@@ -2,7 +2,7 @@
 
 A 1-D mesh shards over its axis (FSDP); a 2-D mesh replicates over axis 0 and shards over axis 1 (HSDP). On a *full SPMD mesh*,
 parameters already are DTensors: ``DataParallelMeshDims`` names the axes that shard and replicate, and the others are model axes
-(tensor parallelism, ...). This file refuses to know parameters and collectives.
+(tensor parallelism, ...).
 
 Worked example: a (2, 4) mesh of 8 ranks, seen from rank 5:
 

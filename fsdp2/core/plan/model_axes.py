@@ -1,8 +1,7 @@
 """Parameters that already are DTensors: tensor, sequence and expert parallelism beside data parallelism.
 
 Such a parameter is cut on *model axes* of the job's mesh; each rank's local tensor is then cut again over the shard axis. The sharded
-parameter is a DTensor over data-parallel and model axes together, the unsharded one a DTensor over its own mesh again. This file
-refuses to know groups, storage and collectives other than DTensor's own.
+parameter is a DTensor over data-parallel and model axes together, the unsharded one a DTensor over its own mesh again.
 
 Note: gradients on a full SPMD mesh. There, data-parallel axes are axes of the parameter's own mesh, and DTensor tells what a gradient
 is

@@ -1,6 +1,6 @@
 """The most memory that a step needs at any moment, as a sum over its groups. Tests compare the formula with real steps.
 
-This file takes layouts and sizes, in integers, and refuses to know modules and what runs them.
+This file takes layouts and sizes, in integers.
 """
 
 from __future__ import annotations

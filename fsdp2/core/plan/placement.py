@@ -1,7 +1,7 @@
 """How one parameter is placed: its cut over the shard axis and the DTensor specs that describe it, sharded and unsharded.
 
 A parameter is cut in its *physical* shape, the order of its dims in memory, so that channels-last and transposed parameters
-shard like any other; ``order`` leads from logical to physical dims. This file refuses to know storage and collectives.
+shard like any other; ``order`` leads from logical to physical dims.
 
 Worked example: a (64, 3, 7, 7) channels-last weight over 8 ranks, Shard(0):
 

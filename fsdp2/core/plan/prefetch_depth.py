@@ -1,4 +1,4 @@
-"""How many units are gathered ahead of the one that runs. This file takes counts and bytes, and refuses to know units.
+"""How many units are gathered ahead of the one that runs. This file takes counts and bytes.
 
 Worked example: depth of three units and at most 1000 bytes; the next units have 400, 500 and 300 bytes unsharded: two are gathered.
 """

@@ -1,7 +1,6 @@
 """Checks of the user's arguments, before anything is changed; errors name what cannot work.
 
-Each check is of one kind of argument; its error names the expected value, the one it got, and the fix. This file refuses to know what
-the arguments do.
+Each check is of one kind of argument; its error names the expected value, the one it got, and the fix.
 """
 
 from __future__ import annotations

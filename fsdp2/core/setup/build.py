@@ -1,6 +1,6 @@
 """From a module to a unit: which parameters it takes, how they are placed and grouped. Runs once, at ``fully_shard``.
 
-Everything that can be refused is refused before the first change. This file refuses to know what happens at run time.
+Everything that can be refused is refused before the first change.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """``copy.deepcopy`` of a sharded module: an independent one on the same mesh, with the same values and options.
 
-The modules are copied as if they were not sharded, by the way that their classes define. ``deepcopy``'s memo
-gets entries first for what it must not copy as it is: each parameter that a module shows, sharded or unsharded, becomes a sharded
-parameter of the copy. When all modules are there, their units are made again, first the units from which others borrow. Like a plain
-copy, the copy has no gradients. It has not run yet, so it is its own root, and the user makes its optimizer. This file refuses to know
-how a module runs.
+The modules are copied as if they were not sharded, by the way that their classes define. ``deepcopy``'s memo gets entries first for
+what it must not copy as it is: each parameter that a module shows, sharded or unsharded, becomes a sharded parameter of the copy. When
+all modules are there, their units are made again, first the units from which others borrow. Like a plain copy, the copy has no
+gradients. It has not run yet, so it is its own root, and the user makes its optimizer.
 
 Worked example: root with blocks a and b, all of them units; ``copy.deepcopy(a)`` copies one unit, ``deepcopy(root)`` three, and
 ``deepcopy(nn.ModuleList([a, b]))``, where the list is plain, first a and its unit, then b and its unit.

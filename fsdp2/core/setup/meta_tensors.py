@@ -1,7 +1,4 @@
-"""Parameters and buffers of a model on the meta device, sharded or not, and their places.
-
-This file refuses to know how they get values.
-"""
+"""Parameters and buffers of a model on the meta device, sharded or not, and their places."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@
 "2.15"  ... else in ``param.grad_dtype`` if that was set, else in the dtype of the parameter itself: with bf16 compute and fp32
         parameters, gradients travel in fp32
 "torch" as the torch that is installed; the default
-
-This file refuses to know what each version does.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Functions that initialise modules see whole parameters, and each rank keeps its slices. This file refuses to know the functions.
+"""Functions that initialise modules see whole parameters, and each rank keeps its slices.
 
 Note: whole parameters on demand. A function may reach into other modules (``nn.MultiheadAttention`` fills its projection's bias, a
 root's ``init_weights`` everything). While it runs, an operation on a sharded parameter is redirected to a whole one, which is gathered

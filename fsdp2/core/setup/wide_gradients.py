@@ -1,7 +1,7 @@
 """A message to users who compute in bf16 over fp32 parameters: with torch 2.15 their gradients travel in fp32 by default.
 
 It is logged once in a process, on rank 0, at the first such ``fully_shard`` call, and never if the user has chosen a dtype by
-``reduce_dtype``, ``grad_dtype`` or ``set_semantics``. This file refuses to know how gradients are reduced.
+``reduce_dtype``, ``grad_dtype`` or ``set_semantics``.
 """
 
 from __future__ import annotations

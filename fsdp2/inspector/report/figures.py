@@ -1,4 +1,4 @@
-"""Values to figures of plotly, as plain dicts: {"data": [...], "layout": {...}}. This file refuses to know files and HTML.
+"""Values to figures of plotly, as plain dicts: {"data": [...], "layout": {...}}.
 
 Colours are readable on light and on dark pages; the page sets those of text and lines.
 """

@@ -1,4 +1,4 @@
-"""Values to rows of text. This file refuses to know HTML."""
+"""Values to rows of text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of torch's caching allocator for CUDA: which bytes a program's allocations reserve. It refuses to know what they are for.
+"""A model of torch's caching allocator for CUDA: which bytes a program's allocations reserve.
 
 Sizes are rounded up to 512 bytes. Blocks of at most 1 MiB are cut from segments of 2 MiB, larger ones below 10 MiB from segments of
 20 MiB, all others get segments rounded up to 2 MiB. A freed block is merged with free neighbours and belongs to the stream it was cut

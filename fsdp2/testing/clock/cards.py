@@ -1,4 +1,4 @@
-"""Device cards: what hardware can do, as data, each number with its source. This file refuses to know programs.
+"""Device cards: what hardware can do, as data, each number with its source.
 
 Rates are per GPU, in SI units. Peaks are from data sheets; ``*_share`` is how much of a peak we assume is reached. The shares are
 assumptions, set before anything was compared with published step times and not fitted to them since: docs/step_clock.md says by how

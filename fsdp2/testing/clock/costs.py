@@ -1,4 +1,4 @@
-"""What one entry of a trace costs on a card: pure functions. They refuse to know streams and what else is under way.
+"""What one entry of a trace costs on a card: pure functions.
 
 A matrix product takes the longer of its arithmetic and its memory traffic; every other operator takes its traffic alone. Collectives
 are

@@ -1,7 +1,7 @@
 """The device that runs nothing, and the log of what it is given: compiled once, one a process.
 
 A device type ``clock`` of torch's PrivateUse1: the pretend accelerator's guard, hooks and ``torch.<device>`` module over streams,
-memory, operators and collectives (``csrc/``) that only write down what they are given. This file refuses to know times.
+memory, operators and collectives (``csrc/``) that only write down what they are given.
 """
 
 from __future__ import annotations

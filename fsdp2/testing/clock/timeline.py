@@ -1,4 +1,4 @@
-"""A trace on a clock: when each entry begins and ends, in virtual time. This file refuses to know what entries cost (``costs.py``).
+"""A trace on a clock: when each entry begins and ends, in virtual time.
 
 The host goes through the trace in order; each entry costs it the time that was measured before the entry, and a stated constant. An
 operator begins when the host has launched it, its stream has come to it, and everything that the stream waits for has ended.

@@ -1,7 +1,4 @@
-"""Compile a device once: into a folder whose name is a hash of its sources, of torch, and of Python.
-
-This file refuses to know what the sources do.
-"""
+"""Compile a device once: into a folder whose name is a hash of its sources, of torch, and of Python."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """``torch.pretend``: the module that code written for accelerators finds at ``torch.<device type>``.
 
-Streams and events are torch's own generic ones. This file refuses to know process groups and fsdp2.
+Streams and events are torch's own generic ones.
 """
 
 from __future__ import annotations

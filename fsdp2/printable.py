@@ -7,7 +7,11 @@ Every command prints through ``say``, and every error's text goes through ``prin
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 import sys
+from typing import Any
 
 
 def printable(text: str) -> str:
@@ -20,3 +24,18 @@ def printable(text: str) -> str:
 def say(text: str) -> None:
     """Print a line, or several, to standard output."""
     sys.stdout.write(printable(text) + "\n")
+
+
+def say_json(value: Any) -> None:
+    """Print ``value`` as one line of JSON: dataclasses as objects, numbers that JSON lacks (NaN, infinity) as text."""
+    say(json.dumps(_of_json(value), default=str, allow_nan=False))
+
+
+def _of_json(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _of_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(name): _of_json(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_of_json(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

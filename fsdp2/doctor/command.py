@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from ..errors import ArgumentError
 from ..hangs.watcher import EXIT_STATUS
-from ..printable import say
+from ..printable import say, say_json
 from .finding import Finding, of_ranks
 from .rank_record import RankRecord, read_records, report_of_records
 
@@ -41,6 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", type=float, default=600.0, metavar="S", help="seconds that the script may take (default: 600)")
     parser.add_argument("--strict", action="store_true", help="exit status 1 if there is a finding")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object; what the script prints goes to standard error instead"
+    )
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for python -m")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="-- ARGS", help="the script's own arguments")
@@ -66,15 +69,11 @@ def run(options: argparse.Namespace) -> int:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
     with tempfile.TemporaryDirectory() as folder, _terminated_as_error():
         patient = ["-m", "fsdp2.doctor.patient", str(options.steps), folder, str(options.timeout), str(int(options.is_module))]
-        status = _status_of([*launcher, *patient, options.script, *arguments], options.limit)
+        status = _status_of([*launcher, *patient, options.script, *arguments], options.limit, sys.stderr if options.json else None)
         records = read_records(folder, options.ranks)
-        num_findings = _say(records, options.script, status)
+        num_findings = _say(records, options.script, status, options.json)
     has_looked = any(record.has_looked for record in records)
     return status or int(not has_looked or (options.strict and num_findings > 0))
-
-
-def _are_positive(options: argparse.Namespace) -> bool:
-    return all(number > 0 for number in (options.ranks, options.steps, options.timeout, options.limit))
 
 
 def _is_there(script: str, is_module: bool) -> bool:
@@ -91,10 +90,13 @@ _OVER = 124
 """Exit status of a script that has taken too long, as that of ``timeout``."""
 
 
-def _status_of(command: Sequence[str], limit: float) -> int:
-    """Run ``command`` to its end, or for ``limit`` seconds. ctrl-C and SIGTERM end it, and not this process, which has to report."""
+def _status_of(command: Sequence[str], limit: float, stdout: Any) -> int:
+    """Run ``command`` to its end, or for ``limit`` seconds, printing to ``stdout`` (None: this process's own).
+
+    ctrl-C and SIGTERM end it, and not this process, which has to report.
+    """
     environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    with subprocess.Popen(command, env=environment) as launcher:
+    with subprocess.Popen(command, env=environment, stdout=stdout) as launcher:
         try:
             status = launcher.wait(limit)
         except (KeyboardInterrupt, _StoppedError) as error:
@@ -123,13 +125,21 @@ def _terminated_as_error() -> Iterator[None]:
         signal.signal(signal.SIGTERM, usual)
 
 
-def _say(records: Sequence[RankRecord], script: str, status: int) -> int:
+def _say(records: Sequence[RankRecord], script: str, status: int, as_json: bool) -> int:
     """Print what ``records`` have, or why they have nothing. Returns the number of findings."""
     report = report_of_records(records, list(_apart(records, status)))
-    say(f"\nfsdp2 doctor: {max((record.num_steps for record in records), default=0)} steps of {script}")
-    for line in _ends(records, status):
+    num_steps = max((record.num_steps for record in records), default=0)
+    has_looked = bool(report) or any(record.has_looked for record in records)
+    ends = list(_ends(records, status))
+    if as_json:
+        ends += [] if has_looked else [_why_nothing(records)]
+        seen = {"script": script, "steps": num_steps, "has_looked": has_looked, "status": status, "ends": ends}
+        say_json({**seen, "findings": list(report)})
+        return len(report)
+    say(f"\nfsdp2 doctor: {num_steps} steps of {script}")
+    for line in ends:
         say(line)
-    if report or any(record.has_looked for record in records):
+    if has_looked:
         report.show()
     else:
         say(f"{_why_nothing(records)}: nothing was looked at")

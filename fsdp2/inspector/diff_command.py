@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from ..errors import ArgumentError
-from ..printable import say
+from ..printable import say, say_json
 from .difference import Lines, common_steps, partings
 from .expected import RECORD_LINE
 from .run_folder import rank_files, read_lines
@@ -18,6 +18,7 @@ from .run_folder import rank_files, read_lines
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", type=Path, metavar="RUN_A", help="a folder that fsdp2.record was given")
     parser.add_argument("second", type=Path, metavar="RUN_B", help="another one")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with all differences, in order")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -31,6 +32,9 @@ def run(options: argparse.Namespace) -> int:
             fix="record both with the same first_step= and every=",
         )
     found = list(partings(first, second))
+    if options.json:
+        say_json({"steps": steps, "differences": found})
+        return 1 if found else 0
     for each in found[:1]:
         say(str(each))
         if each.only_in:

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import shlex
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import ArgumentError
-from ..printable import printable, say
+from ..printable import printable, say, say_json
 from ..strategy import STRATEGIES
 from ..testing.clock.cards import CARDS
 from ..wrap import by_class
@@ -119,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _print(result: Plan | Found, title: str, found: Sequence[Table], as_json: bool) -> int:
     if as_json:
-        say(json.dumps(asdict(result), default=str))
+        say_json(result)
     else:
         show(title, found)
     return 0

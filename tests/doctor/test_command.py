@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -46,6 +47,11 @@ def test_a_script_is_stopped_after_its_steps_and_its_faults_are_named(tmp_path: 
     assert "1.weight, 1.bias" in done.stdout
     assert "same-data-on-every-rank (ranks 0, 1)" in done.stdout
     assert "fsdp2 doctor: 3 steps" in done.stdout
+    script.write_text(SCRIPT.replace("optimizer.zero_grad()", "optimizer.zero_grad(); print(step)"))
+    done = doctor("--json", str(script), "--", "--lr", "0.1")
+    seen = json.loads(done.stdout)
+    assert (seen["steps"], seen["has_looked"]) == (3, True)
+    assert "optimizer-misses-parameters" in [each["check"] for each in seen["findings"]]
 
 
 @pytest.mark.slow

@@ -106,7 +106,11 @@ def test_a_planted_value_is_named_by_step_phase_unit_parameter_and_rank(world_si
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             assert main(["diff", *map(str, folders)]) == 1
-        assert "step 2, gathered parameters of 1 on rank 1: 1.0.weight parts by more than rounding" in printed.getvalue()
+            assert main(["diff", "--json", *map(str, folders)]) == 1
+        text, line = printed.getvalue().strip().rsplit("\n", 1)
+        assert "step 2, gathered parameters of 1 on rank 1: 1.0.weight parts by more than rounding" in text
+        first_one = json.loads(line)["differences"][0]
+        assert (first_one["step"], first_one["param"], first_one["is_rounding"]) == (2, "1.0.weight", False)
 
 
 @on_ranks(2)

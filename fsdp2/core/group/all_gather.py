@@ -29,6 +29,9 @@ from ..plan.layout import Cut, GroupLayout
 from .param import storage_view
 from .rank_pieces import assemble
 
+ALIGN_NBYTES = 16
+"""What ranks send as bytes begins at multiples of this, because dtypes and the kernels that read them want aligned addresses."""
+
 
 @dataclass(frozen=True)
 class GatherTarget:
@@ -50,7 +53,7 @@ class GatherTarget:
 class Gather:
     """Fills a storage from the flat shards of ``process_group``; reusable, one use at a time.
 
-    coalesces_over: the process group over which it may share one launch with other gathers; None if it never does
+    coalesces_over: the process group over which it may share a launch (on the host: a collective) with others; None if it never does
 
     It has twenty-three attributes: the first sixteen are computed once, the others belong to the gather under way.
     """
@@ -99,7 +102,11 @@ class Gather:
         self._async_op = not backends.is_stream_ordered(backend)
         nbytes = layout.unsharded_numel * target.dtype.itemsize
         self._algorithm = algorithm or backends.choose_all_gather(backend, layout.num_shards, nbytes, target.device.type)
-        self.coalesces_over = None if self._async_op or self._algorithm != "stock" else process_group
+        if streams.host_waits:
+            shares = self._async_op and algorithm is None and num_direct == 0
+        else:
+            shares = not self._async_op and self._algorithm == "stock"
+        self.coalesces_over = process_group if shares else None
         like = torch.empty(0, dtype=target.dtype, device=target.device)
         direct, packed = layout.slots[:num_direct], layout.slots[num_direct:]
         self._direct_bounds = [(slot.offset, slot.offset + slot.numel) for slot in direct]
@@ -145,6 +152,9 @@ class Gather:
         assert flat is not None
         streams, target = self._streams, self._target
         self._held = None  # that of a start that failed
+        if together is not None and streams.host_waits and self.coalesces_over is not None:
+            together.append((self, flat.to(target.dtype)))
+            return
         if copy:  # on compute, as the user's writes are: a copy made on another stream would race with them
             if flat.dtype is target.dtype or flat.device != target.device:
                 self._held = flat.to(target.device, copy=True).to(target.dtype)
@@ -218,6 +228,10 @@ class Gather:
                 output.copy_(shard)
         else:
             self._pending = collectives.all_gather(outputs, inputs, self._process_group, self._algorithm, self._async_op)
+
+    def receive(self, rows: Tensor, pending: collectives.Pending) -> None:
+        """Take what every rank sends, (W, shard_numel), from a collective of several gathers; valid when that is finished."""
+        self._packed, self._pending = rows, pending
 
     def land(self) -> None:
         """Queue the copy-out behind the collectives, on the gather stream."""
@@ -323,13 +337,18 @@ class Sender(Protocol):
 
     def land(self) -> None: ...
 
+    def receive(self, rows: Tensor, pending: collectives.Pending) -> None: ...
+
 
 Waiting = tuple[Sender, Tensor | None]
-"""A gather that was started, and the flat shard that it reads, if it reads one."""
+"""A gather that was started, and the flat shard that it reads, if it reads one; on the host, all that this rank sends, 1-D."""
 
 
 def send_together(waiting: Sequence[Waiting], streams: Streams) -> None:
     """Issue the collectives of gathers that were started, one launch for each process group. Collective: yes, over each."""
+    if streams.host_waits:
+        _send_as_one(waiting)
+        return
     streams.order(streams.gather, streams.mark(streams.compute))
     with streams.on(streams.gather):
         launches: dict[dist.ProcessGroup, tuple[list[Tensor], list[Tensor]]] = {}
@@ -342,3 +361,23 @@ def send_together(waiting: Sequence[Waiting], streams: Streams) -> None:
             collectives.all_gather(outputs, inputs, process_group, "stock", async_op=False)
         for gather, _ in waiting:
             gather.land()
+
+
+def _send_as_one(waiting: Sequence[Waiting]) -> None:
+    """On the host, where no backend coalesces: pack what the gathers send as bytes, and issue one collective for each process group."""
+    by_group: dict[dist.ProcessGroup, list[Waiting]] = {}
+    for each in waiting:
+        assert each[0].coalesces_over is not None
+        by_group.setdefault(each[0].coalesces_over, []).append(each)
+    for process_group, several in by_group.items():
+        own = [sent for _, sent in several if sent is not None]
+        sizes = [(sent.nbytes, -sent.nbytes % ALIGN_NBYTES) for sent in own]
+        bounds = [size for pair in sizes for size in pair]
+        packed = torch.empty(process_group.size(), sum(bounds), dtype=torch.uint8, device=own[0].device)
+        row = packed[process_group.rank()]
+        torch._foreach_copy_(list(torch.split(row, bounds)[::2]), [sent.view(torch.uint8) for sent in own])
+        backend = backends.backend_of(process_group, "cpu")
+        algorithm = backends.choose_all_gather(backend, process_group.size(), packed.nbytes)
+        pending = collectives.all_gather([packed.view(-1)], [row], process_group, algorithm, True)
+        for (gather, _), sent, columns in zip(several, own, torch.split(packed, bounds, dim=1)[::2], strict=True):
+            gather.receive(columns.view(sent.dtype), pending)

@@ -25,13 +25,10 @@ from ..comm.communicators import CommWork
 from ..comm.streams import Event, Stream, Streams
 from ..plan.layout import Cut
 from ..plan.mesh import DataParallelMesh
-from .all_gather import Waiting
+from .all_gather import ALIGN_NBYTES, Waiting
 from .extensions import Extensions, releases_gathered, require_same_kinds
 from .param import ShardedParam, new_unsharded_param, storage_view
 from .rank_pieces import join
-
-ALIGN_NBYTES = 16
-"""The tensors that ranks send begin at multiples of this, because kernels that read them want aligned addresses."""
 
 
 @dataclass
@@ -106,6 +103,9 @@ class ExtensionGather:
         self._algorithm = algorithm
         self._backend = backends.backend_of(mesh.shard_group, device.type)
         alone = self._comm is not None or algorithm not in (None, "stock") or not backends.is_stream_ordered(self._backend)
+        self._may_go_direct = not alone
+        if streams.host_waits:
+            alone = self._comm is not None or algorithm is not None or backends.is_stream_ordered(self._backend)
         self.coalesces_over = None if alone else mesh.shard_group
         self._direct_from_nbytes = direct_from_nbytes
         self._allocated_on: tuple[Stream, ...] = ()  # the compute streams on which the unsharded memory was allocated
@@ -139,6 +139,11 @@ class ExtensionGather:
         self._allocated_on = ()
         if self._direct is not None:
             self._allocate(self._direct.storages)
+        if together is not None and streams.host_waits and self.coalesces_over is not None:
+            self._pack(non_blocking=False, own_row_only=True)
+            together.append((self, self._packed))
+            self._packed = None
+            return
         on_compute = copy or streams.host_waits  # where the user's writes are
         if on_compute:
             self._pack(non_blocking=False)
@@ -180,11 +185,18 @@ class ExtensionGather:
         is_async = not backends.is_stream_ordered(self._backend)
         self._pending = collectives.all_gather(outputs, inputs, process_group, algorithm, is_async)
 
+    def receive(self, rows: Tensor, pending: collectives.Pending) -> None:
+        """See ``Gather.receive``."""
+        self._packed, self._pending = rows, pending
+
     def land(self) -> None:
         self._event = self._streams.mark(self._streams.gather)
 
-    def _pack(self, non_blocking: bool) -> None:
-        """Copy the tensors of every parameter into this rank's row of its output, if it is direct, or of a buffer for all ranks."""
+    def _pack(self, non_blocking: bool, own_row_only: bool = False) -> None:
+        """Copy the tensors of every parameter into this rank's row of its output, if it is direct, or of a buffer.
+
+        own_row_only: the buffer has no rows for other ranks
+        """
         pieces: list[Tensor] = []
         sent: list[_Sent] = []
         for param in self._params:
@@ -213,8 +225,9 @@ class ExtensionGather:
             sizes += [row.numel(), self._gap_nbytes(row.nbytes) // dtype.itemsize]
         numel = sum(sizes)
         allocate = torch.empty if self._comm is None else self._comm.allocate
-        packed: Tensor = allocate((numel * self._num_shards,), dtype=dtype, device=self._device)
-        own = packed.narrow(0, numel * self._shard_rank, numel)
+        num_rows, own_row = (1, 0) if own_row_only else (self._num_shards, self._shard_rank)
+        packed: Tensor = allocate((numel * num_rows,), dtype=dtype, device=self._device)
+        own = packed.narrow(0, numel * own_row, numel)
         torch._foreach_copy_(list(torch.split(own, sizes)[::2]), rows)
         self._packed = packed
 
@@ -235,7 +248,7 @@ class ExtensionGather:
         streams.order(streams.compute, self._event)
         self._event = None
         packed, sent = self._packed, self._sent
-        if not sent:  # an extension raised when this was finished before
+        if not sent or (packed is None and self._direct is None):  # an extension raised in finish before, or in another start
             return
         self._packed, self._sent = None, []
         first = not self._storages
@@ -275,7 +288,7 @@ class ExtensionGather:
                 if releases_gathered(param)
                 for output in outputs
             ]
-            if self.coalesces_over is not None and not self._released:
+            if self._may_go_direct and not self._released:
                 self._choose_direct()
         for storage in self._released:
             streams.resize(storage, 0)

@@ -99,7 +99,7 @@ class Unit:
         self.summoned = False
         self.calls = UnitCalls()
         self._streams = streams_of(device)
-        self._launches_together = len(self.uses) > 1 and not self._streams.host_waits
+        self._launches_together = len(self.uses) > 1
         for group in self.borrowed:
             group.holders = group.holders or set()
 
@@ -128,7 +128,7 @@ class Unit:
             group.gradients.set_micro_batch(micro_batch)
 
     def issue(self, copy: bool = False) -> None:
-        """Start unsharding; on a stream device, in one launch for each process group. Collective: yes, over the shard axis."""
+        """Start unsharding, in one launch for each process group. Collective: yes, over the shard axis."""
         together: list[Waiting] | None = [] if self._launches_together else None
         profiled: Any = None
         if compat.profiler_is_on():
@@ -139,7 +139,12 @@ class Unit:
                 group.issue(copy, together)
                 if group.holders is not None:
                     group.holders.add(self)
-        finally:  # also if the gather of another group failed
+        except BaseException:
+            if together and self._streams.host_waits:  # other ranks may send more in that one collective: this one sends nothing
+                together = None
+                self.release()
+            raise
+        finally:  # on a stream device also if the gather of another group failed
             if together:
                 self._send(together)
             if profiled is not None:

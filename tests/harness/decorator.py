@@ -10,7 +10,7 @@ import inspect
 import pickle
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,7 +70,7 @@ def on_ranks(*world_sizes: int, timeout: float = 120.0, device: str = "") -> Cal
             signature = signature.replace(parameters=[*signature.parameters.values(), extra])
         test.__signature__ = signature  # type: ignore[attr-defined]  # pytest reads the arguments from it
         test.on_ranks_body = body  # type: ignore[attr-defined]  # where a rank finds the body
-        variants = [_variant(each, min(world_sizes)) for each in world_sizes]
+        variants = [_variant(each, world_sizes) for each in world_sizes]
         if not device:
             variants += on_pretend(inspect.getfile(body), body.__name__, world_sizes)
         return pytest.mark.parametrize("world_size", variants)(test)
@@ -106,8 +106,13 @@ def _folder_below(value: object, name: str) -> object:
     return folder
 
 
-def _variant(world_size: int, smallest: int) -> Any:
-    marks = [pytest.mark.slow] if world_size > max(smallest, 2) else []
+def _variant(world_size: int, world_sizes: Sequence[int]) -> Any:
+    """Quick on the fewest ranks, slow on more; the most of three numbers or more are for ``make test-full``."""
+    smallest, largest = min(world_sizes), max(world_sizes)
+    if len(world_sizes) > 2 and world_size == largest:
+        marks = [pytest.mark.full]
+    else:
+        marks = [pytest.mark.slow] if world_size > max(smallest, 2) else []
     return pytest.param(world_size, id=f"ranks{world_size}", marks=marks)
 
 

@@ -27,6 +27,12 @@ SAME = [
 ]
 """Scripts that run on the CPU before the rewrite."""
 
+RARE = [
+    *("fsdp1_kwargs", "fsdp1_no_shard", "fsdp1_star", "fsdp1_subclass", "fsdp1_buffers", "fsdp1_containers", "fsdp1_partial"),
+    *("fsdp1_ignored", "fsdp1_manual_wrap", "ddp_containers", "ddp_flag", "ddp_compress_hook", "fsdp2_import", "fsdp2_hsdp"),
+]
+"""Those of them that differ from another in one line that ``test_corpus.py`` reads: they run in ``make test-full``."""
+
 ONLY_AFTER = ["deepspeed_json", "deepspeed_trainer", "deepspeed_zero2", "fsdp1_hybrid_nodes"]
 """Scripts that need DeepSpeed, or the GPUs of a node, before the rewrite."""
 
@@ -45,8 +51,7 @@ def test_each_script_of_the_corpus_is_run_or_said_not_to_be() -> None:
     assert sorted([*SAME, *ONLY_AFTER, *UNCHANGED]) == sorted(path.stem for path in (CORPUS / "old").glob("*.py"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", [pytest.param(each, marks=pytest.mark.full if each in RARE else pytest.mark.slow) for each in SAME])
 def test_old_and_new_train_alike(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     script = CORPUS / "old" / f"{name}.py"
     options = ["--tolerance", TOLERANCE.get(name, "1e-4"), "--steps", "6"]

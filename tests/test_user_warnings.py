@@ -51,6 +51,7 @@ def test_rank_0_alone_shows_a_warning_at_the_line_of_the_program_that_led_to_it(
 
     def same_data_twice() -> None:
         for _ in range(2):
+            optimizer.zero_grad()
             forward_backward(trained, torch.ones(3, 7))
             step()
 

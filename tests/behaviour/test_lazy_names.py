@@ -5,7 +5,19 @@ import sys
 
 import pytest
 
-LAZY = ("activations", "checkpoint", "compat", "compiled", "doctor", "hangs", "migrate", "optim", "state_bytes", "testing", "wrap")
+LAZY = (
+    "activations",
+    "checkpoint",
+    "compat",
+    "compiled",
+    "doctor",
+    "hangs.watcher",
+    "migrate",
+    "optim",
+    "state_bytes",
+    "testing",
+    "wrap",
+)
 
 
 def printed_by(program: str) -> str:

@@ -25,8 +25,8 @@ from fsdp2.checkpoint.readers.inert_pickle import Inert, unpickle
 
 START = b"\x80\x02"
 ATTRIBUTES = [
-    b"}X\x07\x00\x00\x00plantedK\x01s",  # {"planted": 1}
-    b"N}X\x07\x00\x00\x00plantedK\x01s\x86",  # (None, {"planted": 1}), as for slots
+    b"}X\x0d\x00\x00\x00set_by_pickleK\x01s",  # {"set_by_pickle": 1}
+    b"N}X\x0d\x00\x00\x00set_by_pickleK\x01s\x86",  # (None, {"set_by_pickle": 1}), as for slots
 ]
 NAMES = [
     "collections OrderedDict",
@@ -79,7 +79,7 @@ def test_a_pickle_gives_attributes_to_what_it_has_made_alone(tmp_path: Path) -> 
         for path in (tmp_path / "a.pt", tmp_path / "dcp"):
             with pytest.raises(CheckpointError):
                 open_source(path)
-    changed = [each for each in gc.get_objects() if "planted" in _attributes(each)]
+    changed = [each for each in gc.get_objects() if "set_by_pickle" in _attributes(each)]
     assert not changed
 
 

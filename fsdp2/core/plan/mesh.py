@@ -107,7 +107,7 @@ def data_parallel_mesh(
     )
 
 
-def read_mesh(mesh: DeviceMesh | None, dims: Any = None) -> DataParallelMesh:
+def read_mesh(mesh: DeviceMesh | None, dims: Any = None, for_one_parameter: bool = False) -> DataParallelMesh:
     """The mesh argument of ``fully_shard``: 1-D shards, 2-D replicates and shards, None is the whole world.
 
     dims:       a DataParallelMeshDims: then ``mesh`` is a full SPMD mesh, of which it names the data-parallel axes
@@ -129,7 +129,8 @@ def read_mesh(mesh: DeviceMesh | None, dims: Any = None) -> DataParallelMesh:
                 expected="named axes, so that the replicate and the shard axis can be sliced out of it",
                 fix='init_device_mesh(..., mesh_dim_names=("replicate", "shard"))',
             )
-        _warn_of_model_axes(mesh, mesh.mesh_dim_names)
+        if not for_one_parameter:  # an expert's own mesh may well have an axis of experts
+            _warn_of_model_axes(mesh, mesh.mesh_dim_names)
         return data_parallel_mesh(mesh, shard_axis=1, replicate_axis=0)
     raise MeshError(
         f"fully_shard got a {mesh.ndim}-D mesh: {mesh}",
@@ -181,7 +182,7 @@ def checked_mesh(mesh: Any, caller: str, argument: str = "mesh") -> DeviceMesh:
 def read_mesh_info(info: Any) -> DataParallelMesh:
     """Read ``ShardPlacementResult.mesh_info``: a DeviceMesh like that of ``fully_shard``, or torch's description of one."""
     if isinstance(info, DeviceMesh):
-        return read_mesh(info)
+        return read_mesh(info, for_one_parameter=True)
     dims = getattr(info, "dp_mesh_dims", None)
     if dims is not None:
         return read_mesh(info.spmd_mesh, dims)

@@ -84,7 +84,7 @@ MOVES = {
 
 
 class GroupMemory:
-    """Parameters that are all-gathered together. Its seventeen attributes are its parts, its state, and its memory.
+    """Parameters that are all-gathered together. Its eighteen attributes are its parts, its state, and its memory.
 
     fqn:             of the module that fully_shard was called on, from the root
     registry:        set by the code that touches the modules, before the first unshard
@@ -116,6 +116,7 @@ class GroupMemory:
         self.unsharded: Unsharded | None = None
         self.keeps_storage = False
         self.written_at = -1
+        self._num_told = 0  # versions that ``note_write`` has added
         self._reads_host = False  # an offloaded flat shard is being copied to the device, and the host has not waited for the copy
         self.rebuild()
 
@@ -360,9 +361,20 @@ class GroupMemory:
         now = self.shards_version()
         return now[0] != self.written_at or now != version
 
+    def note_write(self, moment: int, params: Sequence[ShardedParam]) -> None:
+        """An optimizer or a load writes the shards of ``params``: the next gather brings new values.
+
+        Autograd learns it from the version counters of the unsharded parameters: a backward of a graph that has saved one of them
+        raises, as it does in the unsharded model.
+        """
+        self.written_at = moment
+        saved = [param.unsharded for param in params if param.unsharded is not None]
+        torch.autograd.graph.increment_version(saved)
+        self._num_told += len(saved)
+
     def unsharded_version(self) -> int:
-        """Changes when an unsharded parameter is written in place, but by a gather."""
-        return sum([param.unsharded._version for param in self.params if param.unsharded is not None])
+        """Changes when the user writes an unsharded parameter in place."""
+        return sum([param.unsharded._version for param in self.params if param.unsharded is not None]) - self._num_told
 
     def written_unseen(self) -> list[str]:
         """Names of the parameters whose unsharded values are not those of this rank's shard.

@@ -17,10 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch.profiler import record_function
 
-from ...errors import OrderError
 from .. import torch_compat as compat
 from ..comm import collective_log
-from ..group.param_group import ParamGroup
 from .call import Call
 from .forward_log import ForwardLog, Moment, Reading
 from .unit import Unit, ahead
@@ -66,8 +64,6 @@ class Backward:
         tree.reductions.poll()
         for group in unit.uses:
             group.gradients.reached = True
-            if group.written_at > call.entered:
-                raise _written_between(unit, group)
         options = unit.options
         if options.unshard_in_backward:
             if tree.step.forward_end is None:
@@ -215,16 +211,6 @@ class Backward:
             if is_last and unit.calls.to_rerun:
                 unit.calls.to_rerun.clear()
         release(self._prefetched)
-
-
-def _written_between(unit: Unit, group: ParamGroup) -> OrderError:
-    names = [param.fqn for param in group.params]
-    return OrderError(
-        f"backward reaches {unit.fqn or 'the root'}, whose parameters an optimizer or load_state_dict has written since its forward",
-        items=names,
-        expected="the parameters of forward, with which autograd computes gradients; gathered again, they are the new ones",
-        fix="call backward() before optimizer.step() and load_state_dict(), or run forward again",
-    )
 
 
 class LoggedBackward(Backward):

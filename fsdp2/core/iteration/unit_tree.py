@@ -202,7 +202,8 @@ def _unseen_writes(names: list[str]) -> OrderError:
         items=names,
         expected="writes to the sharded parameters under torch.no_grad(): param.mul_(...) for those of model.parameters() after an "
         "evaluation, or for the tensors of model.state_dict()",
-        fix="replace param.data and param.detach().to_local() by param; or call reshard() on the FSDP module before the write",
+        fix="call reshard() on the FSDP modules before the write; or write param itself, one at a time, instead of param.data, "
+        "param.detach().to_local() or lists for torch._foreach_* (as AveragedModel's multi_avg_fn does)",
     )
 
 

@@ -452,5 +452,6 @@ class _Loading(_Saving):
         self._unit.reshard_for_all()
         now = next_moment()
         for group in self._unit.uses:
-            group.written_at = now
+            owned = [(param, owner.name) for param in group.params for owner in param.owners if owner.module is module]
+            group.note_write(now, [param for param, name in owned if prefix + name in state_dict])
         cut_whole_tensors(self._unit, module, state_dict, prefix)

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ...errors import OrderError
 from .. import torch_compat as compat
 from ..group.gradients import Gradients
-from ..group.param import sharded_from
+from ..group.param import ShardedParam, sharded_from
 from ..group.param_group import ParamGroup
 from ..group.step_count import OPTIMIZER_STEPS
 from ..iteration.call import next_moment
@@ -33,12 +33,12 @@ class _Checked(NamedTuple):
 
     params:  the ids of its parameters
     sharded: how many groups were sharded by then
-    groups:  those of its parameters
+    groups:  those of its parameters, each with these
     """
 
     params: tuple[int, ...]
     sharded: int
-    groups: list[weakref.ref[ParamGroup]]
+    groups: list[tuple[weakref.ref[ParamGroup], list[weakref.ref[ShardedParam]]]]
 
 
 class _Steps:
@@ -83,16 +83,23 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         warn_of_forgotten_root([param for group in optimizer.param_groups for param in group["params"]], STEPS.sharded)
         known = sharded_parameters()
         params = _ids(optimizer)
-        groups = {known[each][1]: None for each in params if each in known}
-        checked = STEPS.checked[optimizer] = _Checked(params, STEPS.sharded, [weakref.ref(group) for group in groups])
+        groups: dict[ParamGroup, list[weakref.ref[ShardedParam]]] = {}
+        for each in params:
+            if each in known:
+                sharded, group = known[each]
+                groups.setdefault(group, []).append(weakref.ref(sharded))
+        checked = STEPS.checked[optimizer] = _Checked(
+            params, STEPS.sharded, [(weakref.ref(group), each) for group, each in groups.items()]
+        )
     now = next_moment()
     in_backward = compat.current_graph_task() != -1
-    for reference in checked.groups:
-        group = reference()
-        if group is not None:
-            group.written_at = now
+    for reference, members in checked.groups:
+        its_group = reference()
+        if its_group is not None:
+            living = [param for each in members if (param := each()) is not None]
+            its_group.note_write(now, [param for param in living if param.sharded.grad is not None])
             if not in_backward:  # the host may write the shards now, and what is still unsharded is out of date
-                group.hide()
+                its_group.hide()
 
 
 def _ids(optimizer: Optimizer) -> tuple[int, ...]:

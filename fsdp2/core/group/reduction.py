@@ -310,8 +310,11 @@ class Reduction:
             self._output = None
 
     def let_go_of_copies(self) -> None:
-        """Order the reduce stream behind the copies to the host, whose memory returns to it."""
-        self._group.streams.order(self._group.streams.reduce, self._reduced)
+        """Order the streams to which the memory of the copies returns after them: the reduce stream, and compute if ``is_in_place``."""
+        streams = self._group.streams
+        streams.order(streams.reduce, self._reduced)
+        if self.is_in_place:
+            streams.order(streams.compute, self._reduced)
         self.let_go()
 
     def abandon(self) -> None:

@@ -372,6 +372,7 @@ SCENARIOS = {
     "all_reduce_hook": Scenario(prepare=halve_in_a_hook, exact=False),
     "all_reduce_hook_bf16": Scenario(prepare=halve_in_a_hook, options={"mp_policy": BF16}, exact=False),
     "offload": Scenario(prepare=offload_as_on_a_device, options={"offload_policy": CPUOffloadPolicy()}),
+    "offload_replicated": Scenario(prepare=offload_as_on_a_device, options={"offload_policy": CPUOffloadPolicy()}, mesh=(2, 1)),
     "offload_changing_order": Scenario(
         prepare=offload_as_on_a_device,
         options={"offload_policy": CPUOffloadPolicy()},
@@ -597,6 +598,7 @@ NEEDED_BY = {
     "Reduction._offload order 1": "offload",
     "Reduction._offload synchronize 1": "offload_accumulate",
     "Reduction.let_go_of_copies order 1": "offload",
+    "Reduction.let_go_of_copies order 2": "offload_replicated",
     "Reduction.advance order 1": "plain",
     "Reduction.finish synchronize 1": "offload",
     "Reductions._order order 1": "plain",

@@ -369,6 +369,15 @@ def test_a_limited_allocator_gives_back_what_is_free_tries_again_and_then_raises
 
 
 @on_ranks(1, device="pretend")
+def test_a_limit_gives_no_room_in_segments_from_before():
+    """Symptom: what an earlier test still held decided how much memory a limited step took."""
+    held = torch.ones(1, device="pretend")  # the rest of its segment is free
+    with pretend.limited_memory(1 << 10), pytest.raises(torch.OutOfMemoryError):
+        torch.ones(1 << 10, device="pretend")
+    assert held.item() == 1
+
+
+@on_ranks(1, device="pretend")
 @pytest.mark.parametrize(("numel", "waits"), [(16, False), (1 << 15, True)])
 def test_a_large_copy_from_pageable_memory_waits_for_what_its_stream_did_before(numel, waits):
     pretend.set_order(0)

@@ -102,7 +102,7 @@ def limited_memory(nbytes: int) -> Iterator[None]:
     """Inside, the allocator reserves at most ``nbytes`` more than is in use now.
 
     Beyond that it waits for the device, gives back what is free, and tries again (``memory_stats()["retries"]``), as CUDA's does; then
-    it raises ``torch.OutOfMemoryError``. Segments have no minimum size inside.
+    it raises ``torch.OutOfMemoryError``. Segments have no minimum size inside, and gaps in those from before are not used.
     """
     extension().release_cached_memory()
     extension().set_memory_limit(memory_stats()["reserved"] + nbytes)

@@ -29,6 +29,7 @@ struct Block {
   size_t requested = 0;  // by whoever has it
   c10::StreamId stream = 0;
   bool is_free = true;
+  bool limited = false;     // its segment was reserved under a limit
   Block* before = nullptr;  // in the same segment
   Block* behind = nullptr;
   std::set<c10::StreamId> used_on;  // record_stream
@@ -128,6 +129,8 @@ Block* take(size_t requested, c10::StreamId stream) {
   Block wanted;
   wanted.nbytes = nbytes;
   auto found = pool.lower_bound(&wanted);
+  // Under a limit, gaps in segments from before it would be room that the limit does not count.
+  while (m.limit > 0 && found != pool.end() && !(*found)->limited) ++found;
   Block* block = nullptr;
   if (found != pool.end()) {
     block = *found;
@@ -142,6 +145,7 @@ Block* take(size_t requested, c10::StreamId stream) {
     block->data = static_cast<char*>(data);
     block->nbytes = size;
     block->stream = stream;
+    block->limited = m.limit > 0;
     m.segments[block->data] = size;
     m.reserved += int64_t(size);
     m.peak_reserved = std::max(m.peak_reserved, m.reserved);
@@ -151,6 +155,7 @@ Block* take(size_t requested, c10::StreamId stream) {
     rest->data = block->data + nbytes;
     rest->nbytes = block->nbytes - nbytes;
     rest->stream = stream;
+    rest->limited = block->limited;
     rest->before = block;
     rest->behind = block->behind;
     if (rest->behind != nullptr) rest->behind->before = rest;

@@ -15,6 +15,7 @@ with any version of FSDP2, any number of ranks, and without ranks.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import weakref
 from collections.abc import Callable, MutableMapping
@@ -44,7 +45,7 @@ from .failure import failure
 from .gloo_group import borrow_group, give_back
 from .host_copy import host_copy
 from .model_tensors import checked_model
-from .named_state import named_model_state, named_optimizer_state, names_in, numbered_optimizer_state
+from .named_state import load_into, named_model_state, named_optimizer_state, names_in, numbered_optimizer_state, put_back
 from .per_rank_values import take_per_rank_values, value_digests
 from .random_state import random_state, set_random_state
 from .targets.dcp_writer import DigestingWriter, LatePlanner
@@ -252,23 +253,22 @@ class Checkpointer:
 
         checkpoint: a folder, or the name of one in ours; None: the latest
         verify:     compare its files with their digests before, each rank a part of them
-        Raises:     CheckpointError on every rank, with the model and the optimizer as they were
+        Memory:     of this rank's part in host memory: model and optimizer, then the model twice
+        Raises:     CheckpointError on every rank, with all but the data's position as it was
         """
         self.wait()
         path = self._folder.path / from_rank_0(self._group, f"cannot read {self._folder.path}", lambda: self._find(checkpoint))
         with torch.inference_mode(False), torch.no_grad(), at_disk():
             restored = read_state(path, self._group, self._model, self._optimizer, self._given(), verify)
-            undo: list[Callable[[], object]] = []
-            # Whatever may refuse its state on one rank comes before the model, whose change cannot be undone.
+            what, undo = f"cannot go on from {path}", list[Callable[[], object]]()
             try:
-                on_every_rank(self._group, f"cannot go on from {path}", lambda: self._restore_others(restored, undo))
+                on_every_rank(self._group, what, lambda: self._restore(restored, undo))
+                on_every_rank(self._group, what, lambda: self._restore_data(restored))  # last: a data loader is not asked to go back
             except FSDPError:
                 for each in reversed(undo):
                     with contextlib.suppress(Exception):  # the first error is the one to report
                         each()
                 raise
-            undo.clear()
-            on_every_rank(self._group, f"cannot go on from {path}", lambda: self._restore_model(restored))
         return Resumed(restored.step, path, restored.world_size, restored.random is not None)
 
     def _find(self, checkpoint: str | os.PathLike[str] | None) -> Path:
@@ -295,25 +295,28 @@ class Checkpointer:
     def _given(self) -> set[str]:
         return {name for name, each in (("scheduler", self._scheduler), ("data", self._data)) if each is not None}
 
-    def _restore_others(self, restored: Restored, undo: list[Callable[[], object]]) -> None:
-        """Restore all but the model. undo: gets what brings random numbers and the optimizer back"""
+    def _restore(self, restored: Restored, undo: list[Callable[[], object]]) -> None:
+        """Restore all but the data's position. undo: gets what brings back each part, before that part is changed"""
+        model, optimizer, scheduler = self._model, self._optimizer, self._scheduler
         if restored.random is not None:
             undo.append(partial(set_random_state, random_state(self._device_type), self._device_type))
             set_random_state(unpack(restored.random), self._device_type)
-        if self._scheduler is not None:
-            self._scheduler.load_state_dict(unpack(restored.scheduler))
+        if scheduler is not None:
+            undo.append(partial(scheduler.load_state_dict, copy.deepcopy(scheduler.state_dict())))
+            scheduler.load_state_dict(unpack(restored.scheduler))
+        if optimizer is not None:
+            undo.append(partial(optimizer.load_state_dict, optimizer.state_dict()))
+            optimizer.load_state_dict(numbered_optimizer_state(restored.optimizer, names_in(model, optimizer)))
+            restored.optimizer = {}  # its memory is that of the copy
+        undo.append(partial(put_back, model, host_copy(named_model_state(model))))
+        load_into(model, restored.model)
+
+    def _restore_data(self, restored: Restored) -> None:
         if isinstance(self._data, Stateful):
             self._data.load_state_dict(unpack(restored.data))
         elif self._data is not None:
             self._data.clear()
             self._data.update(unpack(restored.data))
-        if self._optimizer is not None:
-            undo.append(partial(self._optimizer.load_state_dict, self._optimizer.state_dict()))
-            state = numbered_optimizer_state(restored.optimizer, names_in(self._model, self._optimizer))
-            self._optimizer.load_state_dict(state)
-
-    def _restore_model(self, restored: Restored) -> None:
-        restored.into_model(self._model)
         if restored.random is not None:  # again: the user's objects may have drawn random numbers
             set_random_state(unpack(restored.random), self._device_type)
 

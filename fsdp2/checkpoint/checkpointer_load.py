@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -45,10 +44,6 @@ class Restored:
     scheduler: bytes
     data: bytes
     random: bytes | None
-
-    def into_model(self, model: nn.Module) -> None:
-        if self.model:  # torch's refuses an empty one
-            set_model_state_dict(model, self.model)
 
 
 def read_state(

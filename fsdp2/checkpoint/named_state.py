@@ -8,12 +8,13 @@ step of zero gradients if there is no state yet, after which Adam counts one ste
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.optim import Optimizer
 
 from ..core import torch_compat as compat
@@ -50,6 +51,21 @@ def named_model_state(model: nn.Module) -> State:
         items = [f"{name} {tuple(value.shape)}" for name, value in on_meta.items()]
         raise meta_error(items, next(iter(devices), compat.default_device_type()))
     return state
+
+
+def load_into(model: nn.Module, state: State) -> None:
+    """The other way: the model loads what ``named_model_state`` gave. Collective: no."""
+    if state:  # torch's refuses an empty one
+        set_model_state_dict(model, state)
+
+
+def put_back(model: nn.Module, state: State) -> None:
+    """As ``load_into``, for a model whose own way of loading may just have failed: then its tensors at least get their values."""
+    with contextlib.suppress(Exception):
+        load_into(model, state)
+    for name, tensor in named_model_state(model).items():
+        if isinstance(tensor, Tensor):
+            tensor.copy_(state[name])
 
 
 def param_names(model: nn.Module) -> dict[int, str]:

@@ -160,10 +160,10 @@ def total_norm(
             if tensor is not None:
                 (partial if spread.is_partial else dense).append(tensor)
                 (kinds_of_partial if spread.is_partial else kinds).append(column)
-    locals_ = compat.complete_locals(dense)
+    locals_ = complete_locals(dense)
     if norm_type > 0:  # zeros between them do not count
         locals_, kinds = joined(locals_, kinds)
-    wholes = compat.complete_locals([_reduced(tensor) for tensor in partial])
+    wholes = complete_locals([_reduced(tensor) for tensor in partial])
     # A missing gradient has the dtype that it has on another rank: all send numbers of one dtype.
     missing = (
         []
@@ -178,7 +178,7 @@ def total_norm(
     total = _join(terms, norm_type) if likes else terms.sum()
     if norm_type < 0 and not there:  # if no rank has an element, torch's norm is 0
         total = torch.where(total.isinf(), torch.zeros_like(total), total)
-    return total, [*locals_, *compat.complete_locals(partial)]
+    return total, [*locals_, *complete_locals(partial)]
 
 
 _WIDE = (torch.float64, torch.complex128)
@@ -211,7 +211,7 @@ def _spreads(likes: Sequence[Tensor]) -> list[_Spread]:
     found: list[_Spread] = []
     last: compat.DTensorSpec | None = None
     each = _PLAIN
-    for like, spec in zip(likes, compat.specs_of(likes), strict=True):
+    for like, spec in zip(likes, _specs_of(likes), strict=True):
         if spec is None:
             found.append(_PLAIN)
             continue
@@ -371,3 +371,14 @@ def scale(tensors: Sequence[Tensor], coefficient: Tensor, foreach: bool | None =
         else:
             torch._foreach_mul_(here, factor)
     forget_padding(tensors)  # NaN makes zeros NaN
+
+
+def complete_locals(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Replace DTensors by their local tensors, waited for; others stay. One call for all gradients of a model."""
+    locals_ = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return [local.wait() if isinstance(local, compat.AsyncCollectiveTensor) else local for local in locals_]
+
+
+def _specs_of(tensors: Sequence[Tensor]) -> list[compat.DTensorSpec | None]:
+    """Replace each DTensor by its spec. One call for all gradients of a model."""
+    return [tensor._spec if isinstance(tensor, DTensor) else None for tensor in tensors]

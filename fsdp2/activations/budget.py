@@ -29,6 +29,7 @@ from ..core.modules.nested_tensors import find_tensors
 from ..errors import OrderError
 from .checkpoint import Checkpoint
 from .storages import StorageMap, has_storage, parameter_storages
+from .torch_compat import hooks_for_saved_tensors, is_compiled_whole
 
 _OUTSIDE = (
     "a budget of activations measures modules outside of the graph: compile without fullgraph, or use a policy without max_nbytes"
@@ -76,7 +77,7 @@ class Budget:
     @compat.dynamo_disabled
     def _run_measured(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse_units_below(module)
-        if compat.is_compiled_whole(module):
+        if is_compiled_whole(module):
             raise OrderError(
                 f"a budget of activations is for {type(module).__name__}, which is compiled with fullgraph=True",
                 expected="a module that may run without the compiler: what autograd saves in it is measured so",
@@ -129,7 +130,7 @@ class _Measurement:
 
     def run(self, forward: Callable[..., Any], *args: Any) -> Any:
         """``forward(*args)``, in a checkpoint; in its recomputation nothing is counted."""
-        of_checkpoint = compat.saved_tensors_hooks()
+        of_checkpoint = hooks_for_saved_tensors()
         if compat.current_graph_task() != -1 or of_checkpoint is None:
             return forward(*args)
         pack, unpack = of_checkpoint

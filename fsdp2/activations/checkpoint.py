@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from ..core import torch_compat as compat
+from .torch_compat import selective_checkpoint
 
 
 class Checkpoint:
@@ -43,7 +43,7 @@ class Checkpoint:
         if not self.save_ops:
             return checkpoint(forward, *args, use_reentrant=False)
         contexts = functools.partial(create_selective_checkpoint_contexts, list(self.save_ops))
-        return compat.selective_checkpoint(forward, args, contexts)
+        return selective_checkpoint(forward, args, contexts)
 
 
 def _with_operators(names: list[str]) -> Checkpoint:

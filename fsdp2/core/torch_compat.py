@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
@@ -41,9 +41,10 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = [  # torch's names that other files take from here, beside those defined below
+    "AsyncCollectiveTensor",
     "DTensorSpec",
     "FakeTensor",
     "TensorMeta",
@@ -65,13 +66,6 @@ else:
 
 REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE = _rebuild_tensor_v2, _rebuild_tensor_v3
 """The functions that ``torch.load`` calls to make a tensor of a typed storage, and of an untyped one."""
-
-
-def storage_info(path: str, offset: int, nbytes: int) -> Any:
-    """Where a chunk lies, as DCP's metadata has it. DCP is imported when a checkpoint is saved, not with fsdp2."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    return _StorageInfo(path, offset, nbytes)
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -141,21 +135,6 @@ def own_connection_to_the_store(prefix: str) -> Any:
     """Keys of the default process group's store, for another thread: over one connection a thread's wait blocks all others."""
     c10d: Any = dist.distributed_c10d
     return c10d.PrefixStore(prefix, c10d._get_default_store().clone())
-
-
-def keys_in_the_store(prefix: str) -> Any:
-    """Keys of the same store, over its own connection: for few requests, of the main thread."""
-    c10d: Any = dist.distributed_c10d
-    return c10d.PrefixStore(prefix, c10d._get_default_store())
-
-
-def ranks_meet_over_tcp() -> bool:
-    """Whether the default process group's store is a TCPStore, below its prefixes."""
-    torch_dist: Any = dist
-    store = torch_dist.distributed_c10d._get_default_store()
-    while isinstance(store, torch_dist.PrefixStore):
-        store = store.underlying_store
-    return isinstance(store, torch_dist.TCPStore)
 
 
 def timeout_of_group(group: dist.ProcessGroup) -> timedelta | None:
@@ -310,17 +289,6 @@ def local_tensor(tensor: DTensor) -> Tensor:
     return tensor._local_tensor
 
 
-def complete_locals(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Replace DTensors by their local tensors, waited for; others stay. One call for all gradients of a model."""
-    locals_ = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return [local.wait() if isinstance(local, AsyncCollectiveTensor) else local for local in locals_]
-
-
-def specs_of(tensors: Sequence[Tensor]) -> list[DTensorSpec | None]:
-    """Replace each DTensor by its spec. One call for all gradients of a model."""
-    return [tensor._spec if isinstance(tensor, DTensor) else None for tensor in tensors]
-
-
 def spec_of(tensor: Tensor) -> DTensorSpec:
     """The spec of a tensor that is a DTensor."""
     assert isinstance(tensor, DTensor)
@@ -408,25 +376,6 @@ def is_same_memory(tensor: Tensor, other: Tensor) -> bool:
     return tensor.data_ptr() == other.data_ptr()
 
 
-def first_byte_of(tensors: Sequence[Tensor]) -> Callable[[Tensor], int]:
-    """A function in C that gives the address of each of ``tensors``. Fake tensors get numbers, which differ by bytes in a storage."""
-
-    def of_fake(tensor: Tensor) -> int:
-        return (storage_key(tensor) << 64) + int(tensor.storage_offset()) * tensor.element_size()
-
-    return of_fake if tensors and isinstance(tensors[0], FakeTensor) else Tensor.data_ptr
-
-
-def have_equal_values(one: Tensor, other: Tensor) -> bool:
-    """As ``torch.equal``; fake tensors, which have no values, are equal."""
-    return isinstance(one, FakeTensor) or torch.equal(one, other)
-
-
-def outside_of_modes() -> AbstractContextManager[Any]:
-    """Inside, operators compute, also where a mode that is active makes tensors without memory."""
-    return _disable_current_modes()
-
-
 def address_of(storage: torch.UntypedStorage) -> int:
     """Different for memory that is different; of a fake tensor's storage, the object's own."""
     return int(storage._cdata) if storage.device.type == "meta" else int(storage.data_ptr())
@@ -461,43 +410,6 @@ def chunk_cat(tensors: list[Tensor], num_chunks: int, out: Tensor) -> None:
     torch._chunk_cat(tensors, 0, num_chunks, out=out)
 
 
-def unscale_and_check(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Multiply by ``inv_scale`` in place; ``found_inf`` becomes 1.0 if a gradient is infinite or NaN. One device and dtype."""
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
-
-
-def step_unheard(optimizer: torch.optim.Optimizer) -> None:
-    """A step that is a part of another optimizer's, or a trial: the hooks that are registered for all optimizers do not hear it.
-
-    Hooks that the optimizer's class registers on itself do, and so does everybody then.
-    """
-    step = optimizer.step
-    if getattr(step, "hooked", False) and not optimizer._optimizer_step_pre_hooks and not optimizer._optimizer_step_post_hooks:
-        step.__wrapped__(optimizer)  # type: ignore[attr-defined]
-    else:
-        optimizer.step()
-
-
-def can_divide_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step of all its groups is a fused kernel, which can divide gradients by a number as it reads them."""
-    are_fused = all(group.get("fused") for group in optimizer.param_groups)
-    return are_fused and getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
-def step_dividing_gradients(optimizer: torch.optim.Optimizer, divisor: Tensor) -> None:
-    """A step by gradients / divisor, a () tensor in fp32. It is a field that ``GradScaler`` sets in the same way."""
-    optimizer.grad_scale = divisor.float()  # type: ignore[attr-defined]
-    try:
-        step_unheard(optimizer)
-    finally:
-        del optimizer.grad_scale  # type: ignore[attr-defined]
-
-
-def has_own_dispatch(kind: type) -> bool:
-    """Whether a tensor class runs operators in its own way."""
-    return getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl
-
-
 # --- autograd -----------------------------------------------------------------------------------------------------------------
 
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside of backward
@@ -522,25 +434,6 @@ def checkpoint_around() -> object | None:
     for pack, unpack in reversed(taken):
         autograd._push_saved_tensors_default_hooks(pack, unpack)
     return found
-
-
-def selective_checkpoint(function: Callable[..., Any], args: tuple[Any, ...], contexts: Callable[[], tuple[Any, Any]]) -> Any:
-    """``function(*args)`` in a checkpoint that saves what ``contexts`` say, past the hooks for saved tensors around it.
-
-    torch 2.14 asks which of both one wants, by a warning that names a later change; all others know this way alone.
-    """
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **_PAST_HOOKS)
-
-
-_PAST_HOOKS: dict[str, Any] = {
-    name: False for name in inspect.signature(torch.utils.checkpoint.checkpoint).parameters if name == "respect_saved_tensors_hooks"
-}
-
-
-def saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """The hooks that pack and unpack the tensors that autograd saves now; None if there are none."""
-    found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return None if found is None else (found[0], found[1])
 
 
 def leaf_gets_gradient_in_this_backward(leaf: Tensor) -> bool:
@@ -578,11 +471,6 @@ def queue_end_of_backward(callback: Callable[[], None]) -> bool:
 
     torch.autograd.Variable._execution_engine.queue_callback(run)
     return True
-
-
-def clipping_step() -> tuple[Any, str]:
-    """The module and the name by which torch's ``clip_grad_norm_`` finds what scales ``(parameters, max_norm, ...)``."""
-    return torch.nn.utils.clip_grad, "_clip_grads_with_norm_"
 
 
 def a_module_has_failed() -> bool:
@@ -665,15 +553,6 @@ def is_tracing() -> bool:
 def has_met_compiler(hook: Callable[..., Any]) -> bool:
     """Whether code that the compiler runs has called ``hook``, a ``dynamo_disabled`` function."""
     return bool(hook._guarded)  # type: ignore[attr-defined]
-
-
-def is_compiled_whole(module: nn.Module) -> bool:
-    """Whether ``module.compile(fullgraph=True)`` was called; where torch does not show it, False."""
-    compiled: Any = module._compiled_call_impl
-    code = getattr(compiled, "__code__", None)
-    if code is None or "self" not in code.co_freevars:
-        return False
-    return getattr(compiled.__closure__[code.co_freevars.index("self")].cell_contents, "fullgraph", False) is True
 
 
 def compiled_modules(root: nn.Module) -> list[nn.Module]:
@@ -774,9 +653,3 @@ def module_state(module: nn.Module) -> ModuleStateBase | None:
         return None
     found = state.get(_STATE_OWNER)
     return found if isinstance(found, ModuleStateBase) else None
-
-
-def allocations_in(records: Any) -> list[tuple[int, int]]:
-    """(when, bytes), freed ones negative, of a ``torch.profiler.profile`` with ``profile_memory`` that has ended; ns since 1970."""
-    events = [(event.start_ns(), event.nbytes()) for event in records.profiler.kineto_results.events() if event.name() == "[memory]"]
-    return sorted(events, key=lambda event: event[0])

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .. import clip
-from ..core import torch_compat as compat
 
 Place = tuple[Any, str, Callable[..., "tuple[Any, ...] | None"]]
 """A function, by its owner and name; and from the function's arguments what listeners are told, None: nothing."""
@@ -61,7 +60,7 @@ class Calls:
 
 clips = Calls(
     lambda: (
-        (*compat.clipping_step(), lambda params, *_, **__: (params,)),
+        (torch.nn.utils.clip_grad, "_clip_grads_with_norm_", lambda params, *_, **__: (params,)),
         # Gradients in the place of parameters: a norm without a clip.
         (clip, "total_norm", lambda first, params, *_, **__: None if first is params else (params,)),
     )

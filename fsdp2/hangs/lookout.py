@@ -231,7 +231,7 @@ def start() -> None:
     if world is None or world is _watching:
         return
     _watching = world
-    if dist.get_world_size() > 1 and compat.ranks_meet_over_tcp():
+    if dist.get_world_size() > 1 and _ranks_meet_over_tcp():
         look_out = Lookout()
         leaving = threading.Event()
         BackgroundThread(lambda: _run(look_out, world, leaving), stop=leaving.set, name="fsdp2_lookout")
@@ -263,3 +263,12 @@ def _tell(text: str) -> None:
 def _end() -> None:
     sys.stdout.flush()
     os._exit(EXIT_STATUS)
+
+
+def _ranks_meet_over_tcp() -> bool:
+    """Whether the default process group's store is a TCPStore, below its prefixes."""
+    torch_dist: Any = dist
+    store = torch_dist.distributed_c10d._get_default_store()
+    while isinstance(store, torch_dist.PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, torch_dist.TCPStore)

@@ -55,7 +55,7 @@ def trace(folder: Any, *, allocations: bool = True) -> Iterator[None]:
             yield
     finally:
         if records is not None:
-            moments.samples += _allocated(before, compat.allocations_in(records))
+            moments.samples += _allocated(before, _allocations_in(records))
         write_json(rank_file(where, "trace", rank, "json"), _file_of(rank, moments, offset))
     agree(default_group(), None, None)
     if rank == 0:
@@ -107,3 +107,9 @@ def _allocated(before: int, events: list[tuple[int, int]]) -> list[Sample]:
             since, highest = at, now
             samples.append(Sample(at, {"allocated": now}))
     return samples
+
+
+def _allocations_in(records: Any) -> list[tuple[int, int]]:
+    """(when, bytes), freed ones negative, of a ``torch.profiler.profile`` with ``profile_memory`` that has ended; ns since 1970."""
+    events = [(event.start_ns(), event.nbytes()) for event in records.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return sorted(events, key=lambda event: event[0])

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..core import torch_compat as compat
+from .torch_compat import step_unheard
 
 QUANTISED_FROM_NUMEL = 4096
 """Smaller tensors keep whole states in torchao's optimizers and in bitsandbytes'."""
@@ -89,7 +90,7 @@ def quantised(values: Mapping[str, Any], data: Tensor, new_optimizer: Callable[[
     scratch.grad = torch.zeros_like(data)
     maker = new_optimizer(scratch)
     with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, for each shape
-        compat.step_unheard(maker)
+        step_unheard(maker)
     found = dict(values)
     for key, made in maker.state[scratch].items():
         if is_quantised(made) and isinstance(values.get(key), Tensor):

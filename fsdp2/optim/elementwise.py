@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..core import torch_compat as compat
 from ..errors import ArgumentError
 from .arguments import made
 from .block_states import block_of
+from .torch_compat import outside_of_modes, step_unheard
 
 _NUM_STEPS = 3
 
@@ -37,7 +37,7 @@ def check_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, An
     device: where to try it; one matrix has values a hundred times as large as the other, so that what mixes them shows
     Raises: ArgumentError if it refuses ``options``, or is not element-wise
     """
-    with compat.outside_of_modes():  # which may make tensors that have no values
+    with outside_of_modes():  # which may make tensors that have no values
         return _tried(optimizer_class, options, device)
 
 
@@ -56,7 +56,7 @@ def _tried(optimizer_class: type[Optimizer], options: Mapping[str, Any], device:
                 for optimizer, params, given in ((of_two, two, grads), (of_one, one, [torch.cat([each.flatten() for each in grads])])):
                     for param, grad in zip(params, given, strict=True):
                         param.grad = grad.clone()
-                    compat.step_unheard(optimizer)
+                    step_unheard(optimizer)
     except Exception as error:
         raise _refusal(optimizer_class, f"a step on a vector raises {type(error).__name__}: {error}") from error
     for key, value in of_one.state[one[0]].items():

@@ -26,6 +26,7 @@ from .arguments import checked_class, listed_params
 from .block_states import is_quantised, quantised, values_of
 from .elementwise import check_elementwise
 from .runs import Piece, Run, is_elementwise, runs_of
+from .torch_compat import can_divide_gradients, have_equal_values, step_dividing_gradients, step_unheard
 
 State = dict[str, Any]
 
@@ -145,8 +146,8 @@ class FlatOptimizer(Optimizer):
         self.grad_norm, _ = total_norm([param.grad for param in params], params, float(norm_type))
         coefficient = clip_coefficient(self.grad_norm, max_norm)
         grads = [run.data.grad for runs in self._runs for run in runs if run.data.grad is not None]
-        if self._steps_at_once and compat.can_divide_gradients(inner):
-            compat.step_dividing_gradients(inner, coefficient.reciprocal())
+        if self._steps_at_once and can_divide_gradients(inner):
+            step_dividing_gradients(inner, coefficient.reciprocal())
             forget_padding(grads)  # the kernels wrote what they divided back
         else:
             scale(grads, coefficient)
@@ -154,7 +155,7 @@ class FlatOptimizer(Optimizer):
         scale([grad for runs in self._runs for run in runs for grad in run.copied_gradients()], coefficient)
 
     def _step(self, inner: Optimizer) -> None:
-        compat.step_unheard(inner)
+        step_unheard(inner)
 
     def _cut_by_gradients(self, inner: Optimizer, index: int, run: Run) -> list[Run]:
         """Runs of group ``index`` whose parameters have gradients or have none, for good: some have made more steps from now on."""
@@ -259,7 +260,7 @@ class FlatOptimizer(Optimizer):
         for run in (run for runs in self._runs for run in runs):
             now: State = self._inner.state.get(run.data) or {}
             values = self._values[run]
-            if any(is_quantised(each) and not compat.have_equal_values(values_of(each), values[key]) for key, each in now.items()):
+            if any(is_quantised(each) and not have_equal_values(values_of(each), values[key]) for key, each in now.items()):
                 self.state = self._shown
                 return
             for piece in run.pieces:
@@ -368,9 +369,7 @@ def _are_equal(value: Any, other: Any) -> bool:
         if value is other or not isinstance(value, Tensor) or not isinstance(other, Tensor):
             return value is other
         are_alike = value.device == other.device and value.dtype is other.dtype
-        return (
-            are_alike and not isinstance(value, DTensor) and not isinstance(other, DTensor) and compat.have_equal_values(value, other)
-        )
+        return are_alike and not isinstance(value, DTensor) and not isinstance(other, DTensor) and have_equal_values(value, other)
     return value is other or bool(value == other)
 
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from ..core import torch_compat as compat
 from ..core.comm.collective_log import during
+from .torch_compat import unscale_and_check
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -69,7 +70,7 @@ class GradScaler(torch.amp.GradScaler):
         found = torch.zeros_like(found_inf)
         for (device, _), grads in alike.items():
             here = torch.zeros_like(found_inf, device=device)
-            compat.unscale_and_check(grads, here, inv_scale.to(device))
+            unscale_and_check(grads, here, inv_scale.to(device))
             found = torch.maximum(found, here.to(found.device))
         with during("all-reduce of infs", self.process_group or dist.group.WORLD, found):
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.process_group)

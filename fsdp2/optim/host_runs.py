@@ -26,6 +26,7 @@ from ..core.group.mapped_file import MappedFile
 from ..policy import CPUOffloadPolicy, DiskOffloadPolicy
 from .runs import Run, is_elementwise
 from .state_files import StateFile, WriteBehind
+from .torch_compat import step_unheard
 
 State = dict[str, Any]
 _HOST = (torch.device("cpu"), torch.device("cpu:0"))
@@ -95,7 +96,7 @@ class HostRun:
         group = {**options, "params": [self._param]}
         optimizer.param_groups = [group]
         optimizer.state = defaultdict(dict, {self._param: self.state})
-        compat.step_unheard(optimizer)
+        step_unheard(optimizer)
         self.state = optimizer.state[self._param]
         self.is_sent = False
         del group["params"]

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..core import torch_compat as compat
 from ..core.comm.agreement import agree_on_meshes, tell_later
 from ..core.comm.streams import streams_of
 from ..core.group.mapped_file import check_disk_policy
@@ -31,6 +30,7 @@ from .flat import FlatOptimizer, State, state_of
 from .host_runs import HostRun, HostStates
 from .in_backward import BackwardSteps, in_turn
 from .runs import Run
+from .torch_compat import step_unheard
 
 _ALL_FIRST = "no clipping and no loss scaling: they need all gradients before the first step"
 _FIX = "leave step_in_backward out of offloaded(...), or the clipping and scaling"
@@ -222,7 +222,7 @@ class OffloadedOptimizer(FlatOptimizer):
             {**group, "params": [data for data in group["params"] if data not in self._host_runs]} for group in groups
         ]
         try:
-            compat.step_unheard(inner)
+            step_unheard(inner)
         finally:
             for group, stepped in zip(groups, inner.param_groups, strict=True):
                 group.update({key: value for key, value in stepped.items() if key != "params"})

@@ -23,12 +23,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..clip import complete_locals
 from ..core import torch_compat as compat
 from ..core.group.param import ShardedParam, shard_view
 from ..core.group.param_group import ParamGroup
 from ..core.plan.layout import Slot, round_up
 from ..core.plan.placement import in_dtype
 from .block_states import QUANTISED_FROM_NUMEL
+from .torch_compat import first_byte_of
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Run:
         Returns: False if some of them have a gradient and others not
         """
         grads = [piece.param.grad for piece in self.pieces]
-        there = compat.complete_locals([grad for grad in grads if grad is not None])
+        there = complete_locals([grad for grad in grads if grad is not None])
         self.data.grad = None
         self._has_copies = False
         if len(there) < len(grads):
@@ -101,13 +103,13 @@ class Run:
         """The parameters' own gradients, local, if ``data.grad`` is a copy: the user reads these, so who changes that changes both."""
         if not self._has_copies:
             return []
-        return compat.complete_locals([piece.param.grad for piece in self.pieces if piece.param.grad is not None])
+        return complete_locals([piece.param.grad for piece in self.pieces if piece.param.grad is not None])
 
     def _where_they_lie(self, locals_: Sequence[Tensor]) -> Tensor | None:
         """The buffer of which ``locals_`` are views, if it is laid out like this run."""
         first: Tensor | None = None
         begin = 0
-        first_byte = compat.first_byte_of(locals_)
+        first_byte = first_byte_of(locals_)
         for local, (offset, stride) in zip(locals_, self._places, strict=True):
             if local.numel() == 0:
                 continue

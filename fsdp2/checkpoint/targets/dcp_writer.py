@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ...core import torch_compat as compat
 from ..byte_ranges import bytes_of
 from ..dcp_files import METADATA
 from ..digests import FileDigest, directory_digest, write_digests
@@ -65,7 +64,7 @@ class DigestingWriter(FileSystemWriter):
                     nbytes = sum(map(len, parts))
                     directory = zlib.crc32(parts[-1]) if len(parts) > 1 else directory_digest(parts[0])
                     _write(file, parts)
-                    results.append(WriteResult(item.index, nbytes, _Written(compat.storage_info(name, at, nbytes), directory)))
+                    results.append(WriteResult(item.index, nbytes, _Written(_StorageInfo(name, at, nbytes), directory)))
                     at += nbytes
                 os.fsync(file)
             finally:

@@ -79,7 +79,7 @@ def note_process() -> None:
         atexit.register(_tell_exception)
     _num_made += 1
     with contextlib.suppress(RuntimeError):  # a store that keeps nothing, as torch's fake backend has
-        _roll = _Roll(compat.keys_in_the_store(_prefix()), world)
+        _roll = _Roll(compat.keys_of_the_store(_prefix()), world)
 
 
 def _prefix() -> str:

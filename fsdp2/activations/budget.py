@@ -24,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core import torch_compat as compat
 from ..core.iteration.module_state import units_below
-from ..core.modules.around_forward import around_forward, own_forward
-from ..core.modules.nested_tensors import find_tensors
+from ..core.modules.tensors import find_tensors
 from ..errors import OrderError
+from .around_forward import around_forward, own_forward
 from .checkpoint import Checkpoint
 from .storages import StorageMap, has_storage, parameter_storages
 from .torch_compat import hooks_for_saved_tensors, is_compiled_whole

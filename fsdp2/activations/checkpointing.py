@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from ..core.modules.around_forward import around_forward, put_around_forward
 from ..errors import ArgumentError, ModuleError, got_object
+from .around_forward import around_forward, put_around_forward
 from .budget import Budget
 from .checkpoint import Checkpoint
 from .policy import checked_policy, chosen_modules, overloads

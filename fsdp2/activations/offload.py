@@ -11,8 +11,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..arguments import NATURAL, SWITCH, require
 from ..core import torch_compat as compat
-from ..core.modules.around_forward import around_forward, put_around_forward
 from ..errors import ArgumentError, ModuleError, got_object
+from .around_forward import around_forward, put_around_forward
 from .on_host import Call, HostMemory
 from .policy import chosen_modules
 

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor, Placement
 from ..core import torch_compat as compat
 from ..core.iteration.module_state import unit_of, units_in
 from ..core.iteration.unit import Unit
-from ..core.modules.module_names import all_names
 from ..errors import ArgumentError, ParameterError, got_object
 from .boxes import Cut, Piece, in_order, local_shape_of, pieces_of
 
@@ -238,3 +237,24 @@ def _allocate(each: ModelTensor, device: torch.device) -> None:
 def still_on_meta(tensors: Iterable[ModelTensor]) -> Iterator[str]:
     """Names of the tensors that have no values yet."""
     return (each.name for each in tensors if each.is_meta)
+
+
+def all_names(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every name of every module, also if a module is below itself: a block that refers to its owner.
+
+    torch lists each module once, or, with ``remove_duplicate=False``, follows a cycle for ever.
+
+    Worked example: ``model.block.owner`` is ``model``; ``model.other`` is ``model.block``. The names are "", "block" and "other".
+    """
+    return _below(root, "", [])
+
+
+def _below(module: nn.Module, name: str, above: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    if any(module is each for each in above):
+        return
+    yield name, module
+    above.append(module)
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from _below(child, f"{name}.{key}" if name else key, above)
+    above.pop()

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.model_tensors import all_names
 from ..checkpoint.named_state import clean_name
 from ..core import torch_compat as compat
 from ..core.group.param import sharded_from
-from ..core.modules.module_names import all_names
 from ..core.plan.mesh import DataParallelMesh
 from ..core.setup.build import managed_modules
 from ..errors import ArgumentError, MaterializationError, got

@@ -19,7 +19,7 @@ from ..core.group.memory import GroupState
 from ..core.iteration.first_forward import adopt
 from ..core.iteration.module_state import ModuleState, units_below
 from ..core.iteration.schedule import Schedule
-from ..core.modules.nested_tensors import find_tensors, map_tensors
+from ..core.modules.tensors import find_tensors, map_tensors
 from ..core.modules.unmanaged_parameters import REGISTRATIONS, warn_of_plain_parameters
 from ..errors import CompileError, FSDPError, OrderError
 from . import torch_compat as compiler

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..core import torch_compat as compat
 from ..core.group.param import ShardedParam
 from ..core.iteration.module_state import ModuleState
-from ..core.modules.nested_tensors import find_tensors
+from ..core.modules.tensors import find_tensors
 from .finding import Finding
 from .learning import Settings
 from .replicas import digest

@@ -22,7 +22,7 @@ from ..arguments import SWITCH, require
 from ..core import torch_compat as compat
 from ..core.comm.agreement import agree, default_group
 from ..core.group.param import ShardedParam, sharded_from
-from ..core.modules.nested_tensors import find_tensors
+from ..core.modules.tensors import find_tensors
 from ..errors import ArgumentError, DoctorError, DoctorWarning
 from ..user_warnings import warn
 from . import hearing, learning

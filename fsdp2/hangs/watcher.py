@@ -28,7 +28,7 @@ import torch.distributed as dist
 from ..core import torch_compat as compat
 from ..core.comm.collective_log import CollectiveLog, switched_on
 from ..core.comm.lost_ranks import lost_ranks
-from ..core.group.step_count import OPTIMIZER_STEPS
+from ..core.modules.optimizer_steps import STEPS
 from ..errors import ArgumentError, OrderError, short
 from ..printable import printable
 from .background import BackgroundThread
@@ -264,7 +264,7 @@ def watchdog(timeout: float = 600.0, *, patience: float | None = None) -> Iterat
         )
     _num_made += 1
     store = compat.own_connection_to_the_store(f"fsdp2_watchdog_{_num_made}")
-    with switched_on(lambda: OPTIMIZER_STEPS.value + 1) as log, _asked_by_signal() as asked:
+    with switched_on(lambda: STEPS.begun + 1) as log, _asked_by_signal() as asked:
         dog = Watchdog(store, log, timeout, patience)
         dog.look()  # the first sign: it shows that a rank that dies soon after was there
         leaving, left = os.pipe()

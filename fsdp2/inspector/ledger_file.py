@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ..arguments import NATURAL, Kind, require
 from ..core import torch_compat as compat
 from ..core.comm import collective_log
-from ..core.group.step_count import OPTIMIZER_STEPS
+from ..core.modules.optimizer_steps import STEPS
 from ..doctor.finding import Finding
 from ..doctor.inspected import inspect
 from ..doctor.watching import Watch
@@ -100,7 +100,7 @@ class Ledger:
         self._undo.callback(self._lines.close)
         self._undo.callback(self._write_run)
         self._write_run()
-        collective_log.listen(self._meter, lambda: OPTIMIZER_STEPS.value + 1)
+        collective_log.listen(self._meter, lambda: STEPS.begun + 1)
         self._undo.callback(collective_log.ignore, self._meter)
         end_step = compat.dynamo_disabled(self._end_step)
         if self._optimizers:

@@ -22,7 +22,7 @@ from ..checkpoint.model_tensors import cuts_of
 from ..core import torch_compat as compat
 from ..core.comm import collective_log
 from ..core.group.param_group import ParamGroup
-from ..core.group.step_count import OPTIMIZER_STEPS
+from ..core.modules.optimizer_steps import STEPS
 from ..doctor.inspected import inspect
 from .fingerprint import fingerprints
 from .run_folder import Lines, Values, drop_absent_ranks, folder_of, rank_file
@@ -80,7 +80,7 @@ class Recording(collective_log.Listener):
         self._lines = Lines(rank_file(self.folder, "record", rank, "jsonl"))
         self._undo = contextlib.ExitStack()
         self._undo.callback(self._lines.close)
-        collective_log.listen(self, lambda: OPTIMIZER_STEPS.value + 1)
+        collective_log.listen(self, lambda: STEPS.begun + 1)
         self._undo.callback(collective_log.ignore, self)
         end_step = compat.dynamo_disabled(self._end_step)
         if inspected.optimizers:

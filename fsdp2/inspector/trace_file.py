@@ -17,7 +17,7 @@ from ..arguments import SWITCH, require
 from ..core import torch_compat as compat
 from ..core.comm import collective_log
 from ..core.comm.agreement import agree, default_group
-from ..core.group.step_count import OPTIMIZER_STEPS
+from ..core.modules.optimizer_steps import STEPS
 from .chrome import events_of
 from .clock import Offset, measure
 from .memory_now import all_kept_bytes, training_device
@@ -76,7 +76,7 @@ def _file_of(rank: int, moments: Moments, offset: Offset) -> Values:
 
 @contextlib.contextmanager
 def _listening(moments: Moments) -> Iterator[None]:
-    collective_log.listen(moments, lambda: OPTIMIZER_STEPS.value + 1)
+    collective_log.listen(moments, lambda: STEPS.begun + 1)
     before = register_optimizer_step_pre_hook(compat.dynamo_disabled(lambda *_: moments.begin_optimizer()))
     behind = register_optimizer_step_post_hook(compat.dynamo_disabled(lambda *_: moments.end_optimizer()))
     try:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp2.core.group.rank_pieces import assemble, disassemble
+from fsdp2.core.iteration.unit import PrefetchDepth
 from fsdp2.core.plan.layout import (
     Cut,
     GroupLayout,
@@ -20,8 +21,7 @@ from fsdp2.core.plan.layout import (
     round_up,
     rows_of,
 )
-from fsdp2.core.plan.peak_memory import peak_of_step, transient_bytes
-from fsdp2.core.plan.prefetch_depth import PrefetchDepth
+from harness.peak_memory import peak_of_step, transient_bytes
 
 SHAPES = [(1,), (5,), (8, 3), (3, 8), (7, 1, 2), (1, 6), (0, 4), (4, 0), (2, 9), (33, 2)]
 RANKS = [1, 2, 3, 4, 7, 8]

@@ -31,11 +31,11 @@ from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.core.comm import backends, collectives
 from fsdp2.core.group.all_gather import Gather
 from fsdp2.core.group.reduction import Reduction
-from fsdp2.core.plan.peak_memory import TransientBytes, peak_of_step, transient_bytes
-from fsdp2.core.plan.prefetch_depth import PrefetchDepth
+from fsdp2.core.iteration.unit import PrefetchDepth
 from fsdp2.core.setup import build
 from harness import cpu_mesh, on_ranks
 from harness.memory import PeakBytes, covered_bytes
+from harness.peak_memory import TransientBytes, peak_of_step, transient_bytes
 
 DIM = 128
 BLOCKS = 6

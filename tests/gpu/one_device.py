@@ -14,11 +14,11 @@ from torch import Tensor, nn
 import fsdp2
 from fsdp2.core.comm.streams import DeviceStreams, use_streams
 from fsdp2.core.iteration import late_comparison
-from fsdp2.core.plan.peak_memory import TransientBytes, peak_of_step, transient_bytes
-from fsdp2.core.plan.prefetch_depth import PrefetchDepth
+from fsdp2.core.iteration.unit import PrefetchDepth
 from gpu.check import Setup, check
 from gpu.device import Device, Hostile, Serial, late_waits, new_memory_is_nan
 from harness.models import batches, mlp
+from harness.peak_memory import TransientBytes, peak_of_step, transient_bytes
 from harness.places import place_of_caller, places_of
 from harness.pretend_training import (
     BF16,

@@ -21,7 +21,7 @@ import fsdp2
 from fsdp2 import fully_shard
 from fsdp2.checkpoint import Checkpointer
 from fsdp2.core.comm import collective_log
-from fsdp2.core.group.step_count import OPTIMIZER_STEPS
+from fsdp2.core.modules.optimizer_steps import STEPS
 from fsdp2.hangs import watcher
 from fsdp2.hangs.watcher import EXIT_STATUS, Watchdog
 from harness import on_ranks
@@ -73,7 +73,7 @@ def test_a_rank_that_does_not_come_is_named_with_the_unit_where_the_other_waits(
         store.set("explained", "1")
         done.set()
 
-    with collective_log.switched_on(lambda: OPTIMIZER_STEPS.value + 1) as log:
+    with collective_log.switched_on(lambda: STEPS.begun + 1) as log:
         dog = Watchdog(store_of("dog"), log, 60, 600, clock=clock, tell=tell, end=lambda: None)
         thread = look_beside(dog, clock, done, 0.05)
         if dist.get_rank() == 1:
@@ -128,7 +128,7 @@ def test_a_slow_step_an_evaluation_on_rank_0_and_a_checkpoint_are_no_hangs(tmp_p
             store.wait([f"looked {number} {rank}" for rank in range(2)])
             looks.release()
 
-    with collective_log.switched_on(lambda: OPTIMIZER_STEPS.value + 1) as log:
+    with collective_log.switched_on(lambda: STEPS.begun + 1) as log:
         dog = Watchdog(store_of("slow"), log, 40, 4000, clock=clock, tell=said.append, end=lambda: None)
         thread = threading.Thread(target=look_in_rounds)
         thread.start()

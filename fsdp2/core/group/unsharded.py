@@ -17,8 +17,7 @@ from ...policy import AllGather
 from ..comm.streams import Stream, Streams
 from ..plan.layout import GroupLayout
 from ..plan.mesh import DataParallelMesh
-from .all_gather import Gather, GatherTarget, LocalGather
-from .custom_all_gather import CommGather
+from .all_gather import CommGather, Gather, GatherTarget, LocalGather
 from .extension_gather import ExtensionGather
 from .group_plan import GroupPlan, direct_from_nbytes
 from .options import GroupOptions

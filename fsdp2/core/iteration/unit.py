@@ -28,8 +28,34 @@ from ..group.memory import GroupState
 from ..group.options import MicroBatch
 from ..group.param import Owner
 from ..group.param_group import ParamGroup
-from ..plan.prefetch_depth import NEXT_ONE, PrefetchDepth
 from .call import UnitCalls
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchDepth:
+    """How many units are gathered ahead of the one that runs.
+
+    units:      at most so many, 0 for none
+    max_nbytes: a bound of their unsharded parameters together, though the next unit always fits
+
+    Worked example: at most three units and 1000 bytes; the next ones have 400, 500 and 300 bytes unsharded: two are gathered.
+    """
+
+    units: int = 1
+    max_nbytes: int | None = None
+
+    def reach(self, nbytes: Iterable[int]) -> int:
+        """How many of the next units are gathered ahead. nbytes: of their unsharded parameters, in their order"""
+        count = total = 0
+        for each in nbytes:
+            total += each
+            if count == self.units or (count > 0 and self.max_nbytes is not None and total > self.max_nbytes):
+                break
+            count += 1
+        return count
+
+
+NEXT_ONE = PrefetchDepth()
 
 
 @dataclass(frozen=True)

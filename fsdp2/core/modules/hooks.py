@@ -2,7 +2,7 @@
 
 Per forward call of a unit: a pre-hook unshards and passes each input through a node of its own, whose turn in backward comes when the
 gradient of that input is done; a post-hook reshards and puts a hook before the node of every output, whose turn comes when the
-output's gradient has arrived (``backward_hooks.py``). Each hook reports a moment to the schedule, which decides.
+output's gradient has arrived (``graph_hooks.py``). Each hook reports a moment to the schedule, which decides.
 
 Note: why nodes and not tensor hooks. A view made of an input costs 3 us and no Python in backward but our hook's (a custom Function
 10 us); it exists under every transform, and in-place changes of it are autograd's usual business. A hook on an output's *node*
@@ -33,14 +33,23 @@ from ..iteration.schedule import Schedule
 from ..iteration.unit import Unit
 from ..plan.annotations import exempt_from_typechecking
 from ..plan.model_axes import varying_axes
-from .backward_hooks import begin_backward, end_backward, labelled, pass_input
 from .compiler_orders import warn_of_losing_orders
 from .grad_dtypes import AfterLoading
-from .graph_nodes import apart_from, apart_from_bottom, below, find_bottoms, made_input, outlive_parameters
+from .graph_hooks import (
+    apart_from,
+    apart_from_bottom,
+    begin_backward,
+    below,
+    end_backward,
+    find_bottoms,
+    labelled,
+    made_input,
+    outlive_parameters,
+    pass_input,
+)
 from .mixed_tensors import explain_mixed_tensors, explain_uncaught
-from .nested_tensors import find_tensors, map_tensors
 from .optimizer_steps import watch_optimizers
-from .tensors_left_on_modules import StoredTensors, stored_tensors
+from .tensors import StoredTensors, find_tensors, map_tensors, stored_tensors
 from .unmanaged_parameters import REGISTRATIONS, warn_of_plain_parameters
 from .whole_tensors import cut_whole_tensors
 

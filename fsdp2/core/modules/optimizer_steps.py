@@ -22,7 +22,6 @@ from .. import torch_compat as compat
 from ..group.gradients import Gradients
 from ..group.param import ShardedParam, sharded_from
 from ..group.param_group import ParamGroup
-from ..group.step_count import OPTIMIZER_STEPS
 from ..iteration.call import next_moment
 from ..iteration.module_state import sharded_parameters
 from .unmanaged_parameters import warn_of_forgotten_root
@@ -47,12 +46,15 @@ class _Steps:
     sharded:  groups of parameters that were sharded so far
     checked:  for each optimizer, what it was when it was last checked
     waiting:  gradients that wait for the last micro-batch, at the last time that they did
+    begun:    how many steps of any optimizer have begun, for records of a run; nothing that ranks decide may depend on it, because one
+              rank may step an optimizer of its own
     """
 
     def __init__(self) -> None:
         self.sharded = 0
         self.checked: weakref.WeakKeyDictionary[Optimizer, _Checked] = weakref.WeakKeyDictionary()
         self.waiting: weakref.WeakSet[Gradients] = weakref.WeakSet()
+        self.begun = 0
 
 
 STEPS = _Steps()
@@ -71,7 +73,7 @@ def optimizers_that_stepped() -> list[Optimizer]:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    OPTIMIZER_STEPS.value += 1
+    STEPS.begun += 1
     if STEPS.waiting:
         _refuse_incomplete(optimizer)
     checked = STEPS.checked.get(optimizer)

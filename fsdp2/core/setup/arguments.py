@@ -19,8 +19,8 @@ from .. import torch_compat as compat
 from ..comm.communicators import ProcessGroupAllGather, ProcessGroupReduceScatter, SymmetricAllGather, SymmetricReduceScatter
 from ..group.param_group import ParamGroup
 from ..iteration.module_state import ModuleState, unit_of
+from ..iteration.unit import PrefetchDepth
 from ..plan.mesh import DataParallelMesh
-from ..plan.prefetch_depth import PrefetchDepth
 
 _UNFIT: tuple[tuple[Callable[[nn.Module], bool], str, str, str], ...] = (
     (

@@ -34,8 +34,7 @@ from ..plan.annotations import exempt_from_typechecking
 from ..plan.mesh import DataParallelMesh, device_of, post_forward_mesh, read_mesh_info
 from ..plan.placement import ShardSpec, is_lazy, refuse_unplaceable, shard_spec
 from .arguments import check_placement_fn, checked_reshard_after_forward
-from .semantics import Semantics, chosen_semantics
-from .wide_gradients import tell_of_wide_gradients
+from .semantics import Semantics, chosen_semantics, tell_of_wide_gradients
 
 private_options: dict[str, Any] = {}
 """Fields of GroupOptions that tests and benchmarks force: gather, all_gather, reduce_scatter, all_reduce."""

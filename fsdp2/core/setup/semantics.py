@@ -8,10 +8,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from ...errors import ArgumentError, got
+from ...user_warnings import log_once, was_told
 from .. import torch_compat as compat
+from ..group.group_plan import GroupPlan
 
 Semantics = Literal["2.13", "2.15"]
 
@@ -44,6 +47,32 @@ def chosen_semantics() -> Semantics:
     return _chosen or compat.INSTALLED_SEMANTICS
 
 
-def is_default() -> bool:
-    """Whether the installed torch decides, because the user has not chosen."""
-    return _chosen is None
+_NAME = "wide gradients"
+
+
+def tell_of_wide_gradients(module: str, plans: Iterable[GroupPlan], has_reduce_dtype: bool) -> None:
+    """Tell users who compute in bf16 over fp32 parameters: with torch 2.15 their gradients travel in fp32 by default.
+
+    It is logged once in a process, on rank 0, at the first such ``fully_shard`` call, and never if the user has chosen a dtype by
+    ``reduce_dtype``, ``grad_dtype`` or ``set_semantics``.
+
+    module: the class that was sharded; has_reduce_dtype: whether the policy has one
+    Collective: no
+    """
+    if was_told(_NAME) or has_reduce_dtype or _chosen is not None:
+        return
+    wide = [plan for plan in plans if plan.reduce_dtype.itemsize > plan.param_dtype.itemsize and not plan.gradients.added_up]
+    if not wide:
+        return
+    first = wide[0]
+    narrow_kib = sum(plan.unsharded_nbytes for plan in wide) / 2**10
+    wide_kib = sum(plan.layout.unsharded_numel * plan.reduce_dtype.itemsize for plan in wide) / 2**10
+    log_once(
+        _NAME,
+        f"{module} is computed in {first.param_dtype}, and its gradients are reduced in {first.reduce_dtype}: from torch 2.15 on, "
+        "FSDP2 without reduce_dtype reduces them in the dtype of the parameters. "
+        f"This {module} reduces {wide_kib:.0f} KiB of gradients a step, where torch 2.14 reduced {narrow_kib:.0f}. "
+        f"MixedPrecisionPolicy(param_dtype={first.param_dtype}, reduce_dtype={first.param_dtype}), or "
+        'fsdp2.set_semantics("2.13") before fully_shard, keeps the old traffic; '
+        f"reduce_dtype={first.reduce_dtype} keeps the new traffic. (Logged once.)",
+    )

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .layout import GroupLayout
-from .prefetch_depth import PrefetchDepth
+from fsdp2.core.iteration.unit import PrefetchDepth
+from fsdp2.core.plan.layout import GroupLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .arguments import SWITCH, require
-from .core import torch_compat as compat
-from .core.setup.meta_tensors import MetaTensors, find_meta_tensors
-from .core.setup.whole_parameters import Initialising
-from .errors import ArgumentError, MaterializationError, got, got_object
-from .hangs.joint_calls import joint
+from ..arguments import SWITCH, require
+from ..core import torch_compat as compat
+from ..errors import ArgumentError, MaterializationError, got, got_object
+from ..hangs.joint_calls import joint
+from .meta_tensors import MetaTensors, find_meta_tensors
+from .whole_parameters import Initialising
 
 RESET_NAMES = ("reset_parameters", "_reset_parameters")
 """Methods by which torch's modules initialise themselves; the second is what MultiheadAttention and Transformer have."""

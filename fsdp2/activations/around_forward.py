@@ -25,8 +25,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from .. import torch_compat as compat
-from .sharded_class import original_class
+from ..core import torch_compat as compat
+from ..core.modules.sharded_class import original_class
 
 
 class Around(Protocol):

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...errors import MaterializationError
-from .. import torch_compat as compat
-from ..group.own_memory import needs_own_memory
-from ..group.param import ShardedParam, own_shard
-from ..modules.shown_parameters import set_parameter
-from ..plan.model_axes import own_piece
+from ..core import torch_compat as compat
+from ..core.group.own_memory import needs_own_memory
+from ..core.group.param import ShardedParam, own_shard
+from ..core.modules.shown_parameters import set_parameter
+from ..core.plan.model_axes import own_piece
+from ..errors import MaterializationError
 from .meta_tensors import MetaTensors, Place, PlainTensor
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import torch_compat as compat
-from ..group.param import ShardedParam
-from ..iteration.module_state import units_in
-from ..iteration.unit import Unit
+from ..core import torch_compat as compat
+from ..core.group.param import ShardedParam
+from ..core.iteration.module_state import units_in
+from ..core.iteration.unit import Unit
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.group.shown_parameters import set_parameter
 from ..core.iteration.module_state import units_in
-from ..core.modules.shown_parameters import set_parameter
 from ..errors import ModuleError
 
 PROMPTS = "prompt_encoder"

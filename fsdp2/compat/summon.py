@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..core import torch_compat as compat
 from ..core.group.param import ShardedParam, own_shard
+from ..core.group.shown_parameters import set_parameter
 from ..core.iteration.module_state import ModuleState, units_in
-from ..core.modules.shown_parameters import set_parameter
 from ..core.plan.placement import in_dtype
 from ..errors import ArgumentError, OrderError
 from .gather_and_cut import is_first_rank, whole

@@ -21,6 +21,7 @@ from ..core import torch_compat as compat
 from ..core.group.param import ShardedParam
 from ..core.group.param_group import ParamGroup
 from ..core.group.reduce_plan import GradView, ReducePlan
+from ..core.group.shown_parameters import show
 
 
 class Landing:
@@ -100,10 +101,10 @@ class Face:
         self.landing = self._landings[trainable]
 
     def show(self) -> None:
-        self.group.registry.show(self.stand_ins)
+        show(self.group.params, self.stand_ins)
 
     def show_sharded(self) -> None:
-        self.group.registry.show([param.sharded for param in self.group.params])
+        show(self.group.params, [param.sharded for param in self.group.params])
 
 
 def _plan_of(group: ParamGroup) -> tuple[Any, ...]:

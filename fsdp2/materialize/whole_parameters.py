@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from ..core import torch_compat as compat
 from ..core.group.own_memory import needs_own_memory
 from ..core.group.param import ShardedParam, own_shard
-from ..core.modules.shown_parameters import set_parameter
+from ..core.group.shown_parameters import set_parameter
 from ..core.plan.model_axes import own_piece
 from ..errors import MaterializationError
 from .meta_tensors import MetaTensors, Place, PlainTensor

@@ -17,10 +17,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum, auto
-from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...errors import FSDPError, meta_error, misplaced_error
 from ...policy import AllGather
@@ -36,27 +35,9 @@ from .group_plan import GroupPlan, have_mixed_dtypes, plan_group
 from .mapped_file import READ_AHEAD, MappedFile, mapped
 from .options import GroupOptions
 from .own_memory import has_extension, leaves_of
-from .param import Owner, ShardedParam, has_values_of_shard, shard_view
+from .param import ShardedParam, has_values_of_shard, shard_view
+from .shown_parameters import ModuleRegistry, show
 from .unsharded import Unsharded
-
-
-class Registry(Protocol):
-    """Shows a group's parameters to the user's modules."""
-
-    def show_sharded(self) -> None: ...
-
-    def show_unsharded(self) -> None: ...
-
-    def show(self, shown: Sequence[nn.Parameter]) -> None:
-        """Show ``shown``, in the order of the group's parameters."""
-
-    def add_owner(self, param: ShardedParam, owner: Owner) -> None: ...
-
-    def remove(self, param: ShardedParam) -> None:
-        """Forget ``param``, which leaves the group."""
-
-    def verify(self) -> bool:
-        """Whether each sharded parameter is where the group put it, with its data in place; adopts parameters that replaced others."""
 
 
 class GroupState(Enum):
@@ -87,7 +68,7 @@ class GroupMemory:
     """Parameters that are all-gathered together. Its eighteen attributes are its parts, its state, and its memory.
 
     fqn:             of the module that fully_shard was called on, from the root
-    registry:        set by the code that touches the modules, before the first unshard
+    registry:        shows the parameters to the modules that own them
     all_gather_comm: a custom communicator
     smaller_mesh:    for ``reshard_after_forward=<int>``
     plan, flat:      replaced when parameters were moved or cast; ``flat`` is None on the meta device, and where parameters have
@@ -107,7 +88,6 @@ class GroupMemory:
         self.streams = streams_of(device)
         self.state = GroupState.SHARDED
         self.fqn = ""
-        self.registry: Registry
         self.all_gather_comm: AllGather | None = None
         self.smaller_mesh: DataParallelMesh | None = None
         self.plan: GroupPlan
@@ -119,6 +99,7 @@ class GroupMemory:
         self._num_told = 0  # versions that ``note_write`` has added
         self._reads_host = False  # an offloaded flat shard is being copied to the device, and the host has not waited for the copy
         self.rebuild()
+        self.registry = ModuleRegistry(self.params)
 
     # --- the plan ---
 
@@ -224,6 +205,7 @@ class GroupMemory:
             self.rebuild()  # the user put methods on plain local tensors: their neighbours leave the flat shard with them
         made = Unsharded(self.plan, self.mesh, self.device, self.options, self.streams, self.flat, self.all_gather_comm)
         self.unsharded = made
+        self.registry.forget()
         if self.keeps_storage:
             made.keep_storage(True)
         return made
@@ -255,13 +237,13 @@ class GroupMemory:
         together: see ``Gather.start``
         """
         if self.state is GroupState.HIDDEN:
-            if self.registry.verify():
+            if self.registry.verify(self.plan.has_own_memory):
                 self.state = GroupState.UNSHARDED
                 self.registry.show_unsharded()
             else:  # the user replaced parameters that the modules showed
                 self.reshard()
         if self.state is GroupState.SHARDED:
-            if not self.registry.verify():
+            if not self.registry.verify(self.plan.has_own_memory):
                 self.rebuild()
             if self.plan.is_meta:
                 raise meta_error(self.on_meta(), str(self.device))
@@ -450,6 +432,6 @@ class GroupMemory:
         elif self.state is GroupState.UNSHARDED:
             assert self.unsharded is not None
             smaller = self.unsharded.cut_for(self.smaller_mesh)
-            self.registry.show(smaller.shown)
+            show(self.params, smaller.shown)
             self.state = GroupState.RESHARDED
             self.unsharded.free()

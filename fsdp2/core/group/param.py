@@ -12,6 +12,7 @@ import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -155,6 +156,15 @@ def new_sharded_param(
     return param
 
 
+units: weakref.WeakKeyDictionary[ShardedParam, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+"""The unit of each parameter of ``fully_shard`` that lives."""
+
+
+def shards() -> dict[int, ShardedParam]:
+    """All living parameters, also those replaced since, by the id of the parameter that the user sees between steps."""
+    return {id(param.sharded): param for param in list(units)}
+
+
 def mark(whole: nn.Parameter, param: ShardedParam) -> None:
     """Let ``sharded_from(whole)`` return ``param``."""
     setattr(whole, _MARK, weakref.ref(param))
@@ -205,6 +215,13 @@ def _of_kind(kind: type[nn.Parameter], param: ShardedParam, whole: Tensor) -> nn
     unsharded: nn.Parameter = torch.Tensor._make_subclass(kind, whole, param.sharded.requires_grad)
     vars(unsharded).update({name: value for name, value in vars(param.sharded).items() if name != "_is_param"})
     return unsharded
+
+
+def carry_grad_dtype(old: nn.Parameter, new: nn.Parameter) -> None:
+    """``new`` takes the place of ``old``, and has no ``grad_dtype`` of its own."""
+    grad_dtype = compat.grad_dtype_of(old)
+    if grad_dtype is not None and compat.grad_dtype_of(new) is None:
+        compat.set_grad_dtype(new, grad_dtype)
 
 
 def let_add_up(param: ShardedParam) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from .. import torch_compat as compat
-from ..group.param import ShardedParam
+from ..group.param import ShardedParam, units
 from ..group.param_group import ParamGroup
 from .finalization import CommContext
 from .schedule import Schedule
@@ -33,7 +33,7 @@ class ModuleState(Unit, compat.ModuleStateBase):
         self.hooks: Any = None
         for group in self.groups:
             for param in group.params:
-                _units[param] = weakref.ref(self)
+                units[param] = weakref.ref(self)
 
     def reduce_accumulated(self) -> None:
         if self.schedule is not None:  # the unit has run
@@ -43,13 +43,10 @@ class ModuleState(Unit, compat.ModuleStateBase):
         return schedule_of(self).comm_ctx
 
 
-_units: weakref.WeakKeyDictionary[ShardedParam, weakref.ref[ModuleState]] = weakref.WeakKeyDictionary()
-
-
 def unit_with(param: ShardedParam) -> ModuleState:
     """The unit that ``param`` belongs to."""
-    unit = _units[param]()
-    assert unit is not None
+    unit = units[param]()
+    assert isinstance(unit, ModuleState)
     return unit
 
 
@@ -58,15 +55,10 @@ def group_with(param: ShardedParam) -> ParamGroup:
     return next(group for group in unit_with(param).groups if param in group.params)
 
 
-def shards() -> dict[int, ShardedParam]:
-    """What ``sharded_parameters`` has, without the groups, and with parameters that were replaced since."""
-    return {id(param.sharded): param for param in list(_units)}
-
-
 def sharded_parameters() -> dict[int, tuple[ShardedParam, ParamGroup]]:
     """All living parameters of ``fully_shard``, by the id of the parameter that the user sees between steps."""
     found = {}
-    for param, reference in _units.items():
+    for param, reference in units.items():
         unit = reference()
         for group in () if unit is None else unit.groups:
             if param in group.params:

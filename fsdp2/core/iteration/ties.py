@@ -84,11 +84,11 @@ def _tie(unit: ModuleState, group: ParamGroup, param: ShardedParam, to_group: Pa
         )
     group.registry.remove(param)
     group.params.remove(param)
-    to_group.registry.verify()  # adopts the parameter if a loader has replaced that of both places
+    to_group.registry.verify(to_group.plan.has_own_memory)  # adopts the parameter if a loader has replaced that of both places
     for owner in param.owners:
         to_group.registry.add_owner(to, owner)
     if group.params:
-        group.registry.verify()
+        group.registry.verify(group.plan.has_own_memory)
         group.rebuild()
     else:
         unit.groups.remove(group)

@@ -28,6 +28,7 @@ from ..group.memory import GroupState
 from ..group.options import MicroBatch
 from ..group.param import Owner
 from ..group.param_group import ParamGroup
+from ..group.shown_parameters import show
 from .call import UnitCalls
 
 
@@ -193,7 +194,7 @@ class Unit:
                 or group.unsharded is None
                 or group.holders is not None
                 or group.is_out_of_date(version)
-                or not group.registry.verify()
+                or not group.registry.verify(group.plan.has_own_memory)
             ):
                 return False
         return True
@@ -257,9 +258,9 @@ class Unit:
         Raises:        ParameterError naming the parameters of a group that is half cast
         """
         for group in self.groups:
-            if not group.registry.verify() and not (more_may_come and group.has_mixed_dtypes()):
+            if not group.registry.verify(group.plan.has_own_memory) and not (more_may_come and group.has_mixed_dtypes()):
                 group.rebuild()
-                group.registry.show([param.sharded for param in group.params])  # ``_apply`` unties what it replaces
+                show(group.params, [param.sharded for param in group.params])  # ``_apply`` unties what it replaces
 
 
 def ahead(units: Sequence[Unit], depth: PrefetchDepth) -> Sequence[Unit]:

@@ -9,14 +9,8 @@ from typing import Any
 from torch import nn
 
 from .. import torch_compat as compat
+from ..group.param import carry_grad_dtype
 from ..iteration.unit import Unit
-
-
-def carry_grad_dtype(old: nn.Parameter, new: nn.Parameter) -> None:
-    """``new`` takes the place of ``old``, and has no ``grad_dtype`` of its own."""
-    grad_dtype = compat.grad_dtype_of(old)
-    if grad_dtype is not None and compat.grad_dtype_of(new) is None:
-        compat.set_grad_dtype(new, grad_dtype)
 
 
 @contextlib.contextmanager

@@ -21,14 +21,13 @@ from ..comm.agreement import agree_on_meshes
 from ..group.mapped_file import check_disk_policy
 from ..group.options import GroupOptions
 from ..group.own_memory import cut_out, needs_own_memory, refuse_unextendable
-from ..group.param import Owner, ShardedParam, new_sharded_param, sharded_from
+from ..group.param import Owner, ShardedParam, new_sharded_param, sharded_from, shards
 from ..group.param_group import ParamGroup
 from ..iteration.group_numbers import number_groups
-from ..iteration.module_state import ModuleState, group_with, shards
+from ..iteration.module_state import ModuleState, group_with
 from ..iteration.ties import tie_differences
 from ..iteration.unit import UnitOptions
 from ..modules.hooks import UnitHooks
-from ..modules.shown_parameters import ModuleRegistry
 from ..modules.unmanaged_parameters import REGISTRATIONS, refuse_gradients
 from ..plan.annotations import exempt_from_typechecking
 from ..plan.mesh import DataParallelMesh, device_of, post_forward_mesh, read_mesh_info
@@ -412,6 +411,4 @@ def _new_group(
         if grad_dtype is not None:
             compat.set_grad_dtype(sharded[-1].sharded, grad_dtype)
         refuse_gradients(param, sharded[-1])
-    group = ParamGroup(sharded, mesh, device, options)
-    group.registry = ModuleRegistry(group)
-    return group
+    return ParamGroup(sharded, mesh, device, options)

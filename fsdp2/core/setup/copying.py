@@ -21,13 +21,11 @@ from torch import nn
 
 from .. import torch_compat as compat
 from ..group.memory import GroupState
-from ..group.param import Owner, ShardedParam
+from ..group.param import Owner, ShardedParam, carry_grad_dtype
 from ..group.param_group import ParamGroup
 from ..iteration.module_state import ModuleState, unit_of, unit_with
-from ..modules.grad_dtypes import carry_grad_dtype
 from ..modules.hooks import UnitHooks
 from ..modules.sharded_class import set_class, unswap_class
-from ..modules.shown_parameters import ModuleRegistry
 
 _PENDING = "fsdp2: units whose modules are being copied"
 """Key in the memo: present while an outer call is going to make the units."""
@@ -91,7 +89,7 @@ def _as_if_plain(module: nn.Module) -> Iterator[None]:
 
 def _remember_params(group: ParamGroup, memo: dict[Any, Any]) -> None:
     """Let the copy show sharded parameters of its own, whichever parameters the modules show now."""
-    if group.state is GroupState.SHARDED and not group.registry.verify():
+    if group.state is GroupState.SHARDED and not group.registry.verify(group.plan.has_own_memory):
         group.rebuild()
     for param in group.params:
         new = memo.get(id(param.sharded))
@@ -154,5 +152,4 @@ def _copy_group(group: ParamGroup, memo: dict[Any, Any]) -> ParamGroup:
     new.smaller_mesh = group.smaller_mesh
     new.keep_storage(group.keeps_storage)
     new.all_gather_comm = group.all_gather_comm
-    new.registry = ModuleRegistry(new)
     return new

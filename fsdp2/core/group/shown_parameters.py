@@ -13,49 +13,49 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import ParameterError
-from ..group.own_memory import has_extension
-from ..group.param import Owner, ShardedParam
-from ..group.param_group import ParamGroup
-from ..iteration.module_state import sharded_parameters
-from .grad_dtypes import carry_grad_dtype
+from .own_memory import has_extension
+from .param import Owner, ShardedParam, carry_grad_dtype, shards
 
 
 class ModuleRegistry:
-    """Shows a group's parameters to the modules that own them (a ``param_group.Registry``).
+    """Shows a group's parameters to the modules that own them.
 
     A module with ``nn.Module``'s own ``__setattr__`` has its ``_parameters`` updated from a prebuilt dict; others (LSTM keeps
     copies of its parameters) are set attribute by attribute.
     """
 
-    def __init__(self, group: ParamGroup) -> None:
-        self._group = group
-        self._made_for: object = None
+    def __init__(self, params: Sequence[ShardedParam]) -> None:
+        self._params = list(params)
+        self._is_prepared = False
         self._sharded: list[tuple[dict[str, Any], dict[str, nn.Parameter]]] = []
         self._unsharded: list[tuple[dict[str, Any], dict[str, nn.Parameter]]] = []
         self._slow: list[tuple[nn.Module, str, ShardedParam]] = []
-        self._owned = [(owner.module._parameters, owner.name, param) for param in group.params for owner in param.owners]
-        for param in group.params:
-            for owner in param.owners:
-                set_parameter(owner.module, owner.name, param.sharded)
+        self._owned = [(owner.module._parameters, owner.name, param) for param in params for owner in param.owners]
+        show(params, [param.sharded for param in params])
 
     def add_owner(self, param: ShardedParam, owner: Owner) -> None:
         """Show ``param`` at one more place, which a later ``fully_shard`` call found tied to it."""
         param.owners.append(owner)
         self._owned.append((owner.module._parameters, owner.name, param))
-        self._made_for = None
+        self._is_prepared = False
         set_parameter(owner.module, owner.name, param.sharded)
 
     def remove(self, param: ShardedParam) -> None:
+        """Forget ``param``, which leaves the group."""
+        self._params.remove(param)
         self._owned = [entry for entry in self._owned if entry[2] is not param]
-        self._made_for = None
+        self._is_prepared = False
+
+    def forget(self) -> None:
+        """The group has new unsharded parameters: look them up when they are shown."""
+        self._is_prepared = False
 
     def _prepare(self) -> None:
-        """Build the dicts again: the group has new unsharded parameters."""
-        self._made_for = self._group.unsharded
+        self._is_prepared = True
         self._slow = []
         sharded: dict[int, tuple[dict[str, Any], dict[str, nn.Parameter]]] = {}
         unsharded: dict[int, tuple[dict[str, Any], dict[str, nn.Parameter]]] = {}
-        for param in self._group.params:
+        for param in self._params:
             for owner in param.owners:
                 if type(owner.module).__setattr__ is not nn.Module.__setattr__:
                     self._slow.append((owner.module, owner.name, param))
@@ -68,7 +68,7 @@ class ModuleRegistry:
         self._unsharded = list(unsharded.values())
 
     def show_sharded(self) -> None:
-        if self._made_for is not self._group.unsharded:
+        if not self._is_prepared:
             self._prepare()
         for parameters, shown in self._sharded:
             parameters.update(shown)
@@ -76,7 +76,7 @@ class ModuleRegistry:
             setattr(module, name, param.sharded)
 
     def show_unsharded(self) -> None:
-        if self._made_for is not self._group.unsharded:
+        if not self._is_prepared:
             self._prepare()
         for parameters, shown in self._unsharded:
             parameters.update(shown)
@@ -84,15 +84,12 @@ class ModuleRegistry:
             assert param.unsharded is not None
             setattr(module, name, param.unsharded)
 
-    def show(self, shown: Sequence[nn.Parameter]) -> None:
-        for param, parameter in zip(self._group.params, shown, strict=True):
-            for owner in param.owners:
-                set_parameter(owner.module, owner.name, parameter)
+    def verify(self, has_own_memory: bool) -> bool:
+        """Whether every entry is as we left it; adopts parameters that the user put there, or refuses them by name.
 
-    def verify(self) -> bool:
-        """Whether every entry is as we left it; adopts parameters that the user put there, or refuses them by name."""
+        has_own_memory: by the group's plan
+        """
         intact = True
-        watches = not self._group.plan.has_own_memory
         for parameters, name, param in self._owned:
             now = parameters.get(name)
             sharded = param.sharded
@@ -102,14 +99,14 @@ class ModuleRegistry:
                 _adopt_replacement(param, now)
                 intact = False
             elif sharded._local_tensor is not param.local or (  # type: ignore[attr-defined]
-                watches and param.local.__dict__ and has_extension(param.local)  # methods were put on a plain tensor
+                not has_own_memory and param.local.__dict__ and has_extension(param.local)  # methods were put on a plain tensor
             ):
                 intact = False
             unsharded, trainable = param.unsharded, param.trainable
             if sharded.requires_grad is not trainable or (unsharded is not None and unsharded.requires_grad is not trainable):
                 param.take_over_toggle()
         if not intact:
-            self._made_for = None
+            self._is_prepared = False
         return intact
 
     def _refuse_untying(self, param: ShardedParam) -> None:
@@ -123,6 +120,13 @@ class ModuleRegistry:
             )
 
 
+def show(params: Sequence[ShardedParam], shown: Sequence[nn.Parameter]) -> None:
+    """Let the owners of each of ``params`` show the parameter at its place in ``shown``."""
+    for param, parameter in zip(params, shown, strict=True):
+        for owner in param.owners:
+            set_parameter(owner.module, owner.name, parameter)
+
+
 def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
     if type(module).__setattr__ is nn.Module.__setattr__:
         module._parameters[name] = param
@@ -132,7 +136,7 @@ def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
 
 def _refuse_tying(param: ShardedParam, now: Any) -> None:
     """Raise if the user has put another sharded parameter there that still has its own place too: it lies in one flat shard."""
-    other = sharded_parameters().get(id(now), (param, None))[0]
+    other = shards().get(id(now), param)
     shown = [owner.module._parameters.get(owner.name) for owner in other.owners]
     if other is param or not any(each is other.sharded or (each is not None and each is other.unsharded) for each in shown):
         return  # a new parameter, or two that have changed places

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..core import torch_compat as compat
+from ..core.comm.collective_log import during
 from ..core.plan.mesh import DataParallelMesh, checked_mesh, data_parallel_mesh
 from ..errors import ArgumentError, MeshError, got
 from ..strategies.strategy_mesh import node_size
@@ -121,7 +122,8 @@ def _hybrid_mesh(strategy: ShardingStrategy, process_group: Any, device_type: st
     key = (replicate.group_name, device_type)
     if key not in known:
         rows: list[Any] = [None] * replicate.size()
-        dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
+        with during("agreement of ranks", replicate):
+            dist.all_gather_object(rows, dist.get_process_group_ranks(shard), group=replicate)
         known[key] = DeviceMesh.from_group(
             [replicate, shard], device_type, mesh=torch.tensor(rows, device="cpu"), mesh_dim_names=_NAMES
         )

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from ..checkpoint.failure import failure
 from ..checkpoint.named_state import clean_name, map_values, names_in, numbered_optimizer_state
 from ..core import torch_compat as compat
+from ..core.comm.collective_log import during
 from ..core.group.param import ShardedParam
 from ..core.iteration.module_state import units_in
 from .api import OptimStateKeyType, StateDictSettings, StateDictType, member
@@ -237,14 +238,16 @@ def _from_first(state: State, group: dist.ProcessGroup | None, device: torch.dev
         return _Sent(tuple(value.shape), value.dtype)
 
     sent = [map_values(without, state) if is_first else None]
-    dist.broadcast_object_list(sent, group=group, group_src=0, device=device)
+    with during("broadcast of an optimizer's state", group):
+        dist.broadcast_object_list(sent, group=group, group_src=0, device=device)
     remaining = iter(tensors)
 
     def fetch(value: Any) -> Any:
         if not isinstance(value, _Sent):
             return value
         buffer = next(remaining).to(device).contiguous() if is_first else torch.empty(value.shape, dtype=value.dtype, device=device)
-        dist.broadcast(buffer, group=group, group_src=0)
+        with during("broadcast of an optimizer's state", group, buffer):
+            dist.broadcast(buffer, group=group, group_src=0)
         return buffer
 
     return sent[0] or {}, fetch

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from ..core import torch_compat as compat
 from ..core.comm.agreement import agree, default_group
+from ..core.comm.collective_log import during
 from ..core.group.param import ShardedParam, own_shard
 from ..core.group.param_group import ParamGroup
 from ..errors import ArgumentError, got
@@ -188,7 +189,8 @@ def _over(group: ParamGroup, numbers: Tensor, *, replicas: bool) -> Tensor:
     there = numbers.to(group.device)
     for process_group in (group.mesh.shard_group, group.mesh.replicate_group if replicas else None):
         if process_group is not None:
-            dist.all_reduce(there, group=process_group)
+            with during("all-reduce of projections", process_group, there):
+                dist.all_reduce(there, group=process_group)
     return there.cpu()
 
 

@@ -43,7 +43,8 @@ def _gathered(facts: list[str], mesh: DeviceMesh) -> dict[int, list[str]]:
     known = {dist.get_rank(): facts}
     for process_group in _process_groups(mesh):
         told: list[Any] = [None] * process_group.size()
-        dist.all_gather_object(told, known, group=process_group)
+        with during("comparison of models", process_group):
+            dist.all_gather_object(told, known, group=process_group)
         known = {rank: theirs for each in told for rank, theirs in each.items()}
     return dict(sorted(known.items()))
 

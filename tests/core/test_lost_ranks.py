@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -76,6 +78,74 @@ def test_an_error_of_a_collective_names_it_its_unit_and_the_ranks_that_are_gone(
             assert "Connection closed by peer" in text
             said.append(text.partition("reached: ")[2].partition(" has failed")[0])
     assert said == ["the all-gather of 0", "the all-gather of 1", "the reduce-scatter of 2"]
+
+
+class NotToday(Exception):
+    pass
+
+
+@on_ranks(2, timeout=60)
+def test_what_an_iteration_that_failed_leaves_under_way_may_fail_too_and_is_forgotten() -> None:
+    """Symptom: reset_iter_state, or the next forward, raised gloo's own text, with memory of the reductions held."""
+    model, x = model_of_three(), torch.ones(2, 8)
+
+    def refuse(*_: Any) -> None:
+        raise NotToday
+
+    model(x).sum().backward()
+    expected = [param.grad.to_local().clone() for param in model.parameters()]
+    for recover in (model.reset_iter_state, lambda: model(x)):
+        model.zero_grad()
+        with patch.object(collectives._Waiting, "is_completed", return_value=False):
+            handle = model[0].register_full_backward_pre_hook(refuse)
+            with pytest.raises(NotToday):
+                model(x).sum().backward()
+            handle.remove()
+        with patch.object(collectives._Waiting, "finish", failing_at(1, True)), pytest.raises(LostRankError) as caught:
+            recover()
+        assert "the reduction of 1 has failed" in str(caught.value)
+        model.reset_iter_state()
+        model.zero_grad()
+        model(x).sum().backward()
+        for param, grad in zip(model.parameters(), expected, strict=True):
+            assert torch.equal(param.grad.to_local(), grad)
+
+
+def test_each_collective_that_is_waited_for_where_it_is_called_lies_in_what_names_lost_ranks() -> None:
+    """Others are issued with ``async_op``, and waited for in one of the places that ``raise_lost`` is called from."""
+    package = Path(fsdp2.__file__).parent
+    own = {
+        "core/comm/collectives.py",  # of a group, which knows its unit's name
+        "core/torch_compat.py",  # the two names of one collective
+        "policy.py",  # examples of communicators
+        "planner/measure.py",  # a program of its own, without a model
+        "migrate/probe.py",  # of the run that it compares
+        "checkpoint/bands.py",  # in a method that is called in ``reached``
+        "core/comm/communicators.py",  # their callers wait
+    }
+    collective = re.compile(r"(all_|reduce|broadcast|barrier|gather|scatter|batch_isend_irecv|monitored)")
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        if path.relative_to(package).as_posix() in own:
+            continue
+        tree = ast.parse(path.read_text())
+        named = {
+            inside
+            for block in ast.walk(tree)
+            if isinstance(block, ast.With)
+            and any(ast.unparse(item).partition("(")[0].endswith(("during", "reached")) for item in block.items)
+            for inside in ast.walk(block)
+        }
+        found += [
+            f"{path.relative_to(package)}:{call.lineno}: {ast.unparse(call.func)}"
+            for call in ast.walk(tree)
+            if isinstance(call, ast.Call)
+            and call not in named
+            and re.match(r"(dist|compat)\.", ast.unparse(call.func))
+            and collective.match(ast.unparse(call.func).partition(".")[2])
+            and not any(keyword.arg == "async_op" and ast.unparse(keyword.value) != "False" for keyword in call.keywords)
+        ]
+    assert found == []
 
 
 @on_ranks(2)

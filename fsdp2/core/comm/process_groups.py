@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from .. import torch_compat as compat
+from .collective_log import during
 
 
 def another_over(process_group: dist.ProcessGroup, name: str, backend: str | None = None) -> dist.ProcessGroup:
@@ -25,6 +26,7 @@ def another_over(process_group: dist.ProcessGroup, name: str, backend: str | Non
     """
     ranks = dist.get_process_group_ranks(process_group)
     drawn = torch.tensor([int.from_bytes(os.urandom(7), "big")], device=compat.device_of_group(process_group))
-    dist.broadcast(drawn, src=ranks[0], group=process_group)
+    with during("agreement of ranks", process_group, drawn):
+        dist.broadcast(drawn, src=ranks[0], group=process_group)
     timeout = compat.timeout_of_group(process_group)
     return compat.new_named_group(ranks, backend, f"fsdp2_{name}", f"fsdp2_{name}_{drawn.item():x}", timeout)

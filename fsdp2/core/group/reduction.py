@@ -318,14 +318,18 @@ class Reduction:
         self.let_go()
 
     def abandon(self) -> None:
-        """Wait for the legs under way and forget them."""
+        """Wait for the legs under way and forget them. Raises: LostRankError, when they are forgotten"""
         streams = self._group.streams
-        for pending in (self._pending, self._all_reduce):
+        pending = self._pending or self._all_reduce
+        try:
             if pending is not None:
                 pending.finish()
-        streams.order(streams.compute, self._reduced)
-        self._pending = self._all_reduce = self._input = self._output = self._partial = self._tag = None
-        self._held = ()
+        except RuntimeError as error:
+            raise_lost(error, f"the reduction of {self._group.fqn or 'the root'}")
+        finally:
+            streams.order(streams.compute, self._reduced)
+            self._pending = self._all_reduce = self._input = self._output = self._partial = self._tag = None
+            self._held = ()
 
     def hand_out(self, stream: Any) -> None:
         """Give the sharded parameters their gradients, on ``stream``, on which the last collective was issued."""

@@ -5,6 +5,7 @@ A reduce-scatter input takes memory, so at most ``limit`` units may hold theirs 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from collections import deque
@@ -129,14 +130,15 @@ class Reductions:
                 streams.order(stream, streams.mark(streams.compute))
 
     def abandon(self) -> None:
-        """Wait for what is under way and forget it."""
-        for reduction in self._started:
-            reduction.abandon()
-        self._started.clear()
-        self._holding.clear()
-        self._advanced = []
-        self._give_back()
-        _behind.discard(self)
+        """Wait for what is under way and forget it. Raises: LostRankError, when all of it is forgotten"""
+        with contextlib.ExitStack() as in_order:
+            in_order.callback(_behind.discard, self)
+            in_order.callback(self._give_back)
+            for reduction in reversed(self._started):
+                in_order.callback(reduction.abandon)
+            self._started.clear()
+            self._holding.clear()
+            self._advanced = []
 
 
 def _hand_out_late(reductions: Sequence[Reduction]) -> None:

@@ -80,7 +80,7 @@ def test_an_error_of_a_collective_names_it_its_unit_and_the_ranks_that_are_gone(
     assert said == ["the all-gather of 0", "the all-gather of 1", "the reduce-scatter of 2"]
 
 
-class NotToday(Exception):
+class NotTodayError(Exception):
     pass
 
 
@@ -90,7 +90,7 @@ def test_what_an_iteration_that_failed_leaves_under_way_may_fail_too_and_is_forg
     model, x = model_of_three(), torch.ones(2, 8)
 
     def refuse(*_: Any) -> None:
-        raise NotToday
+        raise NotTodayError
 
     model(x).sum().backward()
     expected = [param.grad.to_local().clone() for param in model.parameters()]
@@ -98,7 +98,7 @@ def test_what_an_iteration_that_failed_leaves_under_way_may_fail_too_and_is_forg
         model.zero_grad()
         with patch.object(collectives._Waiting, "is_completed", return_value=False):
             handle = model[0].register_full_backward_pre_hook(refuse)
-            with pytest.raises(NotToday):
+            with pytest.raises(NotTodayError):
                 model(x).sum().backward()
             handle.remove()
         with patch.object(collectives._Waiting, "finish", failing_at(1, True)), pytest.raises(LostRankError) as caught:

@@ -5,6 +5,8 @@ To keep another: ``python tests/fuzz SEED`` prints it; paste it here with a name
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from fuzz.body import run
@@ -247,6 +249,37 @@ KEPT = {
         ignores=True,
         unused=True,
     ),
+    "a list with a module under no_grad stayed unsharded between two forwards' backwards on those ranks that use it": Program(
+        root=Node(
+            "root",
+            "heads",
+            children=(
+                Node("a", "bare"),
+                Node("b", "bare", unit=Unit(label="list")),
+                Node("c", "bare", unit=Unit(label="list"), detach="no_grad"),
+            ),
+            unit=Unit(),
+        ),
+        steps=(Step((Micro(forwards=2, order="sum"),)),),
+        ignores=True,
+        unused=True,
+    ),
+    "the second module of a list is checkpointed, and its recomputation was taken for that of an earlier forward": Program(
+        root=Node(
+            "root",
+            "heads",
+            children=(
+                Node("a", "bare"),
+                Node("b", "bare", unit=Unit(label="list")),
+                Node("c", "bare", unit=Unit(label="list"), checkpoint="saved", times=2),
+                Node("d", "bare", unit=Unit()),
+            ),
+            unit=Unit(),
+        ),
+        steps=(Step((Micro(forwards=2, order="sum"),)),) * 2,
+        ignores=True,
+        unused=True,
+    ),
 }
 
 REFUSED = {
@@ -303,3 +336,25 @@ def test_what_failed_once_is_right(program):
 def test_what_ended_the_processes_once_is_refused_by_name(program):
     result = run(program)
     assert result.kind == "refused", result.text
+
+MEMBERS = {
+    "plain": {},
+    "under no_grad": {"detach": "no_grad"},
+    "checkpointed": {"checkpoint": "saved"},
+    "checkpointed, twice": {"checkpoint": "saved", "times": 2},
+    "twice": {"times": 2},
+    "without inputs": {"detach": "cut"},
+    "detached": {"detach": "output"},
+    "frozen": {"frozen": True},
+    "in odd steps": {"skip": "step"},
+}
+
+
+@pytest.mark.slow
+def test_two_forwards_in_one_backward_of_lists_whose_modules_run_in_any_two_ways():
+    for first, second in itertools.product(MEMBERS, MEMBERS):
+        unit = Unit(label="list")
+        members = (Node("b", "bare", unit=unit, **MEMBERS[first]), Node("c", "bare", unit=unit, **MEMBERS[second]))
+        root = Node("root", "heads", (Node("a", "bare"), *members, Node("d", "bare", unit=Unit())), unit=Unit())
+        result = run(Program(root=root, steps=(Step((Micro(forwards=2, order="sum"),)),) * 3, ignores=True, unused=True))
+        assert result.kind == "right", f"{first}, {second}: {result.text}"

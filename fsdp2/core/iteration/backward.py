@@ -221,6 +221,7 @@ class LoggedBackward(Backward):
 
     def __init__(self, tree: UnitTree, task: int, at_end: Callable[[], None], logs: Sequence[ForwardLog]) -> None:
         super().__init__(tree, task, at_end)
+        self._to_end = {unit for unit in tree.lists if unit.calls.to_rerun}  # whose graphs are alive may differ between ranks
         self._reading = Reading(task, logs)
 
     def begin(self, unit: Unit, call: Call) -> None:

@@ -47,7 +47,8 @@ class Call:
     is_watched:     an output needs a gradient, so that its backward will begin
     has_inputs:     an input needs a gradient, so that its backward has an end; known when its forward has ended
     log:            the number of the log that has the call, if there is a log
-    segment:        number of the outermost checkpointed segment that it was in, if there is a log
+    segment:        number of the outermost checkpointed segment in which it began, if there is a log
+    may_rerun:      it ran in a checkpointed segment, or a module of its list did, if there is a log
     begin_at, end_at: the places there; the first is None while forward runs, and if no output needs a gradient
     """
 
@@ -65,6 +66,7 @@ class Call:
         "is_watched",
         "left",
         "log",
+        "may_rerun",
         "segment",
     )
 
@@ -73,7 +75,7 @@ class Call:
         self.graph = weakref.ref(part)
         self.entered = self.left = next_moment()
         self.begun = self.ended = -1
-        self.again = self.is_watched = self.has_inputs = False
+        self.again = self.is_watched = self.has_inputs = self.may_rerun = False
         self.log: int | None = None
         self.segment: int | None = None
         self.begin_at: int | None = None

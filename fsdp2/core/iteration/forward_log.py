@@ -57,13 +57,15 @@ class ForwardLog:
         self._without_graph: list[_WithoutGraph] = []
 
     def enter(self, unit: Unit, part: GraphPart) -> None:
-        """A forward call of ``unit`` begins. A list of modules that run in one pass enters once."""
+        """A forward call of ``unit`` begins. In a list each module's call does; the first one counts."""
         call = part.call
+        segment = _segment_around()
+        call.may_rerun |= segment is not None
         if call.log is None:
             part.log, part.bottoms = self, []
             call.log = self.number
             call.end_at = len(self.moments)
-            call.segment = _segment_around()
+            call.segment = segment
             self.moments.append(Moment(unit, call, is_end=True))
             self.calls.setdefault(unit, []).append(call)
 
@@ -200,7 +202,7 @@ class Reading:
         """``unit`` runs again, maybe before its backward begins: yields the moments before it that this rank has left out."""
         for log in reversed(self._logs.values()):
             for call in reversed(log.calls.get(unit, ()) if log.number in self._to_come else ()):
-                if call.segment is None or call.begin_at is None or not self._may_run_again(unit, call):
+                if not call.may_rerun or call.begin_at is None or not self._may_run_again(unit, call):
                     continue
                 self._num_recomputed[call] += 1
                 if not self.is_done(call, is_end=False):

@@ -210,15 +210,14 @@ class UnitHooks:
             calls.running.append(None)
             return args, kwargs
         part = calls.shared
-        if part is not None and part.call.begun == -1:
-            # The engine runs nodes in the reverse of the order in which they were made: the first module's backward is the last.
-            calls.running.append(part)
-            return self._watch_inputs(part, args, kwargs, is_first=False)
-        part = calls.begin()
+        # The engine runs nodes in the reverse of the order in which they were made: the first module's backward is the last.
+        is_first = part is None or part.call.begun != -1
+        if part is None or is_first:
+            part = calls.begin()
         calls.running.append(part)
         if schedule.forward is not None and schedule.forward.log is not None:
             schedule.forward.log.enter(unit, part)
-        return self._watch_inputs(part, args, kwargs)
+        return self._watch_inputs(part, args, kwargs, is_first=is_first)
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         unit = self._unit

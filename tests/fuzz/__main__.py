@@ -26,7 +26,6 @@ if __package__ in (None, ""):
 from fuzz.body import Result, run
 from fuzz.drawing import draw
 from fuzz.program import Program
-from fuzz.refusals import is_documented
 from fuzz.shrinking import shrink
 from harness.pool import kill_pools
 
@@ -57,8 +56,6 @@ def main() -> int:
         began = time.monotonic()
         program = draw(seed)
         result = run(program, options.lib)
-        if result.kind == "refused" and options.lib == "fsdp2" and not is_documented(result.headline, program):
-            result = Result("fault", result.text)
         counts[result.kind] += 1
         entry = {"seed": seed, "result": result.kind, "seconds": round(time.monotonic() - began, 3)}
         if result.kind != "right":
@@ -93,8 +90,6 @@ def _smallest(program: Program, result: Result, lib: str, seconds: float) -> tup
     def fails(candidate: Program) -> bool:
         # A hang takes its whole time limit to be seen: candidates get a shorter one.
         found = run(candidate, lib, timeout_s=5.0)
-        if found.kind == "refused" and lib == "fsdp2" and not is_documented(found.headline, candidate):
-            found = Result("fault", found.text)
         if found.kind == "fault" and kind_of(found) == kind:
             latest[0] = found
             return True

@@ -1,6 +1,6 @@
 """Whether a rank saw what the unsharded model says that it should have seen.
 
-How far rounding may carry a program, the unsharded model tells: run once with all parameters in fp32 and once in fp64, it differs by
+How far rounding may carry a program, the unsharded model tells: run in fp32, with its data, and in fp64, it differs by
 ``amplified``. Most programs amplify nothing, and must be right to 1e-4 where a part of them is in fp32; where gradients reach 1e5 in
 the third step, fp32 may leave two digits.
 """

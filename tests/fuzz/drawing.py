@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from fuzz.program import LEAVES, WITH_WEIGHT, Action, Failure, Micro, Node, Program, Step, Unit, nodes, tidy, units, walk
+from fuzz.program import LEAVES, OPTIMIZERS, WITH_WEIGHT, Action, Failure, Micro, Node, Program, Step, Unit, nodes, tidy, units, walk
 
 FEATURES = (
     "kinds", "frozen", "ignored", "extension", "float32", "tied", "borrows", "times", "checkpoint", "skip", "detach", "in_place",
@@ -60,18 +60,27 @@ class _Drawing:
         return tidy(self.with_writes(replace(program, steps=self.steps(program))))
 
     def with_writes(self, program: Program) -> Program:
-        """Drawn last and apart, so that seeds keep their programs but for optimizers, and evaluations with writes behind them."""
+        """Optimizers, and writes and loads before steps: drawn last and apart, so that seeds keep the rest of their programs."""
         apart = random.Random(f"writes of {self.seed}")
-        if apart.random() < 0.6:
-            return program
+        writes, reloads, in_hooks = apart.random() < 0.4, apart.random() < 0.4, apart.random() < 0.25
         steps = []
         for step in program.steps:
+            added = []
+            if writes:
+                added += [apart.choice(("evaluate", "infer")), apart.choice(("write_local", "write_shown", "write_held"))]
+            if reloads:
+                added.append(apart.choice(("save", "reload", "reload", "")))
+            if added:
+                added.append(apart.choice(("evaluate", "")))
             first, *others = step.micros
-            written = (Action(apart.choice(("evaluate", "infer"))), Action(apart.choice(("write_local", "write_shown", "write_held"))))
-            if apart.random() < 0.5:
-                written = (*written, Action("evaluate"))
-            steps.append(replace(step, micros=(replace(first, actions=(*first.actions, *written)), *others)))
-        return replace(program, steps=tuple(steps), optimizer=apart.choice(("", "foreach", "flat")))
+            first = replace(first, actions=(*first.actions, *(Action(kind) for kind in added if kind)))
+            if in_hooks:  # one backward a step
+                steps.append(Step((replace(first, forwards=1, penalty=False, failure=None),)))
+            else:
+                steps.append(replace(step, micros=(first, *others)))
+        if in_hooks:
+            program = replace(program, losses="sum", in_hooks=True)
+        return replace(program, steps=tuple(steps), optimizer=apart.choice(OPTIMIZERS))
 
     # --- modules ---
 

@@ -9,6 +9,7 @@ program shows what it takes to fail:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields, replace
 
@@ -130,8 +131,8 @@ class Program(_Short):
     losses: str = "sum"  # "separate": a backward for each output of the root
     ignores: bool = False  # each rank's loss leaves out another output
     marks_last: bool = False  # is_last_backward is False for all backwards of a micro-batch but the last
-    optimizer: str = ""  # "foreach": torch's kernels for lists, which move no version counters; "flat": fsdp2.optim.flat
-    in_hooks: bool = False  # parameters are updated in post-accumulate-grad hooks
+    optimizer: str = ""  # one of OPTIMIZERS
+    in_hooks: bool = False  # an optimizer for each parameter steps in its post-accumulate-grad hook; an offloaded one in backward
     unused: bool = False  # set_reduce_scatter_unused_params
     separate_group: bool = False
     max_buffers: int = 1
@@ -142,6 +143,8 @@ class Program(_Short):
 
 # --- looking at programs -------------------------------------------------------------------------------------------------------
 
+OFFLOADED = ("host", "half", "disk")  # fsdp2.optim.offloaded: where the states are, or those of half of the elements
+OPTIMIZERS = ("", "foreach", "flat", *OFFLOADED)  # "foreach": torch's kernels for lists, which move no version counters
 LEAVES = ("linear", "bare", "mlp", "norm", "scalar", "table", "turned", "conv", "idle", "again")
 WITH_WEIGHT = ("linear", "bare")  # a (dim, dim) ``weight``, which others may be tied to or borrow
 
@@ -201,11 +204,6 @@ def is_exact(program: Program) -> bool:
     return not low and not any(node.float32 for node, _ in walk(program.root))
 
 
-def in_one_dtype(program: Program, float32: bool) -> Program:
-    """The same with all parameters in fp32, or all in fp64; for the unsharded model, which has no units."""
-    return replace(program, root=mapped(program.root, {name: replace(node, float32=float32) for name, node in nodes(program).items()}))
-
-
 # --- making them legal ---------------------------------------------------------------------------------------------------------
 
 
@@ -219,7 +217,7 @@ def tidy(program: Program) -> Program:
         seen.append(node.name)
     program = replace(program, root=mapped(program.root, change))
     shape = program.mesh
-    if shape and _size(shape) != program.world:
+    if shape and math.prod(shape) != program.world:
         program = replace(program, mesh=())
     shards = (program.mesh or (program.world,))[-1]
     change = {}
@@ -245,23 +243,14 @@ def tidy(program: Program) -> Program:
     return replace(program, steps=steps)
 
 
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for each in shape:
-        size *= each
-    return size
-
-
 def _tidy_node(node: Node, above: tuple[Node, ...], program: Program, known: dict[str, Node], seen: list[str]) -> Node:
     is_leaf = node.kind in LEAVES
     if not is_leaf or node.kind in ("idle", "again"):
         node = replace(node, in_place="")
     if not is_leaf or node.kind == "idle":
         node = replace(node, borrows="")
-    if (
-        node.kind == "idle"
-    ):  # it returns its input itself, on which a hook, or a sum without grad mode (here below), means something else
-        node = replace(node, hook="" if node.hook == "tensor" else node.hook)
+    if node.kind == "idle" and node.hook == "tensor":  # it returns its input; so a sum without grad mode, below, means something else
+        node = replace(node, hook="")
     if node.detach == "no_grad" and any(each.kind in ("idle", "again") for each, _ in walk(node)):
         node = replace(node, detach="")
     if not is_leaf or node.kind == "again":
@@ -365,7 +354,7 @@ def _tidy_step(step: Step, program: Program) -> Step:
                 continue
             if action.kind in ("unshard", "unshard_later", "reshard", "unsync", "keep") and action.node not in sharded:
                 continue
-            if action.kind == "write" and index:
+            if action.kind in ("write", "save", "reload") and index:
                 continue
             if action.rank is not None and action.rank >= program.world:
                 action = replace(action, rank=0)

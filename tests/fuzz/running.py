@@ -7,6 +7,8 @@ rank's data, from the same values; then the gradients are averaged as data paral
 from __future__ import annotations
 
 import contextlib
+import copy
+import tempfile
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fuzz.modules import PlannedError, State, build
-from fuzz.program import Failure, Micro, Program, Step, walk
+from fuzz.program import OFFLOADED, Failure, Micro, Program, Step, walk
 from fuzz.sharding import shard
 
-LR = 0.1
 LATE = ("unsync", "keep")  # actions that change one unit, after what is set for all of them
 Grads = dict[str, Tensor | None]
 
@@ -38,34 +39,52 @@ class Seen:
 
 
 class Runner:
-    """One model and its optimizer. ``roots`` are its sharded roots; unsharded there are none."""
+    """One model and its optimizers. ``roots`` are its sharded roots; unsharded there are none."""
 
-    def __init__(self, program: Program, rank: int, lib: Any = None) -> None:
+    def __init__(self, program: Program, rank: int, lib: Any = None, dtype: torch.dtype | None = None) -> None:
         self.program = program
         self.state = State(rank=rank)
         self.lib = lib
-        self.model = build(program, self.state)
+        self.dtype = dtype or torch.float64
+        self.model = build(program, self.state).to(dtype)
         self.roots = shard(program, self.model, self.state, lib) if lib is not None else []
         self.local = _local(program)
         # As they are between steps: what is registered may be unsharded, whenever a program asks for that.
         self.params = dict(self.model.named_parameters())
-        params = [param for name, param in self.params.items() if name not in self.local]
-        self.optimizer = self._new_optimizer(params) if params else None
         self.fired: list[str] = []
-        if program.in_hooks and lib is not None:
-            for name, param in ((name, param) for name, param in self.params.items() if param.requires_grad):
-                param.register_post_accumulate_grad_hook(lambda param, name=name: self._update(param, name))
+        params = {name: param for name, param in self.params.items() if name not in self.local}
+        if program.in_hooks and lib is not None and program.optimizer not in OFFLOADED:
+            hooked = {name: self._new_optimizer([param]) for name, param in params.items() if param.requires_grad}
+            for name, optimizer in hooked.items():
+                params[name].register_post_accumulate_grad_hook(lambda _, given=(name, optimizer): self._update(*given))
+            self.optimizers = list(hooked.values())
+        else:
+            self.optimizers = [self._new_optimizer(list(params.values()))] if params else []
+        self.saved: Any = None
 
     def _new_optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        if self.program.optimizer == "flat" and hasattr(self.lib, "optim"):
-            return self.lib.optim.flat(torch.optim.SGD, params, lr=LR)
-        return torch.optim.SGD(params, lr=LR, foreach=bool(self.program.optimizer))
+        which, optim = self.program.optimizer, getattr(self.lib, "optim", None)
+        # With ``unused`` a gradient of zeros may stand for none, by which momentum would move the parameter.
+        options = {"lr": 0.1, "momentum": 0.0 if self.program.unused else 0.5}
+        if optim is not None and which == "flat":
+            return optim.flat(torch.optim.SGD, params, **options)
+        if optim is not None and which in OFFLOADED:
+            policy = optim.DiskOffloadPolicy(tempfile.gettempdir()) if which == "disk" else self.lib.CPUOffloadPolicy(pin_memory=False)
+            options |= {"fraction": 0.5 if which == "half" else 1.0, "step_in_backward": self.program.in_hooks}
+            return optim.offloaded(torch.optim.SGD, params, policy, **options)
+        return torch.optim.SGD(params, foreach=which != "", **options)
 
-    def _update(self, param: nn.Parameter, name: str) -> None:
+    def _update(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self.fired.append(name)
-        with torch.no_grad():
-            param.sub_(param.grad, alpha=LR)
-        param.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for param in self.params.values():
+            param.grad = None
 
     # --- a step ---
 
@@ -120,7 +139,7 @@ class Runner:
     def data(self, number: int) -> Tensor:
         state = self.state
         seed = (((self.program.seed * 31 + state.step) * 31 + state.micro) * 31 + number) * 31 + state.rank
-        return torch.randn(3, self.program.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        return torch.randn(3, self.program.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
 
     def loss(self, x: Tensor, own: list[tuple[str, Tensor | None]], number: int, penalty: bool = False) -> Tensor:
         """Forward, and what backward is called on; more than one loss is put into one tensor."""
@@ -158,8 +177,8 @@ class Runner:
         if failure.recovery == "reset":
             for root in self.roots:
                 root.reset_iter_state()
-        if failure.recovery == "optimizer" and self.optimizer is not None and self.roots:
-            self.optimizer.zero_grad()
+        if failure.recovery == "optimizer" and self.optimizers and self.roots:
+            self.optimizers[0].zero_grad()
             for name, param in self.params.items():
                 if name in self.local:
                     param.grad = None
@@ -236,6 +255,16 @@ class Runner:
     def load(self, node: str, own: Any) -> None:
         self.model.load_state_dict({name: value.detach().clone() for name, value in self.model.state_dict().items()})
 
+    def save(self, node: str, own: Any) -> None:
+        """What the next ``reload`` loads: of this step, of an earlier one, or of now."""
+        self.saved = copy.deepcopy([each.state_dict() for each in (self.model, *self.optimizers)])
+
+    def reload(self, node: str, own: Any) -> None:
+        if self.saved is None:
+            self.save(node, own)
+        for each, state in zip((self.model, *self.optimizers), copy.deepcopy(self.saved), strict=True):
+            each.load_state_dict(state)
+
     def apply(self, node: str, own: Any) -> None:
         """What moves and casts modules, though nothing is moved or cast."""
         self.model._apply(lambda tensor: tensor)
@@ -284,14 +313,9 @@ def run_sharded(program: Program, rank: int, lib: Any) -> Any:
                 norm = _clip(lib)(list(runner.params.values()), 0.05)
                 seen.own.append(("norm", norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
             seen.grads = {name: None if param.grad is None else param.grad.detach().clone() for name, param in runner.params.items()}
-            if program.in_hooks:
+            if program.in_hooks and program.optimizer not in OFFLOADED:
                 seen.own += [(f"updates of {name}", torch.tensor(float(runner.fired.count(name)))) for name in runner.params]
-            if runner.optimizer is not None:
-                runner.optimizer.step()
-                runner.optimizer.zero_grad()
-            for name, param in runner.params.items():
-                if name in runner.local:
-                    param.grad = None
+            runner.step()
             seen.values = {name: param.detach().clone() for name, param in runner.params.items()}
             yield seen
 
@@ -300,10 +324,10 @@ def _clip(lib: Any) -> Any:
     return lib.clip_grad_norm_ if hasattr(lib, "clip_grad_norm_") else torch.nn.utils.clip_grad_norm_
 
 
-def run_unsharded(program: Program, rank: int) -> Any:
-    """The same for the unsharded model, as rank ``rank`` should see it."""
+def run_unsharded(program: Program, rank: int, dtype: torch.dtype | None = None) -> Any:
+    """The same for the unsharded model, as rank ``rank`` should see it. dtype: of its parameters and data, instead of the program's"""
     with _quiet():
-        runner = Runner(program, rank)
+        runner = Runner(program, rank, dtype=dtype)
         for index, step in enumerate(program.steps):
             before = {name: (param.detach().clone(), param.requires_grad) for name, param in runner.params.items()}
             grads: list[Grads] = []
@@ -317,19 +341,15 @@ def run_unsharded(program: Program, rank: int) -> Any:
                 if each == rank:
                     seen.own = own
             seen.grads = {name: grads[rank][name] if name in runner.local else _mean([each[name] for each in grads]) for name in before}
-            if step.clip:
-                for name, param in runner.params.items():
-                    param.grad = seen.grads[name]
-                seen.own.append(("norm", torch.nn.utils.clip_grad_norm_(runner.params.values(), 0.05)))
-            if program.in_hooks:
-                seen.own += [(f"updates of {name}", torch.tensor(float(seen.grads[name] is not None))) for name in before]
             for name, param in runner.params.items():
-                grad = seen.grads[name]
-                if grad is not None and name not in runner.local:
-                    param.data.sub_(grad, alpha=LR)
-                param.grad = None
-            if program.in_hooks:
-                seen.grads = dict.fromkeys(before)
+                param.grad = seen.grads[name]
+            if step.clip:
+                seen.own.append(("norm", torch.nn.utils.clip_grad_norm_(runner.params.values(), 0.05)))
+            if program.in_hooks and program.optimizer not in OFFLOADED:
+                seen.own += [(f"updates of {name}", torch.tensor(float(seen.grads[name] is not None))) for name in before]
+            runner.step()
+            if program.in_hooks:  # when a step in backward has taken a gradient is not said
+                seen.grads = {} if program.optimizer in OFFLOADED else dict.fromkeys(before)
             seen.values = {name: param.detach().clone() for name, param in runner.params.items()}
             yield seen
 

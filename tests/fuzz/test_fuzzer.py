@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from fuzz.body import run
 from fuzz.comparing import tolerance_of
 from fuzz.drawing import FEATURES, draw
-from fuzz.program import Action, Failure, Micro, Node, Program, Step, Unit, nodes, tidy, units, walk
+from fuzz.program import OPTIMIZERS, Action, Failure, Micro, Node, Program, Step, Unit, nodes, tidy, units, walk
 from fuzz.refusals import is_documented
 from fuzz.shrinking import shrink
 
@@ -37,6 +38,8 @@ def test_every_feature_is_drawn():
     for field in ("unused", "ignores", "in_hooks", "force_sum", "separate_group", "prefetch", "gather"):
         assert any(getattr(program, field) for program in programs), field
     assert {program.world for program in programs} == {1, 2, 3, 4}
+    assert {(program.optimizer, program.in_hooks) for program in programs} == set(itertools.product(OPTIMIZERS, (False, True)))
+    assert {"save", "reload"} < {action.kind for micro in micros for action in micro.actions}
     assert {micro.order for micro in micros} == {"each", "sum", "fifo", "lifo"}
     assert any(len(members) > 1 for program in programs for _, members in units(program))
     assert len(FEATURES) == len(set(FEATURES))
@@ -63,6 +66,14 @@ def test_wrong_numbers_are_a_fault():
     assert "about 2 times" in result.text
 
 
+def test_a_reload_that_an_optimizer_loses_is_a_fault():
+    saved, loaded = (Step((Micro((Action(kind),)),)) for kind in ("save", "reload"))
+    program = replace(SHARDED, world=1, optimizer="host", steps=(Step(), saved, loaded))
+    assert run(program).kind == "right"
+    result = run(program, lib="fuzz.planted_faults")
+    assert result.headline.startswith("Failed: step 2: value of a.weight"), result.text
+
+
 def test_a_program_without_fp32_that_amplifies_nothing_is_compared_to_nine_digits_and_one_with_fp32_to_four():
     assert tolerance_of(SHARDED) == 1e-9
     low = replace(SHARDED, root=replace(SHARDED.root, unit=Unit(param_dtype="float32")))
@@ -71,10 +82,11 @@ def test_a_program_without_fp32_that_amplifies_nothing_is_compared_to_nine_digit
 
 
 @pytest.mark.slow
-def test_what_fp32_does_to_the_unsharded_model_is_rounding_in_the_sharded_one_too():
-    # Its gradients, of 1e4, are 0.2 % off in the second step.
-    assert run(draw(1180)).kind == "right"
-    assert run(draw(1180), lib="fuzz.planted_faults").kind == "fault"
+@pytest.mark.parametrize("seed", [195, 1180])
+def test_what_fp32_does_to_the_unsharded_model_is_rounding_in_the_sharded_one_too(seed):
+    # 195: gradients of a penalty, through activations in fp32, are 0.03 % off. 1180: gradients of 1e4 are 0.2 % off in the second step.
+    assert run(draw(seed)).kind == "right"
+    assert run(draw(seed), lib="fuzz.planted_faults").kind == "fault"
 
 
 @pytest.mark.slow

@@ -337,6 +337,7 @@ def test_what_ended_the_processes_once_is_refused_by_name(program):
     result = run(program)
     assert result.kind == "refused", result.text
 
+
 MEMBERS = {
     "plain": {},
     "under no_grad": {"detach": "no_grad"},

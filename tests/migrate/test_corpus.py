@@ -1,8 +1,12 @@
-"""The corpus: every script becomes exactly the expected text, with the expected listing, and does not change any more afterwards."""
+"""The corpus: each script changes exactly as expected, with the expected findings, and a second migration changes nothing more.
+
+``expected/<name>`` holds the difference between the script and its migration, then the findings; ``regenerate.py`` writes it.
+"""
 
 from __future__ import annotations
 
 import ast
+import difflib
 from pathlib import Path
 
 import pytest
@@ -11,26 +15,32 @@ from fsdp2.migrate.accelerate_config import migrate_config
 from fsdp2.migrate.source import migrate_source
 
 CORPUS = Path(__file__).parent / "corpus"
-SCRIPTS = sorted(path.name for path in (CORPUS / "old").glob("*.py"))
-CONFIGS = sorted(path.name for path in (CORPUS / "yaml_old").glob("*.yaml"))
+SCRIPTS = sorted(path.name for path in CORPUS.glob("*.py"))
+CONFIGS = sorted(path.name for path in CORPUS.glob("*.yaml"))
+
+
+def migrated(path: Path) -> tuple[str, str]:
+    """The text of a script or configuration after its migration, and the expected file's text: difference and findings."""
+    old = path.read_text()
+    result = migrate_source(old, path) if path.suffix == ".py" else migrate_config(old)
+    difference = difflib.unified_diff(old.splitlines(keepends=True), result.new.splitlines(keepends=True), "old", "new", n=1)
+    return result.new, "".join([*difference, *(f"{finding.shown(path.name)}\n" for finding in result.findings)])
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_script_becomes_the_expected_text_and_stays_so(name: str) -> None:
-    path = CORPUS / "old" / name
-    result = migrate_source(path.read_text(), path)
-    assert result.new == (CORPUS / "new" / name).read_text()
-    listing = "".join(f"{finding.shown(name)}\n" for finding in result.findings)
-    assert listing == (CORPUS / "new" / f"{name}.txt").read_text()
-    assert migrate_source(result.new, path).new == result.new, "a second time changes nothing"
-    ast.parse(result.new)
+    path = CORPUS / name
+    new, said = migrated(path)
+    assert said == (CORPUS / "expected" / f"{name}.diff").read_text()
+    assert migrate_source(new, path).new == new, "a second time changes nothing"
+    ast.parse(new)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_comment_of_the_user_is_kept(name: str) -> None:
-    old, new = ((CORPUS / folder / name).read_text() for folder in ("old", "new"))
+    new, _ = migrated(CORPUS / name)
     in_imports = {"# bf16"}
-    for line in old.splitlines():
+    for line in (CORPUS / name).read_text().splitlines():
         _, mark, comment = line.partition("#")
         if mark and comment.strip() not in in_imports and '"' not in comment:
             assert comment.strip() in new
@@ -44,8 +54,6 @@ def test_function_that_returns_what_it_returns_is_no_endless_walk() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_accelerate_configuration_becomes_the_expected_text_and_stays_so(name: str) -> None:
-    result = migrate_config((CORPUS / "yaml_old" / name).read_text())
-    assert result.new == (CORPUS / "yaml_new" / name).read_text()
-    listing = "".join(f"{finding.shown(name)}\n" for finding in result.findings)
-    assert listing == (CORPUS / "yaml_new" / f"{name}.txt").read_text()
-    assert migrate_config(result.new).new == result.new
+    new, said = migrated(CORPUS / name)
+    assert said == (CORPUS / "expected" / f"{name}.diff").read_text()
+    assert migrate_config(new).new == new

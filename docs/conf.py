@@ -20,7 +20,7 @@ copyright = "2026, the fsdp2 authors"  # noqa: A001 (Sphinx's name)
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx_copybutton", "house_docstrings", "repository_links"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "log.md"]  # log.md is a lab book for people who change the library
 suppress_warnings = ["myst.strikethrough"]
 
 autodoc_member_order = "bysource"

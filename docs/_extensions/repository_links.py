@@ -1,6 +1,6 @@
-"""Links of pages to files of the repository (``../examples/train_lm.py``) become the file's name: the site stands by itself.
+"""Links to files that are not on the site (``../examples/train_lm.py``, ``log.md``) become the file's name.
 
-On a page that is read in the repository the link leads to the file.
+In the repository the same links lead to the files.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ def _replace(app: Any, document: nodes.document) -> None:
         document.findall(lambda node: isinstance(node, (nodes.reference, addnodes.download_reference, addnodes.pending_xref)))
     ):
         target = (link.get("refuri") or link.get("reftarget") or "").split("#")[0]
-        if "://" in target or not target.startswith("."):
+        if not target or "://" in target:
             continue
-        path = (page.parent / target).resolve()
-        if path.exists() and path.is_relative_to(_ROOT) and not path.is_relative_to(_ROOT / "docs"):
+        # MyST gives the target of a Markdown file without its suffix, from the folder of the site.
+        path = Path(app.srcdir, f"{target}.md") if link.get("refdomain") == "doc" else (page.parent / target).resolve()
+        on_site = path.is_relative_to(_ROOT / "docs") and (path.suffix != ".md" or app.env.path2doc(path) in app.env.found_docs)
+        if path.is_file() and path.is_relative_to(_ROOT) and not on_site:
             link.replace_self(nodes.literal(text=str(path.relative_to(_ROOT))))
 
 

@@ -3,11 +3,14 @@
     require("plan", COUNT, batch=batch, sequence=sequence)
     # ArgumentError: plan got batch='x' of type str; expected: a whole number, 1 or more; fix: for instance batch=8
 
-Checks of one call's own arguments stand beside the call.
+    parser.add_argument("--ranks", type=word_of(COUNT))
+
+Checks of one call's own arguments stand next to the call.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -43,6 +46,9 @@ def _is_whole(value: Any, least: int) -> bool:
 SWITCH = Kind(lambda value: isinstance(value, int) and value in (0, 1), "True or False", "True")
 NATURAL = Kind(lambda value: _is_whole(value, 0), "a whole number, 0 or more", "0")
 COUNT = Kind(lambda value: _is_whole(value, 1), "a whole number, 1 or more", "8")
+POSITIVE = Kind(
+    lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0, "a number, more than 0", "60"
+)
 PATH = Kind(lambda value: isinstance(value, (str, os.PathLike)), "a path", '"run"')
 WORD = Kind(lambda value: isinstance(value, str), "a str", '"model"')
 DTYPE = Kind(lambda value: isinstance(value, torch.dtype), "a torch.dtype", "torch.bfloat16")
@@ -58,6 +64,21 @@ def require(caller: str, kind: Kind, **given: object) -> None:
     for name, value in given.items():
         if not kind.holds(value):
             raise ArgumentError(got(caller, name, value), expected=kind.expected, fix=f"for instance {name}={kind.example}")
+
+
+def word_of(kind: Kind, read: Callable[[str], Any] = int) -> Callable[[str], Any]:
+    """For ``type`` of argparse: ``read`` of a word of the command line, if that is of ``kind``."""
+
+    def value_of(word: str) -> Any:
+        try:
+            value = read(word)
+        except ValueError:
+            value = None
+        if not kind.holds(value):
+            raise argparse.ArgumentTypeError(f"got {word!r}; expected: {kind.expected}; fix: for instance {kind.example}")
+        return value
+
+    return value_of
 
 
 def checked_path(caller: str, name: str, path: Any) -> Path:

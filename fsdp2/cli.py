@@ -10,13 +10,14 @@ import importlib
 import importlib.metadata
 import sys
 
-from .errors import FSDPError
+from .errors import ArgumentError, FSDPError
 
 COMMANDS = {
+    "run": ("fsdp2.run", "run a program on fsdp2 instead of torch's FSDP2"),
     "convert": ("fsdp2.checkpoint.convert", "turn a checkpoint of one format into another"),
     "verify": ("fsdp2.checkpoint.verify", "compare a checkpoint's bytes with the digests that were written with them"),
     "plan": ("fsdp2.planner.command", "say what a training run will need: bytes, their peak, communication"),
-    "diff": ("fsdp2.inspector.diff_command", "say where two recorded runs part first, and whether by rounding"),
+    "diff": ("fsdp2.inspector.diff_command", "say where two recorded runs first differ, and whether by rounding"),
     "report": ("fsdp2.inspector.report.command", "show what a run has written down as an HTML page"),
     "doctor": ("fsdp2.doctor.command", "run a script's first steps on CPU ranks and report its faults"),
     "migrate": ("fsdp2.migrate.command", "rewrite scripts written for FSDP1, DDP, DeepSpeed or torch's FSDP2"),
@@ -24,7 +25,12 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return its exit status: 0 done, 1 could not (the reason is on standard error), 2 wrong arguments."""
+    """Run one command and return its exit status; why it is not 0 is on standard error, or is what the command prints.
+
+    0  done
+    1  not done, or the command's answer is no: runs that differ, a script with findings under ``--strict``
+    2  nothing was tried: wrong arguments, a file that is not there, an extra that is not installed
+    """
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(prog="fsdp2", description="Tools for sharded data parallel training.")
     parser.add_argument("--version", action=_Version, nargs=0, help="versions of fsdp2 and torch")
@@ -38,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         return int(importlib.import_module(COMMANDS[options.command][0]).run(options))
     except FSDPError as error:
         sys.stderr.write(f"fsdp2 {options.command}: {error}\n")
-        return 1
+        return 2 if isinstance(error, ArgumentError) else 1
 
 
 class _Version(argparse.Action):

@@ -4,8 +4,8 @@
 
     FSDPGPT: 5 units over 2 ranks, 17,290 parameters
     unit                  module         parameters  dtypes               this rank  unsharded  padding  placement      after forward
-    (root)                FSDPGPT               650  float32                1.3 KiB    2.6 KiB     3.3%  Shard(0) of 2  kept, as root
-    blocks.0 to blocks.3  4 x FSDPBlock       4,160  float32 -> bfloat16    8.1 KiB    8.1 KiB     0.0%  Shard(0) of 2  resharded
+    (root)                FSDPGPT               650  float32                1.34 kB    2.69 kB     3.3%  Shard(0) of 2  kept, as root
+    blocks.0 to blocks.3  4 x FSDPBlock       4,160  float32 -> bfloat16    8.32 kB    8.32 kB     0.0%  Shard(0) of 2  resharded
 
 Units that follow each other with equal figures share a row.
 """
@@ -25,10 +25,11 @@ from .core.group.param_group import ParamGroup
 from .core.iteration.module_state import ModuleState, unit_of
 from .core.plan.mesh import DataParallelMesh
 from .errors import ArgumentError, ModuleError, got, got_object
+from .printable import counted, in_bytes
 from .state_bytes import StateBytes, measured_state_bytes
+from .tables import Table
 
 _HEADINGS = ("unit", "module", "parameters", "dtypes", "this rank", "unsharded", "padding", "placement", "after forward")
-_NUMBERS = {"parameters", "this rank", "unsharded", "padding"}
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,14 @@ class ModelSummary:
     @property
     def headline(self) -> str:
         numel = sum(unit.numel for unit in self.units)
-        return f"{self.model}: {_counted(len(self.units), 'unit')} over {_counted(self.num_ranks, 'rank')}, {numel:,} parameters"
+        return f"{self.model}: {counted(len(self.units), 'unit')} over {counted(self.num_ranks, 'rank')}, {numel:,} parameters"
 
     @property
     def footer(self) -> list[str]:
         lines = []
         if self.unsharded:
             shown = ", ".join(self.unsharded[:3]) + (", ..." if len(self.unsharded) > 3 else "")
-            lines.append(f"not sharded: {_counted(len(self.unsharded), 'parameter')} ({shown})")
+            lines.append(f"not sharded: {counted(len(self.unsharded), 'parameter')} ({shown})")
         state = self.state
         parts = [
             ("parameters", state.master),
@@ -92,32 +93,18 @@ class ModelSummary:
             ("optimizer", state.optimizer),
             ("unsharded", state.compute),
         ]
-        lines.append("this rank keeps now: " + ", ".join(f"{name} {_shown(nbytes)}" for name, nbytes in parts if nbytes))
+        lines.append("this rank keeps now: " + ", ".join(f"{name} {in_bytes(nbytes)}" for name, nbytes in parts if nbytes))
         return lines
 
+    @property
+    def table(self) -> Table:
+        return Table(self.headline, _HEADINGS, tuple(_rows(self.units)), "\n".join(self.footer), left=(0, 1, 3, 7, 8))
+
     def __str__(self) -> str:
-        rows = [_HEADINGS, *_rows(self.units)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADINGS))]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if heading in _NUMBERS else cell.ljust(width)
-                for cell, width, heading in zip(row, widths, _HEADINGS, strict=True)
-            ).rstrip()
-            for row in rows
-        ]
-        return "\n".join([self.headline, *lines, *self.footer])
+        return str(self.table).replace("\n  ", "\n")
 
-    def __rich__(self) -> Any:
-        import rich.box
-        import rich.table
-
-        table = rich.table.Table(title=self.headline, caption="\n".join(self.footer), box=rich.box.SIMPLE_HEAD, pad_edge=False)
-        table.title_justify = table.caption_justify = "left"
-        for heading in _HEADINGS:
-            table.add_column(heading, justify="right" if heading in _NUMBERS else "left")
-        for row in _rows(self.units):
-            table.add_row(*row)
-        return table
+    def __rich__(self) -> Table:
+        return self.table
 
 
 def summary(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> ModelSummary:
@@ -206,8 +193,8 @@ def _rows(units: Sequence[UnitSummary]) -> list[tuple[str, ...]]:
                 unit.module if len(alike) == 1 else f"{len(alike)} x {unit.module}",
                 f"{unit.numel:,}",
                 unit.dtypes,
-                _shown(unit.sharded_nbytes),
-                _shown(unit.unsharded_nbytes),
+                in_bytes(unit.sharded_nbytes),
+                in_bytes(unit.unsharded_nbytes),
                 f"{unit.padding:.1%}",
                 unit.placement,
                 unit.after_forward,
@@ -222,16 +209,3 @@ def _names(names: Sequence[str]) -> str:
 
 def _joined(texts: Iterable[str]) -> str:
     return "; ".join(dict.fromkeys(texts))
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _shown(nbytes: float) -> str:
-    """``nbytes`` in the largest unit of which there is at least one: ``_shown(1536) == "1.5 KiB"``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"

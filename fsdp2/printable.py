@@ -2,7 +2,8 @@
 
     printable("\\x1b[2Jlayers.0") == r"\\x1b[2Jlayers.0"
 
-Every command prints through ``say``, and every error's text goes through ``printable``.
+Every command prints through ``say``, and every error's text goes through ``printable``. Bytes, counts and ranks read the same
+everywhere: ``in_bytes``, ``counted``, ``of_ranks``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dataclasses
 import json
 import math
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -19,6 +21,32 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() or each in "\n\t" else ascii(each)[1:-1] for each in text)
+
+
+def in_bytes(nbytes: float) -> str:
+    """Decimal units, as GPUs are sold, with three digits that count: ``in_bytes(1.5e9) == "1.50 GB"``."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            digits = 2 if nbytes < 10 * size else 1
+            return f"{nbytes / size:,.{digits}f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def counted(number: int, what: str) -> str:
+    """``counted(2, "group") == "2 groups"``"""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def of_ranks(ranks: Iterable[int]) -> str:
+    """``of_ranks([5, 0, 1, 2]) == "ranks 0-2, 5"``"""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    names = [f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans]
+    return f"{'rank' if sum(map(len, spans)) == 1 else 'ranks'} {', '.join(names)}"
 
 
 def say(text: str) -> None:

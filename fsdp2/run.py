@@ -1,10 +1,10 @@
-"""Run a program with fsdp2 in the place of torch's FSDP2: ``python -m fsdp2.run script.py args...``.
+"""Start a user's script as ``__main__``, or ranks of this machine. ``fsdp2 run`` starts one with fsdp2 in the place of torch's FSDP2.
 
-    torchrun --nproc-per-node 8 -m fsdp2.run train.py --config llama.toml
-    torchrun --nproc-per-node 8 -m fsdp2.run -m torchtitan.train --config llama.toml
-    python -m fsdp2.run --fsdp1 old_script.py         # FSDP1's names as well
+    torchrun --nproc-per-node 8 -m fsdp2 run train.py --config llama.toml
+    torchrun --nproc-per-node 8 -m fsdp2 run -m torchtitan.train --config llama.toml
+    fsdp2 run --fsdp1 old_script.py         # FSDP1's names as well
 
-The program sees its own ``sys.argv`` and ``__main__``, as if Python had been given it.
+The program sees its own ``sys.argv`` and ``__main__``, as if Python had been given it. ``python -m fsdp2.run`` is ``fsdp2 run``.
 """
 
 from __future__ import annotations
@@ -13,29 +13,54 @@ import argparse
 import os
 import runpy
 import sys
+from collections.abc import Sequence
 
 from .installation import install
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Install, say so once on rank 0, and run the script or module that ``arguments`` (None: the command line) name."""
-    parser = argparse.ArgumentParser(prog="python -m fsdp2.run", description="Run a program on fsdp2 instead of torch's FSDP2.")
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """The arguments that name a script and its own arguments."""
+    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for python -m")
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments")
+
+
+def run_script(script: str, arguments: Sequence[str], is_module: bool = False) -> None:
+    """Run a file, or a module, as ``__main__`` of this process."""
+    sys.argv = [script, *arguments]
+    if is_module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+        runpy.run_path(script, run_name="__main__")
+
+
+def command_of_ranks(num_ranks: int, *arguments: str) -> list[str]:
+    """The command that runs ``python ARGUMENTS`` in so many processes of this machine, as torchrun does."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *arguments]
+
+
+def environment_of_ranks(*, hides_devices: bool) -> dict[str, str]:
+    """This process's environment; a thread for each rank unless it says otherwise."""
+    return {"OMP_NUM_THREADS": "1"} | os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if hides_devices else {})
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fsdp1", action="store_true", help="FSDP1's names as well, by fsdp2.compat")
-    parser.add_argument("-m", dest="is_module", action="store_true", help="PROGRAM is a module, as for python -m")
-    parser.add_argument("program", metavar="PROGRAM", help="a Python file, or with -m a module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
-    options = parser.parse_args(arguments)
+    add_script(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Install, say so once on rank 0, and run the script."""
     installation = install(fsdp1=options.fsdp1)
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"{installation!r}\n")
-    sys.argv = [options.program, *options.arguments]
-    if options.is_module:
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(options.program, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(options.program)))
-        runpy.run_path(options.program, run_name="__main__")
+    run_script(options.script, options.arguments, options.is_module)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(prog="python -m fsdp2.run", description="Run a program on fsdp2 instead of torch's FSDP2.")
+    add_arguments(parser)
+    sys.exit(run(parser.parse_args()))

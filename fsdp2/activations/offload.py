@@ -47,10 +47,8 @@ def apply_activation_offload(
     given: Any = model
     if not isinstance(given, nn.Module):
         raise ModuleError(got_object("apply_activation_offload", given), expected="an nn.Module", fix="pass the model itself")
-    numbers: Any = (("max_nbytes", max_nbytes), ("min_nbytes", min_nbytes))
-    for name, value in numbers:
-        if (value is not None or name == "min_nbytes") and not NATURAL.holds(value):
-            raise ArgumentError(f"apply_activation_offload got {name}={value!r}", expected="a number of bytes", fix=f"{name}=16 << 30")
+    require("apply_activation_offload", NATURAL.or_none, max_nbytes=max_nbytes)
+    require("apply_activation_offload", NATURAL, min_nbytes=min_nbytes)
     require("apply_activation_offload", SWITCH, pin_memory=pin_memory)
     chosen = chosen_modules(model, modules)
     if not chosen:

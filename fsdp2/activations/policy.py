@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..arguments import COUNT, NATURAL, require
 from ..errors import ArgumentError
 from ..grouping.module_tree import ModuleTree
 from ..grouping.planning import with_forward
@@ -70,9 +71,9 @@ def checked_policy(policy: Any) -> ActivationCheckpointPolicy:
     if not isinstance(policy, ActivationCheckpointPolicy):
         return ActivationCheckpointPolicy(as_policy(policy))
     as_policy(policy.modules)
-    _check_number("every", policy.every, 1)
+    require("ActivationCheckpointPolicy", COUNT, every=policy.every)
     if policy.max_nbytes is not None:
-        _check_number("max_nbytes", policy.max_nbytes, 0)
+        require("ActivationCheckpointPolicy", NATURAL, max_nbytes=policy.max_nbytes)
         if policy.every != 1 or policy.save_ops:
             raise ArgumentError(
                 "ActivationCheckpointPolicy got max_nbytes together with every or save_ops",
@@ -99,13 +100,6 @@ def overloads(save_ops: Collection[Any]) -> list[Any]:
         else:
             found.append(each)
     return found
-
-
-def _check_number(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ArgumentError(
-            f"ActivationCheckpointPolicy got {name}={value!r}", expected=f"an int, {least} or more", fix=f"for instance {name}={least}"
-        )
 
 
 def chosen_modules(model: nn.Module, modules: Any) -> dict[str, nn.Module]:

@@ -17,7 +17,7 @@ from ..core.group.param import sharded_from
 from ..core.plan.mesh import DataParallelMesh
 from ..core.setup.build import managed_modules
 from ..errors import ArgumentError, MaterializationError, got
-from ..strategies.same_start import broadcast
+from ..strategy.same_start import broadcast
 
 
 class Own:

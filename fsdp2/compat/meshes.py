@@ -23,7 +23,7 @@ from ..core import torch_compat as compat
 from ..core.comm.collective_log import during
 from ..core.plan.mesh import DataParallelMesh, checked_mesh, data_parallel_mesh
 from ..errors import ArgumentError, MeshError, got
-from ..strategies.strategy_mesh import node_size
+from ..strategy.meshes import node_size
 from .api import ShardingStrategy
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..arguments import SWITCH, require
+from ..arguments import NATURAL, SWITCH, require
 from ..core.iteration.module_state import ModuleState, unit_of, units_below
 from ..errors import ArgumentError, ModuleError, OrderError, got
 from .backend import BACKENDS, CompileOptions
@@ -127,12 +127,7 @@ def _check_options(backend: Any, bucket_bytes: Any, options: Any) -> None:
         raise ArgumentError(
             f"fsdp2.compile got backend={backend!r}", expected=f"one of {BACKENDS}", fix='for instance backend="inductor"'
         )
-    if isinstance(bucket_bytes, bool) or not isinstance(bucket_bytes, int) or bucket_bytes < 0:
-        raise ArgumentError(
-            f"fsdp2.compile got bucket_bytes={bucket_bytes!r}",
-            expected="a number of bytes, 0 or more",
-            fix="for instance bucket_bytes=4 << 20; 0 never merges",
-        )
+    require("fsdp2.compile", NATURAL, bucket_bytes=bucket_bytes)
     if options is not None and not isinstance(options, Mapping):
         raise ArgumentError(got("fsdp2.compile", "options", options), expected="a dict of inductor's settings", fix="leave options out")
     if options and backend != "inductor":

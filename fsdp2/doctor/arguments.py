@@ -72,13 +72,6 @@ def ignored_checks(caller: str, ignore: Any) -> frozenset[str]:
     return frozenset(names)
 
 
-def checked_number_of_steps(caller: str, argument: str, value: Any) -> int:
-    """Raises: ArgumentError if it is no whole number from 1 on"""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentError(got(caller, argument, value), expected="a number of steps, 1 or more", fix=f"leave {argument} out")
-    return value
-
-
 def checked_ties(ties: Any) -> list[Sequence[str]]:
     """Raises: ArgumentError if they are no sets of two or more names"""
     sets = list(ties) if isinstance(ties, Iterable) and not isinstance(ties, str) else None

@@ -20,33 +20,39 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
+from ..arguments import COUNT, POSITIVE, word_of
 from ..errors import ArgumentError
 from ..hangs.watcher import EXIT_STATUS
-from ..printable import say, say_json
-from .finding import Finding, of_ranks
+from ..printable import of_ranks, say, say_json
+from ..run import add_script, command_of_ranks, environment_of_ranks
+from .finding import Finding
 from .rank_record import RankRecord, read_records, report_of_records
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes on this machine (default: 2)")
+    parser.add_argument("--ranks", type=word_of(COUNT), default=2, metavar="N", help="processes on this machine (default: 2)")
     parser.add_argument(
-        "--steps", type=int, default=3, metavar="N", help="steps of an optimizer after which the script is ended (default: 3)"
+        "--steps",
+        type=word_of(COUNT),
+        default=3,
+        metavar="N",
+        help="optimizer steps after which the script is ended (default: 3)",
     )
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=word_of(POSITIVE, float),
         default=60.0,
         metavar="S",
         help="seconds without a move of any rank, after which it ends (default: 60)",
     )
-    parser.add_argument("--limit", type=float, default=600.0, metavar="S", help="seconds that the script may take (default: 600)")
+    parser.add_argument(
+        "--limit", type=word_of(POSITIVE, float), default=600.0, metavar="S", help="seconds that the script may take (default: 600)"
+    )
     parser.add_argument("--strict", action="store_true", help="exit status 1 if there is a finding")
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object; what the script prints goes to standard error instead"
     )
-    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for python -m")
-    parser.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="-- ARGS", help="the script's own arguments")
+    add_script(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -54,22 +60,18 @@ def run(options: argparse.Namespace) -> int:
 
     1 where the script fails, where the doctor could not look, or with ``--strict`` and findings; 128 + n if signal n ended it; else 0.
     """
-    if (
-        not _is_there(options.script, options.is_module)
-        or min(options.ranks, options.steps) < 1
-        or not min(options.timeout, options.limit) > 0
-    ):
+    if not _is_there(options.script, options.is_module):
         raise ArgumentError(
-            f"doctor got {options.script!r}, --ranks {options.ranks}, --steps {options.steps}, --timeout {options.timeout:g}, "
-            f"--limit {options.limit:g}",
-            expected="a file of Python, or -m and a module, and positive numbers",
+            f"doctor found no {options.script!r}",
+            expected="a Python file, or -m and a module",
             fix="for instance: fsdp2 doctor --ranks 2 train.py -- --lr 0.1",
         )
     arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.ranks}"]
     with tempfile.TemporaryDirectory() as folder, _terminated_as_error():
         patient = ["-m", "fsdp2.doctor.patient", str(options.steps), folder, str(options.timeout), str(int(options.is_module))]
-        status = _status_of([*launcher, *patient, options.script, *arguments], options.limit, sys.stderr if options.json else None)
+        status = _status_of(
+            command_of_ranks(options.ranks, *patient, options.script, *arguments), options.limit, sys.stderr if options.json else None
+        )
         records = read_records(folder, options.ranks)
         num_findings = _say(records, options.script, status, options.json)
     has_looked = any(record.has_looked for record in records)
@@ -95,8 +97,7 @@ def _status_of(command: Sequence[str], limit: float, stdout: Any) -> int:
 
     ctrl-C and SIGTERM end it, and not this process, which has to report.
     """
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    with subprocess.Popen(command, env=environment, stdout=stdout) as launcher:
+    with subprocess.Popen(command, env=environment_of_ranks(hides_devices=True), stdout=stdout) as launcher:
         try:
             status = launcher.wait(limit)
         except (KeyboardInterrupt, _StoppedError) as error:

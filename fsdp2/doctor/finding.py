@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ..errors import MAX_ITEMS, DoctorError
-from ..printable import printable
+from ..printable import of_ranks, printable
 
 Severity = Literal["error", "warning", "note"]
 _ORDER = ("error", "warning", "note")
@@ -106,17 +106,3 @@ def report_of(by_rank: Sequence[Iterable[Finding]], ignore: Iterable[str] = ()) 
                 ranks.setdefault(finding, []).append(rank)
     joined = [finding if finding.ranks else replace(finding, ranks=tuple(found)) for finding, found in ranks.items()]
     return Report(tuple(sorted(joined, key=lambda finding: _ORDER.index(finding.severity))))
-
-
-def of_ranks(ranks: tuple[int, ...]) -> str:
-    """Of one rank or more, in ascending order: of_ranks((0, 1, 2, 5)) == "ranks 0 to 2, 5"."""
-    start = previous = ranks[0]
-    parts = []
-    for rank in (*ranks[1:], -1):
-        if rank != previous + 1:
-            parts.append(
-                f"{start}" if start == previous else f"{start} to {previous}" if previous > start + 1 else f"{start}, {previous}"
-            )
-            start = rank
-        previous = rank
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(parts)}"

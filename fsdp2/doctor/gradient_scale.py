@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..arguments import POSITIVE
 from ..core import torch_compat as compat
 from ..core.comm.agreement import agree, default_group
 from ..core.comm.collective_log import during
@@ -139,18 +140,14 @@ def _check_arguments(step: Any, declared: Any, tolerance: Any) -> None:
     caller = "gradient_scales"
     if not callable(step):
         raise ArgumentError(got(caller, "step", step), expected="a function that takes the probe", fix="see docs/doctor.md")
-    if not (declared is None or callable(declared) or _is_positive(declared)):
+    if not (declared is None or callable(declared) or POSITIVE.holds(declared)):
         raise ArgumentError(
             got(caller, "declared", declared),
             expected="a divisor above 0, or a function from a parameter's name to one",
             fix="leave it out: then it is the number of tokens of all data-parallel ranks",
         )
-    if not _is_positive(tolerance):
+    if not POSITIVE.holds(tolerance):
         raise ArgumentError(got(caller, "tolerance", tolerance), expected="a relative error above 0", fix="tolerance=0.02")
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
 
 
 def _projections(param: ShardedParam, grad: Tensor, *, cut: bool) -> Tensor:

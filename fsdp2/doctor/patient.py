@@ -10,7 +10,6 @@ import contextlib
 import faulthandler
 import gc
 import os
-import runpy
 import signal
 import sys
 import threading
@@ -32,6 +31,7 @@ from ..core.group.param import sharded_from
 from ..core.iteration.module_state import sharded_parameters, unit_of, unit_with
 from ..hangs import watcher
 from ..installation import install
+from ..run import run_script
 from .checking import check, check_alone
 from .finding import Finding
 from .initialisation import canaries
@@ -258,19 +258,10 @@ def main(arguments: list[str]) -> int:
     """arguments: number of steps, folder of the records, the watchdog's seconds, whether the program is a module, it, its arguments"""
     max_steps, folder, timeout, is_module, program, *rest = arguments
     patient = Patient(int(max_steps), folder, float(timeout))
-    sys.argv = [program, *rest]
-
-    def script() -> None:
-        if is_module == "1":
-            runpy.run_module(program, run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, os.path.dirname(os.path.abspath(program)))
-            runpy.run_path(program, run_name="__main__")
-
     with open(fault_file(folder, patient.record.rank), "w") as faults:
         faulthandler.enable(faults)
         faulthandler.register(signal.SIGTERM, faults, chain=True)  # of the launcher, once another rank has failed
-        patient.run(script)
+        patient.run(lambda: run_script(program, rest, is_module == "1"))
         faulthandler.unregister(signal.SIGTERM)
         faulthandler.enable(sys.__stderr__ or 2)
     if not patient.record.has_failed and dist.is_initialized():

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..arguments import SWITCH, require
+from ..arguments import COUNT, SWITCH, require
 from ..core import torch_compat as compat
 from ..core.comm.agreement import agree, default_group
 from ..core.group.param import ShardedParam, sharded_from
@@ -26,7 +26,7 @@ from ..core.modules.tensors import find_tensors
 from ..errors import ArgumentError, DoctorError, DoctorWarning
 from ..user_warnings import warn
 from . import hearing, learning
-from .arguments import checked_number_of_steps, ignored_checks
+from .arguments import ignored_checks
 from .finding import Finding, Report, report_of
 from .inspected import inspect
 from .meeting import Meeting
@@ -111,8 +111,8 @@ class Watch:
         self._units, self._params, self._ranks = inspected.units, inspected.params, inspected.ranks
         self._device = inspected.groups[0][1].device if inspected.groups else torch.device("cpu")
         self._ignored = ignored_checks("watch", ignore)
-        self._every = checked_number_of_steps("watch", "every", every)
-        self._patience = checked_number_of_steps("watch", "patience", patience)
+        require("watch", COUNT, every=every, patience=patience)
+        self._every, self._patience = every, patience
         self._tell = tell or (_raise if strict else _warn)
         self._found: dict[tuple[str, tuple[str, ...]], Finding] = {}
         self._num_steps = 0

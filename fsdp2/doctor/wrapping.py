@@ -15,6 +15,7 @@ from torch import nn
 from ..core.group.param_group import ParamGroup
 from ..grouping.auto import auto_groups
 from ..grouping.module_tree import ModuleTree
+from ..printable import in_bytes
 from .finding import Finding
 from .inspected import Inspected
 
@@ -50,8 +51,8 @@ def _large_root(inspected: Inspected) -> Iterator[Finding]:
         yield Finding(
             "large-root",
             "warning",
-            f"the root holds {_mib(own)} of {_mib(own + sum(others))}; {_mib(now)} of parameters are unsharded at once, "
-            f"{_mib(best)} with a group for each of {len(apart)} modules",
+            f"the root holds {in_bytes(own)} of {in_bytes(own + sum(others))}; {in_bytes(now)} of parameters are unsharded at once, "
+            f"{in_bytes(best)} with a group for each of {len(apart)} modules",
             "the root's parameters are gathered before anything runs and stay until the last gradient: nothing overlaps with their "
             "gather, and they cost a device their whole size",
             "call fully_shard on these modules before the root, or fsdp2.parallelize(model), which finds them",
@@ -89,7 +90,7 @@ def _small_groups(inspected: Inspected) -> Iterator[Finding]:
         yield Finding(
             "small-groups",
             "note",
-            f"{len(small)} of {len(sizes)} groups below the root have less than {_mib(SMALL_NBYTES)}",
+            f"{len(small)} of {len(sizes)} groups below the root have less than {in_bytes(SMALL_NBYTES)}",
             "each costs a collective in forward and two in backward, whose start takes longer than its bytes, and hooks",
             "call fully_shard on the modules around them only",
             tuple(small),
@@ -112,12 +113,8 @@ def _padding(inspected: Inspected) -> Iterator[Finding]:
         yield Finding(
             "padding",
             "note",
-            f"{len(padded)} groups ({padded[0]}, ...) travel with more than a tenth of padding, {_mib(padding)} in all",
+            f"{len(padded)} groups ({padded[0]}, ...) travel with more than a tenth of padding, {in_bytes(padding)} in all",
             f"rows that do not divide over {num_shards} ranks are padded in memory and in each collective",
             "shard another dim by shard_placement_fn, shard over fewer ranks (a 2-D mesh), or choose sizes that divide",
             tuple(uneven),
         )
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 20):,.1f} MiB"

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ModuleError, got_object
+from ..printable import counted, in_bytes
 from .module_tree import CONTAINERS, ModuleTree, is_sharded, refuse_lazy_parameters
 from .policies import as_policy
 
@@ -74,7 +75,7 @@ class Plan:
         root = self.groups[-1]
         params = sum(len(group.params) for group in self.groups)
         kind = type(root.modules[0]).__name__
-        lines = [f"{kind}: {_count(len(self.groups), 'group')}, {_sizes(params, self.numel, self.nbytes)}"]
+        lines = [f"{kind}: {counted(len(self.groups), 'group')}, {_sizes(params, self.numel, self.nbytes)}"]
         position = {name: index for index, (name, _) in enumerate(root.modules[0].named_modules())}
         shown = sorted(self.groups[:-1], key=lambda group: position[group.names[0]])
         for _, alike in groupby(shown, key=_looks):
@@ -153,9 +154,4 @@ def _joined(names: tuple[str, ...]) -> str:
 
 
 def _sizes(params: int, numel: int, nbytes: int) -> str:
-    unit, size = next((unit, size) for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if nbytes >= size or size == 1e3)
-    return f"{_count(params, 'parameter')}, {numel:,} elements, {nbytes / size:,.1f} {unit}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
+    return f"{counted(params, 'parameter')}, {numel:,} elements, {in_bytes(nbytes)}"

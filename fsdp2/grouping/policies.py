@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from ..arguments import COUNT, require
 from ..errors import ArgumentError
 from .auto import auto_groups
 from .module_tree import CONTAINERS, ModuleTree, class_of
@@ -170,11 +171,7 @@ def by_size(
     Example:
         fsdp2.parallelize(net, wrap=fsdp2.wrap.by_size(200))
     """
-    given: Any = min_params
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ArgumentError(
-            f"by_size got min_params={min_params!r}", expected="a number of elements, 1 or more", fix="by_size(100_000_000)"
-        )
+    require("by_size", COUNT, min_params=min_params)
     named: Any = (("leaves", leaves), ("excluded", excluded))
     for name, classes in named:
         if not isinstance(classes, Collection) or not all(isinstance(each, type) for each in classes):

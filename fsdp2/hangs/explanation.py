@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
+from ..printable import of_ranks
 from .report import Item, Report
 
 
@@ -35,11 +36,11 @@ def explain(
     lines += _waits(reports, partings)
     if not lines:
         places = {rank: _place(report) for rank, report in reports.items()}
-        lines = [f"{_ranks(ranks)} in no collective of fsdp2, {place}" for place, ranks in _alike(places)]
+        lines = [f"{_waiting(ranks)} in no collective of fsdp2, {place}" for place, ranks in _alike(places)]
     stacks = {rank: report.stacks for rank, report in reports.items()}
     where = {rank: f"{report.host}, pid {report.pid}" for rank, report in reports.items()}
     for stack, ranks in _alike(stacks):
-        lines.append(f"--- Python stacks of {_ranks(ranks, verb='')} ({'; '.join(where[rank] for rank in ranks[:4])})\n{stack}")
+        lines.append(f"--- Python stacks of {of_ranks(ranks)} ({'; '.join(where[rank] for rank in ranks[:4])})\n{stack}")
     return "\n".join(lines)
 
 
@@ -76,7 +77,7 @@ def _partings(reports: Mapping[int, Report]) -> dict[str, str]:
             sent = {rank: item.sent for rank, item in items.items()}
             alike = _alike(sent)
             if len(alike) > 1:
-                said = "; ".join(f"{_ranks(ranks, verb='')} {_name(items[ranks[0]], full=True)}" for _, ranks in alike)
+                said = "; ".join(f"{of_ranks(ranks)} {_name(items[ranks[0]], full=True)}" for _, ranks in alike)
                 lines[group] = f"ranks have not issued the same collective #{number}: {said}"
                 break
     return lines
@@ -102,10 +103,10 @@ def _waits(reports: Mapping[int, Report], parted: Collection[str]) -> list[str]:
             there = [rank for rank, item in waiting.items() if item.number == number]
             item = waiting[there[0]]
             names = {rank: f"{_name(waiting[rank])} (step {waiting[rank].step}, #{number})" for rank in there}
-            lines += [f"{_ranks(ranks)} in {name}" for name, ranks in _alike(names)]
+            lines += [f"{_waiting(ranks)} in {name}" for name, ranks in _alike(names)]
             absent = [rank for rank in members if rank in reports and (rank not in last or last[rank].number < number)]
             places = {rank: _absence(reports[rank], item) for rank in absent}
-            lines += [f"  {_ranks(ranks, verb='')} {said}" for said, ranks in _alike(places)]
+            lines += [f"  {of_ranks(ranks)} {said}" for said, ranks in _alike(places)]
             if group not in parted and not absent and set(members) <= set(reports) and len(there) == len(members):
                 lines.append("  all of its ranks are in it: the network, the backend or the device does not go on")
     return lines
@@ -144,16 +145,6 @@ def _alike(said: Mapping[int, T]) -> list[tuple[T, list[int]]]:
     return list(found.items())
 
 
-def _ranks(ranks: Sequence[int], verb: str = "wait") -> str:
+def _waiting(ranks: Sequence[int]) -> str:
     """ "rank 3 waits", "ranks 0-2, 5 wait" """
-    ordered = sorted(ranks)
-    spans: list[list[int]] = []
-    for rank in ordered:
-        if spans and spans[-1][-1] == rank - 1:
-            spans[-1][-1:] = [rank] if len(spans[-1]) > 1 else [spans[-1][0], rank]
-        else:
-            spans.append([rank])
-    names = ", ".join("-".join(map(str, span)) for span in spans)
-    if len(ordered) == 1:
-        return f"rank {names} {verb}s" if verb else f"rank {names}"
-    return f"ranks {names} {verb}" if verb else f"ranks {names}"
+    return f"{of_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"

@@ -31,9 +31,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..arguments import POSITIVE, require
 from ..core import torch_compat as compat
 from ..core.comm.lost_ranks import lost_ranks, number_of_world
-from ..errors import ArgumentError
 from . import joint_calls
 from .background import BackgroundThread
 from .joint_calls import JointCall
@@ -69,16 +69,8 @@ def set_missing_rank_timeout(timeout: float | None = None, *, notice: float = 3.
         fsdp2.checkpoint.full_state_dict(model)  # on all ranks
         fsdp2.set_missing_rank_timeout()
     """
-    given: dict[str, Any] = {"timeout": timeout, "notice": notice}
-    for name, value in given.items():
-        if value is None and name == "timeout":
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise ArgumentError(
-                f"set_missing_rank_timeout got {name}={value!r}",
-                expected="seconds, more than 0",
-                fix=f"leave {name} out, or pass a number",
-            )
+    require("set_missing_rank_timeout", POSITIVE.or_none, timeout=timeout)
+    require("set_missing_rank_timeout", POSITIVE, notice=notice)
     Limits.ends, Limits.notice, Limits.asked = timeout, float(notice), True
     start()
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from ..arguments import COUNT, POSITIVE, word_of
 from ..errors import ArgumentError
 from ..printable import printable, say
 from .files import CONFIGS, migrate_files
@@ -23,22 +24,24 @@ from .report import Migrated
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``fsdp2 migrate``."""
-    parser.add_argument("paths", nargs="*", type=Path, metavar="PATH", help="Python files, accelerate YAML files, or folders of them")
+    parser.add_argument("paths", nargs="*", metavar="PATH", help="Python files, accelerate YAML files, or folders of them")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--diff", action="store_true", help="show what would change (the default)")
     what.add_argument("--write", action="store_true", help="change the files")
     what.add_argument("--parity", type=Path, metavar="SCRIPT", help="run SCRIPT and its rewritten copy side by side, on CPU processes")
-    parser.add_argument("--steps", type=int, default=5, help="with --parity: optimizer steps to compare (default: 5)")
-    parser.add_argument("--ranks", type=int, default=2, help="with --parity: processes of each run (default: 2)")
+    parser.add_argument("--steps", type=word_of(COUNT), default=5, help="with --parity: optimizer steps to compare (default: 5)")
+    parser.add_argument("--ranks", type=word_of(COUNT), default=2, help="with --parity: processes of each run (default: 2)")
     parser.add_argument(
         "--tolerance",
-        type=float,
+        type=word_of(POSITIVE, float),
         help="with --parity: the largest relative difference that counts as equal (default: 1e-4, and 2e-2 in bf16 and fp16)",
     )
     parser.add_argument(
         "--in-place", action="store_true", help="with --parity: run in the current folder, not in a copy of it for each run"
     )
-    parser.add_argument("--timeout", type=float, default=600, help="with --parity: seconds that each run may take (default: 600)")
+    parser.add_argument(
+        "--timeout", type=word_of(POSITIVE, float), default=600, help="with --parity: seconds that each run may take (default: 600)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -47,15 +50,16 @@ def run(options: argparse.Namespace) -> int:
     if options.parity is not None:
         from .parity import compare
 
-        arguments = [str(each) for each in options.paths]
-        return compare(options.parity, arguments, options.steps, options.ranks, options.tolerance, options.timeout, options.in_place)
+        return compare(
+            options.parity, options.paths, options.steps, options.ranks, options.tolerance, options.timeout, options.in_place
+        )
     if not options.paths:
         raise ArgumentError("fsdp2 migrate got no PATH", expected="files or folders", fix="for instance: fsdp2 migrate train.py")
     links_out: list[Path] = []
-    files = list(_files(options.paths, links_out))
+    files = list(_files(map(Path, options.paths), links_out))
     if not files:
         raise ArgumentError(
-            f"there is nothing to migrate in {', '.join(map(str, options.paths))}",
+            f"there is nothing to migrate in {', '.join(options.paths)}",
             expected=f"a file that exists, or a folder with files that end in .py, {', '.join(CONFIGS)}",
             fix="check the path",
         )

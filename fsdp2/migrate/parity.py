@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ..errors import ArgumentError
 from ..printable import say
+from ..run import command_of_ranks, environment_of_ranks
 from .differences import Run, first_difference
 from .files import imported_names, migrate_files
 from .working_copy import working_copies
@@ -30,8 +31,6 @@ def compare(
     timeout:  seconds that each side may take
     in_place: both sides run in the current folder, not each in a copy of it
     """
-    if not timeout > 0:
-        raise ArgumentError(f"--timeout is {timeout:g}", expected="seconds, more than 0", fix="for instance --timeout 600")
     if not script.is_file():
         raise ArgumentError(f"--parity: there is no file {script}", expected="a Python script", fix="check the path")
     with tempfile.TemporaryDirectory(prefix="fsdp2_parity_") as name:
@@ -91,15 +90,14 @@ def _run(
     """runs_as: the current folder of the run, and the file that ``source`` is taken for"""
     folder.mkdir()
     here, claimed = runs_as
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
     probe = ["-m", "fsdp2.migrate.probe", str(folder), str(num_steps), str(timeout), str(source.resolve()), str(claimed), str(overlay)]
     package = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
-    env = os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    env = environment_of_ranks(hides_devices=True) | {"PYTHONPATH": path}
     printed, said = folder / "stdout", folder / "stderr"
     with printed.open("wb") as stdout, said.open("wb") as stderr:
         # Not the terminal's input: a script that waits for some would wait for ever.
-        command = [*torchrun, *probe, *arguments]
+        command = command_of_ranks(num_ranks, *probe, *arguments)
         process = subprocess.Popen(command, cwd=here, env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
         is_late = _ends_late(process, timeout)
     ranks = []

@@ -40,7 +40,7 @@ def plan(
     reduce_dtype: torch.dtype | None = None,
     optimizer: str | Optimizer = "adamw",
     batch: int = 1,
-    sequence: int = 1024,
+    sequence: int = 2048,
     micro_batches: int = 1,
     checkpointing: Any = "none",
     offload: Offload = False,
@@ -81,10 +81,9 @@ def plan(
         planned = fsdp2.plan(net, 64, "zero3", batch=8, inputs=lambda batch, sequence: (torch.randn(batch, 16),))
         planned.memory.peak.nbytes
     """
-    given: Any = world_size
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ArgumentError(got("plan", "world_size", world_size), expected="a number of ranks, 1 or more", fix="world_size=8")
-    require("plan", COUNT, batch=batch, sequence=sequence, micro_batches=micro_batches, ranks_per_host=ranks_per_host)
+    require(
+        "plan", COUNT, world_size=world_size, batch=batch, sequence=sequence, micro_batches=micro_batches, ranks_per_host=ranks_per_host
+    )
     require("plan", NATURAL, prefetch=prefetch)
     require("plan", DTYPE.or_none, dtype=dtype, param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     require("plan", FUNCTION.or_none, inputs=inputs, loss=loss)

@@ -13,13 +13,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from ..arguments import COUNT, NATURAL, POSITIVE, word_of
 from ..errors import ArgumentError
-from ..printable import printable, say, say_json
+from ..printable import say_json
 from ..strategy import STRATEGIES
+from ..tables import Table, show
 from ..testing.clock.cards import CARDS
 from ..wrap import by_class
 from .api import plan_of
@@ -31,10 +32,10 @@ from .result import Plan, headline, tables
 from .script import of_script
 from .search import search
 from .shapes import SHAPES, named
-from .text import Table, as_text
 from .tiers import Offload
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_DEFAULT = "(default: %(default)s)"
 _PATIENCE_S = 1.0
 """A search that takes less than this says nothing before it has found."""
 _PATIENCE_OF_FILES_S = 10.0
@@ -50,23 +51,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", dest="named_model", metavar="MODEL", help="the same as MODEL")
     parser.add_argument("--arguments", metavar="ARGS", default="", help='of a script, as one word: "--config large.toml"')
-    parser.add_argument("--ranks", type=int, help="how many; a plan needs it")
-    parser.add_argument("--ranks-per-host", type=int, default=8, help="default: 8")
-    parser.add_argument("--strategy", choices=list(STRATEGIES), default="zero3", help="as in fsdp2.parallelize (default: zero3)")
-    parser.add_argument("--shard-size", type=int, help="ranks of a node, for hybrid strategies (default: ranks per host)")
+    parser.add_argument("--ranks", type=word_of(COUNT), help="how many; a plan needs it")
+    parser.add_argument("--ranks-per-host", type=word_of(COUNT), default=8, help="default: 8")
+    parser.add_argument("--strategy", choices=list(STRATEGIES), default=Setting.strategy, help=f"as in fsdp2.parallelize {_DEFAULT}")
+    parser.add_argument("--shard-size", type=word_of(COUNT), help="ranks of a node, for hybrid strategies (default: ranks per host)")
     parser.add_argument("--wrap", nargs="+", metavar="CLASS", help="names of classes that become groups (default: found by themselves)")
     parser.add_argument("--dtype", choices=list(DTYPES), help="in which parameters are stored (default: as the model has them)")
     parser.add_argument("--param-dtype", choices=list(DTYPES), default="bf16", help="in which they are computed with (default: bf16)")
     parser.add_argument("--reduce-dtype", choices=list(DTYPES), default="fp32", help="in which gradients are reduced (default: fp32)")
-    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="default: adamw")
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default=Setting.optimizer, help=_DEFAULT)
     parser.add_argument(
         "--inputs",
         metavar="package.module:function",
         help="a function from batch and sequence to the model's arguments (default: numbers of words)",
     )
-    parser.add_argument("--batch", type=int, default=1, help="sequences of a micro-batch of one rank (default: 1)")
-    parser.add_argument("--sequence", type=int, default=2048, help="tokens of a sequence (default: 2048)")
-    parser.add_argument("--micro-batches", type=int, default=1, help="between two optimizer steps (default: 1)")
+    parser.add_argument(
+        "--batch", type=word_of(COUNT), default=Setting.batch, help=f"sequences of a micro-batch of one rank {_DEFAULT}"
+    )
+    parser.add_argument("--sequence", type=word_of(COUNT), default=Setting.sequence, help=f"tokens of a sequence {_DEFAULT}")
+    parser.add_argument(
+        "--micro-batches", type=word_of(COUNT), default=Setting.micro_batches, help=f"between two optimizer steps {_DEFAULT}"
+    )
     parser.add_argument(
         "--checkpointing",
         choices=["none", "selective", "full"],
@@ -78,15 +83,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     offload.add_argument("--offload-optimizer", action="store_true", help="keep the optimizer's state alone in host memory")
     offload.add_argument("--offload-disk", action="store_true", help="keep parameters and the optimizer's state in files")
     offload.add_argument("--offload-optimizer-disk", action="store_true", help="keep the optimizer's state alone in files")
-    parser.add_argument("--prefetch", type=int, default=1, help="units that are gathered ahead (default: 1)")
+    parser.add_argument("--prefetch", type=word_of(NATURAL), default=Setting.prefetch, help=f"units that are gathered ahead {_DEFAULT}")
     parser.add_argument("--search", action="store_true", help="propose settings that fit the card's memory, the fastest first")
     parser.add_argument(
-        "--memory-limit", type=float, metavar="GB", help="with --search: of a rank (default: nine tenths of the card's)"
+        "--memory-limit",
+        type=word_of(POSITIVE, float),
+        metavar="GB",
+        help="with --search: of a rank (default: nine tenths of the card's)",
     )
     parser.add_argument("--card", help=f"also say how long a step takes on it, by a model: {', '.join(CARDS)}, or a file of --measure")
     parser.add_argument("--measure", type=Path, metavar="FILE", help="plan nothing: measure this machine, and write a card for --card")
     parser.add_argument("--json", action="store_true", help="print one JSON object with all figures, in bytes and seconds")
-    parser.add_argument("--backend", choices=["nccl", "gloo"], default="nccl", help="whose algorithms (default: nccl)")
+    parser.add_argument("--backend", choices=["nccl", "gloo"], default=Setting.backend, help=f"whose algorithms {_DEFAULT}")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -156,12 +164,6 @@ def _progress() -> Iterator[Callable[[int, dict[str, str]], None]]:
 
 
 def setting_of(options: argparse.Namespace) -> Setting:
-    """Raises: ArgumentError for a number below 1"""
-    for name in ("ranks", "ranks_per_host", "batch", "sequence", "micro_batches"):
-        if getattr(options, name) < 1:
-            raise ArgumentError(
-                f"--{name.replace('_', '-')} is {getattr(options, name)}", expected="a number from 1 on", fix="pass another one"
-            )
     is_hybrid = STRATEGIES[options.strategy].is_hybrid
     return Setting(
         world_size=options.ranks,
@@ -188,26 +190,3 @@ def _offload_of(options: argparse.Namespace) -> Offload:
     if options.offload_optimizer_disk:
         return "optimizer-disk"
     return "optimizer" if options.offload_optimizer else bool(options.offload)
-
-
-def show(title: str, found: Sequence[Table]) -> None:
-    """Print to standard output."""
-    try:
-        import rich.box
-        import rich.console
-        import rich.table
-    except ImportError:
-        say(as_text(title, found))
-        return
-    if not sys.stdout.isatty():  # for programs, and for files, which have no width
-        say(as_text(title, found))
-        return
-    console = rich.console.Console()
-    console.print(printable(title))
-    for table in found:
-        shown: Any = rich.table.Table(title=table.title, box=rich.box.SIMPLE_HEAD, title_justify="left", caption=table.note or None)
-        for index, head in enumerate(table.head):
-            shown.add_column(head, justify="right" if table.has_numbers and index > 0 else "left")
-        for row in table.rows:
-            shown.add_row(*map(printable, row))
-        console.print(shown)

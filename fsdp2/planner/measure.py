@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ..core import torch_compat as compat
+from ..run import command_of_ranks, environment_of_ranks
 from ..testing.clock.cards import Card, HostCosts, Protocol
 from .card_file import write_card
 
@@ -32,9 +33,8 @@ def measure_in_ranks(path: Path) -> int:
     """Start ranks, one for each device, or two on a CPU, which measure and write ``path``. Returns: their exit status"""
     kind = compat.default_device_type()
     num_ranks = 2 if kind == "cpu" else compat.device_module(kind).device_count()
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ
-    return subprocess.run([*launcher, "-m", "fsdp2.planner.measure", str(path)], env=environment, check=False).returncode
+    command = command_of_ranks(num_ranks, "-m", "fsdp2.planner.measure", str(path))
+    return subprocess.run(command, env=environment_of_ranks(hides_devices=False), check=False).returncode
 
 
 def main(path: str) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..printable import in_bytes
+from ..tables import Table
 from .rehearsal import Setting
 from .result import Plan
-from .text import Table, gb
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Found:
         rows += [(words_of(each.changes), *_costs(each, self.limit)) for each in self.proposals if each.changes]
         slower = f"; {self.num_slower} more fit, and are no better" if self.num_slower else ""
         return Table(
-            f"{len(self.proposals)} settings within {gb(self.limit)} a rank, the fastest first, of {self.num_tried} that were tried",
+            f"{len(self.proposals)} settings within {in_bytes(self.limit)} per rank, the fastest first, of {self.num_tried} tried",
             ("change", "step", "MFU", "peak of a rank", "fits"),
             tuple(rows),
             f"step times are a model (docs/step_clock.md){slower}"
@@ -72,7 +73,7 @@ class Found:
             found.append(_in_code(self.proposals[0]))
         if self.dropped:
             rows = tuple((words_of(each.changes), each.why) for each in self.dropped)
-            found.append(Table(f"{len(rows)} were dropped", ("change", "why"), rows, has_numbers=False))
+            found.append(Table(f"{len(rows)} were dropped", ("change", "why"), rows, left=(0, 1)))
         return found
 
 
@@ -83,13 +84,13 @@ def words_of(changes: dict[str, str]) -> str:
 def _costs(proposal: Proposal, limit: float) -> tuple[str, ...]:
     assert proposal.plan.duration is not None
     fits = "yes" if proposal.peak <= limit else "no"
-    return f"{proposal.step * 1e3:,.0f} ms", f"{proposal.plan.duration.mfu:.0%}", gb(proposal.peak), fits
+    return f"{proposal.step * 1e3:,.0f} ms", f"{proposal.plan.duration.mfu:.0%}", in_bytes(proposal.peak), fits
 
 
 def _in_code(proposal: Proposal) -> Table:
     setting, changes = proposal.plan.setting, proposal.changes
     title = "To train with the fastest of them, write" if changes else "What was asked for is the fastest of them"
-    return Table(title, ("change", "in your code"), tuple((name, code_of(name, setting)) for name in changes), has_numbers=False)
+    return Table(title, ("change", "in your code"), tuple((name, code_of(name, setting)) for name in changes), left=(0, 1))
 
 
 def code_of(choice: str, setting: Setting) -> str:

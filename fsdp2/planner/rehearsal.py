@@ -82,7 +82,7 @@ class Setting:
     reduce_dtype: torch.dtype | None = None
     optimizer: str | Optimizer = "adamw"
     batch: int = 1
-    sequence: int = 1024
+    sequence: int = 2048
     micro_batches: int = 1
     checkpointing: Any = "none"
     offload: Offload = False

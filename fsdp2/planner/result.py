@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from ..printable import in_bytes
 from ..state_bytes import StateBytes
+from ..tables import Table, as_text
 from .duration import Duration
 from .memory import Memory
 from .rehearsal import GroupFacts, Setting
-from .text import Table, as_text, gb
 from .tiers import Offload
 from .traffic import Traffic
 
@@ -115,19 +116,19 @@ def tables(plan: Plan) -> list[Table]:
         Table(
             "Kept by a rank between backward and optimizer step (exact)",
             ("what", "bytes"),
-            (*((what, gb(nbytes)) for what, nbytes in kept), ("together", gb(state.total))),
+            (*((what, in_bytes(nbytes)) for what, nbytes in kept), ("together", in_bytes(state.total))),
         ),
         Table(
-            f"Peak of a step: {gb(peak.nbytes)}, in {peak.phase} of {peak.where or 'the model'}",
+            f"Peak of a step: {in_bytes(peak.nbytes)}, in {peak.phase} of {peak.where or 'the model'}",
             ("what", "at the peak", "most at a time"),
-            tuple((kind, gb(peak.by_kind.get(kind, 0)), gb(most)) for kind, most in plan.memory.most.items()),
+            tuple((kind, in_bytes(peak.by_kind.get(kind, 0)), in_bytes(most)) for kind, most in plan.memory.most.items()),
             _host_words(plan.memory),
         ),
         Table(
             "Communication of a step",
             ("phase", "collective", "ranks", "launches", "sent by a rank", "leaves a host"),
             tuple(
-                (each.phase, each.kind, str(each.ranks), str(each.launches), gb(each.sent), gb(each.leaves_host))
+                (each.phase, each.kind, str(each.ranks), str(each.launches), in_bytes(each.sent), in_bytes(each.leaves_host))
                 for each in plan.traffic
             ),
         ),
@@ -152,7 +153,14 @@ def tables(plan: Plan) -> list[Table]:
             Table(
                 f"{len(plan.groups)} parameter groups, {plan.padding:.1%} of their unsharded storages padding",
                 ("group", "parameters", "sharded", "unsharded"),
-                ((f"largest: {largest.name or 'the root'}", f"{largest.numel:,}", gb(largest.sharded), gb(largest.unsharded)),),
+                (
+                    (
+                        f"largest: {largest.name or 'the root'}",
+                        f"{largest.numel:,}",
+                        in_bytes(largest.sharded),
+                        in_bytes(largest.unsharded),
+                    ),
+                ),
                 _root_words(plan),
             )
         )
@@ -160,8 +168,8 @@ def tables(plan: Plan) -> list[Table]:
 
 
 def _host_words(memory: Memory) -> str:
-    host = f"at most {gb(memory.host)} in host memory" if memory.host else ""
-    return f"{host}, {gb(memory.files)} in files" if memory.files else host
+    host = f"at most {in_bytes(memory.host)} in host memory" if memory.host else ""
+    return f"{host}, {in_bytes(memory.files)} in files" if memory.files else host
 
 
 def _root_words(plan: Plan) -> str:
@@ -169,5 +177,5 @@ def _root_words(plan: Plan) -> str:
         return ""
     return (
         f"the root group holds {plan.large_root.share:.0%} of the parameters, which are unsharded all at once: "
-        f'with wrap="auto" the peak is {gb(plan.large_root.peak)} instead of {gb(plan.memory.peak.nbytes)}'
+        f'with wrap="auto" the peak is {in_bytes(plan.large_root.peak)} instead of {in_bytes(plan.memory.peak.nbytes)}'
     )

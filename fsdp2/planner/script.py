@@ -14,14 +14,12 @@ import gc
 import importlib
 import os
 import re
-import runpy
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,6 +31,7 @@ from ..errors import ArgumentError, short
 from ..fsdp_module import FSDPModule
 from ..optim import FlatOptimizer, OffloadedOptimizer, flat, offloaded
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy
+from ..run import run_script
 from ..wrap import by_name
 from . import torch_compat as compat
 from .rehearsal import Setting
@@ -125,8 +124,8 @@ def of_script(path: str, arguments: list[str], setting: Setting, ranks_per_host:
     """
     calls = _Calls()
     try:
-        with _in_its_place(path, arguments, setting, ranks_per_host, calls):
-            runpy.run_path(path, run_name="__main__")
+        with _in_its_place(setting, ranks_per_host, calls):
+            run_script(path, arguments)
         reason = "it ended"
     except _ForwardBeginsError as forward:
         calls.give_classes_back()
@@ -141,26 +140,31 @@ def of_script(path: str, arguments: list[str], setting: Setting, ranks_per_host:
 
 
 @contextlib.contextmanager
-def _in_its_place(path: str, arguments: list[str], setting: Setting, ranks_per_host: int, calls: _Calls) -> Iterator[None]:
+def _in_its_place(setting: Setting, ranks_per_host: int, calls: _Calls) -> Iterator[None]:
     """Inside, this process is rank 0 of the ranks of ``setting``, and sharding is noted in ``calls``."""
     ranks = str(setting.world_size)
     local = str(min(setting.world_size, ranks_per_host))
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": local, "CUDA_VISIBLE_DEVICES": ""}
+    ours = importlib.import_module("fsdp2")
+    replaced: list[tuple[Any, str, Any]] = [(dist, "init_process_group", _do_nothing), (dist, "destroy_process_group", _do_nothing)]
+    replaced += [
+        (dist, name, partial(stand_in, getattr(dist, name))) for name, stand_in in _OF_EQUAL_RANKS.items() if hasattr(dist, name)
+    ]
+    replaced += [(module, "fully_shard", calls.fully_shard) for module in (ours, torch_fsdp)]
+    replaced += [(ours, "parallelize", calls.parallelize), (ours, "accumulate", lambda *_, **__: contextlib.nullcontext())]
+    before = dict(os.environ), sys.argv, sys.path
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(os.environ, environment))
-        stack.enter_context(mock.patch.object(sys, "argv", [path, *arguments]))
-        stack.enter_context(mock.patch.object(sys, "path", [str(Path(path).resolve().parent), *sys.path]))
         stack.enter_context(compat.world_of_its_own("fake", setting.world_size))
-        for name in ("init_process_group", "destroy_process_group"):
-            stack.enter_context(mock.patch.object(dist, name, _do_nothing))
-        for name, stand_in in _OF_EQUAL_RANKS.items():
-            if hasattr(dist, name):
-                stack.enter_context(mock.patch.object(dist, name, partial(stand_in, getattr(dist, name))))
-        ours = importlib.import_module("fsdp2")
-        stack.enter_context(mock.patch.object(ours, "accumulate", return_value=contextlib.nullcontext()))
-        for module, name in ((ours, "fully_shard"), (ours, "parallelize"), (torch_fsdp, "fully_shard")):
-            stack.enter_context(mock.patch.object(module, name, getattr(calls, name)))
-        yield
+        for owner, name, stand_in in replaced:
+            stack.enter_context(compat.replaced(owner, name, stand_in))
+        os.environ.update(environment)
+        sys.path = [*sys.path]
+        try:
+            yield
+        finally:
+            environ, sys.argv, sys.path = before
+            os.environ.clear()
+            os.environ.update(environ)
 
 
 def _workload(name: str, forward: _ForwardBeginsError) -> Workload:

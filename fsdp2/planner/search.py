@@ -18,7 +18,9 @@ from typing import Any
 
 from torch import nn
 
+from ..arguments import POSITIVE, require
 from ..errors import ArgumentError, FSDPError, got
+from ..printable import in_bytes
 from ..strategy import STRATEGIES
 from ..testing.clock.cards import Card
 from ..wrap import by_class
@@ -26,7 +28,6 @@ from .api import card_of, plan_of
 from .proposals import Dropped, Found, Proposal
 from .rehearsal import Setting
 from .result import Plan
-from .text import gb
 from .workload import Workload, workload_of
 
 LINEAR_LAYERS = by_class("Linear", "Embedding")
@@ -60,9 +61,7 @@ def search(
     chosen = card_of(card, setting)
     if chosen is None:
         raise ArgumentError(got("search", "card", card), expected="a card, by which times are predicted", fix='card="h100"')
-    given: Any = memory_limit
-    if given is not None and (isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0):
-        raise ArgumentError(got("search", "memory_limit", memory_limit), expected="bytes, more than 0", fix="memory_limit=80e9")
+    require("search", POSITIVE.or_none, memory_limit=memory_limit)
     workload = model if isinstance(model, Workload) else workload_of(model)
     limit = 0.9 * chosen.memory_nbytes if memory_limit is None else memory_limit
 
@@ -117,7 +116,7 @@ def searched(
             on_candidate(len(tried) + len(dropped), changes)
             kept = _least_kept(asked.plan, other)
             if kept > limit and (best.peak <= limit or kept > best.peak):
-                dropped[key] = Dropped(changes, f"parameters and optimizer state alone take {gb(kept)}")
+                dropped[key] = Dropped(changes, f"parameters and optimizer state alone take {in_bytes(kept)}")
                 continue
             try:
                 found = tried[key] = Proposal(plan(other, is_of_interest), changes)
@@ -154,7 +153,7 @@ def _least_kept(asked: Plan, setting: Setting) -> float:
 
 def _too_large(proposal: Proposal) -> Dropped:
     peak = proposal.plan.memory.peak
-    return Dropped(proposal.changes, f"needs {gb(peak.nbytes)}, in {peak.phase} of {peak.where or 'the model'}")
+    return Dropped(proposal.changes, f"needs {in_bytes(peak.nbytes)}, in {peak.phase} of {peak.where or 'the model'}")
 
 
 def _neighbours(setting: Setting, asked: Setting, ranks_per_host: int, fits: bool) -> Iterator[Setting]:

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -152,8 +151,19 @@ def on_this_thread(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     def function(*args: Any, **kwargs: Any) -> Any:
         return (replacement if threading.get_ident() == thread else original)(*args, **kwargs)
 
-    with mock.patch.object(owner, name, function):
+    with replaced(owner, name, function):
         yield
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    """Inside, ``name`` of ``owner`` is ``replacement``."""
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 def name_of_operator(func: Any) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any, Literal, Protocol
-from unittest import mock
 
 import torch.distributed as dist
 from torch import Tensor
@@ -61,7 +60,7 @@ def world(size: int, backend: Backend, listener: Listener) -> Iterator[None]:
         stack.enter_context(compat.world_of_its_own("fake" if backend == "nccl" else compat.GLOO_STAND_IN, size))
         for name, (kind, position, argument) in names.items():
             if hasattr(dist, name):
-                stack.enter_context(mock.patch.object(dist, name, _told(getattr(dist, name), kind, position, argument, listener)))
+                stack.enter_context(compat.replaced(dist, name, _told(getattr(dist, name), kind, position, argument, listener)))
         stack.enter_context(compat.on_this_thread(core_compat, "one_launch", _one_launch(listener)))
         yield
 

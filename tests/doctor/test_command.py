@@ -243,5 +243,5 @@ def test_the_examples_have_no_finding(tmp_path: Path, example: str, ranks: int, 
 def test_a_script_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     from fsdp2.cli import main
 
-    assert main(["doctor", "absent.py"]) == 1
+    assert main(["doctor", "absent.py"]) == 2
     assert "fsdp2 doctor: " in capsys.readouterr().err

@@ -22,7 +22,7 @@ def test_who_waits_where_and_who_never_came():
     reports[1] = report(1, ("backward", "layers.8"), behind, entered=[("backward", "layers.8")])
     last = "last finished all-gather of layers.8 in backward (step 12, #213)"
     assert explain(reports, 4, {}).splitlines()[:2] == [
-        "ranks 0, 2-3 wait in reduce-scatter of layers.7 in backward (step 12, #214)",
+        "ranks 0, 2, 3 wait in reduce-scatter of layers.7 in backward (step 12, #214)",
         f"  rank 1 never entered backward of layers.7: in backward of layers.8; {last}",
     ]
 

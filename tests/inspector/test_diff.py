@@ -152,7 +152,7 @@ def test_twenty_planted_values_are_all_found_where_they_are(world_size):
 
 
 def test_a_folder_without_a_recording_is_an_error(tmp_path, capsys):
-    assert main(["diff", str(tmp_path), str(tmp_path)]) == 1
+    assert main(["diff", str(tmp_path), str(tmp_path)]) == 2
     assert "no recording" in capsys.readouterr().err
 
 
@@ -217,7 +217,7 @@ def test_records_that_are_broken_anywhere_are_an_error_of_fsdp2_that_names_the_l
     for values in cases:
         file.write_text(f"{json.dumps(line)}\n{json.dumps(values)}\n")
         status, printed = diff()
-        assert status == 1, values
+        assert status == 2, values
         assert f"{file}, line 2 cannot be read" in printed, (values, printed)
 
 

@@ -81,7 +81,7 @@ def test_the_page_says_what_was_measured_beside_what_was_planned_and_what_the_do
     page = (folder / "report.html").read_text()
     body = page[page.index("<body>") :]
     said = html.unescape(re.sub(r"<[^>]+>", " ", body))
-    for text in ("GPT on 2 x cpu", "1,280", "2.0 MiB", "3.0 MiB", "large-root", "the root <holds> most", "host waits, ms"):
+    for text in ("GPT on 2 x cpu", "1,280", "2.10 MB", "3.15 MB", "large-root", "the root <holds> most", "host waits, ms"):
         assert text in said
     assert "<holds>" not in body
     assert not re.search(r'(src|href)="', body)  # it needs nothing else
@@ -89,14 +89,14 @@ def test_the_page_says_what_was_measured_beside_what_was_planned_and_what_the_do
     assert measured_peak(run) == 2 << 20
     planned = memory(run)["data"][-1]
     assert planned["name"] == "allocated, planned"
-    assert planned["y"][:2] == [1, 3]
+    assert planned["y"][:2] == [1.048576, 3.145728]
     drawn = {trace["name"]: trace for trace in timeline(run)["data"]}
     assert drawn["all-gather"]["y"] == ["rank 0  all-gather", "rank 1  all-gather"]
     assert drawn["all-gather"]["x"] == [0.006, 0.006]
 
 
 def test_a_folder_without_a_run_is_an_error_of_one_line_each(tmp_path, capsys):
-    assert main(["report", str(tmp_path)]) == 1
+    assert main(["report", str(tmp_path)]) == 2
     assert "neither a ledger nor a trace" in capsys.readouterr().err
 
 
@@ -196,7 +196,7 @@ def test_of_many_ranks_the_slowest_are_drawn_first_and_a_line_names_them(tmp_pat
 
 def test_without_plotly_the_report_says_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    assert main(["report", str(run_folder(tmp_path))]) == 1
+    assert main(["report", str(run_folder(tmp_path))]) == 2
     assert "pip install 'fsdp2[report]'" in capsys.readouterr().err
 
 

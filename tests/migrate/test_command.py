@@ -124,7 +124,7 @@ def test_what_is_no_python_is_listed_and_left(file: Any, capsys: pytest.CaptureF
 
 @pytest.mark.parametrize(("arguments", "said"), [([], "got no PATH"), (["absent"], "there is no file or folder absent")])
 def test_no_file_is_an_error(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["migrate", *arguments]) == 1
+    assert main(["migrate", *arguments]) == 2
     assert said in capsys.readouterr().err
 
 
@@ -137,14 +137,14 @@ def test_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_libcst)
-    assert main(["migrate", "train.py"]) == 1
+    assert main(["migrate", "train.py"]) == 2
     assert 'pip install "fsdp2[cli]"' in capsys.readouterr().err
 
 
 def test_a_path_that_cannot_be_read_is_an_error_beside_others_too(file: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path, notebook = file("train.py", IMPORT_ONLY), file("train.ipynb", "{}")
-    assert main(["migrate", "--write", str(path), "absent.py"]) == 1
-    assert main(["migrate", "--write", str(path), str(notebook)]) == 1
+    assert main(["migrate", "--write", str(path), "absent.py"]) == 2
+    assert main(["migrate", "--write", str(path), str(notebook)]) == 2
     assert "there is no file or folder absent.py" in (said := capsys.readouterr().err)
     assert "is a notebook" in said
     assert path.read_text() == IMPORT_ONLY

@@ -65,7 +65,7 @@ def test_a_folder_that_is_too_large_to_copy_is_refused(
 ) -> None:
     monkeypatch.setattr(working_copy, "MAX_NBYTES", 100)
     (tmp_path / "train.py").write_text(SCRIPT)
-    assert main(["migrate", "--parity", "train.py"]) == 1
+    assert main(["migrate", "--parity", "train.py"]) == 2
     assert "--in-place" in capsys.readouterr().err
 
 
@@ -118,8 +118,9 @@ def test_script_that_asks_for_input_gets_none(tmp_path: Path, capsys: pytest.Cap
 @pytest.mark.parametrize("timeout", ["0", "-1", "nan"])
 def test_time_limit_is_a_positive_number_of_seconds(timeout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    assert main(["migrate", "--parity", str(tmp_path / "train.py"), "--timeout", timeout]) == 1
-    assert "--timeout is " in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["migrate", "--parity", str(tmp_path / "train.py"), "--timeout", timeout])
+    assert f"argument --timeout: got '{timeout}'" in capsys.readouterr().err
 
 
 def test_script_that_needs_no_migration_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +131,7 @@ def test_script_that_needs_no_migration_is_not_run(tmp_path: Path, capsys: pytes
 
 
 def test_missing_script_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["migrate", "--parity", "absent.py"]) == 1
+    assert main(["migrate", "--parity", "absent.py"]) == 2
     assert "no file absent.py" in capsys.readouterr().err
 
 

@@ -23,13 +23,13 @@ def test_what_is_no_card_is_refused_in_a_line(tmp_path, capsys, text):
     path = tmp_path / "card.json"
     if text is not None:
         path.write_text(text)
-    assert main(["plan", "t5-3b", "--ranks", "8", "--card", str(path)]) == 1
+    assert main(["plan", "t5-3b", "--ranks", "8", "--card", str(path)]) == 2
     assert "was not read as a card" in capsys.readouterr().err
 
 
 def test_a_plan_without_a_model_or_ranks_says_what_is_missing(capsys):
-    assert main(["plan", "--ranks", "8"]) == 1
-    assert main(["plan", "llama3-8b"]) == 1
+    assert main(["plan", "--ranks", "8"]) == 2
+    assert main(["plan", "llama3-8b"]) == 2
     assert "fsdp2 plan llama3-8b --ranks 16" in capsys.readouterr().err
 
 

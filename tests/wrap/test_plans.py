@@ -265,10 +265,10 @@ def test_a_plan_prints_the_tree_with_sizes():
         "  (root)  GPT2LMHeadModel  4 parameters, 39,385,344 elements, 157.5 MB",
     ]
     assert str(plan(transformer().bfloat16(), by_class("Block", "TransformerBlock"))).splitlines() == [
-        "Transformer: 5 groups, 37 parameters, 794 elements, 1.6 kB",
-        "  blocks.0  TransformerBlock  10 parameters, 180 elements, 0.4 kB",
-        "    blocks.0.mlp  Block  6 parameters, 130 elements, 0.3 kB",
-        "  blocks.1  TransformerBlock  10 parameters, 180 elements, 0.4 kB",
-        "    blocks.1.mlp  Block  6 parameters, 130 elements, 0.3 kB",
-        "  (root)  Transformer  5 parameters, 174 elements, 0.3 kB",
+        "Transformer: 5 groups, 37 parameters, 794 elements, 1.59 kB",
+        "  blocks.0  TransformerBlock  10 parameters, 180 elements, 360 B",
+        "    blocks.0.mlp  Block  6 parameters, 130 elements, 260 B",
+        "  blocks.1  TransformerBlock  10 parameters, 180 elements, 360 B",
+        "    blocks.1.mlp  Block  6 parameters, 130 elements, 260 B",
+        "  (root)  Transformer  5 parameters, 174 elements, 348 B",
     ]

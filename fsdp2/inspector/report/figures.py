@@ -25,7 +25,6 @@ COLOURS = {
     "all-reduce": "#8f7fd6",
 }
 OTHER = "#9aa3ad"
-MIB = 2**20
 MAX_RANKS = 16
 """How many ranks are drawn; of a larger job the slowest ones."""
 
@@ -103,7 +102,7 @@ def memory(run: Run) -> Figure | None:
     for each in events:
         if each["ph"] == "C" and begin <= each["ts"] <= end:
             for kind, nbytes in each["args"].items():
-                lines.setdefault(kind, []).append(((each["ts"] - begin) / 1e3, nbytes / MIB))
+                lines.setdefault(kind, []).append(((each["ts"] - begin) / 1e3, nbytes / 1e6))
     data: list[Values] = []
     for kind, colour in zip(("allocated", "unsharded parameters", "all-gather buffers", "reduction buffers"), _LINES, strict=True):
         if kind in lines:
@@ -115,7 +114,7 @@ def memory(run: Run) -> Figure | None:
     layout = {
         "height": 360,
         "xaxis": {"title": {"text": f"ms since forward began, rank {rank}"}},
-        "yaxis": {"title": {"text": "MiB"}, "rangemode": "tozero"},
+        "yaxis": {"title": {"text": "MB"}, "rangemode": "tozero"},
     }
     return {"data": data, "layout": layout} if data else None
 
@@ -149,7 +148,7 @@ def _planned(run: Run, events: list[Values], begin: float, end: float) -> tuple[
             if moments[index][0] == (span["cat"], span["args"]["unit"]):
                 ahead = index
                 x.append((span["ts"] - begin) / 1e3)
-                y.append(moments[index][1] / MIB)
+                y.append(moments[index][1] / 1e6)
                 break
     return ([*x, (end - begin) / 1e3], [*y, y[-1]]) if x else None
 

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from ...printable import in_bytes
 from ..chrome import MAIN
 from ..run_folder import Values
 from .reading import Run, last_step
@@ -17,15 +18,7 @@ _PURPOSES = {"broadcast": "all-gather", "all_to_all": "reduce-scatter", "exchang
 
 
 def shown(nbytes: float | None) -> str:
-    """``shown(1536) == "1.5 KiB"``"""
-    if nbytes is None:
-        return ""
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
+    return "" if nbytes is None else in_bytes(nbytes)
 
 
 def usual(lines: Sequence[Values]) -> Sequence[Values]:

@@ -28,21 +28,21 @@ from typing import Any, Literal, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from .api import fully_shard
-from .arguments import SWITCH, require
-from .core.group.options import MicroBatch
-from .core.iteration.module_state import unit_of, units_in
-from .core.modules.optimizer_steps import STEPS
-from .core.modules.sharded_class import sharded_class
-from .core.plan.mesh import checked_mesh, device_of, read_mesh
-from .core.setup.arguments import check_policies, checked_modules
-from .core.setup.build import read_modules
-from .errors import ArgumentError, ModuleError, got_object
-from .fsdp_module import FSDPModule
-from .grouping.planning import plan
-from .policy import MixedPrecisionPolicy, OffloadPolicy
-from .strategies.same_start import broadcast, described, free_tensors, require_same
-from .strategies.strategy_mesh import flat_mesh, flat_mesh_of_nodes, node_mesh, replicated_mesh
+from ..api import fully_shard
+from ..arguments import SWITCH, require
+from ..core.group.options import MicroBatch
+from ..core.iteration.module_state import unit_of, units_in
+from ..core.modules.optimizer_steps import STEPS
+from ..core.modules.sharded_class import sharded_class
+from ..core.plan.mesh import checked_mesh, device_of, read_mesh
+from ..core.setup.arguments import check_policies, checked_modules
+from ..core.setup.build import read_modules
+from ..errors import ArgumentError, ModuleError, got_object
+from ..fsdp_module import FSDPModule
+from ..grouping.planning import plan
+from ..policy import MixedPrecisionPolicy, OffloadPolicy
+from .meshes import flat_mesh, flat_mesh_of_nodes, node_mesh, replicated_mesh
+from .same_start import broadcast, described, free_tensors, require_same
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

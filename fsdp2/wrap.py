@@ -1,4 +1,7 @@
-"""Wrapping by hand, while a model is built: ``wrap`` inside ``enable_wrap`` makes a module a group at once, in place.
+"""Which modules become groups: policies that choose, a dry run that shows, and wrapping by hand during construction.
+
+    print(plan(model, by_class(Block)))                     # what parallelize(model, wrap=by_class(Block)) would do; no process group
+    parallelize(model, wrap=by_size(50_000_000))
 
     class Net(nn.Module):
         def __init__(self):
@@ -9,6 +12,7 @@
     with enable_wrap(strategy="hsdp", shard_size=8):
         model = wrap(Net())        # the outermost module last: it takes what is left
 
+A policy is a small value; the shorthands are "auto", None (the root alone), and a set, list or tuple of module classes.
 Outside of ``enable_wrap``, ``wrap`` returns its argument as it is, so that the same class also makes an unsharded model.
 """
 
@@ -21,7 +25,24 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from ..strategy import parallelize
+from .grouping.planning import Plan, PlannedGroup, plan
+from .grouping.policies import WrapPolicy, auto, by_class, by_name, by_predicate, by_size, root_only
+from .strategy import parallelize
+
+__all__ = [
+    "Plan",
+    "PlannedGroup",
+    "WrapPolicy",
+    "auto",
+    "by_class",
+    "by_name",
+    "by_predicate",
+    "by_size",
+    "enable_wrap",
+    "plan",
+    "root_only",
+    "wrap",
+]
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

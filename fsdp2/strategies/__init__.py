@@ -1,1 +1,0 @@
-"""The parts of ``fsdp2.parallelize`` beside ``fully_shard``: meshes of strategies, and ranks that begin alike."""

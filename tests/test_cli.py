@@ -1,0 +1,85 @@
+"""The command line as a whole: exit statuses, the version, and a program that runs by ``fsdp2 run``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp2.cli import main
+
+
+def status_of(arguments: list[str]) -> int:
+    """The exit status, whether the command returns it or argparse ends the program."""
+    try:
+        return main(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["no-such-command"],
+        ["run"],
+        ["plan", "llama3-8b", "--ranks", "0"],
+        ["plan", "llama3-8b", "--ranks", "two"],
+        ["plan", "llama3-8b", "--ranks", "2", "--batch", "0"],
+        ["plan", "llama3-8b", "--ranks", "2", "--prefetch", "-1"],
+        ["plan", "no-such-model", "--ranks", "2"],
+        ["doctor", "train.py", "--steps", "0"],
+        ["doctor", "train.py", "--limit", "nan"],
+        ["doctor", "no-such-script.py"],
+        ["migrate", "no-such-folder"],
+        ["migrate", "--parity", "train.py", "--ranks", "0"],
+        ["migrate", "--parity", "no-such-script.py"],
+        ["diff", "no-such-folder", "no-such-folder"],
+        ["report", "no-such-folder"],
+        ["convert", "no-such-file", "out", "--to", "no-such-format"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_arguments_are_status_2_and_said(arguments: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert status_of(arguments) == 2
+    assert capsys.readouterr().err.strip()
+    assert not list(tmp_path.iterdir())
+
+
+def test_diff_tells_runs_that_differ_from_folders_that_are_not_there(tmp_path: Path, capsys: Any) -> None:
+    said = {"checksum": 1, "squares": 4.0, "sketch": [1.0] * 4, "replica": 0, "eps": 1e-7}
+    for name, checksum in (("a", 1), ("same", 1), ("other", 2)):
+        line = {"step": 1, "parameters": {}, "gradients": {}, "update": {"0": {"w": {**said, "checksum": checksum}}}}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "record.rank0.jsonl").write_text(f"{json.dumps(line)}\n")
+    statuses = {name: main(["diff", str(tmp_path / "a"), str(tmp_path / name)]) for name in ("same", "other", "absent")}
+    assert statuses == {"same": 0, "other": 1, "absent": 2}
+
+
+def test_what_a_script_under_parity_gets_is_what_was_typed(tmp_path: Path, monkeypatch: Any) -> None:
+    import fsdp2.migrate.parity as parity
+
+    given: list[str] = []
+    monkeypatch.setattr(parity, "compare", lambda script, arguments, *_: given.extend(arguments) or 0)
+    typed = ["http://h//a", "./b/", "c//d"]
+    assert main(["migrate", "--parity", "train.py", "--", *typed]) == 0
+    assert given == typed
+
+
+def test_the_version_and_a_program_that_runs_with_fsdp2_for_torch(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(
+        "import sys\nfrom torch.distributed.fsdp import fully_shard\n"
+        "print(__name__, fully_shard.__module__, sys.argv[1:])\nsys.exit(3)\n"
+    )
+    for words, status, out in (
+        (["--version"], 0, f"fsdp2 {importlib.metadata.version('fsdp2')}, torch {importlib.metadata.version('torch')}"),
+        (["run", "program.py", "--lr", "1"], 3, "__main__ fsdp2.api ['--lr', '1']"),
+    ):
+        done = subprocess.run([sys.executable, "-m", "fsdp2", *words], cwd=tmp_path, capture_output=True, text=True)
+        assert (done.returncode, done.stdout.strip()) == (status, out), done.stderr

@@ -52,34 +52,92 @@ class GatherTarget:
     offsets: Sequence[int]
 
 
+@dataclass(frozen=True)
+class GatherPlan:
+    """One all-gather into a target, computed once.
+
+    rank, num_shards: of the process group
+    algorithm, async_op: of the collective
+    allocates_early:  the storage is written while the gather is pending; a packed gather on the host needs it only at its copy-out
+    direct_bounds:    of the flat shard, for each parameter that is gathered directly
+    direct_outputs:   where each of these goes; ``own_rows``: this rank's part of it
+    packed_start:     the element of the flat shard from which on it travels packed
+    split_sizes, copy_outs: the columns of the packed rows, and where each goes
+    rearranged:       (index of the column, cut, whole parameter) of those that are not cut along dim 0
+    """
+
+    rank: int
+    num_shards: int
+    algorithm: backends.AllGatherAlgorithm
+    async_op: bool
+    allocates_early: bool
+    direct_bounds: Sequence[tuple[int, int]]
+    direct_outputs: list[Tensor]
+    own_rows: list[Tensor]
+    packed_start: int
+    split_sizes: list[int]
+    copy_outs: list[Tensor]
+    rearranged: Sequence[tuple[int, Cut, Tensor]]
+
+
+def plan_gather(
+    layout: GroupLayout,
+    num_direct: int,
+    target: GatherTarget,
+    process_group: dist.ProcessGroup | None,
+    algorithm: backends.AllGatherAlgorithm | None,
+    host_waits: bool,
+) -> GatherPlan:
+    """The first ``num_direct`` slots of ``layout`` are gathered directly. algorithm: None: ``backends`` chooses."""
+    num_shards, rank = layout.num_shards, 0 if process_group is None else process_group.rank()
+    backend = backends.backend_of(process_group, target.device.type)
+    nbytes = layout.unsharded_numel * target.dtype.itemsize
+    like = torch.empty(0, dtype=target.dtype, device=target.device)
+    direct, packed = layout.slots[:num_direct], layout.slots[num_direct:]
+    direct_outputs = [
+        storage_view(target.storage, like, offset, (slot.unsharded_numel,))
+        for slot, offset in zip(direct, target.offsets, strict=False)
+    ]
+    columns: list[tuple[int, Tensor]] = []
+    rearranged: list[tuple[int, Cut, Tensor]] = []
+    for slot, offset in zip(packed, target.offsets[num_direct:], strict=True):
+        if not slot.cut.is_row_major:
+            rearranged.append((len(columns), slot.cut, storage_view(target.storage, like, offset, slot.cut.shape)))
+        columns.append((slot.numel, storage_view(target.storage, like, offset, (num_shards, slot.numel))))
+        if slot.gap > 0:  # the padding goes into the padding of the unsharded storage
+            offset += slot.unsharded_numel
+            columns.append((slot.gap, storage_view(target.storage, like, offset, (num_shards, slot.gap))))
+    return GatherPlan(
+        rank=rank,
+        num_shards=num_shards,
+        algorithm=algorithm or backends.choose_all_gather(backend, num_shards, nbytes, target.device.type),
+        async_op=not backends.is_stream_ordered(backend),
+        allocates_early=bool(direct) or not host_waits,
+        direct_bounds=[(slot.offset, slot.offset + slot.numel) for slot in direct],
+        direct_outputs=direct_outputs,
+        own_rows=[output.view(num_shards, -1)[rank] for output in direct_outputs],
+        packed_start=packed[0].offset if packed else layout.shard_numel,
+        split_sizes=[size for size, _ in columns],
+        copy_outs=[out for _, out in columns],
+        rearranged=rearranged,
+    )
+
+
 class Gather:
     """Fills a storage from the flat shards of ``process_group``; reusable, one use at a time.
 
     coalesces_over: the process group over which it may share a launch (on the host: a collective) with others; None if it never does
-
-    It has twenty-three attributes: the first sixteen are computed once, the others belong to the gather under way.
     """
 
     __slots__ = (
-        "_algorithm",
-        "_alloc_early",
-        "_async_op",
-        "_copy_outs",
-        "_direct_bounds",
-        "_direct_outputs",
         "_event",
         "_flat",
         "_flat_inputs",
         "_held",
-        "_num_shards",
-        "_own_rows",
         "_packed",
-        "_packed_start",
         "_pending",
+        "_plan",
         "_process_group",
-        "_rank",
-        "_rearranged",
-        "_split_sizes",
         "_started_on",
         "_streams",
         "_target",
@@ -95,42 +153,17 @@ class Gather:
         streams: Streams,
         algorithm: backends.AllGatherAlgorithm | None,
     ) -> None:
-        """layout: its first ``num_direct`` slots are gathered directly. process_group: None if there is one shard only."""
+        """See ``plan_gather``. process_group: None if there is one shard only."""
+        self._plan = plan = plan_gather(layout, num_direct, target, process_group, algorithm, streams.host_waits)
         self._target = target
         self._process_group = process_group
         self._streams = streams
-        self._num_shards = layout.num_shards
-        backend = backends.backend_of(process_group, target.device.type)
-        self._async_op = not backends.is_stream_ordered(backend)
-        nbytes = layout.unsharded_numel * target.dtype.itemsize
-        self._algorithm = algorithm or backends.choose_all_gather(backend, layout.num_shards, nbytes, target.device.type)
         if streams.host_waits:
-            shares = self._async_op and algorithm is None and num_direct == 0
+            shares = plan.async_op and algorithm is None and num_direct == 0
         else:
-            shares = not self._async_op and self._algorithm == "stock"
+            shares = not plan.async_op and plan.algorithm == "stock"
         self.coalesces_over = process_group if shares else None
-        like = torch.empty(0, dtype=target.dtype, device=target.device)
-        direct, packed = layout.slots[:num_direct], layout.slots[num_direct:]
-        self._direct_bounds = [(slot.offset, slot.offset + slot.numel) for slot in direct]
-        self._direct_outputs = [
-            storage_view(target.storage, like, offset, (slot.unsharded_numel,))
-            for slot, offset in zip(direct, target.offsets, strict=False)
-        ]
-        self._rank = 0 if process_group is None else process_group.rank()
-        self._own_rows = [output.view(self._num_shards, -1)[self._rank] for output in self._direct_outputs]
-        self._packed_start = packed[0].offset if packed else layout.shard_numel
-        self._split_sizes: list[int] = []
-        self._copy_outs: list[Tensor] = []
-        self._rearranged: list[tuple[int, Cut, Tensor]] = []
-        for slot, offset in zip(packed, target.offsets[num_direct:], strict=True):
-            if not slot.cut.is_row_major:
-                whole = storage_view(target.storage, like, offset, slot.cut.shape)
-                self._rearranged.append((len(self._copy_outs), slot.cut, whole))
-            self._add_copy_out(like, offset, slot.numel)
-            if slot.gap > 0:  # the padding goes into the padding of the unsharded storage
-                self._add_copy_out(like, offset + slot.unsharded_numel, slot.gap)
-        # A packed gather on the host needs the storage only at its copy-out; elsewhere it is written while it is pending.
-        self._alloc_early = bool(direct) or not streams.host_waits
+        # Of the gather under way:
         self._flat: Tensor | None = None
         self._flat_inputs: list[Tensor] = []
         self._pending: collectives.Pending | None = None
@@ -138,10 +171,6 @@ class Gather:
         self._held: Tensor | None = None
         self._event: object = None
         self._started_on: Stream = None
-
-    def _add_copy_out(self, like: Tensor, offset: int, numel: int) -> None:
-        self._split_sizes.append(numel)
-        self._copy_outs.append(storage_view(self._target.storage, like, offset, (self._num_shards, numel)))
 
     def start(self, flat: Tensor | None, copy: bool, together: list[Waiting] | None = None) -> None:
         """Issue the collectives; on a stream device their copy-out is queued behind them at once.
@@ -162,13 +191,13 @@ class Gather:
                 self._held = flat.to(target.device, copy=True).to(target.dtype)
             else:  # the cast is a copy
                 self._held = flat.to(target.dtype)
-        if self._alloc_early and target.storage.nbytes() == 0:  # else the storage was kept, and resizing would move it
+        if self._plan.allocates_early and target.storage.nbytes() == 0:  # else the storage was kept, and resizing would move it
             streams.resize(target.storage, target.nbytes)
         if streams.host_waits:
             self._send(flat, copy)
             return
         self._started_on = behind = streams.compute
-        if self._own_rows and self._is_converted(flat):
+        if self._plan.own_rows and self._is_converted(flat):
             streams.order(streams.copy_in, streams.mark(streams.compute))
             behind = streams.copy_in  # not the gather stream, where the collective before this one may still run
             with streams.on(behind):
@@ -190,37 +219,37 @@ class Gather:
 
     def _fill_own_rows(self, flat: Tensor) -> None:
         """Cast, or copy to the device, this rank's part of the direct outputs, in place: that takes no other buffer."""
-        shards = flat[: self._direct_bounds[-1][1]].to(self._target.device, non_blocking=True)
-        torch._foreach_copy_(self._own_rows, [shards[start:stop] for start, stop in self._direct_bounds])
+        shards = flat[: self._plan.direct_bounds[-1][1]].to(self._target.device, non_blocking=True)
+        torch._foreach_copy_(self._plan.own_rows, [shards[start:stop] for start, stop in self._plan.direct_bounds])
 
     def to_send(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """The (outputs, inputs) of a collective, on the gather stream; the packed ones come first."""
-        target = self._target
+        plan, target = self._plan, self._target
         source = self._held
         if not self._streams.host_waits and self._is_converted(flat):  # in place: each input is a row of its output
-            if not self._split_sizes:
-                return self._direct_outputs, self._own_rows
-            rest = flat[self._packed_start :].to(target.device, non_blocking=True)
-            self._packed = torch.empty(rest.numel() * self._num_shards, dtype=target.dtype, device=target.device)
-            row = self._packed.narrow(0, rest.numel() * self._rank, rest.numel()).copy_(rest)
-            return [self._packed, *self._direct_outputs], [row, *self._own_rows]
+            if not plan.split_sizes:
+                return plan.direct_outputs, plan.own_rows
+            rest = flat[plan.packed_start :].to(target.device, non_blocking=True)
+            self._packed = torch.empty(rest.numel() * plan.num_shards, dtype=target.dtype, device=target.device)
+            row = self._packed.narrow(0, rest.numel() * plan.rank, rest.numel()).copy_(rest)
+            return [self._packed, *plan.direct_outputs], [row, *plan.own_rows]
         if source is None:
             source = flat.to(target.device, non_blocking=True).to(target.dtype)
         if source is self._flat:
             inputs = self._flat_inputs
         else:
-            if self._packed_start == 0 and self._split_sizes:  # everything is packed
+            if plan.packed_start == 0 and plan.split_sizes:  # everything is packed
                 inputs = [source]
             else:
-                inputs = [source[start:stop] for start, stop in self._direct_bounds]
-                if self._split_sizes:
-                    inputs.insert(0, source[self._packed_start :])
+                inputs = [source[start:stop] for start, stop in plan.direct_bounds]
+                if plan.split_sizes:
+                    inputs.insert(0, source[plan.packed_start :])
             if source is flat:  # the views of the shard itself are cut once
                 self._flat, self._flat_inputs = source, inputs
-        if not self._split_sizes:
-            return self._direct_outputs, inputs
-        self._packed = source.new_empty((source.numel() - self._packed_start) * self._num_shards)
-        return [self._packed, *self._direct_outputs], inputs
+        if not plan.split_sizes:
+            return plan.direct_outputs, inputs
+        self._packed = source.new_empty((source.numel() - plan.packed_start) * plan.num_shards)
+        return [self._packed, *plan.direct_outputs], inputs
 
     def _send(self, flat: Tensor, copy: bool) -> None:
         """Start the collectives. copy: the user asked for an asynchronous unshard; only custom communicators are told."""
@@ -229,7 +258,7 @@ class Gather:
             for output, shard in zip(outputs, inputs, strict=True):
                 output.copy_(shard)
         else:
-            self._pending = collectives.all_gather(outputs, inputs, self._process_group, self._algorithm, self._async_op)
+            self._pending = collectives.all_gather(outputs, inputs, self._process_group, self._plan.algorithm, self._plan.async_op)
 
     def receive(self, rows: Tensor, pending: collectives.Pending) -> None:
         """Take what every rank sends, (W, shard_numel), from a collective of several gathers; valid when that is finished."""
@@ -244,7 +273,7 @@ class Gather:
         """Wait; afterwards the compute stream may use, and free, the storage, and ``flat`` may be written. Once per start."""
         streams = self._streams
         if streams.host_waits:
-            if not self._alloc_early and self._target.storage.nbytes() == 0:
+            if not self._plan.allocates_early and self._target.storage.nbytes() == 0:
                 streams.resize(self._target.storage, self._target.nbytes)
             self._copy_out()
         else:
@@ -270,15 +299,15 @@ class Gather:
         packed = self._packed
         if packed is None:
             return
-        self._packed = None
-        rows = packed.view(self._num_shards, -1)
-        outs = self._copy_outs
-        if self._rearranged:
+        self._packed, plan = None, self._plan
+        rows = packed.view(plan.num_shards, -1)
+        outs = plan.copy_outs
+        if plan.rearranged:
             outs = list(outs)
-            for index, _, _ in self._rearranged:
-                outs[index] = rows.new_empty(self._num_shards, self._split_sizes[index])
-        torch.split_with_sizes_copy(rows, self._split_sizes, dim=1, out=outs)
-        for index, cut, whole in self._rearranged:
+            for index, _, _ in plan.rearranged:
+                outs[index] = rows.new_empty(plan.num_shards, plan.split_sizes[index])
+        torch.split_with_sizes_copy(rows, plan.split_sizes, dim=1, out=outs)
+        for index, cut, whole in plan.rearranged:
             assemble(outs[index], cut, whole)
 
 
@@ -411,10 +440,25 @@ class CommGather(Gather):
             source = flat.to(self._target.device, non_blocking=True).to(self._target.dtype)
         inputs = [source[start:stop] for start, stop in self._bounds]
         numel = sum(self._sizes)
-        output = self._comm.allocate((numel * self._num_shards,), dtype=source.dtype, device=source.device)
-        own = output.narrow(0, numel * self._rank, numel)
+        output = self._comm.allocate((numel * self._plan.num_shards,), dtype=source.dtype, device=source.device)
+        own = output.narrow(0, numel * self._plan.rank, numel)
         torch._foreach_copy_(list(torch.split(own, self._sizes)), inputs)
         assert self._process_group is not None
         work = self._comm(output_tensor=output, input_tensor=own, group=self._process_group, async_op=copy)
         self._packed = output
         self._pending = CommWork(work)
+
+
+def new_gather(
+    layout: GroupLayout,
+    target: GatherTarget,
+    process_group: dist.ProcessGroup | None,
+    streams: Streams,
+    algorithm: backends.AllGatherAlgorithm | None,
+    comm: AllGather | None,
+    num_direct: int = 0,
+) -> Gather:
+    """A gather through ``comm`` if the user brought one, else by ``algorithm``."""
+    if comm is not None and process_group is not None and process_group.size() > 1:
+        return CommGather(layout, target, process_group, streams, comm)
+    return Gather(layout, num_direct, target, process_group, streams, algorithm)

@@ -9,16 +9,18 @@ gathers with rank 2 only, where after backward it keeps rows [6, 8) again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...policy import AllGather
 from .. import torch_compat as compat
-from ..plan.layout import GroupLayout, group_layout
+from ..comm.backends import AllGatherAlgorithm
+from ..comm.streams import Streams
+from ..plan.layout import group_layout
 from ..plan.mesh import DataParallelMesh
-from .all_gather import Gather, Waiting
+from .all_gather import GatherTarget, Waiting, new_gather
 from .param import ShardedParam, mark, own_shard, shard_view, whole_local
 
 
@@ -29,15 +31,18 @@ class SmallerShards:
         self,
         mesh: DataParallelMesh,
         params: Sequence[ShardedParam],
-        new_gather: Callable[[GroupLayout, dist.ProcessGroup | None], Gather],
         align: int,
+        target: GatherTarget,
+        streams: Streams,
+        algorithm: AllGatherAlgorithm | None,
+        comm: AllGather | None,
     ) -> None:
         self.mesh = mesh
         self._params = params
         assert params[0].unsharded is not None
         self._specs = [param.spec.over(param.fqn, mesh, params[0].unsharded.dtype) for param in params]
         self._layout = group_layout([spec.cut for spec in self._specs], num_shards=mesh.shard_size, align=align)
-        self._gather = new_gather(self._layout, mesh.shard_group)
+        self._gather = new_gather(self._layout, target, mesh.shard_group, streams, algorithm, comm)
         self._flat: Tensor | None = None
         self.shown: list[nn.Parameter] = []  # the last result of ``keep_shards``
 

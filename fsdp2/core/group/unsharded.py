@@ -10,14 +10,12 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ...policy import AllGather
 from ..comm.streams import Stream, Streams
-from ..plan.layout import GroupLayout
 from ..plan.mesh import DataParallelMesh
-from .all_gather import CommGather, Gather, GatherTarget, LocalGather
+from .all_gather import Gather, GatherTarget, LocalGather, new_gather
 from .extension_gather import ExtensionGather
 from .group_plan import GroupPlan, direct_from_nbytes
 from .options import GroupOptions
@@ -50,7 +48,6 @@ class Unsharded:
     ) -> None:
         """flat: this rank's shards, unless they have memory of their own; comm: a custom communicator."""
         self._plan = plan
-        self._device = device
         self._options = options
         self._streams = streams
         self._comm = comm
@@ -85,10 +82,17 @@ class Unsharded:
         for param, slot in zip(plan.params, plan.layout.slots, strict=True):
             view = storage_view(self.storage, like, slot.unsharded_offset, slot.cut.shape)
             param.unsharded = new_unsharded_param(param, param.spec.to_logical(view))
+        self._target = target = GatherTarget(
+            storage=self.storage,
+            nbytes=plan.unsharded_nbytes,
+            dtype=plan.param_dtype,
+            device=device,
+            offsets=[slot.unsharded_offset for slot in plan.layout.slots],
+        )
         if mesh.shard_size == 1:
-            self.gather = LocalGather(flat, self._target(), streams)
+            self.gather = LocalGather(flat, target, streams)
         else:
-            self.gather = self._new_gather(plan.layout, mesh.shard_group, plan.num_direct)
+            self.gather = new_gather(plan.layout, target, mesh.shard_group, streams, options.all_gather, comm, plan.num_direct)
         if shares_memory:
             self.free = _do_nothing
         elif streams.host_waits:
@@ -103,27 +107,12 @@ class Unsharded:
             self._really_free = self.free
         self.free = _do_nothing if keep else self._really_free
 
-    def _target(self) -> GatherTarget:
-        plan = self._plan
-        assert self.storage is not None
-        return GatherTarget(
-            storage=self.storage,
-            nbytes=plan.unsharded_nbytes,
-            dtype=plan.param_dtype,
-            device=self._device,
-            offsets=[slot.unsharded_offset for slot in plan.layout.slots],
-        )
-
-    def _new_gather(self, layout: GroupLayout, process_group: dist.ProcessGroup | None, num_direct: int = 0) -> Gather:
-        comm, target = self._comm, self._target()
-        if comm is not None and process_group is not None and process_group.size() > 1:
-            return CommGather(layout, target, process_group, self._streams, comm)
-        return Gather(layout, num_direct, target, process_group, self._streams, self._options.all_gather)
-
     def cut_for(self, mesh: DataParallelMesh) -> SmallerShards:
         """Keep shards of the unsharded parameters over ``mesh``, the smaller one."""
         if self.smaller is None or self.smaller.mesh is not mesh:
-            self.smaller = SmallerShards(mesh, self._plan.params, self._new_gather, self._plan.align)
+            self.smaller = SmallerShards(
+                mesh, self._plan.params, self._plan.align, self._target, self._streams, self._options.all_gather, self._comm
+            )
         self.smaller.keep_shards()
         return self.smaller
 

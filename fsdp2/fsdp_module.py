@@ -5,6 +5,7 @@ Each method checks its arguments and calls its unit, group or schedule; ``core/`
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -28,7 +29,6 @@ from .core.comm.process_groups import another_over
 from .core.iteration.finalization import GradientReductionHandle
 from .core.iteration.first_forward import refuse_meta
 from .core.iteration.module_state import ModuleState, schedule_of, sharded_unit
-from .core.modules.grad_dtypes import kept_grad_dtypes
 from .core.modules.sharded_class import original_class
 from .core.setup.arguments import (
     check_bool,
@@ -604,7 +604,7 @@ class FSDPModule:
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         unit = sharded_unit(self)
         unit.reshard_for_all()  # nn.Module changes what is registered
-        with kept_grad_dtypes(unit):
+        with _kept_grad_dtypes(unit):
             result = super()._apply(*args, **kwargs)  # type: ignore[misc]
             unit.notice_changes(more_may_come=len(unit.modules) > 1)
         return result
@@ -620,3 +620,24 @@ def _units(module: Any, recurse: bool) -> list[ModuleState]:
     if not recurse:
         return [sharded_unit(module)]
     return [sharded_unit(each) for each in cast(nn.Module, module).modules() if isinstance(each, FSDPModule)]
+
+
+@contextlib.contextmanager
+def _kept_grad_dtypes(unit: ModuleState) -> Iterator[None]:
+    """Around ``_apply``, until the unit has noticed it: gradients whose dtype the user has chosen follow to the new device only."""
+    aside = []
+    for group in unit.groups:
+        if group.options.semantics == "2.13":
+            continue
+        for param in group.params:
+            grad_dtype = compat.grad_dtype_of(param.sharded)
+            if grad_dtype is not None:
+                aside.append((param, grad_dtype, param.sharded.grad))
+                param.sharded.grad = None
+    try:
+        yield
+    finally:
+        for param, grad_dtype, grad in aside:
+            compat.set_grad_dtype(param.sharded, grad_dtype)
+            if grad is not None:
+                param.sharded.grad = grad.to(param.sharded.device)

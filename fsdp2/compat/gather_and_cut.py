@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ..core import torch_compat as compat
 from ..core.group.param import ShardedParam
 from ..core.iteration.module_state import units_in
-from ..core.modules.whole_tensors import cut_whole
+from ..core.modules.state_dicts import cut_whole
 from ..core.plan.mesh import DataParallelMesh
 
 

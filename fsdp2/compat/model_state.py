@@ -180,7 +180,7 @@ def _converted(value: Tensor, gathered: _Gathered, full: bool, drop: bool, to_cp
 def place_for_loading(module: nn.Module, state: State, prefix: str) -> None:
     """Place DTensors under ``prefix`` as the parameters of ``module`` and below are, and take FSDP1's ShardedTensors. In place.
 
-    Whole tensors are cut where they are loaded (``core/modules/whole_tensors.py``). Values that fit nothing are left: ``nn.Module``
+    Whole tensors are cut where they are loaded (``core/modules/state_dicts.py``). Values that fit nothing are left: ``nn.Module``
     reports them.
     Collective: only for DTensors placed otherwise
     """

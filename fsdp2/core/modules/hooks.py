@@ -20,11 +20,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ...errors import CompileError, OrderError
 from .. import torch_compat as compat
-from ..group.own_memory import leaves_of
 from ..group.param_group import ParamGroup
 from ..iteration.call import GraphPart, next_moment
 from ..iteration.first_forward import adopt
@@ -34,7 +32,6 @@ from ..iteration.unit import Unit
 from ..plan.annotations import exempt_from_typechecking
 from ..plan.model_axes import varying_axes
 from .compiler_orders import warn_of_losing_orders
-from .grad_dtypes import AfterLoading
 from .graph_hooks import (
     apart_from,
     apart_from_bottom,
@@ -49,9 +46,9 @@ from .graph_hooks import (
 )
 from .mixed_tensors import explain_mixed_tensors, explain_uncaught
 from .optimizer_steps import watch_optimizers
+from .state_dicts import Loaded, Loading, Saved, Saving
 from .tensors import StoredTensors, find_tensors, map_tensors, stored_tensors
 from .unmanaged_parameters import REGISTRATIONS, warn_of_plain_parameters
-from .whole_tensors import cut_whole_tensors
 
 _NOT_LOOKED_FOR: Any = object()
 
@@ -91,10 +88,10 @@ class UnitHooks:
     def watch_state_dicts(self, group: ParamGroup) -> None:
         """Show the sharded parameters while the modules that own ``group``'s are saved or loaded."""
         for module in {id(owner.module): owner.module for param in group.params for owner in param.owners}.values():
-            self._handles.append(module.register_state_dict_pre_hook(_Saving(self._unit)))  # type: ignore[no-untyped-call]
-            self._handles.append(module.register_state_dict_post_hook(_Saved(self._unit)))  # type: ignore[no-untyped-call]
-            self._handles.append(module.register_load_state_dict_pre_hook(_Loading(self._unit)))  # type: ignore[no-untyped-call]
-            self._handles.append(module.register_load_state_dict_post_hook(AfterLoading(self._unit)))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_state_dict_pre_hook(Saving(self._unit)))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_state_dict_post_hook(Saved(self._unit)))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_load_state_dict_pre_hook(Loading(self._unit)))  # type: ignore[no-untyped-call]
+            self._handles.append(module.register_load_state_dict_post_hook(Loaded(self._unit)))  # type: ignore[no-untyped-call]
 
     def _watch_axes(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """See Note: gradients on a full SPMD mesh."""
@@ -415,51 +412,3 @@ def _refuse_autograd(unit: ModuleState) -> None:
             expected="torch.no_grad() around it: gradients of the whole parameters would be lost",
             fix="run training steps outside of summon_full_params",
         )
-
-
-class _Saving:
-    """A state dict hook: it shows the sharded parameters, maybe on one rank alone, because those are saved."""
-
-    def __init__(self, unit: ModuleState) -> None:
-        self._unit = unit
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._unit.hide()
-
-    def __deepcopy__(self, memo: dict[Any, Any]) -> _Saving:
-        return self  # a copied unit registers its own hook
-
-
-class _Saved(_Saving):
-    """The same behind it: a write to the local tensor of what was saved moves the version counter of the shard.
-
-    ``detach`` of a DTensor gives its local tensor a counter of its own.
-    """
-
-    @torch.inference_mode(False)
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        for group in self._unit.uses:
-            for param in group.params:
-                for owner in param.owners:
-                    value = state_dict.get(prefix + owner.name) if owner.module is module else None
-                    if isinstance(value, DTensor) and _is_alias(compat.local_tensor(value), param.local):
-                        compat.set_local_tensor(value, param.local.detach())
-
-
-def _is_alias(one: Tensor, other: Tensor) -> bool:
-    """Whether they are two whole views of the same memory."""
-    if one is other or type(one) is not type(other) or one.shape != other.shape or one.dtype is not other.dtype:
-        return False
-    return [compat.storage_key(leaf) for leaf in leaves_of(one)] == [compat.storage_key(leaf) for leaf in leaves_of(other)]
-
-
-class _Loading(_Saving):
-    """The same before loading: values go into the sharded parameters, from whole tensors as well."""
-
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        self._unit.reshard_for_all()
-        now = next_moment()
-        for group in self._unit.uses:
-            owned = [(param, owner.name) for param in group.params for owner in param.owners if owner.module is module]
-            group.note_write(now, [param for param, name in owned if prefix + name in state_dict])
-        cut_whole_tensors(self._unit, module, state_dict, prefix)

@@ -1,0 +1,106 @@
+"""What a state dict of a sharded module holds, and takes: hooks show the sharded parameters before saving and loading.
+
+torch refuses to copy a plain tensor into a DTensor. Here a state dict may have a plain tensor with the parameter's whole shape, from an
+unsharded model: each rank cuts its own pieces out of it. Nothing is communicated, so all ranks have to pass the same values.
+
+Worked example: a (5, 4) weight over 2 ranks; the state dict has a plain (5, 4) tensor, rank 1 loads its rows [3, 5)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .. import torch_compat as compat
+from ..group.own_memory import leaves_of
+from ..group.param import ShardedParam, carry_grad_dtype, own_shard
+from ..iteration.call import next_moment
+from ..iteration.module_state import ModuleState
+from ..iteration.unit import Unit
+from ..plan.model_axes import own_piece
+from ..plan.placement import in_dtype
+
+
+class Saving:
+    """Before saving, maybe on one rank alone: show the sharded parameters, because those are saved."""
+
+    def __init__(self, unit: ModuleState) -> None:
+        self._unit = unit
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self._unit.hide()
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Saving:
+        return self  # a copied unit registers its own hook
+
+
+class Saved(Saving):
+    """After saving: a write to the local tensor of what was saved moves the version counter of the shard.
+
+    ``detach`` of a DTensor gives its local tensor a counter of its own.
+    """
+
+    @torch.inference_mode(False)
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        for group in self._unit.uses:
+            for param in group.params:
+                for owner in param.owners:
+                    value = state_dict.get(prefix + owner.name) if owner.module is module else None
+                    if isinstance(value, DTensor) and _is_alias(compat.local_tensor(value), param.local):
+                        compat.set_local_tensor(value, param.local.detach())
+
+
+def _is_alias(one: Tensor, other: Tensor) -> bool:
+    """Whether they are two whole views of the same memory."""
+    if one is other or type(one) is not type(other) or one.shape != other.shape or one.dtype is not other.dtype:
+        return False
+    return [compat.storage_key(leaf) for leaf in leaves_of(one)] == [compat.storage_key(leaf) for leaf in leaves_of(other)]
+
+
+class Loading(Saving):
+    """Before loading: values go into the sharded parameters, from whole tensors as well."""
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        self._unit.reshard_for_all()
+        now = next_moment()
+        for group in self._unit.uses:
+            owned = [(param, owner.name) for param in group.params for owner in param.owners if owner.module is module]
+            group.note_write(now, [param for param, name in owned if prefix + name in state_dict])
+        cut_whole_tensors(self._unit, module, state_dict, prefix)
+
+
+class Loaded(Saving):
+    """After loading, which may have put other parameters into a module (``assign=True``): they keep ``grad_dtype``."""
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        for group in self._unit.uses:
+            for param in group.params:
+                for owner in param.owners:
+                    now = module._parameters.get(owner.name) if owner.module is module else None
+                    if now is not None and now is not param.sharded:
+                        carry_grad_dtype(param.sharded, now)
+
+
+def cut_whole_tensors(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Replace the values for parameters that ``module`` owns. state_dict: torch's own copy, so that the caller's stays."""
+    for group in unit.uses:
+        if group.plan.has_own_memory:
+            continue  # a tensor subclass decides by itself what it takes
+        for param in group.params:
+            for owner in param.owners:
+                value = state_dict.get(prefix + owner.name) if owner.module is module else None
+                if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == param.sharded.shape:
+                    state_dict[prefix + owner.name] = cut_whole(param, value)
+
+
+@torch.no_grad()
+def cut_whole(param: ShardedParam, whole: Tensor) -> Tensor:
+    """A copy of this rank's piece of ``whole``, placed like the sharded parameter, in the dtype of ``whole``."""
+    spec = param.spec
+    whole = whole.detach()
+    piece = whole if spec.unsharded is None else own_piece(whole, spec.unsharded)
+    shard = spec.to_logical(own_shard(piece, spec, param.rank)).clone()  # ``assign`` must not keep the whole
+    return compat.new_dtensor(shard, in_dtype(spec.sharded, whole.dtype))

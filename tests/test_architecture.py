@@ -60,6 +60,15 @@ def test_files_that_the_documents_name_exist():
     assert [f"{page}: {name}" for page, name in named if not (PACKAGE / name).exists()] == []
 
 
+def test_readers_of_other_programs_checkpoints_are_imported_when_they_are_first_asked_for():
+    """The linter holds that no file of training imports one; the package's own names are the way that is left."""
+    at_once = [
+        node for node in ast.parse((PACKAGE / "checkpoint" / "__init__.py").read_text()).body if isinstance(node, ast.ImportFrom)
+    ]
+    assert at_once
+    assert [node.module for node in at_once if "conversion" in (node.module or "")] == []
+
+
 def test_one_file_warns_the_user():
     """It knows on which rank, and at which line (fsdp2/user_warnings.py)."""
     warns = re.compile(r"warnings\.warn\b|from warnings import|warn_explicit\(|\.warning\(")

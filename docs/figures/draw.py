@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from fsdp2.checkpoint.checkpoint_folder import CheckpointFolder, is_partial
-from fsdp2.checkpoint.dcp_files import METADATA
+from fsdp2.checkpoint.dcp_read import METADATA
 from fsdp2.core.plan.layout import Cut, group_layout
 from fsdp2.planner.memory import _kinds
 from fsdp2.planner.rehearsal import Rehearsed, Setting, rehearse

@@ -10,29 +10,44 @@ docs/checkpoint.md is the guide.
 
 # Which file has what:
 #
-# Checkpointer         checkpointer, checkpointer_load; checkpoint_folder, folder_lock, gloo_group; per_rank_values, random_state
-# save_safetensors     safetensors_save, safetensors_plan (what goes where), bands (to the writers), hf_commit, hf_config,
-#                      hf_pretrained (transformers' save_pretrained)
-# load_safetensors     safetensors_load, hf_folder (finding files), quantized; key_map and safetensors_format, which both have
-# load_checkpoint      load_any_format, over ``readers``: a reader for each format
-# convert, verify      over ``readers`` and ``targets``; digests
-# full_state_dict      full_state
-# DCP's files          dcp_files (reading without running them), dcp_metadata_check, dcp_strided (what torch gets wrong)
-# torch.save's files   torch_pickle, torch_zip, pickle_limits
-# a model's tensors    model_tensors (safetensors), named_state (DCP), host_copy; lazy and lazy_model (not read yet)
-# elements and bytes   boxes, byte_ranges, regular_file
-# all ranks together   every_rank; failure (how errors are worded), progress
+# Checkpointer         checkpointer, checkpointer_load, checkpoint_folder (and its lock), training_state (what a rank saves)
+# save_safetensors     safetensors_save, safetensors_plan (what goes where), gather_to_writers, folder_commit, transformers_save
+# load_safetensors     safetensors_load, safetensors_files (headers, indices); key_map, which both have
+# full_state_dict      full_state, over gather_to_writers
+# DCP's files          dcp_read (without running them), dcp_write
+# torch.save's files   torch_file, inert_pickle, pickle_limits
+# tensors              model_tensors (a model's), lazy_tensors (not read yet); shard_geometry (elements), file_reading (bytes)
+# all of these         digests (comparing bytes), failures (how errors are worded, on every rank), progress
+# conversion           open_source over a reader for each format; convert and its targets, verify, load_checkpoint
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointError
 from .checkpointer import Checkpointer, Resumed
-from .convert import Converted, convert
+from .digests import Verified
 from .full_state import full_optimizer_state_dict, full_state_dict, save_full_state
 from .key_map import Concat, KeyMap, KeyRule, Rename, Split, Stack, Transpose, Unstack
-from .load_any_format import load_checkpoint
-from .readers import Source, open_source, write_shapes
 from .safetensors_load import LoadReport, Mismatch, load_safetensors
 from .safetensors_save import SavedCheckpoint, save_safetensors
-from .verify import Verified, verify
+
+if TYPE_CHECKING:
+    from .conversion.convert import Converted, convert
+    from .conversion.load_checkpoint import load_checkpoint
+    from .conversion.open_source import open_source
+    from .conversion.rank_files import write_shapes
+    from .conversion.source import Source
+    from .conversion.verify import verify
+
+_CONVERSION = {
+    "Converted": "convert",
+    "Source": "source",
+    "convert": "convert",
+    "load_checkpoint": "load_checkpoint",
+    "open_source": "open_source",
+    "verify": "verify",
+    "write_shapes": "rank_files",
+}
 
 __all__ = [
     "CheckpointError",
@@ -63,3 +78,13 @@ __all__ = [
     "verify",
     "write_shapes",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _CONVERSION:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".conversion.{_CONVERSION[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

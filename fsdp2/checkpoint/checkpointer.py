@@ -21,10 +21,12 @@ import weakref
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -33,22 +35,31 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 from ..arguments import PROCESS_GROUP, SWITCH, require
-from ..core.comm.agreement import agree, default_group
+from ..core import torch_compat as compat
+from ..core.comm.agreement import agree, default_group, is_lost
 from ..core.comm.collective_log import at_disk
+from ..core.comm.process_groups import another_over
 from ..errors import ArgumentError, FSDPError, LostRankError, OrderError, got
 from ..hangs.joint_calls import joint
 from .checkpoint_folder import CheckpointFolder
 from .checkpointer_load import Restored, read_state
-from .dcp_files import pack, read_metadata, unpack
-from .every_rank import from_rank_0, on_every_rank, tried
-from .failure import failure
-from .gloo_group import borrow_group, give_back
-from .host_copy import host_copy
+from .dcp_read import pack, read_metadata, unpack
+from .dcp_write import DigestingWriter, LatePlanner
+from .failures import failure, from_rank_0, on_every_rank, tried
 from .model_tensors import checked_model
-from .named_state import load_into, named_model_state, named_optimizer_state, names_in, numbered_optimizer_state, put_back
-from .per_rank_values import take_per_rank_values, value_digests
-from .random_state import random_state, set_random_state
-from .targets.dcp_writer import DigestingWriter, LatePlanner
+from .training_state import (
+    host_copy,
+    load_into,
+    named_model_state,
+    named_optimizer_state,
+    names_in,
+    numbered_optimizer_state,
+    put_back,
+    random_state,
+    set_random_state,
+    take_per_rank_values,
+    value_digests,
+)
 
 
 @runtime_checkable
@@ -352,3 +363,44 @@ def _check(optimizer: Any, scheduler: Any, data: Any, keep_last: Any) -> None:
         if value is not None and not is_right:
             headline = got("Checkpointer", name, value)
             raise ArgumentError(headline, expected=expected, fix=f"pass that as {name}, or leave it out")
+
+
+# --- the process group of the writing thread, which communicates while training does ----------------------------------------------
+
+
+_Key = tuple[tuple[int, ...], timedelta | None]
+
+_free: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, list[dist.ProcessGroup]]] = WeakKeyDictionary()
+"""Groups that no thread uses, by the default group, which ends with ``destroy_process_group()``, and by ranks and time-out.
+
+They are lent again rather than destroyed: a process group costs five files and three threads as long as the process lives."""
+
+
+def borrow_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A group over the ranks of ``process_group`` (None: all), with its time-out, for the caller alone. Collective: yes, over these."""
+    if not dist.is_initialized():
+        raise OrderError(
+            "there is no process group",
+            expected="torch.distributed to be initialised, for one rank as for many",
+            fix="call torch.distributed.init_process_group before",
+        )
+    free = _free_for(process_group)
+    return free.pop() if free else another_over(_over(process_group), "checkpointer", backend="gloo")
+
+
+def give_back(group: dist.ProcessGroup, process_group: dist.ProcessGroup | None) -> None:
+    """Give it back, on all its ranks alike, with nothing under way in it. If a rank of it is gone, it is not lent again."""
+    if dist.is_initialized() and not is_lost(group):
+        _free_for(process_group).append(group)
+
+
+def _free_for(process_group: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
+    over = _over(process_group)
+    key = tuple(dist.get_process_group_ranks(over)), compat.timeout_of_group(over)
+    return _free.setdefault(_over(None), {}).setdefault(key, [])
+
+
+def _over(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    over = process_group or dist.group.WORLD
+    assert over is not None
+    return over

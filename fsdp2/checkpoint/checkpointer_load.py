@@ -20,17 +20,14 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..core import torch_compat as compat
-from .boxes import pieces_of
-from .byte_ranges import ByteReader
-from .dcp_files import read_metadata, unflatten, unpack
-from .every_rank import on_every_rank
-from .failure import failure
-from .host_copy import host_space
+from .dcp_read import DcpChunks, read_metadata, unflatten, unpack
+from .digests import compared, dcp_parts
+from .failures import failure, on_every_rank
+from .file_reading import ByteReader
+from .lazy_tensors import State
 from .model_tensors import cuts_of
-from .named_state import State, clean_name, named_model_state, named_optimizer_state, names_in
-from .per_rank_values import put_per_rank_values
-from .readers.dcp import DcpChunks
-from .verify import verify as verify_checkpoint
+from .shard_geometry import pieces_of
+from .training_state import clean_name, host_space, named_model_state, named_optimizer_state, names_in, put_per_rank_values
 
 
 @dataclass
@@ -65,7 +62,7 @@ def read_state(
     def read() -> Restored:
         rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
         if verify:
-            verify_checkpoint(path, format="dcp", share=(rank, world_size))
+            compared(path, "dcp", dcp_parts([path]), (rank, world_size))
         metadata = read_metadata(path)
         reading = _Reading(path, metadata, rank, world_size)
         reading.prepare(model, optimizer, given)

@@ -1,9 +1,9 @@
-"""Digests of a checkpoint's own bytes, by which ``verify`` notices damage: CRC-32, computed while they are written.
+"""Compares a checkpoint's bytes with the digests that were written with them, and writes those of a DCP folder.
 
-Every record of a ``torch.save`` file has its CRC-32 in the file's directory. A DCP folder's chunks are such files, so ``digests.json``
-keeps only the rest: the CRC-32 of ``.metadata`` and of each chunk's directory, which also shows that files were exchanged. A CRC
-notices any damage of up to 32 bits in a row, and of other damage all but one in four billion cases; it is no protection against an
-attacker.
+Digests are CRC-32s: safetensors files of ``save_safetensors`` and ``convert`` have that of each tensor in their header; files of
+``torch.save`` that of each record in their directory. A DCP folder's chunks are such files, so ``digests.json`` keeps only the rest:
+the CRC-32 of ``.metadata`` and of each chunk's directory, which also shows that files were exchanged. A CRC notices any damage of up
+to 32 bits in a row, and of other damage all but one in four billion cases; it is no protection against an attacker.
 
     {"files": {".metadata": {"nbytes": 1310, "crc32": 2845392438}, "__0_0.distcp": {"nbytes": 1620, "directories": {"0": 93746151}}},
      "crc32": 3421780262}
@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import zipfile
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ..durable import durable_file
-from .failure import failure
-from .hf_folder import is_inside
-from .regular_file import open_regular
+from ..errors import CheckpointError
+from .dcp_read import METADATA, read_metadata
+from .failures import failure
+from .file_reading import is_inside, open_regular
+from .safetensors_files import digest_of, digests_of, open_checkpoint, read_header, read_index, told_digest
+from .torch_file import Window, is_torch_file
 
 DIGESTS = "digests.json"
 _MAX_NBYTES = 1 << 30
@@ -91,3 +95,220 @@ def read_digests(folder: Path) -> dict[str, FileDigest] | None:
             fix="take another copy; without this file the rest can be compared with the digests that it has itself",
             file=path,
         ) from error
+
+
+# --- comparing ---------------------------------------------------------------------------------------------------------------------
+
+
+_PIECE_NBYTES = 16 << 20
+
+
+_NOWHERE = -1
+"""Stands in place of the CRC-32 of a chunk's directory, if ``digests.json`` knows the file and not the chunk."""
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A checkpoint whose bytes are as they were written.
+
+    nbytes:    that were read and compared
+    unchecked: names of files without digests
+    """
+
+    path: Path
+    format: str
+    nbytes: int
+    unchecked: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """``check`` returns the bytes compared, None if there is nothing to compare with. Raises: ValueError, saying what is wrong
+
+    problem: why the parts of the file cannot be told apart, if so; it has no other part then
+    """
+
+    file: Path
+    name: str
+    check: Callable[[], int | None]
+    problem: CheckpointError | None = None
+
+
+def compared(root: Path, kind: str, parts: Iterable[Part], share: tuple[int, int]) -> Verified:
+    """Read and compare each ``share[1]``-th of ``parts``, from ``share[0]`` on.
+
+    Raises: CheckpointError naming files and keys that are damaged, missing or cut short
+    """
+    index, count = share
+    nbytes, unchecked = 0, []
+    damaged: list[tuple[Part, str]] = []
+    for number, part in enumerate(parts):
+        if part.problem is not None:  # of every rank: it numbers the parts behind otherwise than the ranks that have no problem
+            damaged.append((part, str(part.problem).splitlines()[0]))
+            continue
+        if number % count != index:
+            continue
+        try:
+            done = part.check()
+        except (ValueError, OSError, EOFError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
+            damaged.append((part, str(getattr(error, "strerror", None) or error)))
+            continue
+        nbytes += done or 0
+        if done is None:
+            unchecked.append(f"{_shown(part.file, root)}: {part.name}")
+    damaged = [(part, why) for part, why in damaged if part.file.parent.is_dir()]  # a run may just have removed a checkpoint
+    if damaged:
+        first = damaged[0][0]
+        if first.problem is not None and len(damaged) == 1:
+            raise first.problem
+        raise failure(
+            f"{root} is damaged in {len(damaged)} places",
+            items=[f"{_shown(part.file, root)}: {part.name} {why}" for part, why in damaged],
+            expected="the bytes that were written",
+            fix="take another copy, or another checkpoint",
+            file=first.file,
+            key=first.name,
+        )
+    return Verified(root, kind, nbytes, tuple(unchecked))
+
+
+def safetensors_parts(path: Path) -> Iterator[Part]:
+    """Those of a folder, an index or a file."""
+    opened = open_checkpoint(path)
+    if opened.path.suffix == ".json":
+        yield _of_index(opened.path)
+    for file in dict.fromkeys(stored.path for stored in opened.tensors.values()):
+        yield from _of_safetensors(file)
+
+
+def dcp_parts(folders: Iterable[Path]) -> Iterator[Part]:
+    for folder in folders:
+        yield from _or_problem(folder / METADATA, _of_dcp(folder))
+
+
+def torch_parts(files: Iterable[Path]) -> Iterator[Part]:
+    for file in files:
+        yield from _or_problem(file, _of_torch_file(file))
+
+
+def _shown(file: Path, root: Path) -> str:
+    """Its name, with its folder where ``root`` has several."""
+    return str(file.relative_to(root)) if root in file.parents else file.name
+
+
+def _or_problem(file: Path, parts: Iterator[Part]) -> Iterator[Part]:
+    """``parts``, as far as they can be told: other files are compared all the same."""
+    try:
+        yield from parts
+    except CheckpointError as error:
+        yield Part(file, "", lambda: None, error)
+
+
+def _of_index(path: Path) -> Part:
+    def check() -> int | None:
+        told, found = told_digest(path), digest_of(read_index(path))
+        if told not in (None, found):
+            raise ValueError(f"has the CRC-32 {found}, {told} was written")
+        return None if told is None else path.stat().st_size
+
+    return Part(path, "the index", check)
+
+
+def _of_safetensors(path: Path) -> Iterator[Part]:
+    header = read_header(path)
+    with open_regular(path) as file:
+        text = file.read(header.nbytes)
+    told = digests_of(path, text, list(header.entries))
+    yield Part(path, "the header", lambda: None if told is None else _equal(told.header, told.found, len(text)))
+    for key, entry in header.entries.items():
+        expected = None if told is None else told.tensors[key]
+        yield Part(path, key, _checked_range(path, entry.offset, entry.nbytes, expected))
+
+
+def _checked_range(path: Path, offset: int, nbytes: int, expected: int | None) -> Callable[[], int | None]:
+    def check() -> int | None:
+        if expected is None:
+            return None
+        with open_regular(path) as file:
+            return _equal(expected, _crc(file, offset, nbytes), nbytes)
+
+    return check
+
+
+def _equal(expected: int, found: int, nbytes: int) -> int:
+    if expected != found:
+        raise ValueError(f"has the CRC-32 {found:08x}, {expected:08x} was written")
+    return nbytes
+
+
+def _crc(file: BinaryIO, offset: int, nbytes: int) -> int:
+    file.seek(offset)
+    crc, left = 0, nbytes
+    while left:
+        data = file.read(min(left, _PIECE_NBYTES))
+        if not data:
+            raise ValueError(f"is cut short by {left} bytes")
+        crc = zlib.crc32(data, crc)
+        left -= len(data)
+    return crc
+
+
+def _of_dcp(folder: Path) -> Iterator[Part]:
+    digests = read_digests(folder)
+    for name, digest in (digests or {}).items():
+        yield Part(folder / name, "the file", _checked_file(folder / name, digest))
+    if digests is None:
+        yield Part(folder / METADATA, "the file", lambda: None)
+    for index, info in (read_metadata(folder).storage_data or {}).items():
+        directories = digests[info.relative_path].directories if digests is not None and info.relative_path in digests else None
+        expected = None if directories is None else directories.get(info.offset, _NOWHERE)
+        yield from _of_zip(folder / info.relative_path, info.offset, info.length, str(index.fqn), expected)
+
+
+def _of_torch_file(path: Path) -> Iterator[Part]:
+    if not is_torch_file(path):
+        raise failure(f"{path} does not begin like a file of torch.save", expected="a whole file", file=path)
+    return _of_zip(path, 0, None, "", None)
+
+
+def _checked_file(path: Path, digest: FileDigest) -> Callable[[], int | None]:
+    def check() -> int | None:
+        if not path.is_file():
+            raise ValueError("is missing")
+        nbytes = path.stat().st_size
+        if nbytes != digest.nbytes:
+            raise ValueError(f"has {nbytes} bytes, {digest.nbytes} were written")
+        if digest.crc32 is None:
+            return 0
+        with open_regular(path) as file:
+            return _equal(digest.crc32, _crc(file, 0, nbytes), nbytes)
+
+    return check
+
+
+def _of_zip(path: Path, offset: int, length: int | None, key: str, directory: int | None) -> Iterator[Part]:
+    """One part: opening it takes as long as reading a small one."""
+
+    def check() -> int | None:
+        with open_regular(path) as file:
+            nbytes = file.seek(0, os.SEEK_END) - offset if length is None else length
+            window = Window(file, offset, nbytes)
+            try:
+                zipped = zipfile.ZipFile(window)
+            except zipfile.BadZipFile as error:
+                raise ValueError(f"is no zip, as torch.save of torch 1.6 or later writes: {error}") from error
+            if directory == _NOWHERE:
+                raise ValueError(f"is at byte {offset}, where {DIGESTS} has nothing")
+            if directory is not None:
+                _equal(directory, _crc(file, offset + zipped.start_dir, nbytes - zipped.start_dir), 0)
+            if sum(info.file_size for info in zipped.infolist()) > nbytes:
+                raise ValueError("has records that overlap, or are compressed")
+            without = [info for info in zipped.infolist() if info.CRC == 0 and info.file_size]
+            for info in zipped.infolist():
+                if info not in without:
+                    with zipped.open(info) as record:
+                        while record.read(_PIECE_NBYTES):
+                            pass  # zipfile compares at the end
+            return None if without else nbytes
+
+    yield Part(path, key or "its records", check)

@@ -29,21 +29,13 @@ from ..core.plan.mesh import device_of
 from ..durable import replaced_file, sync_folder
 from ..errors import FSDPError
 from ..hangs.joint_calls import joint
-from .bands import BandStream
-from .every_rank import from_rank_0, on_every_rank, tried
-from .folder_lock import locked
-from .lazy_model import LazyParameter
-from .model_tensors import ModelTensor, checked_model, meshes_of, reshard
-from .named_state import (
-    State,
-    clean_name,
-    map_values,
-    named_model_state,
-    named_optimizer_state,
-    names_in,
-    numbered_optimizer_state,
-)
+from .checkpoint_folder import locked
+from .failures import from_rank_0, on_every_rank, tried
+from .gather_to_writers import BandStream
+from .lazy_tensors import State
+from .model_tensors import LazyParameter, ModelTensor, checked_model, meshes_of, reshard
 from .safetensors_plan import Band, PlannedTensor
+from .training_state import clean_name, map_values, named_model_state, named_optimizer_state, names_in, numbered_optimizer_state
 
 BAND_NBYTES = 64 << 20
 

@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ..errors import ArgumentError
-from .failure import failure
-from .lazy import Joined, LazyTensor, Narrowed, Permuted, Squeezed, Unsqueezed
+from .failures import failure
+from .lazy_tensors import Joined, LazyTensor, Narrowed, Permuted, Squeezed, Unsqueezed
 
 Tensors: TypeAlias = dict[str, LazyTensor]
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]

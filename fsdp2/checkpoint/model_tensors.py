@@ -11,6 +11,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +24,9 @@ from ..core import torch_compat as compat
 from ..core.iteration.module_state import unit_of, units_in
 from ..core.iteration.unit import Unit
 from ..errors import ArgumentError, ParameterError, got_object
-from .boxes import Cut, Piece, in_order, local_shape_of, pieces_of
+from .file_reading import ByteReader
+from .lazy_tensors import NAMES, Entry, LazyTensor, Stored
+from .shard_geometry import Box, Cut, Piece, in_order, local_shape_of, pieces_of
 
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
 """Names of the submodule in which activation checkpointing, the compiler and FSDP1 keep the module that they wrap."""
@@ -258,3 +262,47 @@ def _below(module: nn.Module, name: str, above: list[nn.Module]) -> Iterator[tup
         if child is not None:
             yield from _below(child, f"{name}.{key}" if name else key, above)
     above.pop()
+
+
+# --- not read yet -----------------------------------------------------------------------------------------------------------------
+
+
+class Wanted(ByteReader):
+    """Notes what would be read.
+
+    parts: a parameter, a box of it, and the view of that box's shape that it should fill
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[tuple[ModelTensor, Box, Tensor]] = []
+
+
+@dataclass(frozen=True, eq=False)
+class LazyParameter(LazyTensor):
+    """A parameter or buffer, whole. The result of a key map is known before any value moves: reading tells what would go where.
+
+    With ``Split`` of a fused (6, 8) parameter into k of rows [4, 6), the whole of k wants rows [4, 6) of the parameter.
+    """
+
+    source: ModelTensor
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.source.tensor.shape)
+
+    def stored(self) -> Iterator[Stored]:
+        """The tensor as a file would have it, with its dtype, for messages."""
+        dtype = self.source.tensor.dtype
+        yield Stored(Path(), self.source.name, Entry(NAMES.get(dtype, str(dtype)), self.shape, 0, 0))
+
+    def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
+        assert isinstance(reader, Wanted), "values of a model are brought by gather_to_writers.py"
+        reader.parts.append((self.source, box, out))
+
+
+def wanted(lazy: LazyTensor, box: Box, out: Tensor) -> list[tuple[ModelTensor, Box, Tensor]]:
+    """The parts that make up ``box`` of ``lazy``, and each one's place in ``out``, of the box's shape. Collective: no."""
+    reader = Wanted()
+    lazy.read(box, out, reader)
+    return reader.parts

@@ -12,32 +12,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..arguments import FUNCTION, SWITCH, require
+from ..arguments import FUNCTION, SWITCH, checked_path, require
 from ..core import torch_compat as compat
 from ..core.comm.agreement import agree_on_meshes, outermost
 from ..core.iteration.unit import Unit
 from ..errors import FSDPError, MaterializationError
 from ..hangs.joint_calls import joint
 from ..materialize import RESET_NAMES, materialize
-from .boxes import Piece
-from .byte_ranges import ByteReader
-from .every_rank import tried
-from .failure import failure
-from .hf_folder import open_checkpoint
+from .digests import compared, safetensors_parts
+from .failures import failure, tried
+from .file_reading import ByteReader
 from .key_map import KeyMap, Tensors, apply_key_map
-from .lazy import LazyTensor
+from .lazy_tensors import DTYPES, LazyTensor, Stored
 from .model_tensors import ModelTensor, checked_model, give_storage, meshes_of, model_tensors, reshard, still_on_meta, take_storage
 from .progress import progress_bar
-from .quantized import Place, scale_lost, scales_of
-from .safetensors_format import DTYPES
-from .verify import verify as verify_checkpoint
+from .safetensors_files import open_checkpoint
+from .shard_geometry import Piece
 
 
 @dataclass(frozen=True)
@@ -109,13 +107,18 @@ class LoadOptions:
     init_fn: Callable[[nn.Module], object] | None
     device: torch.device | str | None
     in_place: bool
+    verify: bool
     progress: bool | None
 
-    def check(self, caller: str) -> None:
-        """Raises: ArgumentError. The device and ``key_map`` are checked where they are read."""
-        require(caller, SWITCH, strict=self.strict, ignore_mismatched=self.ignore_mismatched, in_place=self.in_place)
-        require(caller, SWITCH.or_none, progress=self.progress)
-        require(caller, FUNCTION.or_none, init_fn=self.init_fn)
+    @classmethod
+    def of(cls, caller: str, given: Mapping[str, Any]) -> LoadOptions:
+        """Those among the arguments that ``caller`` was given. Raises: ArgumentError; others check the device and ``key_map``"""
+        options = cls(**{each.name: given[each.name] for each in fields(cls)})
+        switches = {name: given[name] for name in ("strict", "ignore_mismatched", "in_place", "verify")}
+        require(caller, SWITCH, **switches)
+        require(caller, SWITCH.or_none, progress=options.progress)
+        require(caller, FUNCTION.or_none, init_fn=options.init_fn)
+        return options
 
 
 @joint
@@ -170,24 +173,15 @@ def load_safetensors(
         report.bytes_read, report.missing
     """
     checked_model(model, "load_safetensors")
+    options = LoadOptions.of("load_safetensors", locals())
 
     def opened() -> tuple[Path, Tensors, int]:
         if verify:
-            verify_checkpoint(path_or_index, format="safetensors", share=share_of(model))
+            path = checked_path("load_safetensors", "path_or_index", path_or_index)
+            compared(path, "safetensors", safetensors_parts(path), share_of(model))
         checkpoint = open_checkpoint(path_or_index)
         return checkpoint.path, dict(checkpoint.tensors), checkpoint.header_bytes
 
-    options = LoadOptions(
-        key_map=key_map,
-        strict=strict,
-        ignore_mismatched=ignore_mismatched,
-        init_fn=init_fn,
-        device=device,
-        in_place=in_place,
-        progress=progress,
-    )
-    options.check("load_safetensors")
-    require("load_safetensors", SWITCH, verify=verify)
     return load_opened(model, path_or_index, opened, options)
 
 
@@ -375,3 +369,40 @@ def _reset_if_it_can(module: nn.Module) -> None:
         if callable(method):
             method()
             return
+
+
+# --- scales of float8 tensors -----------------------------------------------------------------------------------------------------
+
+
+Place = tuple[str, int]
+"""A file, and where in it a tensor begins."""
+
+
+def place_of(stored: Stored) -> Place:
+    return str(stored.path), stored.entry.offset
+
+
+def scales_of(tensors: Mapping[str, LazyTensor]) -> dict[Place, str]:
+    """The name of the scale of each float8 tensor that has one: programs name it in many ways, all with "scale", and in its module."""
+    found: dict[Place, str] = {}
+    scales: dict[str, list[str]] = {}  # by the module, or the tensor, that they are in
+    for name in tensors:
+        parent, _, last = name.rpartition(".")
+        if "scale" in last.lower():
+            scales.setdefault(parent, []).append(name)
+    for name, lazy in tensors.items():
+        near = [each for each in (*scales.get(name, ()), *scales.get(name.rpartition(".")[0], ())) if each != name]
+        if near:
+            scale = next((each for each in near if each.startswith(name)), near[0])
+            found |= {place_of(part): scale for part in lazy.stored() if is_float8(DTYPES.get(part.entry.dtype))}
+    return found
+
+
+def is_float8(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and dtype.is_floating_point and dtype.itemsize == 1
+
+
+def scale_lost(lazy: LazyTensor, dtype: torch.dtype, scales: Mapping[Place, str]) -> str | None:
+    """The name of the scale without which ``lazy`` would be converted to ``dtype``, if there is one."""
+    lost = (scales.get(place_of(part)) for part in lazy.stored() if DTYPES.get(part.entry.dtype) is not dtype)
+    return next((scale for scale in lost if scale is not None), None)

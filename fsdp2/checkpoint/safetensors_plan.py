@@ -18,13 +18,12 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import ArgumentError
-from .boxes import Box, split
-from .failure import failure
+from .failures import failure
 from .key_map import KeyMap, Tensors, apply_key_map, inverted
-from .lazy import LazyTensor
-from .lazy_model import LazyParameter
-from .model_tensors import ModelTensor
-from .safetensors_format import DTYPES, NAMES, build_header
+from .lazy_tensors import DTYPES, NAMES, LazyTensor
+from .model_tensors import LazyParameter, ModelTensor
+from .safetensors_files import build_header
+from .shard_geometry import Box, split
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 

@@ -7,12 +7,15 @@ rank that writes.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import os
+import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,22 +23,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..arguments import PROCESS_GROUP, SWITCH, require
+from ..core import torch_compat as compat
 from ..core.comm.agreement import agree, agree_over, default_group
+from ..core.modules.sharded_class import original_class
 from ..core.plan.mesh import device_of
 from ..errors import ArgumentError, FSDPError, LostRankError, MaterializationError
+from ..fsdp_module import FSDPModule
 from ..hangs.joint_calls import joint
-from .bands import BandStream, Ready
-from .byte_ranges import bytes_of
-from .every_rank import on_every_rank, tried
-from .failure import failure
-from .folder_lock import NAME as LOCK
-from .folder_lock import locked
-from .hf_commit import Names, NewFile, choose_names, commit, make_folder, put_back, rename, take_away, temporary_path
-from .hf_config import config_files, has_config
+from .checkpoint_folder import LOCK, locked
+from .failures import failure, on_every_rank, tried
+from .file_reading import bytes_of, open_regular
+from .folder_commit import Names, NewFile, choose_names, commit, make_folder, put_back, rename, take_away, temporary_path
+from .gather_to_writers import BandStream, Ready
 from .key_map import KeyMap
-from .model_tensors import ModelTensor, checked_model, meshes_of, model_tensors, reshard, still_on_meta
+from .model_tensors import WRAPPERS, ModelTensor, checked_model, meshes_of, model_tensors, reshard, still_on_meta
 from .progress import progress_bar
-from .regular_file import open_regular
 from .safetensors_plan import (
     Band,
     PlannedFile,
@@ -344,3 +346,61 @@ class _Writer:
         """Have the last file on the disk."""
         if self._new_files:
             self._new_files[-1].finish()
+
+
+# --- transformers' config ---------------------------------------------------------------------------------------------------------
+
+
+def has_config(model: nn.Module) -> bool:
+    return hasattr(getattr(model, "config", None), "save_pretrained")
+
+
+def config_files(model: nn.Module, dtypes: Collection[torch.dtype]) -> dict[str, bytes]:
+    """Names and contents of the JSON files that transformers needs next to the weights; each config writes itself. Collective: no.
+
+    dtypes: of the weights; if all floating-point ones are of one, the config names it
+    Raises: ArgumentError if the model has no config; CheckpointError if that refuses to be saved
+    """
+    if not has_config(model):
+        raise ArgumentError(
+            f"config=True, but {type(model).__name__} has no config with save_pretrained",
+            expected="a model of transformers",
+            fix="leave config out, and write what the reader needs yourself",
+        )
+    found: dict[str, bytes] = {}
+    for name in ("config", "generation_config"):
+        each: Any = copy.deepcopy(getattr(model, name, None))
+        if not hasattr(each, "save_pretrained"):
+            continue
+        if name == "config":
+            _describe(each, model, dtypes)
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                each.save_pretrained(folder)
+            except Exception as error:
+                raise failure(
+                    f"model.{name} cannot be saved: {type(error).__name__}: {error}",
+                    expected="values that its save_pretrained accepts",
+                    fix="mend it, or pass config=False; nothing was written",
+                ) from error
+            found |= {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.suffix == ".json"}
+    return found
+
+
+def _describe(config: Any, model: nn.Module, dtypes: Collection[torch.dtype]) -> None:
+    """Write as transformers' own save_pretrained does: the user's class, not the sharded one, and the dtype of the weights."""
+    config.architectures = [_class_of(model).__name__]
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point]
+    if len(floating) == 1:
+        config.dtype = floating[0]
+
+
+def _class_of(model: nn.Module) -> type:
+    wrapped = next((module for name, module in model.named_children() if name in WRAPPERS), None)
+    if wrapped is not None:
+        return _class_of(wrapped)
+    if isinstance(model, FSDPModule):
+        return original_class(type(model))
+    if isinstance(model, compat.TorchFSDPModule):
+        return type(model).__bases__[1]
+    return type(model)

@@ -2,7 +2,7 @@
 
     model.save_pretrained(folder)        # on all ranks; rank 0 writes
 
-A plain call of transformers' streams: ``checkpoint/hf_pretrained.py`` says which are plain, and no rank holds the model. For others
+A plain call of transformers' streams: ``checkpoint/transformers_save.py`` says which are plain, and no rank holds the model. For others
 rank 0 gets the full tensors on its host, and what is written, and under which names, stays theirs.
 """
 
@@ -51,7 +51,9 @@ def saving_whole_tensors(inherited: Callable[..., Any]) -> Callable[..., Any]:
                 expected="a model that is sharded over all ranks, of which rank 0 writes",
                 fix="call fsdp2.checkpoint.save_safetensors(model, folder, process_group=...) on the ranks that have it",
             )
-        streams = importlib.import_module("fsdp2.checkpoint.hf_pretrained")  # by name: it stands above the class that has this method
+        streams = importlib.import_module(
+            "fsdp2.checkpoint.transformers_save"
+        )  # by name: it stands above the class that has this method
         said = streams.plain_call(self, inherited, bound), entries_of_adapters(self, bound) if dist.get_rank() == 0 else None
         call, entries = agree(default_group(), None, said)[0]
         if call is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.model_tensors import all_names
-from ..checkpoint.named_state import clean_name
+from ..checkpoint.training_state import clean_name
 from ..core import torch_compat as compat
 from ..core.group.param import sharded_from
 from ..core.plan.mesh import DataParallelMesh

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..checkpoint.named_state import clean_name, wants_shards
+from ..checkpoint.training_state import clean_name, wants_shards
 from ..core import torch_compat as compat
 from ..core.iteration.module_state import units_in
 from ..errors import ArgumentError, ModuleError, got

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..checkpoint.failure import failure
-from ..checkpoint.named_state import clean_name, map_values, names_in, numbered_optimizer_state
+from ..checkpoint.failures import failure
+from ..checkpoint.training_state import clean_name, map_values, names_in, numbered_optimizer_state
 from ..core import torch_compat as compat
 from ..core.comm.collective_log import during
 from ..core.group.param import ShardedParam

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..checkpoint.boxes import Box, Piece, split
+from ..checkpoint.shard_geometry import Box, Piece, split
 
 NUM_SKETCHES = 4
 _WORD = 1 << 64

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..arguments import COUNT, NATURAL, require
-from ..checkpoint.boxes import Cut, pieces_of
 from ..checkpoint.model_tensors import cuts_of
+from ..checkpoint.shard_geometry import Cut, pieces_of
 from ..core import torch_compat as compat
 from ..core.comm import collective_log
 from ..core.group.param_group import ParamGroup

@@ -23,9 +23,9 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
 from fsdp2.checkpoint import CheckpointError, convert, load_safetensors, open_source
-from fsdp2.checkpoint.dcp_files import unpack
+from fsdp2.checkpoint.dcp_read import unpack
 from fsdp2.checkpoint.pickle_limits import check_pickle
-from fsdp2.checkpoint.safetensors_format import parse_header
+from fsdp2.checkpoint.safetensors_files import parse_header
 from harness.bounded import Outcome, bounded
 
 MAX_GROWTH = 200 << 20

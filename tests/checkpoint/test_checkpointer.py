@@ -35,8 +35,8 @@ from torch.optim import Optimizer
 from fsdp2 import ArgumentError, FSDPModule, fully_shard
 from fsdp2.checkpoint import Checkpointer, CheckpointError, save_safetensors
 from fsdp2.checkpoint.checkpoint_folder import CheckpointFolder
-from fsdp2.checkpoint.every_rank import on_every_rank
-from fsdp2.checkpoint.targets.dcp_writer import DigestingWriter
+from fsdp2.checkpoint.dcp_write import DigestingWriter
+from fsdp2.checkpoint.failures import on_every_rank
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
 from harness.training import assert_same_bits, fed_own_chunk

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-import fsdp2.checkpoint.targets.streaming as streaming
 from fsdp2 import ArgumentError
 from fsdp2.checkpoint import Checkpointer, CheckpointError, convert, open_source, save_full_state, write_shapes
-from fsdp2.checkpoint.byte_ranges import ByteReader
+from fsdp2.checkpoint.conversion import targets
+from fsdp2.checkpoint.file_reading import ByteReader
 from fsdp2.cli import main
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp, transformer
@@ -90,7 +90,7 @@ def test_every_target_is_read_by_its_own_library_and_converts_on(tmp_path: Path,
     model = Odd(seed=3)
     expected = dict(model.state_dict())
     torch.save(model.state_dict(), tmp_path / "start.pt")
-    with patch.object(streaming, "BAND_NBYTES", band_nbytes):
+    with patch.object(targets, "BAND_NBYTES", band_nbytes):
         convert(tmp_path / "start.pt", tmp_path / "middle", to=through)
         convert(tmp_path / "middle", tmp_path / "end", to=to)
     if "safetensors" in (through, to):

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from fsdp2 import fully_shard
 from fsdp2.checkpoint import Checkpointer, CheckpointError, convert, load_checkpoint, open_source
-from fsdp2.checkpoint.boxes import Box, cover_problem
 from fsdp2.checkpoint.checkpoint_folder import CheckpointFolder
+from fsdp2.checkpoint.shard_geometry import Box, cover_problem
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
 from harness.training import adamw, assert_same_tensors, fed_own_chunk

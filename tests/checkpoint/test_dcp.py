@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.optim import Optimizer
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fsdp2.checkpoint.gloo_group import borrow_group, give_back
+from fsdp2.checkpoint.checkpointer import borrow_group, give_back
 from harness import cpu_mesh, on_ranks
 from harness.models import MLP, batches, mlp, token_batches, transformer
 from harness.training import adamw, assert_same_bits, fed_own_chunk, sgd

@@ -20,8 +20,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp2.checkpoint import CheckpointError, open_source
-from fsdp2.checkpoint.dcp_files import read_metadata
-from fsdp2.checkpoint.readers.inert_pickle import Inert, unpickle
+from fsdp2.checkpoint.dcp_read import read_metadata
+from fsdp2.checkpoint.inert_pickle import Inert, unpickle
 
 START = b"\x80\x02"
 ATTRIBUTES = [

@@ -98,8 +98,8 @@ CHECKPOINT = "fsdp2.checkpoint"
 
 SAVING: list[Names] = [
     (f"{CHECKPOINT}.checkpointer.host_copy", 1, 0, "memory"),
-    (f"{CHECKPOINT}.per_rank_values._plain_tensors", 1, 0, "memory"),
-    (f"{CHECKPOINT}.per_rank_values._digest", 1, 0, "memory"),
+    (f"{CHECKPOINT}.training_state._plain_tensors", 1, 0, "memory"),
+    (f"{CHECKPOINT}.training_state._digest", 1, 0, "memory"),
     (f"{CHECKPOINT}.checkpointer.take_per_rank_values", 1, 0, "memory"),
     (f"{CHECKPOINT}.checkpointer.pack", 1, 1, "memory"),  # of what differs between ranks; before it of random states
     (f"{CHECKPOINT}.checkpointer.DigestingWriter", 1, 0, "permission"),
@@ -331,14 +331,14 @@ SAVING_SAFETENSORS: list[Names] = [
     ("pathlib.Path.exists", 0, 0, "permission"),
     (f"{SAVE}.progress_bar", 0, 0, "memory"),
     (f"{SAVE}.NewFile", 0, 0, "permission"),
-    (f"{CHECKPOINT}.bands.keepers_of", 1, 0, "memory"),
-    (f"{CHECKPOINT}.bands.keepers_of", 0, 2, "memory"),
-    (f"{CHECKPOINT}.bands.BandStream._prepared", 1, 1, "memory"),
-    (f"{CHECKPOINT}.bands._Step.hand_out", 0, 0, "memory"),
+    (f"{CHECKPOINT}.gather_to_writers.keepers_of", 1, 0, "memory"),
+    (f"{CHECKPOINT}.gather_to_writers.keepers_of", 0, 2, "memory"),
+    (f"{CHECKPOINT}.gather_to_writers.BandStream._prepared", 1, 1, "memory"),
+    (f"{CHECKPOINT}.gather_to_writers._Step.hand_out", 0, 0, "memory"),
     (f"{SAVE}.bytes_of", 0, 3, "memory"),
-    (f"{CHECKPOINT}.hf_commit.NewFile.finish", 0, 0, "memory"),
+    (f"{CHECKPOINT}.folder_commit.NewFile.finish", 0, 0, "memory"),
     (f"{SAVE}.weight_map", 0, 0, "memory"),
-    (f"{CHECKPOINT}.hf_commit._files_of_index", 0, 0, "memory"),
+    (f"{CHECKPOINT}.folder_commit._files_of_index", 0, 0, "memory"),
 ]
 
 
@@ -395,7 +395,7 @@ def test_a_step_of_load_safetensors_that_fails_on_one_rank_is_an_error_on_every_
 def test_a_reader_that_fails_on_one_rank_alone_is_an_error_on_every_rank(tmp_path: Path) -> None:
     model = sharded()
     save_full_state(tmp_path / "full.pt", model)
-    names = (f"{CHECKPOINT}.load_any_format.open_source", 1, 0, "memory")
+    names = (f"{CHECKPOINT}.conversion.load_checkpoint.open_source", 1, 0, "memory")
     raises_on_every_rank(names, lambda: load_checkpoint(model, tmp_path / "full.pt"))
 
 
@@ -405,8 +405,8 @@ FULL = f"{CHECKPOINT}.full_state"
 GATHERING: list[Names] = [
     (f"{FULL}.named_model_state", 1, 0, "memory"),
     (f"{FULL}.PlannedTensor", 1, 0, "memory"),
-    (f"{CHECKPOINT}.bands.keepers_of", 0, 2, "memory"),
-    (f"{CHECKPOINT}.bands.BandStream._prepared", 1, 1, "memory"),
+    (f"{CHECKPOINT}.gather_to_writers.keepers_of", 0, 2, "memory"),
+    (f"{CHECKPOINT}.gather_to_writers.BandStream._prepared", 1, 1, "memory"),
     (f"{FULL}._Gathered._receive", 0, 1, "memory"),
     (f"{FULL}._Gathered.result", 0, 0, "memory"),
     (f"{FULL}.copy.deepcopy", 0, 0, "memory"),
@@ -503,9 +503,12 @@ def save_and_die(rank: int, store: str, out: str, how: str) -> None:
     checkpointer.save(1)
     checkpointer.wait()
     path, call = {
-        "Checkpointer": (f"{CHECKPOINT}.per_rank_values._plain_tensors", lambda: (checkpointer.save(2), checkpointer.wait())),
-        "save_safetensors": (f"{CHECKPOINT}.bands.BandStream._prepared", lambda: save_safetensors(model, Path(out) / "folder")),
-        "full_state_dict": (f"{CHECKPOINT}.bands.BandStream._prepared", lambda: full_state_dict(model)),
+        "Checkpointer": (f"{CHECKPOINT}.training_state._plain_tensors", lambda: (checkpointer.save(2), checkpointer.wait())),
+        "save_safetensors": (
+            f"{CHECKPOINT}.gather_to_writers.BandStream._prepared",
+            lambda: save_safetensors(model, Path(out) / "folder"),
+        ),
+        "full_state_dict": (f"{CHECKPOINT}.gather_to_writers.BandStream._prepared", lambda: full_state_dict(model)),
     }[how]
 
     def die(*args: Any) -> None:

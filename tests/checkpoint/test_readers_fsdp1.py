@@ -21,10 +21,9 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp2 import fully_shard
 from fsdp2.checkpoint import CheckpointError, convert, load_checkpoint, open_source
-from fsdp2.checkpoint.boxes import Box
-from fsdp2.checkpoint.byte_ranges import ByteReader
-from fsdp2.checkpoint.lazy import LazyTensor
-from fsdp2.checkpoint.readers.lazy_pieces import dtype_of
+from fsdp2.checkpoint.file_reading import ByteReader
+from fsdp2.checkpoint.lazy_tensors import LazyTensor, dtype_of
+from fsdp2.checkpoint.shard_geometry import Box
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
 from harness.training import adamw

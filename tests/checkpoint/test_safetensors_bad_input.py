@@ -18,11 +18,11 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
-import fsdp2.checkpoint.hf_commit as commit
+import fsdp2.checkpoint.folder_commit as commit
 import fsdp2.checkpoint.safetensors_plan as save_plan
 from fsdp2 import FSDPError, fully_shard
 from fsdp2.checkpoint import CheckpointError, load_safetensors, save_safetensors
-from fsdp2.checkpoint.hf_folder import is_inside
+from fsdp2.checkpoint.file_reading import is_inside
 from harness import cpu_mesh, on_ranks
 from harness.models import mlp
 

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import CPUOffloadPolicy, MaterializationError, fully_shard
-from fsdp2.checkpoint import CheckpointError, Concat, Split, load_safetensors
+from fsdp2.checkpoint import CheckpointError, Concat, LoadReport, Split, load_safetensors
+from fsdp2.checkpoint.safetensors_load import Mismatch
 from harness import cpu_mesh, on_ranks
 from harness.memory import PeakBytes
 from harness.models import mlp, transformer
@@ -407,3 +408,18 @@ def test_memory_is_the_shards_one_group_more_and_two_buffers(tmp_path, dtype):
     buffers = 0 if dtype is torch.float32 else 16 << 20  # none to read straight into place
     assert shards <= memory.peak <= shards + layer_nbytes // 2 + buffers + 4096
     assert all((param.to_local() == index).all() for index, param in enumerate(model.parameters()))
+
+
+def test_a_report_shows_counts_and_the_first_names_that_need_a_look():
+    mismatch = Mismatch("head.weight", (4, 2), torch.float32, (3, 2), ("float32",))
+    report = LoadReport(
+        loaded=[f"layers.{index}" for index in range(500)],
+        missing=["a", "b", "c", "d"],
+        mismatched=[mismatch],
+        bytes_read=1_000,
+    )
+    assert str(report) == (
+        "LoadReport(500 loaded; 4 missing (a, b, c, ...); "
+        "1 mismatched (head.weight: float32 (4, 2) in the model, float32 (3, 2) in the checkpoint); 1,000 bytes read by this rank)"
+    )
+    assert str(LoadReport()) == "LoadReport(0 loaded; 0 bytes read by this rank)"

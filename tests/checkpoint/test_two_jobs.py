@@ -24,9 +24,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2 import fully_shard
-from fsdp2.checkpoint import Checkpointer, CheckpointError, folder_lock, load_safetensors, save_full_state, save_safetensors, verify
+from fsdp2.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    checkpoint_folder,
+    load_safetensors,
+    save_full_state,
+    save_safetensors,
+    verify,
+)
 from fsdp2.checkpoint.checkpoint_folder import CheckpointFolder
-from fsdp2.checkpoint.targets.dcp_writer import DigestingWriter
+from fsdp2.checkpoint.dcp_write import DigestingWriter
 from fsdp2.inspector.run_folder import Lines, write_json
 from harness import cpu_mesh, on_ranks
 from harness.models import mlp
@@ -49,7 +57,7 @@ def test_the_second_run_in_a_folder_is_refused_until_the_first_is_closed(tmp_pat
         dist.barrier()
         if rank == 1:
             with (
-                patch.object(folder_lock, "WAIT_S", 0.0),
+                patch.object(checkpoint_folder, "WAIT_S", 0.0),
                 pytest.raises(CheckpointError, match=r"another run writes to .*: process \d+ on "),
             ):
                 checkpointer.save(1)
@@ -75,22 +83,22 @@ def test_a_folder_of_weights_and_a_file_are_locked_while_they_are_written(tmp_pa
     if rank == 0:
         save_safetensors(model, tmp_path / "folder", process_group=group)
         (tmp_path / "folder" / ".model.safetensors.0123abcd.tmp").touch()  # what is being written
-        assert folder_lock.take(tmp_path / "folder" / ".lock")
-        assert folder_lock.take(tmp_path / ".full.pt.lock")
+        assert checkpoint_folder.take_lock(tmp_path / "folder" / ".lock")
+        assert checkpoint_folder.take_lock(tmp_path / ".full.pt.lock")
     dist.barrier()
     if rank == 1:
-        with patch.object(folder_lock, "WAIT_S", 0.0), pytest.raises(CheckpointError, match="another run writes to"):
+        with patch.object(checkpoint_folder, "WAIT_S", 0.0), pytest.raises(CheckpointError, match="another run writes to"):
             save_safetensors(model, tmp_path / "folder", process_group=group)
         names = sorted(each.name for each in (tmp_path / "folder").iterdir())
         assert names == [".lock", ".model.safetensors.0123abcd.tmp", "model.safetensors"]
-    with patch.object(folder_lock, "WAIT_S", 0.0), patch("fsdp2.checkpoint.full_state.default_group", lambda: None):
+    with patch.object(checkpoint_folder, "WAIT_S", 0.0), patch("fsdp2.checkpoint.full_state.default_group", lambda: None):
         if rank == 1:
             with pytest.raises(CheckpointError, match="another run writes to"), patch("torch.distributed.get_rank", lambda *_: 0):
                 save_full_state(tmp_path / "full.pt", mlp())
     dist.barrier()
     if rank == 0:
-        folder_lock.give_up(tmp_path / "folder" / ".lock")
-        folder_lock.give_up(tmp_path / ".full.pt.lock")
+        checkpoint_folder.give_up_lock(tmp_path / "folder" / ".lock")
+        checkpoint_folder.give_up_lock(tmp_path / ".full.pt.lock")
     dist.barrier()
     if rank == 1:
         save_safetensors(model, tmp_path / "folder", process_group=group)
@@ -104,7 +112,7 @@ def test_a_dead_owner_loses_its_lock_even_if_its_children_live(tmp_path: Path) -
     owner = os.fork()
     if owner == 0:
         try:
-            folder_lock.take(path)
+            checkpoint_folder.take_lock(path)
             child = os.fork()
             if child == 0:  # like a worker of a data loader: it has the open file too
                 os.close(read)
@@ -115,15 +123,15 @@ def test_a_dead_owner_loses_its_lock_even_if_its_children_live(tmp_path: Path) -
             os._exit(1)
     child = int(os.read(read, 100))
     try:
-        with patch.object(folder_lock, "WAIT_S", 0.0), pytest.raises(CheckpointError, match=f"process {owner} on "):
-            folder_lock.take(path)
+        with patch.object(checkpoint_folder, "WAIT_S", 0.0), pytest.raises(CheckpointError, match=f"process {owner} on "):
+            checkpoint_folder.take_lock(path)
         os.kill(owner, signal.SIGKILL)
         os.waitpid(owner, 0)
-        assert folder_lock.take(path)
-        assert folder_lock.take(path)  # the same process may have it several times
-        folder_lock.give_up(path)
+        assert checkpoint_folder.take_lock(path)
+        assert checkpoint_folder.take_lock(path)  # the same process may have it several times
+        checkpoint_folder.give_up_lock(path)
         assert path.exists()
-        folder_lock.give_up(path)
+        checkpoint_folder.give_up_lock(path)
         assert not path.exists()
     finally:
         os.kill(child, signal.SIGKILL)
@@ -189,19 +197,19 @@ def test_a_lock_is_one_whatever_path_leads_to_it(tmp_path: Path) -> None:
     """With two names for it in one process, who gave up one gave up both."""
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    first, second = (folder_lock.take(tmp_path / name / ".lock") for name in ("real", "link"))
+    first, second = (checkpoint_folder.take_lock(tmp_path / name / ".lock") for name in ("real", "link"))
     assert first is not None
     assert second is not None
-    folder_lock.give_up(second)
+    checkpoint_folder.give_up_lock(second)
     assert is_locked_for_others(tmp_path / "real" / ".lock")
-    folder_lock.give_up(first)
+    checkpoint_folder.give_up_lock(first)
     assert not is_locked_for_others(tmp_path / "real" / ".lock")
 
 
 def test_a_lock_is_kept_while_others_read_its_file(tmp_path: Path) -> None:
     """A monitor that read it in this process gave it up: POSIX's locks end with any close of the file."""
     path = tmp_path / ".lock"
-    with folder_lock.locked(path):
+    with checkpoint_folder.locked(path):
         assert path.read_text().startswith("process ")
         assert is_locked_for_others(path)
     assert not path.exists()
@@ -213,12 +221,12 @@ def test_an_error_while_the_lock_is_held_is_not_hidden_by_one_of_giving_it_up(tm
 
 
 def _fail_inside(path: Path) -> None:
-    with folder_lock.locked(path):
+    with checkpoint_folder.locked(path):
         raise ValueError("ours")
 
 
 def test_inode_numbers_that_change_from_look_to_look_do_not_hold_up_a_lock(tmp_path: Path) -> None:
-    with patch("os.path.samestat", return_value=False), folder_lock.locked(tmp_path / ".lock"):
+    with patch("os.path.samestat", return_value=False), checkpoint_folder.locked(tmp_path / ".lock"):
         assert is_locked_for_others(tmp_path / ".lock")
 
 
@@ -229,7 +237,7 @@ def test_links_in_the_place_of_what_is_written_are_not_followed(tmp_path: Path) 
     for name in (".lock", "full.pt.partial", f".run.json.{os.getpid()}", "run.json", "ledger.rank0.jsonl", "full.pt"):
         (tmp_path / name).symlink_to(victim)
     with pytest.raises(CheckpointError, match=r"\.lock cannot be written"):
-        folder_lock.take(tmp_path / ".lock")
+        checkpoint_folder.take_lock(tmp_path / ".lock")
     save_full_state(tmp_path / "full.pt", mlp())
     write_json(tmp_path / "run.json", {"a": 1})
     lines = Lines(tmp_path / "ledger.rank0.jsonl")
@@ -243,19 +251,19 @@ def test_links_in_the_place_of_what_is_written_are_not_followed(tmp_path: Path) 
 
 def test_a_fork_neither_has_its_parents_lock_nor_can_give_it_up(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
-    held = folder_lock.take(path)
+    held = checkpoint_folder.take_lock(path)
     assert held is not None
     child = os.fork()
     if child == 0:
         code = 1
         with contextlib.suppress(BaseException):
-            folder_lock.give_up(held)
+            checkpoint_folder.give_up_lock(held)
             code = 0
         os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
     assert path.exists()
     assert is_locked_for_others(path)
-    folder_lock.give_up(held)
+    checkpoint_folder.give_up_lock(held)
 
 
 @contextlib.contextmanager
@@ -273,11 +281,11 @@ def is_locked_for_others(path: Path) -> bool:
     child = os.fork()
     if child == 0:
         code = 2
-        with contextlib.suppress(BaseException), patch.object(folder_lock, "WAIT_S", 0.0):
+        with contextlib.suppress(BaseException), patch.object(checkpoint_folder, "WAIT_S", 0.0):
             try:
-                held = folder_lock.take(path)
+                held = checkpoint_folder.take_lock(path)
                 assert held is not None
-                folder_lock.give_up(held)
+                checkpoint_folder.give_up_lock(held)
                 code = 0
             except CheckpointError:
                 code = 1
@@ -294,7 +302,7 @@ def write_into(folder: Path, text: str) -> None:
 
 def test_runs_do_not_meet_where_the_file_system_has_no_locks(tmp_path: Path) -> None:
     first, second = CheckpointFolder(tmp_path, keep_last=2), CheckpointFolder(tmp_path, keep_last=2)
-    with patch.object(folder_lock, "_set_lock", side_effect=OSError(errno.ENOLCK, "No locks available")):
+    with patch.object(checkpoint_folder, "_set_lock", side_effect=OSError(errno.ENOLCK, "No locks available")):
         for folder, text in ((first, "first"), (second, "second")):
             write_into(folder.begin(), text)
         paths = {text: folder.commit(1) for folder, text in ((first, "first"), (second, "second"))}

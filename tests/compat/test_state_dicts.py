@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp2.checkpoint import full_state_dict
-from fsdp2.checkpoint.named_state import named_model_state
+from fsdp2.checkpoint.training_state import named_model_state
 from fsdp2.compat import (
     CPUOffload,
     FullOptimStateDictConfig,

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp2.checkpoint.gloo_group import borrow_group, give_back
+from fsdp2.checkpoint.checkpointer import borrow_group, give_back
 from fsdp2.core.comm.process_groups import another_over
 from harness import on_ranks
 

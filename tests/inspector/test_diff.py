@@ -131,7 +131,7 @@ def test_what_ranks_record_adds_up_to_the_whole_tensor(world_size):
         for name in ("weight", "bias"):
             said = [lines[rank][0]["parameters"][str(layer)][f"{layer}.0.{name}"] for rank in range(world_size)]
             tensor = model.get_parameter(f"{layer}.0.{name}").full_tensor().detach()
-            made = fingerprint(tensor, tensor.shape, fsdp2.checkpoint.boxes.pieces_of(tensor.shape, ()))
+            made = fingerprint(tensor, tensor.shape, fsdp2.checkpoint.shard_geometry.pieces_of(tensor.shape, ()))
             assert [each["checksum"] for each in said] == [made.checksum] * world_size
 
 

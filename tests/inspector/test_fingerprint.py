@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.checkpoint.boxes import Cut, pieces_of
+from fsdp2.checkpoint.shard_geometry import Cut, pieces_of
 from fsdp2.inspector.fingerprint import NOTHING, Fingerprint, fingerprint
 
 

@@ -1,0 +1,262 @@
+"""A folder goes from one checkpoint to the next in one rename, also if a crash comes before or after it.
+
+Files are written under temporary names and renamed when all are complete. New files never take the name of one that the earlier
+checkpoint still needs, so that until the decisive rename a reader finds the earlier checkpoint, whole, and the new one from then on:
+
+    new is one file       rename to model.safetensors (readers look for it first); then the old index and its files go
+        new is several files  rename these (to names that readers do not look for yet), then the index; then the old files go
+        ... over a single     as before, but the decisive step is that the old model.safetensors goes
+
+A ``config.json`` that changes is away meanwhile, so that no reader combines weights with the config of others: after a crash between
+these renames ``from_pretrained`` finds none, and reports that, until the next save gives it back. One that stays the same is left
+alone.
+
+Before the decisive rename, the safetensors library has to open every new file, because readers use that library.
+
+The next save removes what a crash leaves behind. So one save at a time may write to a folder, which ``checkpoint_folder.py`` ensures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from ..durable import sync_folder
+from ..errors import CheckpointError
+from .failures import failure
+from .safetensors_files import INDEX, INDEX_DIGEST, SINGLE, digest_of, read_index, with_digests
+
+UNCHANGED = "make room, or choose another folder; the earlier checkpoint is unchanged"
+
+
+_NUMBERED = re.compile(r"model(-[0-9a-f]{8})?-[0-9]{5}-of-[0-9]{5}\.safetensors")
+_TEMPORARY = re.compile(r"\.(model|config|generation_config).*\.[0-9a-f]{8}\.tmp")
+_EARLIER = re.compile(r"\.(?P<name>.+\.json)\.earlier-(?P<decides>single|index)\.(?P<token>[0-9a-f]{8})\.tmp")
+
+
+@dataclass(frozen=True)
+class Names:
+    """The name of each file, in order; ``token`` marks the temporary names of one save."""
+
+    final: tuple[str, ...]
+    token: str
+
+    def temporary(self, folder: Path, index: int) -> Path:
+        return temporary_path(folder, self.final[index], self.token)
+
+
+def temporary_path(folder: Path, name: str, token: str) -> Path:
+    return folder / f".{name}.{token}.tmp"
+
+
+def rename(path: Path, to: Path) -> None:
+    """Rename, and replace an earlier file at once. Raises: CheckpointError"""
+    with _reported(to):
+        os.replace(path, to)
+
+
+def take_away(paths: Iterable[Path], names: Names) -> dict[Path, Path]:
+    """Rename those of ``paths`` that exist; returns where they are now. The next save gives back what a crash leaves there.
+
+    Raises: CheckpointError, with all of them where they were
+    """
+    decides = "single" if len(names.final) == 1 else "index"
+    aside: dict[Path, Path] = {}
+    try:
+        for path in paths:
+            if path.exists():
+                to = temporary_path(path.parent, f"{path.name}.earlier-{decides}", names.token)
+                rename(path, to)
+                aside[path] = to
+    except Exception:
+        put_back(aside)
+        raise
+    return aside
+
+
+def put_back(aside: Mapping[Path, Path]) -> None:
+    for path, to in aside.items():
+        with contextlib.suppress(OSError):  # the next save tries again
+            to.replace(path)
+
+
+def _finish_interrupted(folder: Path) -> None:
+    """Give configs that a crash has left away their places: the earlier ones if the earlier weights are there, else the new ones."""
+    for aside in list(folder.iterdir()):
+        match = _EARLIER.fullmatch(aside.name)
+        if match is None or (folder / match["name"]).exists():
+            continue
+        undecided = any(folder.glob(f".model*.{match['token']}.tmp")) or (match["decides"] == "index" and (folder / SINGLE).exists())
+        source = aside if undecided else temporary_path(folder, match["name"], match["token"])
+        if source.exists():
+            rename(source, folder / match["name"])
+
+
+def choose_names(folder: Path, num_files: int, token: str) -> Names:
+    """``model.safetensors``, or ``model-00001-of-00002.safetensors`` and so on; with the token if the folder has some of these."""
+    if num_files == 1:
+        return Names((SINGLE,), token)
+    final = _numbered("model", num_files)
+    if any((folder / name).exists() for name in final):
+        final = _numbered(f"model-{token}", num_files)
+    return Names(final, token)
+
+
+def _numbered(stem: str, num_files: int) -> tuple[str, ...]:
+    return tuple(f"{stem}-{index:05d}-of-{num_files:05d}.safetensors" for index in range(1, num_files + 1))
+
+
+def make_folder(folder: Path) -> None:
+    """Make it, or free it of temporary files that a crash has left."""
+    with _reported(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        _finish_interrupted(folder)
+        for path in folder.iterdir():
+            if _TEMPORARY.fullmatch(path.name):
+                path.unlink()
+
+
+class NewFile:
+    """A safetensors file or another that is being written, piece by piece, without a buffer.
+
+    Raises CheckpointError naming file and key.
+    The CRC-32 of each tensor is computed on the way, and put into a safetensors header at the end.
+    """
+
+    def __init__(self, path: Path, header: bytes) -> None:
+        self.path = path
+        self._header = header
+        self._crcs: dict[str, int] = {}
+        with _reported(path):
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            self.write(memoryview(header), None)
+        except CheckpointError:
+            self.remove()
+            raise
+
+    def write(self, data: memoryview, key: str | None) -> None:
+        with _reported(self.path, key):
+            if key is not None:
+                self._crcs[key] = zlib.crc32(data, self._crcs.get(key, 0))
+            while data:
+                data = data[os.write(self._file, data) :]
+
+    def finish(self) -> None:
+        """Have it all on the disk."""
+        with _reported(self.path):
+            os.pwrite(self._file, with_digests(self._header, self._crcs), 0)
+            os.fsync(self._file)
+        self.close()
+
+    def close(self) -> None:
+        if self._file >= 0:
+            with _reported(self.path):
+                file, self._file = self._file, -1
+                os.close(file)
+
+    def remove(self) -> None:
+        with contextlib.suppress(CheckpointError, OSError):
+            self.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+
+def commit(folder: Path, names: Names, nbytes: Sequence[int], weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
+    """Make the complete temporary files the folder's checkpoint, and remove the earlier one's. For one rank.
+
+    nbytes: of each file
+    Raises: CheckpointError; the earlier checkpoint then is unchanged, unless the message says otherwise
+    """
+    for index, expected in enumerate(nbytes):
+        path = names.temporary(folder, index)
+        found = path.stat().st_size if path.exists() else 0
+        if found != expected:
+            raise failure(
+                f"{path} has {found} bytes",
+                expected=f"{expected} bytes, as its writer has written",
+                fix="save to a folder that all ranks share, or with num_writers=1; the earlier checkpoint is unchanged",
+                file=path,
+            )
+        try:
+            with safe_open(path, "pt"):
+                pass  # it has read and checked the header
+        except SafetensorError as error:
+            raise failure(
+                f"the safetensors library refuses {path}: {error}", expected="a file that it opens", fix=UNCHANGED, file=path
+            ) from error
+    earlier = _files_of_index(folder)
+    if len(names.final) == 1:
+        with _reported(folder / SINGLE):
+            os.replace(names.temporary(folder, 0), folder / SINGLE)
+        earlier = [INDEX, *earlier]  # the index goes first: it must not name missing files
+    else:
+        _commit_several(folder, names, weight_map, metadata)
+    for name in (name for name in earlier if name not in names.final):
+        with contextlib.suppress(OSError):  # the new checkpoint is complete without
+            (folder / name).unlink()
+    with contextlib.suppress(OSError):
+        sync_folder(folder)
+
+
+def _commit_several(folder: Path, names: Names, weight_map: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
+    index = folder / f".{INDEX}.{names.token}.tmp"
+    told = {**metadata, INDEX_DIGEST: digest_of(weight_map)}
+    text = json.dumps({"metadata": told, "weight_map": dict(sorted(weight_map.items()))}, indent=2) + "\n"
+    done: list[Path] = []
+    try:
+        file = NewFile(index, text.encode())
+        done.append(index)
+        file.finish()
+        for position, name in enumerate(names.final):
+            with _reported(folder / name):
+                os.replace(names.temporary(folder, position), folder / name)
+            done.append(folder / name)
+        with _reported(folder / INDEX):
+            sync_folder(folder)
+            os.replace(index, folder / INDEX)
+    except BaseException:
+        for path in done:
+            path.unlink(missing_ok=True)
+        raise
+    try:
+        (folder / SINGLE).unlink(missing_ok=True)
+    except OSError as error:
+        raise failure(
+            f"{folder / SINGLE} of the earlier checkpoint cannot be removed: {error.strerror or error}",
+            expected="only the new checkpoint, which is complete; readers that look for a single file first still find the earlier one",
+            fix=f"remove {SINGLE}",
+            file=folder / SINGLE,
+        ) from error
+
+
+def _files_of_index(folder: Path) -> list[str]:
+    """Names of the files of an earlier checkpoint of several files, and of those that a crash left without an index."""
+    found = {path.name for path in folder.iterdir() if _NUMBERED.fullmatch(path.name)}
+    with contextlib.suppress(CheckpointError):
+        found |= {name for name in read_index(folder / INDEX).values() if name.endswith(".safetensors") and name != SINGLE}
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def _reported(path: Path, key: str | None = None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = f" at {key}" if key else ""
+        raise failure(
+            f"{path} cannot be written{where}: {error.strerror or error}",
+            expected="a folder that can be written to, and room for the new checkpoint beside the earlier one",
+            fix=UNCHANGED,
+            file=path,
+            key=key,
+        ) from error

@@ -1,0 +1,385 @@
+"""Tensors of a checkpoint that are not read yet: stored ones, and combinations of them.
+
+A lazy tensor has a shape and reads any box of itself. So a rank that keeps rows [6, 8) of a fused weight reads just these, from
+the stored tensors that have them.
+
+Worked examples: ``Joined((q, k), dim=0)`` of (4, 8) and (2, 8) has shape (6, 8); its rows [3, 5) are row 3 of q and row 0 of k.
+A ``Flat`` (3, 4) weight at elements [6, 18) of a flat parameter that two ranks cut in halves of 10: its rows [1, 2) are elements
+[10, 14), rank 1's first four.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .failures import failure
+from .file_reading import BUFFER_NBYTES, ByteReader
+from .shard_geometry import Box, split
+
+State = dict[str, Any]
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file.
+
+    dtype:  the format's name for it, a key of ``DTYPES`` or one that torch has no dtype for (``F4``, ...)
+    offset: of its first byte, from the beginning of the file
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class LazyTensor(ABC):
+    """A tensor to be read in parts."""
+
+    if TYPE_CHECKING:  # a field of some, computed by others
+
+        @property
+        def shape(self) -> tuple[int, ...]:
+            """Of the whole tensor."""
+
+    @abstractmethod
+    def stored(self) -> Iterator[Stored]:
+        """The stored tensors that it is made of."""
+
+    @abstractmethod
+    def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
+        """Fill ``out``, of the box's shape, any dtype, device and strides. Collective: no."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stored(LazyTensor):
+    """A tensor as it lies in a file."""
+
+    path: Path
+    key: str
+    entry: Entry
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape
+
+    def stored(self) -> Iterator[Stored]:
+        yield self
+
+    def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
+        reader.read(self.path, self.key, self.entry.offset, self.shape, DTYPES[self.entry.dtype], box, out)
+
+
+@dataclass(frozen=True, eq=False)
+class Joined(LazyTensor):
+    """``torch.cat(parts, dim)``; the parts have equal shapes but for ``dim``."""
+
+    parts: tuple[LazyTensor, ...]
+    dim: int
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.parts[0].shape)
+        shape[self.dim] = sum(part.shape[self.dim] for part in self.parts)
+        return tuple(shape)
+
+    def stored(self) -> Iterator[Stored]:
+        for part in self.parts:
+            yield from part.stored()
+
+    def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
+        origin = [0] * len(box.start)
+        for part in self.parts:
+            size = part.shape[self.dim]
+            place = Box.whole(self.shape).with_range(self.dim, origin[self.dim], origin[self.dim] + size)
+            common = box.intersect(place)
+            if common.numel > 0:
+                part.read(common.seen_from(origin), out[common.seen_from(box.start).slices], reader)
+            origin[self.dim] += size
+
+
+@dataclass(frozen=True, eq=False)
+class _View(LazyTensor):
+    """A part of ``whole``, or its elements in another order."""
+
+    whole: LazyTensor
+
+    def stored(self) -> Iterator[Stored]:
+        return self.whole.stored()
+
+
+@dataclass(frozen=True, eq=False)
+class Narrowed(_View):
+    """``whole.narrow(dim, start, length)``."""
+
+    dim: int
+    start: int
+    length: int
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.whole.shape)
+        shape[self.dim] = self.length
+        return tuple(shape)
+
+    def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
+        inside = box.with_range(self.dim, box.start[self.dim] + self.start, box.stop[self.dim] + self.start)
+        self.whole.read(inside, out, reader)
+
+
+@dataclass(frozen=True, eq=False)
+class Permuted(_View):
+    """``whole.permute(order)``."""
+
+    order: tuple[int, ...]
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.whole.shape[dim] for dim in self.order)
+
+    def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
+        back = [self.order.index(dim) for dim in range(len(self.order))]
+        inside = Box(tuple(box.start[dim] for dim in back), tuple(box.stop[dim] for dim in back))
+        self.whole.read(inside, out.permute(back), reader)
+
+
+@dataclass(frozen=True, eq=False)
+class Unsqueezed(_View):
+    """``whole.unsqueeze(dim)``."""
+
+    dim: int
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.whole.shape[: self.dim], 1, *self.whole.shape[self.dim :])
+
+    def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
+        inside = Box((*box.start[: self.dim], *box.start[self.dim + 1 :]), (*box.stop[: self.dim], *box.stop[self.dim + 1 :]))
+        self.whole.read(inside, out.squeeze(self.dim), reader)
+
+
+@dataclass(frozen=True, eq=False)
+class Squeezed(_View):
+    """``whole.squeeze(dim)``, of length 1 there."""
+
+    dim: int
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.whole.shape[: self.dim], *self.whole.shape[self.dim + 1 :])
+
+    def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
+        start, stop = box.start, box.stop
+        inside = Box((*start[: self.dim], 0, *start[self.dim :]), (*stop[: self.dim], 1, *stop[self.dim :]))
+        self.whole.read(inside, out.unsqueeze(self.dim), reader)
+
+
+# --- made of pieces ---------------------------------------------------------------------------------------------------------------
+
+
+def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements of these strides lie one after another, in order; strides of dims of size 1 say nothing."""
+    expected = 1
+    for size, step in zip(reversed(shape), reversed(stride), strict=True):
+        if size == 1:
+            continue
+        if step != expected:
+            return 0 in shape
+        expected *= size
+    return True
+
+
+def dtype_of(lazy: LazyTensor) -> torch.dtype:
+    """The dtype of its first stored part; pieces of one tensor have one dtype, which their assembler checks.
+
+    Raises: CheckpointError if torch has no such dtype
+    """
+    part = next(lazy.stored())
+    found = DTYPES.get(part.entry.dtype)
+    if found is None:
+        raise failure(
+            f"{part.path} has {part.key} in {part.entry.dtype[:100]}",
+            expected=", ".join(DTYPES),
+            fix="convert it with a library that knows this dtype",
+            file=part.path,
+            key=part.key,
+        )
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Strided(LazyTensor):
+    """``span.as_strided(shape, stride)``, the span being 1-D. Memory: the whole span while it is read."""
+
+    span: Stored
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def stored(self) -> Iterator[Stored]:
+        yield self.span
+
+    def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
+        if box.numel == 0:
+            return
+        whole = torch.empty(self.span.shape, dtype=dtype_of(self.span), device="cpu")
+        self.span.read(Box.whole(self.span.shape), whole, reader)
+        out.copy_(whole.as_strided(self.shape, self.stride)[box.slices])
+
+
+@dataclass(frozen=True, eq=False)
+class Signed(_View):
+    """``whole``, negated ("neg" in ``bits``) or conjugated ("conj"): torch saves such a view as its base's elements and these bits."""
+
+    bits: frozenset[str]
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape
+
+    def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
+        self.whole.read(box, out, reader)
+        if "neg" in self.bits:
+            out.neg_()
+        if "conj" in self.bits:
+            out.conj_physical_()
+
+
+@dataclass(frozen=True, eq=False)
+class Assembled(LazyTensor):
+    """A tensor of boxes that together cover it, each element once."""
+
+    shape: tuple[int, ...]
+    parts: tuple[tuple[Box, LazyTensor], ...]
+
+    def stored(self) -> Iterator[Stored]:
+        for _, part in self.parts:
+            yield from part.stored()
+
+    def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
+        for place, part in self.parts:
+            common = box.intersect(place)
+            if common.numel > 0 or not self.shape:
+                part.read(common.seen_from(place.start), out[common.seen_from(box.start).slices], reader)
+
+
+@dataclass(frozen=True, eq=False)
+class Flat(LazyTensor):
+    """``cat(parts)[start : start + prod(shape)].view(shape)`` of 1-D parts."""
+
+    parts: tuple[LazyTensor, ...]
+    start: int
+    shape: tuple[int, ...]
+    ends: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        ends, end = [], 0
+        for part in self.parts:
+            end += part.shape[0]
+            ends.append(end)
+        object.__setattr__(self, "ends", tuple(ends))
+
+    def needed(self) -> Iterator[tuple[int, int, LazyTensor]]:
+        """The parts that it needs, each with its range of the concatenation."""
+        first, last = self.start, self.start + math.prod(self.shape)
+        for part, end in zip(self.parts, self.ends, strict=True):
+            if end > first and end - part.shape[0] < last:
+                yield end - part.shape[0], end, part
+
+    def stored(self) -> Iterator[Stored]:
+        for _, _, part in self.needed():
+            yield from part.stored()
+        if not math.prod(self.shape):
+            yield from self.parts[0].stored()
+
+    def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
+        """Rows that lie one after another are read straight; of a narrower box, bands of whole rows, from which it is taken."""
+        if box.numel == 0:
+            return
+        row = Box((*box.start[:1], *[0] * (len(self.shape) - 1)), (*box.stop[:1], *self.shape[1:]))
+        if row == box and out.is_contiguous():
+            self._read_range(box, out.view(-1), reader)
+            return
+        itemsize = dtype_of(self).itemsize
+        for band in split(row, max(BUFFER_NBYTES // itemsize, 1)):
+            common = band.intersect(box)
+            if common.numel > 0:
+                values = torch.empty(band.shape, dtype=dtype_of(self), device="cpu")
+                self._read_range(band, values.view(-1), reader)
+                out[common.seen_from(box.start).slices].copy_(values[common.seen_from(band.start).slices])
+
+    def _read_range(self, box: Box, out: Tensor, reader: ByteReader) -> None:
+        """Read ``box``, which is one run of elements."""
+        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
+        first = self.start + sum(start * stride for start, stride in zip(box.start, strides, strict=True))
+        last = first + box.numel
+        for begin, end, part in self.needed():
+            low, high = max(first, begin), min(last, end)
+            if low < high:
+                part.read(Box((low - begin,), (high - begin,)), out[low - first : high - first], reader)
+
+
+def tensors_of(state: Any, prefix: str = "") -> list[tuple[str, LazyTensor]]:
+    """All lazy tensors of nested dicts and sequences, with their places joined by dots."""
+    if isinstance(state, LazyTensor):
+        return [(prefix, state)]
+    items: Sequence[tuple[Any, Any]] = ()
+    if isinstance(state, dict):
+        items = list(state.items())
+    elif isinstance(state, (list, tuple)):
+        items = list(enumerate(state))
+    return [found for key, each in items for found in tensors_of(each, f"{prefix}.{key}" if prefix else str(key))]
+
+
+def nbytes_of(lazy: LazyTensor) -> int:
+    return math.prod(lazy.shape) * dtype_of(lazy).itemsize
+
+
+def place_of(lazy: LazyTensor) -> Any:
+    """Equal for two lazy tensors that are the same bytes of the same files in the same shape: ties."""
+    match lazy:
+        case Stored():
+            return str(lazy.path), lazy.entry
+        case Strided():
+            return place_of(lazy.span), lazy.shape, lazy.stride
+        case Signed():
+            return place_of(lazy.whole), lazy.bits
+        case Narrowed():
+            return place_of(lazy.whole), lazy.dim, lazy.start, lazy.length
+        case Assembled():
+            return lazy.shape, tuple((box, place_of(part)) for box, part in lazy.parts)
+        case Flat():
+            needed = list(lazy.needed())
+            return lazy.shape, lazy.start - needed[0][0] if needed else 0, tuple(place_of(part) for _, _, part in needed)
+    stored = list(lazy.stored())
+    return (place_of(stored[0]), lazy.shape) if len(stored) == 1 and lazy.shape == stored[0].shape else id(lazy)

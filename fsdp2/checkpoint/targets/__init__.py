@@ -1,1 +1,0 @@
-"""Writers of checkpoints from lazy tensors, on one process, with bounded memory: the formats that ``convert`` can write."""

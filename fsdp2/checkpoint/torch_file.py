@@ -1,0 +1,351 @@
+"""Files of ``torch.save``, read without loading them and without ``torch.load``, and written without copying tensors.
+
+Such a file is a zip of uncompressed records: ``data.pkl`` describes the objects, and each storage is a record, read when it is wanted.
+It may be a part of a larger file, as in DCP's. ``torch.save`` copies a tensor in pieces of a few KB through Python;
+here the bytes around it are made once for each dtype and shape, and the tensor is one write from where it lies.
+
+Worked example, a (2,) fp32 tensor: records ``archive/data.pkl`` (which says dtype, shape and that the storage is "0"),
+``archive/byteorder``, ``archive/version``, then ``archive/data/0`` with its 8 bytes, then the directory, which repeats the records'
+names, lengths and CRC-32 and says where they begin.
+
+Memory: the description; no tensor.
+Source: PKWARE's APPNOTE.TXT 6.3, sections 4.3 and 4.5.3 (records of 4 GiB and more).
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import io
+import itertools
+import math
+import pickle
+import struct
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from ..core import torch_compat as compat
+from ..errors import CheckpointError
+from .failures import failure, readable
+from .file_reading import open_regular
+from .inert_pickle import SavedTensor, unpickle
+from .lazy_tensors import NAMES, Entry, LazyTensor, Signed, Stored, Strided, is_contiguous
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # its first bytes, and the lengths of the name and the extra fields that follow
+_MAX_EXPANDED_NBYTES = 1 << 30
+_MAX_EXPANSION = 16
+"""A tensor that repeats its elements (strides of 0) may be so large, or so many times larger than they: written out, it has no end."""
+
+
+def is_torch_file(path: Path) -> bool:
+    """Whether it begins like one of ``torch.save``: a zip, or the format before torch 1.6."""
+    with readable(path), open_regular(path) as file:
+        start = file.read(64)
+    return start.startswith(b"PK\x03\x04") or b"\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19" in start
+
+
+def read_torch_file(path: Path, offset: int = 0, length: int | None = None) -> Any:
+    """The objects of the file, or of ``length`` bytes of it from ``offset`` on; each tensor is a LazyTensor, unknown classes are Inert.
+
+    Raises: CheckpointError naming the file: it is cut short, none of torch.save's, or has a dtype that no target can hold
+    """
+    try:
+        with open_regular(path) as file:
+            nbytes = file.seek(0, io.SEEK_END) - offset if length is None else length
+            return _read(path, zipfile.ZipFile(Window(file, offset, nbytes)), file, offset)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a broken file may raise any error
+        raise failure(
+            f"{path} cannot be read: {str(error) or type(error).__name__}",
+            expected="a whole file that torch.save of torch 1.6 or later wrote",
+            fix="copy it again; load and save an older one with torch.load(weights_only=True) and torch.save",
+            file=path,
+        ) from error
+
+
+class Window(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, file: BinaryIO, offset: int, nbytes: int) -> None:
+        self._file = file
+        self._offset = offset
+        self._nbytes = nbytes
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(self._nbytes - self._at, 0)
+        self._file.seek(self._offset + self._at)
+        data = self._file.read(left if size < 0 else min(size, left))
+        self._at += len(data)
+        return data
+
+
+@dataclass(frozen=True)
+class _Record:
+    offset: int
+    nbytes: int
+
+
+def _read(path: Path, zipped: zipfile.ZipFile, file: BinaryIO, base: int) -> Any:
+    for info in zipped.infolist():
+        if info.CRC == 0:  # of torch.serialization.set_crc32_options(False), which zipfile would take for damage
+            info.CRC = None  # type: ignore[assignment]
+    twice = [name for name, count in Counter(zipped.namelist()).items() if count > 1]
+    if twice:  # readers would take different ones
+        raise ValueError(f"it has {twice[0]} twice")
+    prefix = _prefix(zipped)
+    compressed = [info.filename for info in zipped.infolist() if info.compress_type != zipfile.ZIP_STORED]
+    if compressed:  # a thousand times its size may be in it, and torch.save never does that
+        raise ValueError(f"{compressed[0]} is compressed")
+    byteorder = f"{prefix}byteorder"
+    if byteorder in zipped.NameToInfo and zipped.read(byteorder) != b"little":
+        raise ValueError("it was written on a big-endian machine")
+    return unpickle(zipped.read(f"{prefix}data.pkl"), _lazily(path, _finder(zipped, prefix, file, base)))
+
+
+def _prefix(zipped: zipfile.ZipFile) -> str:
+    """What the names of its records begin with: "rank_0/" in a file that was saved as rank_0.pt, "archive/" where no name was known."""
+    names = [name for name in zipped.namelist() if name == "data.pkl" or name.endswith("/data.pkl")]
+    if len(names) != 1:
+        raise ValueError("it is a zip without a data.pkl")
+    return names[0].removesuffix("data.pkl")
+
+
+def refuse_exchanged(paths: Sequence[Path]) -> None:
+    """Raises: CheckpointError if a file in ``paths``, which are in the order of ranks, was saved under the name of another of them"""
+    stems = [path.stem for path in paths]
+    last = -1
+    for path in paths:
+        with open_regular(path) as file, zipfile.ZipFile(file) as zipped:
+            name = _prefix(zipped).removesuffix("/")
+        if name not in stems:
+            continue  # all may have been renamed
+        if stems.index(name) <= last:
+            raise failure(
+                f"{path} was saved as {name}{path.suffix}",
+                expected="the file of each rank under its own name: its order is that of the elements",
+                fix="copy the files again; nothing was changed",
+                file=path,
+            )
+        last = stems.index(name)
+
+
+def _finder(zipped: zipfile.ZipFile, prefix: str, file: BinaryIO, base: int) -> Callable[[str], _Record]:
+    known: dict[str, _Record] = {}
+    following = dict(itertools.pairwise(sorted([*(info.header_offset for info in zipped.infolist()), zipped.start_dir])))
+
+    def find(key: str) -> _Record:
+        if key not in known:
+            info = zipped.getinfo(f"{prefix}data/{key}")
+            file.seek(base + info.header_offset)
+            magic, name_nbytes, extra_nbytes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+            own_name = file.read(name_nbytes).decode("utf-8" if info.flag_bits & 0x800 else "cp437")
+            start = info.header_offset + _LOCAL_HEADER.size + name_nbytes + extra_nbytes
+            end = start + info.file_size
+            file.seek(base + end)
+            has_descriptor = info.flag_bits & 0x8
+            ends_there = file.read(4) == b"PK\x07\x08" if has_descriptor else end == following[info.header_offset]
+            if magic != b"PK\x03\x04" or own_name != info.orig_filename or not ends_there:
+                raise ValueError(f"its directory does not lead to {info.orig_filename}")
+            known[key] = _Record(base + start, info.file_size)
+        return known[key]
+
+    return find
+
+
+def _lazily(path: Path, find: Callable[[str], _Record]) -> Callable[[SavedTensor], LazyTensor]:
+    def lazy(saved: SavedTensor) -> LazyTensor:
+        found = elements(saved)
+        return Signed(found, saved.bits) if saved.bits else found
+
+    def elements(saved: SavedTensor) -> LazyTensor:
+        record = find(saved.key)
+        last = sum((size - 1) * stride for size, stride in zip(saved.shape, saved.stride, strict=True))
+        span = 0 if 0 in saved.shape else last + 1
+        itemsize = saved.dtype.itemsize
+        if (
+            min((*saved.stride, saved.offset, *saved.shape), default=0) < 0
+            or (saved.offset + span) * itemsize > record.nbytes
+            or saved.dtype not in NAMES
+        ):
+            raise ValueError(f"tensor data/{saved.key} {saved.dtype} {saved.shape} does not fit its storage of {record.nbytes} bytes")
+        if math.prod(saved.shape) * itemsize > max(_MAX_EXPANDED_NBYTES, _MAX_EXPANSION * span * itemsize):
+            raise ValueError(f"tensor data/{saved.key} {saved.shape} repeats the {span * itemsize} bytes that are stored of it")
+        where = record.offset + saved.offset * itemsize
+        name = f"data/{saved.key}"
+        if is_contiguous(saved.shape, saved.stride):
+            return stored(path, name, saved.dtype, saved.shape, where)
+        return Strided(stored(path, name, saved.dtype, (span,), where), saved.shape, saved.stride)
+
+    return lazy
+
+
+def stored(path: Path, key: str, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Stored:
+    return Stored(path, key, Entry(NAMES[dtype], shape, offset, math.prod(shape) * dtype.itemsize))
+
+
+# --- descriptions -----------------------------------------------------------------------------------------------------------------
+
+
+_TYPED = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+    torch.complex64: torch.ComplexFloatStorage,
+}
+
+
+@dataclass(frozen=True)
+class StoredAs:
+    """A contiguous tensor that is all of the storage named ``key``."""
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class TensorPickler(pickle.Pickler):
+    """Writes each object for which ``stored_as`` returns a description as a tensor."""
+
+    def __init__(self, file: io.BytesIO, stored_as: Callable[[Any], StoredAs | None]) -> None:
+        super().__init__(file, protocol=2)
+        self._stored_as = stored_as
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, StoredAs):
+            return None
+        numel = math.prod(obj.shape)
+        typed = _TYPED.get(obj.dtype)
+        if typed is None:
+            return ("storage", torch.UntypedStorage, obj.key, "cpu", numel * obj.dtype.itemsize)
+        return ("storage", typed, obj.key, "cpu", numel)
+
+    def reducer_override(self, obj: Any) -> Any:
+        stored = self._stored_as(obj)
+        if stored is None:
+            return NotImplemented
+        stride = tuple(math.prod(max(size, 1) for size in stored.shape[dim + 1 :]) for dim in range(len(stored.shape)))
+        arguments: tuple[Any, ...] = (stored, 0, stored.shape, stride, False, collections.OrderedDict())
+        if stored.dtype in _TYPED:
+            return compat.REBUILD_TENSOR, arguments
+        return compat.REBUILD_TENSOR_OF_DTYPE, (*arguments, stored.dtype)
+
+
+def described(tensor: Tensor) -> bytes | None:
+    """``description_of`` a contiguous tensor; None if that would lose a part of it."""
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+    return description_of(tensor.dtype, tuple(tensor.shape)) if plain else None
+
+
+@functools.lru_cache(maxsize=10_000)
+def description_of(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes | None:
+    """The ``data.pkl`` of a contiguous tensor alone, whose storage is "0"; None if a file could not be read back."""
+    if dtype not in NAMES:
+        return None
+    file = io.BytesIO()
+    TensorPickler(file, lambda obj: StoredAs("0", dtype, shape) if obj is Ellipsis else None).dump(...)
+    return file.getvalue()
+
+
+# --- the bytes around a tensor's own ----------------------------------------------------------------------------------------------
+
+
+_ELSEWHERE = 0xFFFFFFFF  # the number is in an extra field
+LARGE = _ELSEWHERE
+"""Numbers from here on are."""
+_DATE = 0x21  # 1 January 1980, the first there is
+
+
+class _Zip:
+    """Local headers and records, and of each its line in the directory."""
+
+    def __init__(self, large: int) -> None:
+        self._large = large
+        self.directory = b""
+        self.count = 0
+
+    def header(self, name: str, nbytes: int, crc: int, at: int) -> bytes:
+        """The bytes before the record of ``nbytes`` bytes; they begin at ``at`` from the beginning of the zip."""
+        path = f"archive/{name}".encode()
+        large = nbytes >= self._large
+        size = _ELSEWHERE if large else nbytes
+        extra = struct.pack("<HHQQ", 1, 16, nbytes, nbytes) if large else b""
+        version = 45 if large or at >= self._large else 20
+        common = struct.pack("<HHHHHIIIH", version, 0, 0, 0, _DATE, crc, size, size, len(path))
+        fields = ((nbytes, nbytes) if large else ()) + ((at,) if at >= self._large else ())
+        more = struct.pack(f"<HH{len(fields)}Q", 1, 8 * len(fields), *fields) if fields else b""
+        self.directory += b"PK\x01\x02" + struct.pack("<H", version) + common
+        self.directory += struct.pack("<HHHHII", len(more), 0, 0, 0, 0, _ELSEWHERE if at >= self._large else at) + path + more
+        self.count += 1
+        return b"PK\x03\x04" + common + struct.pack("<H", len(extra)) + path + extra
+
+    def end(self, at: int) -> bytes:
+        """The directory, which begins at ``at``."""
+        nbytes = len(self.directory)
+        tail = b""
+        if at >= self._large:
+            tail = b"PK\x06\x06" + struct.pack("<QHHIIQQQQ", 44, 45, 45, 0, 0, self.count, self.count, nbytes, at)
+            tail += b"PK\x06\x07" + struct.pack("<IQI", 0, at + nbytes, 1)
+        tail += b"PK\x05\x06" + struct.pack(
+            "<HHHHIIH", 0, 0, self.count, self.count, nbytes, _ELSEWHERE if at >= self._large else at, 0
+        )
+        return self.directory + tail
+
+
+def around(description: bytes, data: memoryview) -> tuple[bytes, bytes]:
+    """The bytes before and behind ``data`` in a file whose ``data.pkl`` is ``description``; the latter are the directory."""
+    head, in_head, tail, in_tail = _without_crc(description, len(data), LARGE)
+    crc = struct.pack("<I", zlib.crc32(data))
+    return head[:in_head] + crc + head[in_head + 4 :], tail[:in_tail] + crc + tail[in_tail + 4 :]
+
+
+def data_behind(start: bytes, description: bytes, nbytes: int) -> bool:
+    """Whether ``start`` are the bytes before ``nbytes`` bytes of data in such a file, for any data."""
+    head, in_head, *_ = _without_crc(description, nbytes, LARGE)
+    return start[:in_head] == head[:in_head] and start[in_head + 4 :] == head[in_head + 4 :]
+
+
+def head_nbytes(description: bytes, nbytes: int) -> int:
+    return len(_without_crc(description, nbytes, LARGE)[0])
+
+
+@functools.lru_cache(maxsize=10_000)
+def _without_crc(description: bytes, nbytes: int, large: int) -> tuple[bytes, int, bytes, int]:
+    """Both for ``nbytes`` bytes of data, and where in each its CRC-32 goes: a training saves the same shapes again and again."""
+    zipped = _Zip(large)
+    head = b""
+    for name, record in (("data.pkl", description), ("byteorder", b"little"), ("version", b"3\n")):
+        head += zipped.header(name, len(record), zlib.crc32(record), len(head)) + record
+    in_head, in_tail = len(head) + 14, len(zipped.directory) + 16
+    head += zipped.header("data/0", nbytes, 0, len(head))
+    return head, in_head, zipped.end(len(head) + nbytes), in_tail

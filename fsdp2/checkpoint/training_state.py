@@ -1,0 +1,331 @@
+"""The state of a training loop on this rank: model and optimizer by name, random number generators, and copies in host memory.
+
+The layout is that of ``torch.distributed.checkpoint.state_dict``; names carry no prefixes of wrappers:
+
+    {"state": {"head.weight": {"step": tensor(3.), "exp_avg": DTensor}}, "param_groups": [{"lr": 0.1, "params": ["head.weight"]}]}
+
+An optimizer's state is taken as it is: torch's own ``get_optimizer_state_dict`` makes a step of zero gradients if there is no state
+yet, and Adam then counts one step more than the run without a checkpoint.
+
+Plain tensors may differ between ranks: every rank's batch norm sees its own batches. DCP saves such a tensor from any one rank. Here
+the checkpoint holds the lowest rank's value under the tensor's name, and next to it the values of the ranks that differ, which a
+load uses only on the same number of ranks.
+
+Note: strided shards. Where tensor parallelism and ``fully_shard`` cut one dim, DCP asks torch which rows a rank has. If these do not
+divide evenly over both, the answer is wrong (torch 2.13): chunks overlap, which DCP may notice or may not. DCP asks a local tensor
+instead, if it has ``__create_write_items__`` and similar methods; ``tell_chunks`` gives it these. Of 7 rows over 2 tensor-parallel
+ranks ([0, 4) and [4, 7)), each half over 3 data-parallel ranks, (dp 0, tp 1) has row 4.
+
+Source: ``_Checkpointable`` in torch/distributed/checkpoint/_checkpointable.py, which DTensor hands on to its local tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import ctypes
+import hashlib
+import random
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ..core import torch_compat as compat
+from ..errors import CheckpointError, meta_error
+from .dcp_read import chunk_of
+from .failures import failure
+from .lazy_tensors import State
+from .model_tensors import WRAPPERS, cuts_of, is_strided
+from .shard_geometry import Piece, pieces_of
+
+wants_shards: ContextVar[bool] = ContextVar("fsdp2_wants_shards", default=False)
+"""True while ``named_model_state`` asks: modules that otherwise give whole tensors, as FSDP1's do, then give DTensors."""
+
+
+def clean_name(name: str) -> str:
+    """``name`` without the prefixes that activation checkpointing and the compiler add."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def named_model_state(model: nn.Module) -> State:
+    """``model.state_dict()`` under clean names: DTensors, nothing copied. Collective: no.
+
+    Raises: MaterializationError if a part of it is still on the meta device
+    """
+    token = wants_shards.set(True)
+    try:
+        if next(model.parameters(), None) is None and not model.state_dict():
+            return {}  # torch's refuses
+        state: State = get_model_state_dict(model)
+    finally:
+        wants_shards.reset(token)
+    on_meta = {name: value for name, value in state.items() if isinstance(value, Tensor) and value.is_meta}
+    if on_meta:
+        devices = {value.device_mesh.device_type for value in on_meta.values() if hasattr(value, "device_mesh")}
+        items = [f"{name} {tuple(value.shape)}" for name, value in on_meta.items()]
+        raise meta_error(items, next(iter(devices), compat.default_device_type()))
+    return state
+
+
+def load_into(model: nn.Module, state: State) -> None:
+    """The other way: the model loads what ``named_model_state`` gave. Collective: no."""
+    if state:  # torch's refuses an empty one
+        set_model_state_dict(model, state)
+
+
+def put_back(model: nn.Module, state: State) -> None:
+    """As ``load_into``, for a model whose own way of loading may just have failed: then its tensors at least get their values."""
+    with contextlib.suppress(Exception):
+        load_into(model, state)
+    for name, tensor in named_model_state(model).items():
+        if isinstance(tensor, Tensor):
+            tensor.copy_(state[name])
+
+
+def param_names(model: nn.Module) -> dict[int, str]:
+    """The first name of each parameter, by ``id``. Sharded modules show their sharded parameters: take a state dict before."""
+    return {id(param): clean_name(name) for name, param in model.named_parameters()}
+
+
+def names_in(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """The names of the parameters of each of the optimizer's groups.
+
+    Raises: CheckpointError naming the places of parameters that are not the model's
+    """
+    known = param_names(model)
+    groups = [group["params"] for group in optimizer.param_groups]
+    foreign = [
+        f"param_groups[{at}]['params'][{index}]: {type(param).__name__} {tuple(param.shape)}"
+        for at, params in enumerate(groups)
+        for index, param in enumerate(params)
+        if id(param) not in known
+    ]
+    if foreign:
+        raise _foreign_error(foreign)
+    return [[known[id(param)] for param in params] for params in groups]
+
+
+def _foreign_error(foreign: list[str]) -> CheckpointError:
+    return failure(
+        f"the optimizer has {len(foreign)} parameters that the model has not",
+        items=foreign,
+        expected="an optimizer over the model's parameters",
+        fix="make the optimizer after fully_shard, of model.parameters()",
+    )
+
+
+def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
+    """``optimizer.state_dict()`` with names in place of numbers; nothing copied, no step taken. Collective: no."""
+    names = names_in(model, optimizer)
+    raw = optimizer.state_dict()
+    name_of: dict[Any, str] = {}
+    groups = []
+    for group, named in zip(raw["param_groups"], names, strict=True):
+        name_of.update(zip(group["params"], named, strict=True))
+        groups.append(group | {"params": named})
+    return {"state": {name_of[number]: dict(each) for number, each in raw["state"].items()}, "param_groups": groups}
+
+
+def numbered_optimizer_state(state: State, names: list[list[str]]) -> State:
+    """The argument of ``optimizer.load_state_dict`` for a result of ``named_optimizer_state``; ``names`` are the optimizer's."""
+    number_of: dict[str, int] = {}
+    groups = []
+    for group, named in zip(state["param_groups"], names, strict=True):
+        for name in named:
+            number_of[name] = len(number_of)
+        groups.append(group | {"params": [number_of[name] for name in named]})
+    return {"state": {number_of[name]: each for name, each in state["state"].items()}, "param_groups": groups}
+
+
+def map_values(change: Callable[[Any], Any], state: Any) -> Any:
+    """``state`` with every leaf of its dicts and lists changed; tuples are leaves."""
+    if isinstance(state, dict):
+        return {key: map_values(change, value) for key, value in state.items()}
+    if isinstance(state, list):
+        return [map_values(change, value) for value in state]
+    return change(state)
+
+
+# --- values that differ between ranks ---------------------------------------------------------------------------------------------
+
+
+KeyPath = tuple[Any, ...]
+
+
+def value_digests(state: dict[str, Any]) -> dict[KeyPath, bytes]:
+    """Digests of the plain tensors of ``state``, in host memory, by their path of keys, for ranks to compare."""
+    return {path: _digest(tensor) for path, tensor in _plain_tensors(state, ()).items()}
+
+
+def take_per_rank_values(state: dict[str, Any], of_ranks: Sequence[dict[KeyPath, bytes]], rank: int) -> dict[KeyPath, Tensor]:
+    """Take out of ``state`` the tensors that differ from those of the lowest rank that has them; none on that rank itself.
+
+    of_ranks: what ``value_digests`` gave on every rank
+    rank:     this one
+    """
+    first: dict[KeyPath, bytes] = {}
+    for each in of_ranks:
+        for path, digest in each.items():
+            first.setdefault(path, digest)
+    own: dict[KeyPath, Tensor] = {}
+    for path in [path for path, digest in of_ranks[rank].items() if digest != first[path]]:
+        into = state
+        for key in path[:-1]:
+            into = into[key]
+        own[path] = into.pop(path[-1])
+    return own
+
+
+def put_per_rank_values(state: dict[str, Any], own: dict[KeyPath, Tensor]) -> None:
+    """Undo ``take_per_rank_values`` on a loaded state, which may be the model's alone."""
+    for path, tensor in own.items():
+        if path[0] not in state:
+            continue
+        into = state
+        for key in path[:-1]:
+            into = into[key]
+        into[path[-1]] = tensor
+
+
+def _plain_tensors(state: Any, path: KeyPath) -> dict[KeyPath, Tensor]:
+    if isinstance(state, dict):
+        return {found: each for key, value in state.items() for found, each in _plain_tensors(value, (*path, key)).items()}
+    return {path: state} if isinstance(state, Tensor) and not isinstance(state, DTensor) else {}
+
+
+def _digest(tensor: Tensor) -> bytes:
+    tensor = tensor.contiguous()
+    nbytes = tensor.numel() * tensor.itemsize
+    content = (ctypes.c_char * nbytes).from_address(tensor.data_ptr()) if nbytes else b""
+    return hashlib.sha256(content).digest() + f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+
+
+# --- random number generators -----------------------------------------------------------------------------------------------------
+
+
+def random_state(device_type: str) -> dict[str, Any]:
+    """This rank's generators: Python's, NumPy's if it is imported, torch's; plain values, as ``torch.load(weights_only=True)`` takes.
+
+    device_type: "cuda" and so on for the generator of the current device as well, "cpu" for none
+    """
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, key, *rest = numpy.random.get_state()
+        state["numpy"] = [str(kind), key.tolist(), *(float(each) if isinstance(each, float) else int(each) for each in rest)]
+    if device_type != "cpu":
+        state[device_type] = compat.device_module(device_type).get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any], device_type: str) -> None:
+    """Continue where ``random_state`` was called; generators that it has nothing of stay as they are."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:
+        import numpy as np
+
+        kind, key, *rest = state["numpy"]
+        np.random.set_state((kind, np.array(key, dtype=np.uint32), *rest))
+    if device_type in state:
+        compat.device_module(device_type).set_rng_state(state[device_type])
+
+
+# --- copies in host memory --------------------------------------------------------------------------------------------------------
+
+
+def host_copy(state: Any, *, shared: bool = False) -> Any:
+    """``state`` with every tensor copied; of a DTensor, this rank's part. Waits for the device. Collective: no.
+
+    Copies from a device are page-locked, so that they overlap each other.
+
+    shared: tensors that are in host memory are not copied: for a caller that has finished before they change
+    Memory: this rank's part of ``state``, in host memory
+    """
+    devices: set[torch.device] = set()
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, DTensor):
+            return tell_chunks(compat.new_dtensor(copied(compat.local_tensor(value)), compat.spec_of(value)))
+        if not isinstance(value, Tensor):
+            return copy.deepcopy(value)
+        if shared and value.device.type == "cpu":
+            return value.detach()
+        devices.add(value.device)
+        return _host_space(value).copy_(value.detach(), non_blocking=True)
+
+    result = map_values(copied, state)
+    for device in devices:
+        if device.type != "cpu":
+            compat.device_module(device.type).current_stream(device).synchronize()
+    return result
+
+
+def host_space(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Host memory for this rank's part of ``like``, not written."""
+    if isinstance(like, DTensor):
+        spec = compat.spec_of(like)
+        assert spec.tensor_meta is not None
+        local = host_space(compat.local_tensor(like), dtype)
+        return compat.new_dtensor(local, replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype)))
+    return torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
+
+
+def _host_space(like: Tensor) -> Tensor:
+    return torch.empty_like(like, device="cpu", requires_grad=False, pin_memory=like.device.type != "cpu")
+
+
+# --- strided shards ---------------------------------------------------------------------------------------------------------------
+
+
+def tell_chunks(tensor: DTensor) -> DTensor:
+    """``tensor``, whose local tensor says for itself what it has of the whole, if that is sharded in strides. Collective: no."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None or not any(map(is_strided, tensor.placements)):
+        return tensor
+    local = compat.local_tensor(tensor)
+    told = _Chunks(local, torch.Size(tensor.shape), pieces_of(tensor.shape, cuts_of(tensor, coordinate)))
+    for name, method in (("write_items", told.write_items), ("chunk_list", told.chunks)):
+        setattr(local, f"__create_{name}__", method)
+    local.__get_tensor_shard__ = told.shard  # type: ignore[attr-defined]
+    return tensor
+
+
+class _Chunks:
+    """For one local tensor, which holds this object: a strong reference back would keep the tensor until a garbage collection."""
+
+    def __init__(self, local: Tensor, shape: torch.Size, pieces: Sequence[Piece]) -> None:
+        self._local = weakref.ref(local)
+        self._shape = shape
+        self._pieces = pieces
+
+    @property
+    def _tensor(self) -> Tensor:
+        local = self._local()
+        assert local is not None, "asked by its own local tensor"
+        return local
+
+    def chunks(self) -> list[ChunkStorageMetadata]:
+        return [chunk_of(piece.box) for piece in self._pieces]
+
+    def write_items(self, name: str, whole: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self._tensor)
+        data = [TensorWriteData(each, properties, self._shape) for each in self.chunks()]
+        return [WriteItem(MetadataIndex(name, each.chunk.offsets), WriteItemType.SHARD, tensor_data=each) for each in data]
+
+    def shard(self, index: MetadataIndex) -> Tensor:
+        piece = next(piece for piece in self._pieces if torch.Size(piece.box.start) == index.offset)
+        return self._tensor[piece.local.slices]

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp2
-from fsdp2.core.group.mapped_file import READ_AHEAD
+from fsdp2.mapped_file import READ_AHEAD
 from fsdp2.optim import in_backward, offloaded
 from fsdp2.testing import pretend
 

@@ -1,6 +1,6 @@
 """``fully_shard`` and the other functions of torch's FSDP2, argument by argument (methods: ``fsdp_module.py``).
 
-This file lets ``core/setup/arguments.py`` check its arguments and hands them down; ``core/`` does the work.
+This file lets ``sharding_arguments.py`` check its arguments and hands them down; ``core/`` does the work.
 """
 
 from __future__ import annotations
@@ -20,12 +20,6 @@ from .core.iteration.finalization import CommContext
 from .core.iteration.module_state import schedule_of, sharded_unit, unit_of
 from .core.modules.sharded_class import sharded_class, swap_class
 from .core.plan.mesh import read_mesh
-from .core.setup.arguments import (
-    check_method,
-    check_policies,
-    checked_modules,
-    checked_units,
-)
 from .core.setup.build import build_unit
 from .fsdp_module import FSDPModule
 from .hangs.asked import watch_if_asked
@@ -34,6 +28,12 @@ from .policy import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardPlacementResult,
+)
+from .sharding_arguments import (
+    check_method,
+    check_policies,
+    checked_modules,
+    checked_units,
 )
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]

@@ -30,7 +30,10 @@ from .core.iteration.finalization import GradientReductionHandle
 from .core.iteration.first_forward import refuse_meta
 from .core.iteration.module_state import ModuleState, schedule_of, sharded_unit
 from .core.modules.sharded_class import original_class
-from .core.setup.arguments import (
+from .core.setup.copying import deepcopy_module
+from .errors import ArgumentError, ModuleError, OrderError
+from .policy import AllGather, ReduceScatter
+from .sharding_arguments import (
     check_bool,
     check_divide_factor,
     check_max_input_buffers,
@@ -40,9 +43,6 @@ from .core.setup.arguments import (
     groups_of_one_mesh,
     refuse_custom,
 )
-from .core.setup.copying import deepcopy_module
-from .errors import ArgumentError, ModuleError, OrderError
-from .policy import AllGather, ReduceScatter
 from .user_warnings import warn
 
 

@@ -14,10 +14,10 @@ from torch import nn
 from ..core import torch_compat as compat
 from ..core.iteration.module_state import unit_of
 from ..core.modules.sharded_class import sharded_class, swap_class
-from ..core.setup.arguments import check_policies, checked_modules
 from ..core.setup.build import build_unit
 from ..errors import ArgumentError, got
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..sharding_arguments import check_policies, checked_modules
 from .api import BackwardPrefetch, MixedPrecision, ShardingStrategy, member
 from .auto_wrap import chosen_modules
 from .ignored import read_ignored

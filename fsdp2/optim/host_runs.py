@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ..core import torch_compat as compat
 from ..core.comm.streams import Event, streams_of
-from ..core.group.mapped_file import MappedFile
+from ..mapped_file import MappedFile
 from ..policy import CPUOffloadPolicy, DiskOffloadPolicy
 from .runs import Run, is_elementwise
 from .state_files import StateFile, WriteBehind

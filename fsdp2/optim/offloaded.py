@@ -19,12 +19,12 @@ from torch.optim import Optimizer
 
 from ..core.comm.agreement import agree_on_meshes, tell_later
 from ..core.comm.streams import streams_of
-from ..core.group.mapped_file import check_disk_policy
 from ..core.group.param import as_sharded
 from ..core.iteration.module_state import group_with, sharded_parameters
-from ..core.setup.arguments import checked_bool
 from ..errors import ArgumentError, FSDPError
+from ..mapped_file import check_disk_policy
 from ..policy import CPUOffloadPolicy, DiskOffloadPolicy, TorchCPUOffloadPolicy
+from ..sharding_arguments import checked_bool
 from .arguments import checked_class, listed_params
 from .flat import FlatOptimizer, State, state_of
 from .host_runs import HostRun, HostStates

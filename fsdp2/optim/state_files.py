@@ -13,8 +13,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
-from ..core.group.mapped_file import MappedFile
 from ..core.plan.layout import round_up
+from ..mapped_file import MappedFile
 
 _ALIGNMENT = 128  # of each tensor in a file, as of slots in a flat shard
 

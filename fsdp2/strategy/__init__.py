@@ -35,12 +35,12 @@ from ..core.iteration.module_state import unit_of, units_in
 from ..core.modules.optimizer_steps import STEPS
 from ..core.modules.sharded_class import sharded_class
 from ..core.plan.mesh import checked_mesh, device_of, read_mesh
-from ..core.setup.arguments import check_policies, checked_modules
 from ..core.setup.build import read_modules
 from ..errors import ArgumentError, ModuleError, got_object
 from ..fsdp_module import FSDPModule
 from ..grouping.planning import plan
 from ..policy import MixedPrecisionPolicy, OffloadPolicy
+from ..sharding_arguments import check_policies, checked_modules
 from .meshes import flat_mesh, flat_mesh_of_nodes, node_mesh, replicated_mesh
 from .same_start import broadcast, described, free_tensors, require_same
 

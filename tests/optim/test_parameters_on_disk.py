@@ -17,8 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2 import DiskOffloadPolicy, fully_shard
-from fsdp2.core.group import mapped_file
+from fsdp2 import DiskOffloadPolicy, fully_shard, mapped_file
 from fsdp2.core.group.own_memory import leaves_of
 from fsdp2.optim import offloaded
 from fsdp2.testing import pretend

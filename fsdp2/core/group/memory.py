@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 from ...errors import FSDPError, meta_error, misplaced_error
+from ...mapped_file import READ_AHEAD, MappedFile, mapped
 from ...policy import AllGather
+from .. import torch_compat as compat
 from ..comm import collective_log
 from ..comm.agreement import tell_later
 from ..comm.lost_ranks import raise_lost
@@ -32,7 +34,6 @@ from ..plan.placement import in_dtype
 from .all_gather import Waiting
 from .gradient_dtypes import gradient_dtypes
 from .group_plan import GroupPlan, have_mixed_dtypes, plan_group
-from .mapped_file import READ_AHEAD, MappedFile, mapped
 from .options import GroupOptions
 from .own_memory import has_extension, leaves_of
 from .param import ShardedParam, has_values_of_shard, shard_view
@@ -160,7 +161,9 @@ class GroupMemory:
         if self.options.folder is not None:
             locals_ = [param.local for param in self.params]
             try:
-                self.file = mapped(self.options.folder, [leaf for local in locals_ for leaf in leaves_of(local)], self._what())
+                self.file, copies = mapped(self.options.folder, [leaf for local in locals_ for leaf in leaves_of(local)], self._what())
+                for leaf, copy in copies:
+                    compat.set_data(leaf, copy)
             except FSDPError as error:  # of this rank alone: the parameters stay in memory until ranks meet
                 tell_later(error)
             self._write_file()

@@ -5,6 +5,7 @@ Everything that can be refused is refused before the first change.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ...errors import ArgumentError, DeviceError, FSDPError, MeshError, ModuleError, OrderError, ParameterError
+from ...errors import ArgumentError, DeviceError, FSDPError, MeshError, ModuleError, OrderError, ParameterError, got
+from ...mapped_file import check_disk_policy
 from ...policy import DiskOffloadPolicy
 from .. import torch_compat as compat
 from ..comm.agreement import agree_on_meshes
-from ..group.mapped_file import check_disk_policy
 from ..group.options import GroupOptions
 from ..group.own_memory import cut_out, needs_own_memory, refuse_unextendable
 from ..group.param import Owner, ShardedParam, new_sharded_param, sharded_from, shards
@@ -32,7 +33,6 @@ from ..modules.unmanaged_parameters import REGISTRATIONS, refuse_gradients
 from ..plan.annotations import exempt_from_typechecking
 from ..plan.mesh import DataParallelMesh, device_of, post_forward_mesh, read_mesh_info
 from ..plan.placement import ShardSpec, is_lazy, refuse_unplaceable, shard_spec
-from .arguments import check_placement_fn, checked_reshard_after_forward
 from .semantics import Semantics, chosen_semantics, tell_of_wide_gradients
 
 private_options: dict[str, Any] = {}
@@ -72,11 +72,11 @@ def build_unit(
     """
     exempt_from_typechecking([build_unit])
     device = device_of(mesh)
-    after = checked_reshard_after_forward(reshard_after_forward, mesh)
+    after = _checked_reshard_after_forward(reshard_after_forward, mesh)
     read = read_modules(modules, mesh, shard_placement_fn, ignored_params)
     managed, owners, placed = read.managed, read.owners, read.placed
     specs = {param: shard_spec(owners[param][0][0], param, *placed[param]) for param in owners}
-    afters = {id(own): checked_reshard_after_forward(reshard_after_forward, own) for own, _ in placed.values()}
+    afters = {id(own): _checked_reshard_after_forward(reshard_after_forward, own) for own, _ in placed.values()}
     options = GroupOptions(
         param_dtype=mp_policy.param_dtype,
         reduce_dtype=mp_policy.reduce_dtype,
@@ -159,7 +159,7 @@ def read_modules(
     ignored_params: set[nn.Parameter],
 ) -> ModulesRead:
     """Read ``modules`` without a change. Raises an FSDPError for what can't be sharded as asked. Collective: no."""
-    check_placement_fn(shard_placement_fn)
+    _check_placement_fn(shard_placement_fn)
     managed = managed_modules(modules)
     _refuse_sharded(ignored_params)
     owners = _owners(modules, managed, ignored_params)
@@ -353,6 +353,29 @@ def _borrow(tied: _Tied, place: Placer, options: GroupOptions) -> list[ParamGrou
             )
         borrowed[id(group)] = group
     return list(borrowed.values())
+
+
+def _check_placement_fn(shard_placement_fn: Any) -> None:
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise ArgumentError(
+            got("fully_shard", "shard_placement_fn", shard_placement_fn),
+            expected="a function from an nn.Parameter to a Shard or None",
+            fix="for instance shard_placement_fn=lambda param: Shard(1)",
+        )
+
+
+def _checked_reshard_after_forward(value: Any, mesh: DataParallelMesh) -> bool | int | None:
+    """None, True, False, or the number of ranks to reshard to, which is neither 1 nor all of them."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int) and 1 <= value <= mesh.shard_size and mesh.shard_size % value == 0:
+        return value if 1 < value < mesh.shard_size else value != 1
+    factors = [n for n in itertools.islice(itertools.count(1), mesh.shard_size) if mesh.shard_size % n == 0]
+    raise ArgumentError(
+        f"fully_shard got reshard_after_forward={value!r}",
+        expected=f"a bool, None, or an int that is a factor of {mesh.shard_size}, the size of the shard axis: {factors}",
+        fix="for instance the number of ranks on a node",
+    )
 
 
 def _check_devices(owned: _Owned, buffers: dict[str, Tensor], device: torch.device) -> None:

@@ -23,10 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import ArgumentError, FSDPError
-from ...policy import DiskOffloadPolicy
-from .. import torch_compat as compat
-from ..plan.layout import round_up
+from .errors import ArgumentError, FSDPError
+from .policy import DiskOffloadPolicy
 
 
 class MappedFile:
@@ -91,8 +89,8 @@ _ALIGNMENT = 128  # in bytes, of tensors that share a file, as of slots in a fla
 
 
 @torch.no_grad()
-def mapped(folder: str, tensors: Iterable[Tensor], what: str) -> MappedFile:
-    """One file, which from now on is the memory of ``tensors``; they stay the objects, and keep the values and strides, that they have.
+def mapped(folder: str, tensors: Iterable[Tensor], what: str) -> tuple[MappedFile, list[tuple[Tensor, Tensor]]]:
+    """One file, with each of ``tensors`` and its copy in the file's memory, which has the same values and strides.
 
     Raises: FSDPError if the folder has no room
     """
@@ -100,12 +98,12 @@ def mapped(folder: str, tensors: Iterable[Tensor], what: str) -> MappedFile:
     spans = [0 if t.numel() == 0 else 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in found]
     starts = [0]
     for tensor, span in zip(found, spans, strict=True):
-        starts.append(starts[-1] + round_up(span * tensor.element_size(), _ALIGNMENT))
+        starts.append(starts[-1] - (-span * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT)
     file = MappedFile(folder, starts[-1], what)
-    for tensor, start, span in zip(found, starts, spans, strict=False):
-        view = file.tensor(tensor.dtype, span, start).as_strided(tensor.shape, tensor.stride())
-        compat.set_data(tensor, view.copy_(tensor))
-    return file
+    return file, [
+        (tensor, file.tensor(tensor.dtype, span, start).as_strided(tensor.shape, tensor.stride()).copy_(tensor))
+        for tensor, start, span in zip(found, starts, spans, strict=False)
+    ]
 
 
 def _unnamed_file(folder: str) -> int:

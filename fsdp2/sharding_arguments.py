@@ -5,7 +5,6 @@ Each check is of one kind of argument; its error names the expected value, the o
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,14 +12,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy  # our class descends from it
 
-from ...errors import ArgumentError, ArgumentTypeError, ModuleError, NotAModuleError, OrderError, got, got_object
-from ...policy import AllGather, ReduceScatter
-from .. import torch_compat as compat
-from ..comm.communicators import ProcessGroupAllGather, ProcessGroupReduceScatter, SymmetricAllGather, SymmetricReduceScatter
-from ..group.param_group import ParamGroup
-from ..iteration.module_state import ModuleState, unit_of
-from ..iteration.unit import PrefetchDepth
-from ..plan.mesh import DataParallelMesh
+from .core import torch_compat as compat
+from .core.comm.communicators import ProcessGroupAllGather, ProcessGroupReduceScatter, SymmetricAllGather, SymmetricReduceScatter
+from .core.group.param_group import ParamGroup
+from .core.iteration.module_state import ModuleState, unit_of
+from .core.iteration.unit import PrefetchDepth
+from .errors import ArgumentError, ArgumentTypeError, ModuleError, NotAModuleError, OrderError, got, got_object
+from .policy import AllGather, ReduceScatter
 
 _UNFIT: tuple[tuple[Callable[[nn.Module], bool], str, str, str], ...] = (
     (
@@ -112,29 +110,6 @@ def check_policies(mp_policy: Any, offload_policy: Any, ignored_params: Any) -> 
                 expected="a set of nn.Parameter",
                 fix="pass the parameters themselves, not their names",
             )
-
-
-def check_placement_fn(shard_placement_fn: Any) -> None:
-    if shard_placement_fn is not None and not callable(shard_placement_fn):
-        raise ArgumentError(
-            got("fully_shard", "shard_placement_fn", shard_placement_fn),
-            expected="a function from an nn.Parameter to a Shard or None",
-            fix="for instance shard_placement_fn=lambda param: Shard(1)",
-        )
-
-
-def checked_reshard_after_forward(value: Any, mesh: DataParallelMesh) -> bool | int | None:
-    """None, True, False, or the number of ranks to reshard to, which is neither 1 nor all of them."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int) and 1 <= value <= mesh.shard_size and mesh.shard_size % value == 0:
-        return value if 1 < value < mesh.shard_size else value != 1
-    factors = [n for n in itertools.islice(itertools.count(1), mesh.shard_size) if mesh.shard_size % n == 0]
-    raise ArgumentError(
-        f"fully_shard got reshard_after_forward={value!r}",
-        expected=f"a bool, None, or an int that is a factor of {mesh.shard_size}, the size of the shard axis: {factors}",
-        fix="for instance the number of ranks on a node",
-    )
 
 
 def check_bool(setter: str, argument: str, value: Any) -> None:

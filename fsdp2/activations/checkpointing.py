@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import ArgumentError, ModuleError, got_object
+from ..errors import ModuleError
 from .around_forward import around_forward, put_around_forward
 from .budget import Budget
 from .checkpoint import Checkpoint
@@ -30,16 +30,8 @@ def apply_activation_checkpointing(model: nn.Module, policy: Any = "full") -> li
         fsdp2.apply_activation_checkpointing(model)
         model(x).sum().backward()  # each block runs again in backward
     """
-    if not isinstance(model, nn.Module):
-        raise ModuleError(got_object("apply_activation_checkpointing", model), expected="an nn.Module", fix="pass the model itself")
     checked = checked_policy(policy)
-    modules = chosen_modules(model, checked.modules)
-    if not modules:
-        raise ArgumentError(
-            f"apply_activation_checkpointing found no repeated blocks in {type(model).__name__}",
-            expected="a list of modules that are built alike, or modules that the policy names",
-            fix="for instance apply_activation_checkpointing(model, fsdp2.wrap.by_class(Block))",
-        )
+    modules = chosen_modules("apply_activation_checkpointing", model, checked.modules)
     _refuse_twice(model, modules)
     budget = None if checked.max_nbytes is None else Budget(checked.max_nbytes)
     chosen = dict(list(modules.items())[:: checked.every])

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..arguments import NATURAL, SWITCH, require
 from ..core import torch_compat as compat
-from ..errors import ArgumentError, ModuleError, got_object
+from ..errors import ModuleError
 from .around_forward import around_forward, put_around_forward
 from .on_host import Call, HostMemory
 from .policy import chosen_modules
@@ -44,19 +44,10 @@ def apply_activation_offload(
         fsdp2.apply_activation_offload(model, max_nbytes=16 << 30)
         model(x).sum().backward()
     """
-    given: Any = model
-    if not isinstance(given, nn.Module):
-        raise ModuleError(got_object("apply_activation_offload", given), expected="an nn.Module", fix="pass the model itself")
     require("apply_activation_offload", NATURAL.or_none, max_nbytes=max_nbytes)
     require("apply_activation_offload", NATURAL, min_nbytes=min_nbytes)
     require("apply_activation_offload", SWITCH, pin_memory=pin_memory)
-    chosen = chosen_modules(model, modules)
-    if not chosen:
-        raise ArgumentError(
-            f"apply_activation_offload found no repeated blocks in {type(model).__name__}",
-            expected="a list of modules that are built alike, or modules that are named",
-            fix="for instance apply_activation_offload(model, fsdp2.wrap.by_class(Block))",
-        )
+    chosen = chosen_modules("apply_activation_offload", model, modules)
     _refuse_twice(model, chosen)
     offload = _Offload(HostMemory(max_nbytes, min_nbytes, pin_memory))
     for module in chosen.values():

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..arguments import COUNT, NATURAL, require
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ModuleError, got_object
 from ..grouping.module_tree import ModuleTree
 from ..grouping.planning import with_forward
 from ..grouping.policies import as_policy
@@ -102,15 +102,24 @@ def overloads(save_ops: Collection[Any]) -> list[Any]:
     return found
 
 
-def chosen_modules(model: nn.Module, modules: Any) -> dict[str, nn.Module]:
+def chosen_modules(caller: str, model: nn.Module, modules: Any) -> dict[str, nn.Module]:
     """The modules that ``modules`` means in ``model``, sharded or not, by name and in the model's order.
 
-    Of the blocks that "auto" finds, not the embedding and the head beside them: these save next to nothing but their inputs.
+    Of the blocks that "auto" finds, not the embedding and the head next to them: these save next to nothing but their inputs.
+    Raises: ModuleError if ``model`` is no module, ArgumentError if ``modules`` means none
     """
+    if not isinstance(model, nn.Module):
+        raise ModuleError(got_object(caller, model), expected="an nn.Module", fix="pass the model itself")
     tree = ModuleTree(model, through_sharded=True)
     found = [each for group in as_policy(modules).choose(tree) for module in group for each in with_forward(tree, module)]
     if modules == "auto" and any(_has_parts(module) for module in found):
         found = list(filter(_has_parts, found))
+    if not found:
+        raise ArgumentError(
+            f"{caller} found no repeated blocks in {type(model).__name__}",
+            expected="a list of modules that are built alike, or modules that are named",
+            fix=f"for instance {caller}(model, fsdp2.wrap.by_class(Block))",
+        )
     names = {tree.name_of(module): module for module in found}
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     return dict(sorted(names.items(), key=lambda item: order[item[0]]))

@@ -8,6 +8,7 @@ moments        spans and samples of one rank
 clock          how far its clock is ahead of rank 0's
 chrome         spans and samples in Chrome's trace format
 record_file    fingerprints of each step, for ``fsdp2 diff``
+step_lines     what the two share: a line for each step, until it is stopped
 fingerprint    a checksum and a sketch of a tensor, which sum up over its shards
 difference     where two recorded runs part first
 diff_command   the command

@@ -5,23 +5,16 @@ It hears what the collective log tells, and what optimizers do.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import time
 from collections.abc import Callable, Iterable, Iterator
-from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..arguments import NATURAL, Kind, require
-from ..core import torch_compat as compat
-from ..core.comm import collective_log
-from ..core.modules.optimizer_steps import STEPS
 from ..doctor.finding import Finding
 from ..doctor.inspected import inspect
 from ..doctor.watching import Watch
@@ -29,7 +22,8 @@ from ..errors import ArgumentError, got
 from ..planner.result import Plan
 from .memory_now import allocator_peak, forget_allocator_peak, kept_bytes
 from .meter import Counts, Meter
-from .run_folder import Lines, Values, drop_absent_ranks, folder_of, rank_file, write_json
+from .run_folder import Values, folder_of, write_json
+from .step_lines import StepLines
 
 Findings: TypeAlias = Watch | Iterable["Finding | Findings"]
 
@@ -67,7 +61,7 @@ _TOKENS = Kind(lambda each: callable(each) or NATURAL.holds(each), "a number of 
 _PLAN = Kind(lambda each: isinstance(each, Plan), "what fsdp2.plan returns", "fsdp2.plan(model, world_size=8)")
 
 
-class Ledger:
+class Ledger(StepLines):
     """What ``ledger`` returns. Most of its attributes are what it was given, or found when it began; four change with each step."""
 
     def __init__(
@@ -81,7 +75,7 @@ class Ledger:
         plan: Plan | None,
         findings: Findings,
     ) -> None:
-        self.folder = folder_of(folder, "ledger")
+        where = folder_of(folder, "ledger")
         require("ledger", NATURAL, first_step=first_step)
         require("ledger", _TOKENS.or_none, tokens=tokens)
         require("ledger", _PLAN.or_none, plan=plan)
@@ -92,33 +86,13 @@ class Ledger:
         self._device = inspected.groups[0][1].device if inspected.groups else torch.device("cpu")
         self._step, self._num_steps = first_step, 0
         self._kept: dict[str, int] = {}
-        self._rank, self._num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._meter = Meter()
-        drop_absent_ranks(self.folder, "ledger", "jsonl", self._num_ranks)
-        self._lines = Lines(rank_file(self.folder, "ledger", self._rank, "jsonl"))
-        self._undo = contextlib.ExitStack()
-        self._undo.callback(self._lines.close)
+        super().__init__("ledger", where)
         self._undo.callback(self._write_run)
         self._write_run()
-        collective_log.listen(self._meter, lambda: STEPS.begun + 1)
-        self._undo.callback(collective_log.ignore, self._meter)
-        end_step = compat.dynamo_disabled(self._end_step)
-        if self._optimizers:
-            self._undo.callback(self._optimizers[-1].register_step_post_hook(end_step).remove)
-        else:
-            self._undo.callback(register_optimizer_step_post_hook(end_step).remove)
+        self._begin(self._meter, self._optimizers)
         forget_allocator_peak(self._device)
         self._began = time.perf_counter()
-
-    def stop(self) -> None:
-        """End it; lines so far stay. A second time: nothing."""
-        self._undo.close()
-
-    def __enter__(self) -> Ledger:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.stop()
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         now = time.perf_counter()

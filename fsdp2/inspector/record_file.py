@@ -5,16 +5,12 @@ It hears where units begin and where a backward ends from the collective log, as
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..arguments import COUNT, NATURAL, require
 from ..checkpoint.model_tensors import cuts_of
@@ -22,10 +18,10 @@ from ..checkpoint.shard_geometry import Cut, pieces_of
 from ..core import torch_compat as compat
 from ..core.comm import collective_log
 from ..core.group.param_group import ParamGroup
-from ..core.modules.optimizer_steps import STEPS
 from ..doctor.inspected import inspect
 from .fingerprint import fingerprints
-from .run_folder import Lines, Values, drop_absent_ranks, folder_of, rank_file
+from .run_folder import Values, folder_of
+from .step_lines import StepLines
 
 
 def record(
@@ -53,7 +49,7 @@ def record(
     return Recording(folder, model, optimizer, every=every, first_step=first_step)
 
 
-class Recording(collective_log.Listener):
+class Recording(StepLines, collective_log.Listener):
     """What ``record`` returns."""
 
     def __init__(
@@ -65,7 +61,7 @@ class Recording(collective_log.Listener):
         every: int,
         first_step: int,
     ) -> None:
-        self.folder = folder_of(folder, "record")
+        where = folder_of(folder, "record")
         inspected = inspect(model, optimizer, "record")
         require("record", COUNT, every=every)
         require("record", NATURAL, first_step=first_step)
@@ -75,28 +71,8 @@ class Recording(collective_log.Listener):
         self._backward: dict[str, Values] = {}
         self._begun: list[str] = []  # units in the order of this backward
         self._at = ("", "")
-        rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        drop_absent_ranks(self.folder, "record", "jsonl", num_ranks)
-        self._lines = Lines(rank_file(self.folder, "record", rank, "jsonl"))
-        self._undo = contextlib.ExitStack()
-        self._undo.callback(self._lines.close)
-        collective_log.listen(self, lambda: STEPS.begun + 1)
-        self._undo.callback(collective_log.ignore, self)
-        end_step = compat.dynamo_disabled(self._end_step)
-        if inspected.optimizers:
-            self._undo.callback(inspected.optimizers[-1].register_step_post_hook(end_step).remove)
-        else:
-            self._undo.callback(register_optimizer_step_post_hook(end_step).remove)
-
-    def stop(self) -> None:
-        """End it; the record stays. A second call does nothing."""
-        self._undo.close()
-
-    def __enter__(self) -> Recording:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.stop()
+        super().__init__("record", where)
+        self._begin(self, inspected.optimizers)
 
     @property
     def _is_on(self) -> bool:

@@ -25,8 +25,7 @@ from .digests import compared, dcp_parts
 from .failures import failure, on_every_rank
 from .file_reading import ByteReader
 from .lazy_tensors import State
-from .model_tensors import cuts_of
-from .shard_geometry import pieces_of
+from .model_tensors import own_pieces
 from .training_state import clean_name, host_space, named_model_state, named_optimizer_state, names_in, put_per_rank_values
 
 
@@ -172,8 +171,7 @@ class _Reading:
         with ByteReader() as reader:
             for key, value in wanted:
                 local = compat.local_tensor(value) if isinstance(value, DTensor) else value
-                coordinate = value.device_mesh.get_coordinate() or () if isinstance(value, DTensor) else ()
-                for piece in pieces_of(value.shape, cuts_of(value, coordinate) if isinstance(value, DTensor) else ()):
+                for piece in own_pieces(value):
                     chunks.read(key, piece.box, local[piece.local.slices], reader)
         for key in [key for key, value in self.flat.items() if value is None]:
             self.flat[key] = unpack(chunks.content(key))
@@ -274,6 +272,3 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(_same, one, other))
     return bool(one == other)
-
-
-__all__ = ["Restored", "read_state"]

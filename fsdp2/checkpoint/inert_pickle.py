@@ -20,7 +20,7 @@ import torch
 
 from .pickle_limits import BoundedUnpickler, check_made, checked_dict, checked_frozenset, checked_ordered_dict, checked_set
 
-_STORAGE_DTYPES = {
+STORAGE_DTYPES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -145,8 +145,8 @@ class _Unpickler(BoundedUnpickler):
             return _DefaultDict
         if path in ("torch.Size", "torch._C.Size"):
             return tuple
-        if module in ("torch", "torch.storage", "torch.cuda") and name in _STORAGE_DTYPES:
-            return _STORAGE_DTYPES[name]
+        if module in ("torch", "torch.storage", "torch.cuda") and name in STORAGE_DTYPES:
+            return STORAGE_DTYPES[name]
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
         if path in self._functions:

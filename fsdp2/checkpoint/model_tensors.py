@@ -70,13 +70,6 @@ class ModelTensor:
         tensor = self.tensor
         return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
-    def pieces(self) -> list[Piece]:
-        """The pieces that this rank keeps of the whole tensor."""
-        tensor = self.tensor
-        if not isinstance(tensor, DTensor):
-            return pieces_of(tensor.shape, ())
-        return pieces_of(tensor.shape, cuts_of(tensor, tensor.device_mesh.get_coordinate() or ()))
-
     def problem(self) -> str | None:
         """Why it can be neither read nor written, if so."""
         tensor = self.tensor
@@ -94,6 +87,11 @@ class ModelTensor:
         if tensor.layout is not torch.strided or _has_inner_tensors(tensor):
             return f"is no dense tensor but a {type(tensor).__name__} with {tensor.layout}"
         return None
+
+
+def own_pieces(tensor: Tensor) -> list[Piece]:
+    """The pieces that this rank keeps of the whole tensor."""
+    return pieces_of(tensor.shape, cuts_of(tensor, tensor.device_mesh.get_coordinate() or ()) if isinstance(tensor, DTensor) else ())
 
 
 def cuts_of(tensor: DTensor, coordinate: Sequence[int]) -> list[Cut]:

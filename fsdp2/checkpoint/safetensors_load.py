@@ -32,7 +32,17 @@ from .failures import failure, tried
 from .file_reading import ByteReader
 from .key_map import KeyMap, Tensors, apply_key_map
 from .lazy_tensors import DTYPES, LazyTensor, Stored
-from .model_tensors import ModelTensor, checked_model, give_storage, meshes_of, model_tensors, reshard, still_on_meta, take_storage
+from .model_tensors import (
+    ModelTensor,
+    checked_model,
+    give_storage,
+    meshes_of,
+    model_tensors,
+    own_pieces,
+    reshard,
+    still_on_meta,
+    take_storage,
+)
 from .progress import progress_bar
 from .safetensors_files import open_checkpoint
 from .shard_geometry import Piece
@@ -336,7 +346,7 @@ def _device(units: Sequence[Unit], device: torch.device | str | None) -> torch.d
 
 def _read(targets: Sequence[tuple[ModelTensor, LazyTensor, Tensor]], progress: bool | None) -> int:
     """Read this rank's pieces of each tensor into its target, in the order of the files; returns the number of bytes."""
-    work: list[tuple[LazyTensor, Tensor, list[Piece]]] = [(lazy, local, each.pieces()) for each, lazy, local in targets]
+    work: list[tuple[LazyTensor, Tensor, list[Piece]]] = [(lazy, local, own_pieces(each.tensor)) for each, lazy, local in targets]
     work.sort(key=lambda item: min((str(stored.path), stored.entry.offset) for stored in item[0].stored()))
     total = sum(piece.box.numel * local.itemsize for _, local, pieces in work for piece in pieces)
     with ByteReader() as reader, progress_bar("loading", total, progress) as advance:

@@ -36,7 +36,7 @@ from ..core import torch_compat as compat
 from ..errors import CheckpointError
 from .failures import failure, readable
 from .file_reading import open_regular
-from .inert_pickle import SavedTensor, unpickle
+from .inert_pickle import STORAGE_DTYPES, SavedTensor, unpickle
 from .lazy_tensors import NAMES, Entry, LazyTensor, Signed, Stored, Strided, is_contiguous
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # its first bytes, and the lengths of the name and the extra fields that follow
@@ -210,19 +210,7 @@ def stored(path: Path, key: str, dtype: torch.dtype, shape: tuple[int, ...], off
 # --- descriptions -----------------------------------------------------------------------------------------------------------------
 
 
-_TYPED = {
-    torch.float64: torch.DoubleStorage,
-    torch.float32: torch.FloatStorage,
-    torch.float16: torch.HalfStorage,
-    torch.bfloat16: torch.BFloat16Storage,
-    torch.int64: torch.LongStorage,
-    torch.int32: torch.IntStorage,
-    torch.int16: torch.ShortStorage,
-    torch.int8: torch.CharStorage,
-    torch.uint8: torch.ByteStorage,
-    torch.bool: torch.BoolStorage,
-    torch.complex64: torch.ComplexFloatStorage,
-}
+_TYPED = {dtype: getattr(torch, name) for name, dtype in STORAGE_DTYPES.items() if name != "UntypedStorage"}
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import hashlib
 import random
 import sys
@@ -45,6 +44,7 @@ from ..core import torch_compat as compat
 from ..errors import CheckpointError, meta_error
 from .dcp_read import chunk_of
 from .failures import failure
+from .file_reading import bytes_of
 from .lazy_tensors import State
 from .model_tensors import WRAPPERS, cuts_of, is_strided
 from .shard_geometry import Piece, pieces_of
@@ -206,9 +206,7 @@ def _plain_tensors(state: Any, path: KeyPath) -> dict[KeyPath, Tensor]:
 
 def _digest(tensor: Tensor) -> bytes:
     tensor = tensor.contiguous()
-    nbytes = tensor.numel() * tensor.itemsize
-    content = (ctypes.c_char * nbytes).from_address(tensor.data_ptr()) if nbytes else b""
-    return hashlib.sha256(content).digest() + f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+    return hashlib.sha256(bytes_of(tensor)).digest() + f"{tensor.dtype} {tuple(tensor.shape)}".encode()
 
 
 # --- random number generators -----------------------------------------------------------------------------------------------------

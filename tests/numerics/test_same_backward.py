@@ -121,13 +121,24 @@ def test_a_root_that_one_rank_leaves_out_is_an_error_by_name_on_every_rank(froze
 
 
 @on_ranks(2, timeout=60)
-def test_a_rank_whose_backward_has_one_root_of_one_unit_compares_it_with_others_that_have_two():
-    """Symptom: it compared nothing, since it had nothing to leave out, and gloo ended the process."""
-    model, _ = roots(num_blocks=1)
+@pytest.mark.parametrize("have_run", [True, False])
+def test_a_rank_whose_backward_has_one_root_of_one_unit_compares_it_with_others_that_have_two(have_run):
+    """Symptom: it compared nothing, since it had nothing to leave out, and gloo ended the process. have_run: in a backward before"""
+    model, reference = roots(num_blocks=1)
     x, *_ = batches(1)
-    step(model, own_chunk(x), [0])
-    with pytest.raises(OrderError, match=r"(?s)1 units.*the root FSDPBlock: .*ranks \[0\] does not have it"):
+    name = "the root FSDPBlock"
+    if have_run:
+        step(model, own_chunk(x), [0])
+    elif dist.get_rank() == 0:
+        name = "a root that this rank has not run"
+    with pytest.raises(OrderError, match=rf"(?s)1 units.*{name}: .*ranks \[0\] does not have it"):
         step(model, own_chunk(x), [0], 0 if dist.get_rank() == 0 else None)
+    for layer in (model.first, *model.blocks):
+        layer.reset_iter_state()
+        layer.zero_grad()
+    step(model, own_chunk(x), [0])
+    step(reference, x, [0])
+    assert_equal_grads(grads_of(model), grads_of(reference), ulps=32)
 
 
 @on_ranks(2, timeout=60)

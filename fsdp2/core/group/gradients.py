@@ -44,7 +44,7 @@ class Gradients:
         self.group = group
         self.options = ReductionOptions()
         self.micro_batch = MicroBatch()  # that of its unit
-        self.number = 0  # among the groups over the same ranks
+        self.number = -1  # among the groups over the same ranks, from the first backward on that reduces
         # Mesh axes over which an activation or gradient was seen to vary; shared by all units under a root.
         self.varying: set[str] = set()
         self.reached = False  # a backward has begun in a unit that uses the group, and nothing was reduced since
@@ -56,6 +56,12 @@ class Gradients:
         self.partial: Tensor | None = None  # reduce-scattered, and not all-reduced or handed out yet
         self._adding: Reduction | None = None  # a reduction whose result is added to ``partial``
         self._divisions: tuple[object, Divisions] | None = None
+
+    def set_number(self, number: int) -> None:
+        """Set the number by which all ranks know the group; a plan may already have laid out gradients that add up without sync."""
+        self.number = number
+        if self._planned is not None:
+            self._planned.plan.set_number(number)
 
     def choose(self, **changes: Any) -> None:
         """Use these ``ReductionOptions`` from the next reduction on; the others stay."""

@@ -37,17 +37,17 @@ class ReducePlan:
     """The reduce-scatter of one set of trainable parameters, computed once.
 
     compact: without gaps and flags, as a custom communicator sees it
-    number:  of the group, if its tag travels behind the flags
+    number:  of the group, if its tag travels behind the flags; -1: it is not known yet, and the tag is zero, which tells nothing
     """
 
     def __init__(self, group: GroupMemory, params: list[ShardedParam], compact: bool, number: int | None = None) -> None:
         self.params = params
         self.number = number
-        tag = [] if number is None else tag_of(number)
+        tag_numel = 0 if number is None else TAG_NUMEL
         self.has_dtensors = any(param.spec.unsharded is not None for param in self.params)
         self.num_shards = group.mesh.shard_size
         cuts = [param.spec.cut for param in self.params]
-        flags = Cut((self.num_shards * (len(cuts) + len(tag)),), 0, self.num_shards)
+        flags = Cut((self.num_shards * (len(cuts) + tag_numel),), 0, self.num_shards)
         self.layout = group_layout(
             cuts if compact else [*cuts, flags], num_shards=self.num_shards, align=1 if compact else group.plan.align
         )
@@ -65,10 +65,10 @@ class ReducePlan:
                 self._pieces.append(None)
             if slot.gap > 0:
                 self._pieces.append(torch.zeros(self.num_shards, slot.gap, dtype=self.grad_dtype, device=group.device))
-        self._all_used = torch.ones(self.num_shards, len(cuts) + len(tag), dtype=self.grad_dtype, device=group.device)
-        for index, digit in enumerate(tag):  # one by one: to copy a list of digits to the device, the host would wait
-            if digit == 0:
-                self._all_used[:, len(cuts) + index] = 0
+        self._all_used = torch.ones(self.num_shards, len(cuts) + tag_numel, dtype=self.grad_dtype, device=group.device)
+        if number is not None:
+            self._all_used[:, len(cuts) :] = 0
+            self.set_number(number)
         # For each parameter: its index among the pieces (None: no elements), and how a gradient becomes a piece (None: as it is).
         self._arrange = [
             (piece_index if cut.slot_numel > 0 else None, None if param.spec.order is None and cut.dim == 0 else param.spec)
@@ -79,6 +79,15 @@ class ReducePlan:
         self.views = [
             GradView(param, slot.offset if slot.numel > 0 else end) for param, slot in zip(self.params, self.layout.slots, strict=False)
         ]
+
+    def set_number(self, number: int) -> None:
+        """Let the tag be that of the group's number, if the plan has a tag."""
+        if self.number is None or number < 0:
+            return
+        self.number = number
+        for index, digit in enumerate(tag_of(number)):  # one by one: to copy a list of digits to the device, the host would wait
+            if digit == 1:
+                self._all_used[:, len(self.params) + index] = 1
 
     @property
     def reduce_dtype(self) -> torch.dtype:

@@ -19,6 +19,7 @@ Worked example, units 0 (the root), 1 and 2, sharded; rank 0 did not call unit 1
 
 from __future__ import annotations
 
+import collections
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ from ..comm import backends, collective_log
 from ..comm.agreement import agree_over, has_untold, take_untold
 from ..group.param_group import ParamGroup
 from .forward_log import ForwardLog
-from .group_numbers import num_units_over
+from .group_numbers import number_groups
 from .unit import Unit
 
 LEFT_OUT, LAST, IN_MIDDLE, AT_END = range(4)
@@ -53,6 +54,8 @@ _Ways = dict[tuple[int, int], dict[int, int]]
 """What each rank does, by root and unit."""
 
 _roots: weakref.WeakSet[Agreement] = weakref.WeakSet()
+_num_roots: collections.Counter[tuple[str, ...]] = collections.Counter()
+"""How many roots were in a backward that these ranks have compared."""
 _compared: weakref.WeakKeyDictionary[Agreement, int] = weakref.WeakKeyDictionary()
 """The backward (id of the graph task) in which a root was compared with an earlier one."""
 
@@ -61,14 +64,14 @@ _compared: weakref.WeakKeyDictionary[Agreement, int] = weakref.WeakKeyDictionary
 class _Part:
     """What a backward does with one root.
 
-    root:   number of its first group
+    root:   the root
     ways:   what it does with each unit
     timed:  moments of forward, which the engine goes through from the last to the first: it gathers a unit there, or (True) reduces it
     last:   the units that it reduces when the graph has run
     lent:   units with groups that other units borrow, if the backward reduces these groups when the graph has run
     """
 
-    root: int
+    root: Agreement
     ways: list[int]
     timed: list[tuple[_Moment, int, bool]]
     last: list[int]
@@ -106,8 +109,9 @@ class Agreement:
         self._below: dict[Unit, list[ParamGroup]] = {}
         self._logs = logs
         self._ranks = tuple(group.group_name for group in self._process_groups)
-        self._mesh = first
-        self.number = next((unit.groups[0].gradients.number for unit in units if unit.groups), 0)
+        # Among the roots over the same ranks, in the order of the first backwards that were equal on all ranks; -1 before that.
+        self.number = -1
+        self._has_numbered = False
         if self._process_groups and self._units:
             _roots.add(self)
 
@@ -115,14 +119,21 @@ class Agreement:
         """Stop comparing: another root has taken over the units."""
         _roots.discard(self)
 
+    def number_groups(self) -> None:
+        """Number the groups in the first backward that reduces, in which all ranks take part."""
+        if not self._has_numbered and any(_reduces(unit, unit.groups) for unit in self._all_units):
+            self._has_numbered = True
+            number_groups(self._all_units)
+
     def check(self) -> None:
         """Raise OrderError on every rank if this backward, which has just begun, communicates in another order on one of them.
 
-        Collective: yes, over the shard axis, then the replicate axis; no if the root communicates nothing, or is the only unit that
-                    ``fully_shard`` has made over these ranks, without parameters in files, or was already compared with an earlier root
+        Collective: yes, over the shard axis, then the replicate axis; no if the root communicates nothing or was already compared with
+                    an earlier root, or if it is the only unit that these ranks have ever compared, without parameters in files
         Raises:     as well what ranks were to tell later (``tell_later``), on every rank; where ranks compare nothing, this rank alone
         """
         task = compat.current_graph_task()
+        self.number_groups()
         if not self._process_groups:
             self._raise_alone()
             return
@@ -130,19 +141,34 @@ class Agreement:
             return
         logs = self._logs()
         parts = [self._part([log for log in logs if log.is_in_this_backward()] or logs[-1:], keeps_logs=bool(logs))]
-        others = sorted((each for each in _roots if each is not self and each._ranks == self._ranks), key=lambda each: each.number)
-        for other in others:
+        for other in [each for each in _roots if each is not self and each._ranks == self._ranks]:
             logs = other._logs()
             part = other._part([log for log in logs if log.is_in_this_backward()], keeps_logs=bool(logs))
             if part.is_reached:
                 parts.append(part)
                 _compared[other] = task
+        new = sorted((part.root for part in parts if part.root.number < 0), key=lambda each: each._first_moment(task))
         # The backward of another rank may go through a root that this rank's backward does not reach, or that is gone on this rank.
-        if not (len(parts) > 1 or num_units_over(self._mesh) > 1 or self._has_files()):
+        if not (new or len(self._units) > 1 or len(parts) > 1 or _num_roots[self._ranks] > 1 or self._has_files()):
             self._raise_alone()
-        elif not self._have_one_order(parts):
-            agree_over([(group, torch.device("cpu")) for group in self._process_groups], None)  # raises what a rank was to tell later
-            self._join_or_refuse(parts)
+            return
+        for number, root in enumerate(new, start=_num_roots[self._ranks]):
+            root.number = number
+        parts.sort(key=lambda part: (part.root is not self, part.root.number))
+        try:
+            if not self._have_one_order(parts):
+                agree_over([(group, torch.device("cpu")) for group in self._process_groups], None)  # raises what ranks were to tell
+                self._join_or_refuse(parts)
+        except BaseException:
+            for root in new:
+                root.number = -1
+            raise
+        _num_roots[self._ranks] += len(new)
+
+    def _first_moment(self, task: int) -> int:
+        """When the forward of this root, which the backward ``task`` reaches, began."""
+        calls = [call for unit in self._units for call in unit.calls.awaiting if call.will_pass_inputs(task)]
+        return min((call.entered for call in calls), default=-1)
 
     @staticmethod
     def _raise_alone() -> None:
@@ -156,7 +182,7 @@ class Agreement:
 
     def _have_one_order(self, parts: Sequence[_Part]) -> bool:
         """Whether all ranks communicate in the order of this rank's ``parts``, and none has a problem to tell. Collective: yes."""
-        numbers = [part.root if len(parts) > 1 else 0 for part in parts]
+        numbers = [part.root.number if len(parts) > 1 else 0 for part in parts]
         timed = sorted(
             (
                 (moment, number, index, reduces)
@@ -197,7 +223,7 @@ class Agreement:
 
         logs: of the forwards that it goes through, if the root keeps logs
         """
-        part = _Part(self.number, [], [], [])
+        part = _Part(self, [], [], [])
         used: set[ParamGroup] = set()
         part.recomputed = [log.reached() for log in logs if log.gathers_in_other_order(lambda unit: not self._is_resident(unit))]
         for index, unit in enumerate(self._units):
@@ -242,7 +268,7 @@ class Agreement:
     def _gather_ways(self, parts: Sequence[_Part]) -> tuple[set[int], _Ways]:
         """Which root comes first in each rank's backward, and what each rank does with each unit. Collective: yes."""
         mine = [dist.get_rank(), self.number] + [
-            value for part in parts for index, way in enumerate(part.ways) for value in (part.root, index, way)
+            value for part in parts for index, way in enumerate(part.ways) for value in (part.root.number, index, way)
         ]
         length = int(self._gather(torch.tensor([len(mine)], device="cpu")).max())
         rows: list[list[int]] = self._gather(torch.tensor(mine + [-1] * (length - len(mine)), device="cpu")).tolist()

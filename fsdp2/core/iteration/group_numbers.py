@@ -1,12 +1,14 @@
-"""Numbers by which all ranks know a group: its place among the groups over the same ranks, in the order of ``fully_shard`` calls.
+"""Numbers by which all ranks know a group: its place among the groups over the same ranks, in the order of their first reductions.
 
-A rank may have other groups over other ranks; they do not count.
+Ranks may make different models, and run them in different orders as long as nothing is reduced. All of them take part in the first
+backward that reduces gradients of a root, which numbers the root's groups. A rank may have groups over other ranks; they do not count.
 """
 
 from __future__ import annotations
 
 import collections
 import weakref
+from collections.abc import Iterable
 
 from ..group.memory import GroupMemory
 from ..group.param_group import ParamGroup
@@ -14,24 +16,18 @@ from ..plan.mesh import DataParallelMesh
 from .unit import Unit
 
 _num_groups: collections.Counter[tuple[str, ...]] = collections.Counter()
-_num_units: collections.Counter[tuple[str, ...]] = collections.Counter()
 _numbered: weakref.WeakSet[ParamGroup] = weakref.WeakSet()
 
 
-def number_groups(unit: Unit) -> None:
-    """Number the groups of ``unit``, which ``fully_shard`` has just made."""
-    if unit.groups:
-        _num_units[_ranks_of(unit.groups[0].mesh)] += 1
-    for group in unit.groups:
-        ranks = _ranks_of(group.mesh)
-        group.gradients.number = _num_groups[ranks]
-        _num_groups[ranks] += 1
-        _numbered.add(group)
-
-
-def num_units_over(mesh: DataParallelMesh | None) -> int:
-    """How many units ``fully_shard`` has made whose first group communicates over the same ranks."""
-    return 0 if mesh is None else _num_units[_ranks_of(mesh)]
+def number_groups(units: Iterable[Unit]) -> None:
+    """Number the groups of ``units``, the units of a root, except those that another root has numbered before."""
+    for unit in units:
+        for group in unit.groups:
+            if group not in _numbered:
+                ranks = _ranks_of(group.mesh)
+                group.gradients.set_number(_num_groups[ranks])
+                _num_groups[ranks] += 1
+                _numbered.add(group)
 
 
 def names_of(number: int, modulo: int, like: GroupMemory) -> list[str]:

@@ -292,6 +292,12 @@ class Schedule:
         self._to_finalize = self.manual
         return self.backward
 
+    def _backward_by_hand(self) -> Backward:
+        """A backward that the user or a pipeline schedule ends: it only reduces what earlier backwards have left."""
+        if self.agreement is not None:
+            self.agreement.number_groups()
+        return Backward(self.tree, -1, None)
+
     def end_of_backward(self) -> None:
         """Reduce what has not been reduced, and finish; a pipeline schedule calls it when sync is on again. Collective: yes."""
         global _last_task
@@ -299,7 +305,7 @@ class Schedule:
         log = collective_log.current
         if log is not None:
             log.exit("backward", "")
-        backward = self.backward or Backward(tree, -1, None)
+        backward = self.backward or self._backward_by_hand()
         backward.finish(not self.goes_on, leaves_pending=self.manual)
         if not self.goes_on:
             _last_task = backward.task
@@ -385,7 +391,7 @@ class Schedule:
             self.comm_ctx.refuse_others_work(self)
         if self.backward is not None and self.backward.has_failed():
             self._end_failed_backward()
-        Backward(self.tree, -1, None).finish(is_last=True)
+        self._backward_by_hand().finish(is_last=True)
         self.tree.await_host_reads()
         self._to_finalize = False
         self.comm_ctx.handle = handle = GradientReductionHandle(self._end_finalization, self)

@@ -24,7 +24,6 @@ from ..group.options import GroupOptions
 from ..group.own_memory import cut_out, needs_own_memory, refuse_unextendable
 from ..group.param import Owner, ShardedParam, new_sharded_param, sharded_from, shards
 from ..group.param_group import ParamGroup
-from ..iteration.group_numbers import number_groups
 from ..iteration.module_state import ModuleState, group_with
 from ..iteration.ties import tie_differences
 from ..iteration.unit import UnitOptions
@@ -118,7 +117,6 @@ def build_unit(
         UnitOptions(reshard_after_forward=True if after is None else after, reshard_is_default=after is None),
     )
     unit.ignored = [Owner(module, name) for module in managed for name, param in module._parameters.items() if param in ignored_params]
-    number_groups(unit)
     unit.hooks = UnitHooks(unit)
     unit.hooks.install()
     for module in modules:

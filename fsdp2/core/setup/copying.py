@@ -130,7 +130,7 @@ def _copy_unit(unit: ModuleState, memo: dict[Any, Any], copies: dict[ModuleState
     new.set_micro_batch(unit.micro_batch)
     new.ignored = [Owner(memo[id(owner.module)], owner.name) for owner in unit.ignored if id(owner.module) in memo]
     for group, made in zip(unit.groups, new.groups, strict=True):
-        made.gradients.options, made.gradients.number = group.gradients.options, group.gradients.number
+        made.gradients.options = group.gradients.options
     new.hooks = UnitHooks(new)
     new.hooks.adopt_casts(unit.hooks)
     new.hooks.install()

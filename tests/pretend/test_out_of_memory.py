@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
@@ -17,15 +17,35 @@ from fsdp2.core.group.memory import GroupState
 from fsdp2.testing import pretend
 from harness import on_ranks
 from harness.mesh import moved_to
-from harness.models import batches
-from harness.pretend_training import BF16, forward_backward, on_host, several_dtypes
+from harness.models import batches, mlp
+from harness.pretend_training import BF16, forward_backward, on_host, several_dtypes, with_extensions
+from harness.subclasses import RowInt8, wrap_weights
 from harness.training import Step, fed_own_chunk, forced, sgd
+
+
+class ReleasedInt8(RowInt8):
+    """What arrives is freed at once."""
+
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None) -> Any:
+        made = super().fsdp_post_all_gather(gathered, metadata, param_dtype, out=out)
+        return None if made is None else (made[0], (made[0],))
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
+        return True
+
+
+def with_released_extensions() -> nn.Module:
+    return wrap_weights(mlp(), ReleasedInt8)
+
 
 WAYS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "several dtypes": (several_dtypes, {}),
     "bf16": (several_dtypes, BF16),
     "bf16 in place": (several_dtypes, BF16),  # casts are written into the unsharded storage
     "smaller mesh": (several_dtypes, {"reshard_after_forward": 2}),
+    "extensions": (with_extensions, {}),
+    "extensions in place": (with_extensions, {}),  # gathered straight into their outputs
+    "extensions that release": (with_released_extensions, {}),
     "offload": (several_dtypes, {"offload_policy": fsdp2.CPUOffloadPolicy()}),
 }
 
@@ -45,7 +65,7 @@ def _trained(name: str, limit: int | None) -> tuple[list[Step], bool, int, int]:
     make, options = WAYS[name]
     model = moved_to("pretend", make())
     mesh = init_device_mesh("pretend", (4,))
-    with forced(**({"gather": "mixed"} if "in place" in name else {})):
+    with forced(**({"gather": "direct" if "extensions" in name else "mixed"} if "in place" in name else {})):
         for module in [*model.blocks, model]:
             fsdp2.fully_shard(module, mesh=mesh, **options)
     inputs = [x.to("pretend") for x in batches(3, (8, 7))]
@@ -72,15 +92,20 @@ def _trained(name: str, limit: int | None) -> tuple[list[Step], bool, int, int]:
             param.mul_(0.9)
     steps += fed_own_chunk(model, inputs[2:], optimizer=optimizer)
     pretend.synchronize()
-    kept = sum(storage.nbytes() for group in groups_of(model) for storage in group.unsharded.storages())
+    kept = sum(storage.nbytes() for group in groups_of(model) for storage in storages_of(group))
     return on_host(steps), failed, took, kept
+
+
+def storages_of(group: Any) -> list[torch.UntypedStorage]:
+    unsharded = group.unsharded
+    return unsharded.storages() if not group.plan.has_own_memory else [storage for storage, _ in unsharded.gather._storages]
 
 
 def check_nothing_is_left(model: Any) -> None:
     for group in groups_of(model):
         unsharded = group.unsharded
         if group.state is GroupState.SHARDED and unsharded is not None:
-            assert sum(storage.nbytes() for storage in unsharded.storages()) == 0
+            assert sum(storage.nbytes() for storage in storages_of(group)) == 0
 
 
 def check_limits(name: str, num_limits: int) -> None:

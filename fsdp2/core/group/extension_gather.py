@@ -70,10 +70,10 @@ class ExtensionGather:
 
     Its attributes are of three kinds: the arguments, the state of the gather under way, and what the first gather makes.
 
-    Note: extensions and streams. What ``start`` allocates lies on the gather stream and is read on compute, by ``finish`` and
-    (metadata) by the user's operations. ``finish`` orders the gather stream behind those reads, so that no later gather writes memory
+    Note: extensions and streams. What ``start`` allocates lies on the gather stream and is read on compute, by ``fill`` and
+    (metadata) by the user's operations. ``fill`` orders the gather stream behind those reads, so that no later gather writes memory
     that the host has freed while compute still reads it. ``start`` cannot do that where a gather runs beside the loss. With ``copy``,
-    tensors are packed on the stream that is compute at ``start``, perhaps a side stream of the user's: ``finish`` orders it alike.
+    tensors are packed on the stream that is compute at ``start``, perhaps a side stream of the user's: ``fill`` orders it alike.
     """
 
     def __init__(
@@ -136,6 +136,8 @@ class ExtensionGather:
         Collective: yes, over the shard axis; an extension may communicate over it as well.
         """
         streams = self._streams
+        if self._sent:  # of a gather that was not used, while ``free`` keeps the memory
+            self._let_go()
         self._allocated_on = ()
         if self._direct is not None:
             self._allocate(self._direct.storages)
@@ -240,18 +242,32 @@ class ExtensionGather:
     @torch.inference_mode(False)
     @torch.no_grad()
     def finish(self) -> None:
-        """Order compute behind the gather and give the unsharded parameters their values. Call it once per ``start``."""
+        """Order compute behind the gather. Then either ``fill`` or ``free``, once per ``start``."""
         streams = self._streams
         if self._pending is not None:
             self._pending.finish()
             self._pending = None
         streams.order(streams.compute, self._event)
         self._event = None
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Give the unsharded parameters their values. If an extension raises, or memory runs out, ``free`` follows."""
         packed, sent = self._packed, self._sent
-        if not sent or (packed is None and self._direct is None):  # an extension raised in finish before, or in another start
-            return
-        self._packed, self._sent = None, []
         first = not self._storages
+        try:
+            self._fill(packed, sent, first)
+        except BaseException:
+            if first:
+                self._drop_made()
+            raise
+        finally:
+            del packed
+            self._let_go()
+
+    def _fill(self, packed: Tensor | None, sent: list[_Sent], first: bool) -> None:
+        streams = self._streams
         if first:
             self._make_outputs(sent)
             self._allocated_on = (streams.compute,)
@@ -292,6 +308,11 @@ class ExtensionGather:
                 self._choose_direct()
         for storage in self._released:
             streams.resize(storage, 0)
+
+    def _let_go(self) -> None:
+        """Drop what was gathered; no later gather may write its memory before compute has read it."""
+        streams = self._streams
+        self._packed, self._sent = None, []
         streams.order(streams.gather, streams.mark(streams.compute))
         for stream in self._packed_on:
             if stream != streams.compute:
@@ -349,12 +370,20 @@ class ExtensionGather:
                     self._are_gaps.append(True)
             self._outputs.append(outputs)
 
+    def _drop_made(self) -> None:
+        """Drop unsharded parameters of which not all could be made: the next gather makes them all."""
+        self._outputs, self._writers, self._kept = [], [], []
+        for param in self._params:
+            param.unsharded = None
+
     def free(self) -> None:
         """Free the unsharded parameters' memory; their storage objects stay, for autograd's saved views alias them.
 
         The allocator gives it to the stream on which it was allocated: a side stream of the user's, if ``unshard`` was called there.
         """
         streams = self._streams
+        if self._sent:
+            self._let_go()
         for stream in self._allocated_on:
             if stream != streams.compute:
                 streams.order(stream, streams.mark(streams.compute))

@@ -281,7 +281,13 @@ class GroupMemory:
     def wait(self) -> None:
         """Make an issued unshard usable on the compute stream and show the unsharded parameters; no-op otherwise."""
         if self.state is GroupState.UNSHARDING:
-            self._finish_gather()
+            unsharded = self._finish_gather()
+            if unsharded.fill is not None:
+                try:
+                    unsharded.fill()
+                except BaseException:
+                    self.cancel()
+                    raise
             self.state = GroupState.UNSHARDED
             self.registry.show_unsharded()
 
@@ -290,12 +296,15 @@ class GroupMemory:
         if self.state is GroupState.UNSHARDING:
             unsharded = self._finish_gather()
             self.state = GroupState.SHARDED
-            if not self.plan.has_own_memory:  # else they are shown; and if an extension raised, there are no others yet
+            if not self.plan.has_own_memory:  # else they are shown, and there may be no others yet
                 self.registry.show_sharded()
             unsharded.free()
 
     def cancel(self) -> None:
-        """Forget an issued unshard that could not start: nothing will arrive. On the host, the storage stays allocated."""
+        """Forget an issued unshard that could not start, or not fill what an extension makes: nothing will arrive.
+
+        On the host, the storage stays allocated, except that of extensions.
+        """
         if self.state is not GroupState.UNSHARDING:
             return
         unsharded = self.unsharded
@@ -304,7 +313,7 @@ class GroupMemory:
             unsharded.smaller.drop()
             self.registry.show_sharded()
         self.state = GroupState.SHARDED
-        if not self.streams.host_waits:
+        if unsharded.fill is not None or not self.streams.host_waits:
             self.streams.order(self.streams.compute, self.streams.mark(self.streams.gather))
             unsharded.free()
 

@@ -28,6 +28,7 @@ class Unsharded:
 
     gather:       fills the storage
     storage:      of the unsharded parameters; None where extensions make them
+    fill:         where extensions make them, gives them their values when the gather has finished
     free:         frees the memory, and keeps the parameters
     smaller:      the shards over the smaller mesh, once the group has had some
     written_at:   the group's ``written_at`` at the last unshard
@@ -56,6 +57,7 @@ class Unsharded:
         self.smaller: SmallerShards | None = None
         self.written_at = -1
         self.gather: Gather | LocalGather | ExtensionGather
+        self.fill: Callable[[], None] | None = None
         self.free: Callable[[], None]
         self._really_free: Callable[[], None] | None = None
         if plan.has_own_memory:
@@ -70,7 +72,7 @@ class Unsharded:
                 options.all_gather,
                 {"direct": 1, "packed": math.inf}.get(options.gather, direct_from_nbytes(mesh.shard_size)),
             )
-            self.free = self.gather.free
+            self.fill, self.free = self.gather.fill, self.gather.free
             return
         assert flat is not None
         shares_memory = mesh.shard_size == 1 and plan.param_dtype is plan.dtype and not options.offload

@@ -22,6 +22,7 @@ from fsdp2 import (
     register_fsdp_forward_method,
     set_semantics,
 )
+from fsdp2.core import torch_compat as compat
 from fsdp2.errors import OrderError
 from harness import cpu_mesh, on_ranks
 from harness.models import Block, batches
@@ -543,6 +544,23 @@ def test_a_failed_backward_then_zero_grad_then_a_retry_gives_each_gradient_once(
 
     assert_same_bits(fed_own_chunk(model, batches(), iteration=iteration), fed_in_chunks(reference, batches(), iteration=iteration))
     assert_same_bits(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
+
+
+@on_ranks(2)
+def test_a_failed_backward_is_over_when_the_next_forward_begins_though_the_engine_still_holds_its_callback():
+    """Symptom: a thread of the engine dropped the callback after the retry's forward had begun, whose gradients were then lost."""
+    model, reference = make(Fails)
+    model.held = list(model.parameters())
+    held = []
+    queue = compat.queue_end_of_backward
+
+    def iteration(each: Fails, x: Tensor) -> Tensor:
+        return retried(each, x, "backward", RuntimeError("trap"), "optimizer")
+
+    with mock.patch.object(compat, "queue_end_of_backward", lambda callback: held.append(callback) or queue(callback)):
+        steps = fed_own_chunk(model, batches(), iteration=iteration)
+    assert len(held) == 2 * len(batches())
+    assert_same_bits(steps, fed_in_chunks(reference, batches(), iteration=iteration))
 
 
 @on_ranks(2)

@@ -582,7 +582,7 @@ FAKE_SCENARIOS = {
 NEEDED_BY = {
     "ExtensionGather.start order 1": "extensions",
     "ExtensionGather.finish order 1": "extensions",
-    "ExtensionGather.finish order 2": "extensions_unsharded_before_backward",
+    "ExtensionGather._let_go order 1": "extensions_unsharded_before_backward",
     "ExtensionGather.free order 1": "extensions_unshard_on_a_side_stream",
     "Gather.start order 1": "bf16_mixed",
     "Gather.start order 2": "plain",
@@ -611,7 +611,7 @@ NEEDED_BY = {
 
 # Inputs are moved to another device than the CPU alone: tests/pretend takes these out.
 OF_OTHER_DEVICES = {
-    "ExtensionGather.finish order 3",
+    "ExtensionGather._let_go order 2",
     "GroupMemory.cancel order 1",
     "Reductions._give_back order 1",
     "Schedule.await_host_input synchronize 1",

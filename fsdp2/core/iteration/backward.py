@@ -46,7 +46,10 @@ class Backward:
         self._recomputed: list[tuple[Unit, int]] = []  # with the number of its forwards under way at that time
 
     def has_failed(self) -> bool:
-        """Whether an exception ended this backward: the engine then dropped the callback ``at_end``."""
+        """Whether an exception ended this backward: the engine then dropped the callback ``at_end``, maybe a moment later.
+
+        Only another backward has to ask: its graph task may be inside this one.
+        """
         return self._at_end is not None and self._at_end() is None
 
     def lost_earlier_gradients(self) -> bool:

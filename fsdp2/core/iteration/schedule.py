@@ -122,7 +122,7 @@ class Schedule:
         tree = self.tree
         self.comm_ctx.refuse_open("forward")
         late_comparison.compare()
-        if self.backward is not None and self.backward.has_failed():
+        if self.backward is not None:  # no backward calls this forward, so that one raised
             self._end_failed_backward()
         tree.reshard_what_is_out_of_date()
         tree.step.left_by_forward.clear()
@@ -389,7 +389,7 @@ class Schedule:
             )
         if is_async:
             self.comm_ctx.refuse_others_work(self)
-        if self.backward is not None and self.backward.has_failed():
+        if self.backward is not None:  # outside of a backward: it raised
             self._end_failed_backward()
         self._backward_by_hand().finish(is_last=True)
         self.tree.await_host_reads()

@@ -254,16 +254,14 @@ class ExtensionGather:
     @torch.no_grad()
     def fill(self) -> None:
         """Give the unsharded parameters their values. If an extension raises, or memory runs out, ``free`` follows."""
-        packed, sent = self._packed, self._sent
         first = not self._storages
         try:
-            self._fill(packed, sent, first)
+            self._fill(self._packed, self._sent, first)
         except BaseException:
             if first:
                 self._drop_made()
             raise
         finally:
-            del packed
             self._let_go()
 
     def _fill(self, packed: Tensor | None, sent: list[_Sent], first: bool) -> None:

@@ -176,10 +176,11 @@ class Part(nn.Module):
             y = y + _linear(x.tanh(), state.parts[node.borrows].weight, None)
         if fails:
             y = Raising.apply(y)
+        if node.hook == "tensor" and y.requires_grad:
+            y = y * 1  # its own: what another module returned, or x, may be a view or a cast of it in the sharded model
+            y.register_hook(lambda grad: grad * 0.9)
         if node.stored:
             self.aux = y.square().mean() * 0.1
-        if node.hook == "tensor" and y.requires_grad:
-            y.register_hook(lambda grad: grad * 0.9)
         return returned(y, node.container)
 
     def _heads(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -280,6 +280,23 @@ KEPT = {
         ignores=True,
         unused=True,
     ),
+    "a tensor hook on what a child returned, which the child stores as well, was on another tensor behind a cast": Program(
+        root=Node(
+            "root",
+            children=(
+                Node("a", children=(Node("b", "linear", unit=Unit(output_dtype="float32"), stored=True),), unit=Unit(), hook="tensor"),
+            ),
+            unit=Unit(),
+        ),
+    ),
+    "a tensor hook on what may be the input itself was on a view of it": Program(
+        root=Node(
+            "root",
+            "heads",
+            children=(Node("a", "norm"), Node("b", children=(Node("c", "idle", unit=Unit()),), unit=Unit(), hook="tensor")),
+            unit=Unit(),
+        ),
+    ),
 }
 
 REFUSED = {

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fsdp2
 from fsdp2 import OrderError, fully_shard, user_warnings
+from fsdp2.core.iteration import same_models
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
 from harness.user_warnings import warned_on_rank_0
@@ -76,6 +81,101 @@ def test_a_mesh_with_the_name_of_a_model_axis_is_warned_of_once():
         assert len(shown) == (dist.get_rank() == 0)
         fully_shard(mlp(), mesh=mesh["dp"])
         fully_shard(mlp(), mesh=cpu_mesh(1, 2, names=("replicate", "shard")))
+
+
+class Meeting:
+    """Keys of the store at which both ranks have written when one reads."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.requests = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.requests += 1
+        if name == "check":
+            dist.barrier()
+        return getattr(self._store, name)
+
+
+def two_layers(difference: str = "none") -> nn.Module:
+    """On rank 1 the second one has ``difference``."""
+    differs = dist.get_rank() == 1
+    last = nn.Linear(
+        7,
+        5 + (differs and difference == "shape"),
+        bias=not (differs and difference == "missing"),
+        dtype=torch.float64 if differs and difference == "dtype" else None,
+    )
+    model = nn.Sequential(nn.Linear(7, 7), last)
+    for module in (*model, model):
+        policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if differs and difference == "policy" else None)
+        fully_shard(module, mesh=cpu_mesh(), mp_policy=policy)
+    return model
+
+
+@on_ranks(2)
+def test_models_that_differ_between_ranks_are_refused_before_the_first_gather_by_the_parameters_name():
+    """Symptom: gloo aborted a process ("Received data size doesn't match expected size"), and no text named a parameter."""
+    stores: list[Meeting] = []
+    real = same_models.compat.keys_of_the_store
+
+    def keys_of_the_store(prefix: str) -> Any:
+        stores.append(Meeting(real(prefix)))
+        return stores[-1]
+
+    found = {"shape": "1.weight", "missing": "1.bias", "dtype": "1.weight", "policy": "0.weight"}
+    with mock.patch.object(same_models.compat, "keys_of_the_store", keys_of_the_store):
+        for difference, name in found.items():
+            with pytest.raises(fsdp2.ModuleError) as caught:
+                two_layers(difference)(X)
+            text = str(caught.value)
+            assert f"models differ between ranks: {name}" in text, difference
+            assert "rank 0: " in text
+            assert "rank 1: " in text
+            assert ("rank 1: nothing: no more parameters" in text) == (difference == "missing")
+        stores.clear()
+        model = two_layers()
+        for _ in range(2):
+            model(X).sum().backward()
+        assert [store.requests for store in stores] == [3]  # write, look, read
+
+
+@on_ranks(1)
+def test_one_rank_compares_its_model_with_nobody():
+    with mock.patch.object(same_models.compat, "keys_of_the_store", side_effect=AssertionError("a request")):
+        fully_shard(mlp(), mesh=cpu_mesh())(X).sum().backward()
+
+
+PROGRAM = """
+import sys
+import torch, torch.distributed as dist
+from torch import nn
+import fsdp2
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+model = fsdp2.fully_shard(nn.Linear(4, 4 + rank))
+model(torch.ones(2, 4)).sum().backward()
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_came_first_hears_from_the_other_why_it_has_ended(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(rank), str(tmp_path / "store")], env=environment, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=300)[1] for process in processes]
+    assert any("fsdp2.errors.ModuleError" in each for each in said)
+    for each in said:
+        assert "models differ between ranks: weight" in each
+        assert "rank 0: weight: (4, 4), torch.float32" in each
+        assert "rank 1: weight: (5, 4), torch.float32" in each
 
 
 def test_a_name_that_fsdp2_lacks_points_to_the_right_one():

@@ -8,6 +8,7 @@ from ...errors import ArgumentError, OrderError, meta_error
 from ..comm.communicators import SymmetricReduceScatter
 from .backward_agreement import Agreement
 from .module_state import ModuleState, units_below
+from .same_models import require_same_as_neighbors
 from .schedule import Schedule
 from .ties import adopt_late_ties
 from .unit import Unit
@@ -16,7 +17,8 @@ from .unit import Unit
 def adopt(root: ModuleState) -> Schedule:
     """The first forward: ``root`` and all units below its module share one schedule from now on.
 
-    Raises: OrderError if ``root`` is a list of modules; MaterializationError if parameters are on the meta device.
+    Raises: OrderError if ``root`` is a list of modules; MaterializationError if parameters are on the meta device; ModuleError if
+            another rank is known to have another model
     """
     if len(root.modules) > 1:
         raise OrderError(
@@ -35,6 +37,7 @@ def adopt(root: ModuleState) -> Schedule:
     _refuse_strange_ties(units)
     _refuse_manual_children(root, units)
     _refuse_symmetric_inputs(units)
+    require_same_as_neighbors(units)
     schedule = Schedule(root, units)
     if root.schedule is not None:
         schedule.manual = root.schedule.manual

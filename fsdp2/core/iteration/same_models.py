@@ -1,0 +1,79 @@
+"""Before a first forward communicates, each rank looks whether its neighbors gather the same: gloo would abort, NCCL compute nonsense.
+
+A rank writes into the store what its groups gather, and reads what the rank before it and the one after it have written so far. It
+waits for none of them. Of two neighbors at least the later one has both; it raises, its program ends, and the other one, which is in
+the first all-gather by then, raises a LostRankError that quotes it (``comm/lost_ranks.py``).
+
+Worked example: on rank 1 of 2, blocks.0.up.weight has a row more
+
+    rank 0    writes; nothing of rank 1 is there; waits in its first all-gather
+    rank 1    writes, reads; ModuleError: models differ between ranks: blocks.0.up.weight
+                               rank 0: blocks.0.up.weight: (13, 10), torch.float32, gathered in torch.float32
+                               rank 1: blocks.0.up.weight: (14, 10), torch.float32, gathered in torch.float32
+    rank 0    LostRankError: rank 1: its program has ended with ModuleError: models differ between ranks: blocks.0.up.weight ...
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import json
+import zlib
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from ...errors import ModuleError
+from .. import torch_compat as compat
+from ..comm import backends
+from ..comm.lost_ranks import number_of_world
+from .unit import Unit
+
+_num_compared: collections.Counter[str] = collections.Counter()
+"""How often a model was compared whose first group has this number among the groups over these ranks."""
+
+
+def require_same_as_neighbors(units: Sequence[Unit]) -> None:
+    """Raise ModuleError if a neighbor has written another model. Collective: no; at most five requests to the store.
+
+    Groups over other ranks than the first of them are not compared, nor are names: they change nothing of what is sent.
+    """
+    first = next((unit.groups[0] for unit in units if unit.groups), None)
+    if first is None or first.mesh.size == 1:
+        return
+    process_groups = [group for group in (first.mesh.shard_group, first.mesh.replicate_group) if group is not None]
+    if not all(backends.moves_data(backends.backend_of(group, first.mesh.device_type)) for group in process_groups):
+        return
+    facts = [
+        (param.fqn, f"{tuple(param.sharded.shape)}, {param.dtype}, gathered in {group.plan.param_dtype}")
+        for unit in units
+        for group in unit.groups
+        if group.mesh.ranks == first.mesh.ranks
+        for param in group.params
+    ]
+    name = "/".join([*(group.group_name for group in process_groups), str(first.gradients.number)])
+    _num_compared[name] += 1
+    ranks, rank = sorted(first.mesh.ranks), dist.get_rank()
+    at = ranks.index(rank)
+    written: dict[int, bytes] = {}
+    with contextlib.suppress(RuntimeError):  # a store that keeps nothing, or that is gone: the next collective tells
+        store = compat.keys_of_the_store(f"fsdp2_models_{number_of_world()}/{name}/{_num_compared[name]}")
+        store.set(str(rank), zlib.compress(json.dumps(facts).encode()))
+        for neighbor in {ranks[at - 1], ranks[(at + 1) % len(ranks)]} - {rank}:
+            if store.check([str(neighbor)]):
+                written[neighbor] = store.get(str(neighbor))
+    for neighbor, packed in written.items():
+        _compare(neighbor, json.loads(zlib.decompress(packed)), rank, facts)
+
+
+def _compare(neighbor: int, theirs: Sequence[Sequence[str]], rank: int, ours: Sequence[Sequence[str]]) -> None:
+    nothing = ("nothing", "no more parameters")
+    for their, our in itertools.zip_longest(theirs, ours, fillvalue=nothing):
+        if their[1] != our[1]:
+            raise ModuleError(
+                f"models differ between ranks: {our[0] if our is not nothing else their[0]}",
+                items=[f"rank {number}: {': '.join(fact)}" for number, fact in sorted([(neighbor, their), (rank, our)])],
+                expected="on all ranks the same shapes and dtypes, in the same order",
+                fix="build the same model on every rank, and call fully_shard on the same modules",
+            )

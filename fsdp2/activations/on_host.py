@@ -108,6 +108,7 @@ class _Leaving(NamedTuple):
     version: int
     storage: OnHost
     call: int
+    is_captured: bool  # by a graph
 
 
 class HostMemory:
@@ -159,20 +160,22 @@ class HostMemory:
         if compat.storage_key(tensor) in parameter_storages(module):
             return None
         data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-        made = OnHost(self, data, streams_of(tensor.device))
+        streams = streams_of(tensor.device)
+        made = OnHost(self, data, streams)
         self._known.put(tensor, (version, weakref.ref(made)))
-        self._leaving.append(_Leaving(tensor, version, made, self._num_calls))
+        self._leaving.append(_Leaving(tensor, version, made, self._num_calls, streams.is_capturing()))
         self._let_go(0)
         return made
 
     def _let_go(self, of_calls: int) -> None:
         """Forget the tensors whose copy is done, and order compute behind the copies of the first ``of_calls`` calls."""
         while self._leaving:
-            tensor, version, storage, call = self._leaving[0]
+            tensor, version, storage, call, is_captured = self._leaving[0]
             streams = streams_of(tensor.device)
-            if call > of_calls and not streams.has_passed(storage.left):
-                return
-            streams.order(streams.compute, storage.left)
+            if is_captured is streams.is_capturing():  # else no stream may wait, nor need it: the host did before the capture
+                if call > of_calls and not streams.has_passed(storage.left):
+                    return
+                streams.order(streams.compute, storage.left)
             if tensor._version != version:
                 storage.is_overwritten = True
             self._leaving.popleft()
@@ -182,7 +185,8 @@ class HostMemory:
         if self._in_forward:
             self._in_forward = False
             self.last = weakref.ref(module)
-        self._let_go(0)
+        # Of a graph's copies nothing outlives the graph.
+        self._let_go(self._num_calls if self._leaving and self._leaving[0].is_captured else 0)
 
 
 class Call:

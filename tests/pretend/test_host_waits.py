@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
+from fsdp2.activations.around_forward import around_forward
 from fsdp2.compiled.full_graph_mode import FullGraph
 from fsdp2.core.comm.streams import DeviceStreams, use_streams
 from fsdp2.testing import pretend
@@ -184,6 +185,28 @@ def test_a_static_step_does_nothing_that_a_graph_capture_refuses():
             way.iteration(model, x)
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
+
+
+@on_ranks(2, device="pretend")
+def test_a_capture_takes_activations_to_the_host_and_back():
+    """Copies to the host that were under way when the capture began, and those of the capture, are asked about by nobody inside of it.
+
+    A step captured, one that is not, and one captured again: events of a graph and events from outside never meet.
+    """
+    model = mlp(num_blocks=4)
+    fsdp2.apply_activation_offload(model, min_nbytes=0)
+    memory = around_forward(model.blocks[0]).outer.memory
+    model = sharded(model, WAYS["bf16"], Block)
+    model.set_keep_unsharded_storage(True)
+    optimizer = sgd(model.parameters())
+    x = own_chunk(batches(1)[0]).to("pretend")
+    for index in range(6):
+        memory.peak_nbytes = 0
+        with pretend.capturing() if index in (2, 3, 5) else contextlib.nullcontext():
+            forward_backward(model, x)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        assert memory.peak_nbytes > 0, index
 
 
 class Isolated(DeviceStreams):

@@ -75,6 +75,15 @@ class ClientState(ModuleState):
             names = _contexts[context] = CommContextNames(*_streams(self.device))
         return names
 
+    @property
+    def _pre_forward_hook_handle(self) -> Any:
+        """Raises: ArgumentError: torch's FSDPMemTracker asks for it first, and replaces methods for which fsdp2 has no counterpart."""
+        raise ArgumentError(
+            f"torch's FSDPMemTracker got {type(self.modules[0]).__name__}, which fsdp2 has sharded",
+            expected="a model that torch's fully_shard has sharded: it replaces private methods of torch's FSDP2",
+            fix="torch's MemTracker has the peak, by kinds of tensors; fsdp2.plan(model, ranks) says what fills it",
+        )
+
     def _lazy_init(self) -> None:
         """As in torch before the first forward: give parameters their names from the root, refuse those on the meta device."""
         refuse_meta([unit for _, unit in units_below(self.modules[0])])

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -123,6 +124,13 @@ def one_of_two() -> Iterator[DeviceMesh]:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()
+
+
+def test_the_memory_tracker_of_torchs_fsdp2_refuses_ours_and_names_what_to_use(one_of_two):
+    """Symptom: AttributeError: 'ClientState' object has no attribute '_pre_forward_hook_handle'."""
+    tracker = FSDPMemTracker(model_of(fsdp2.fully_shard, one_of_two))
+    with pytest.raises(fsdp2.ArgumentError, match=r"(?s)FSDPMemTracker got.*fix:.*torch's MemTracker"), tracker:
+        pass
 
 
 def test_the_memory_tracker_sees_what_is_freed_and_no_higher_peak_than_that_of_torchs_fsdp2(one_of_two):

@@ -14,12 +14,14 @@ import torch.distributed.fsdp as torch_fsdp
 
 from fsdp2.core import torch_compat as compat
 from fsdp2.core.comm import collectives
+from fsdp2.testing import pretend
 from harness import on_ranks
 from harness.pretend_training import (
     MORE_SCENARIOS,
     SCENARIOS,
     SCENARIOS_2D,
     SCENARIOS_OF_DEPTH,
+    SCENARIOS_OF_SEVERAL_GROUPS,
     SCENARIOS_OF_SUMS,
     train,
     train_late,
@@ -58,6 +60,37 @@ def test_on_two_ranks_every_order_trains_bitwise_as_the_cpu_does(name):
     expected = train(scenario, "cpu")
     for seed in (None, *range(NUM_SEEDS)):
         assert_same_bits(train_late(seed, scenario), expected)
+
+
+ON_FOUR = {
+    name: replace(scenario, mesh=(2, 2) if scenario.mesh else ())
+    for name, scenario in {
+        **SCENARIOS,
+        **SCENARIOS_2D,
+        **SCENARIOS_OF_DEPTH,
+        **SCENARIOS_OF_SUMS,
+        **MORE_SCENARIOS,
+        **SCENARIOS_OF_SEVERAL_GROUPS,
+    }.items()
+}
+
+
+@on_ranks(4, device="pretend", timeout=600)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=pytest.mark.slow if name in ("hsdp", "several_dtypes_hsdp", "beside_another_root") else pytest.mark.full
+        )
+        for name in ON_FOUR
+    ],
+)
+def test_on_four_ranks_collectives_that_run_one_at_a_time_never_wait_for_each_other(name):
+    """As on a GPU where the kernels of two communicators do not fit together: each rank issues all collectives in one order."""
+    expected = train_late(None, ON_FOUR[name])
+    with pretend.one_collective_at_a_time(300):
+        for seed in range(NUM_SEEDS):
+            assert_same_bits(train_late(seed, ON_FOUR[name]), expected)
 
 
 @contextlib.contextmanager

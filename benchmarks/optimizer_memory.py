@@ -2,7 +2,7 @@
 
 Two transformer blocks on a fake process group of 8 ranks, after one step. Numbers of steps do not count. Beside each figure stands the
 formula: two moments for AdamW, one more value for Kahan summation, one momentum for Muon's matrices. torchao's optimizers take part
-where it is installed; they quantise shards of at least 4 096 elements, and keep the others whole.
+where it is installed; they quantize shards of at least 4 096 elements, and keep the others whole.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if torchao is not None:
 
 
 def nbytes_of(value: object) -> int:
-    """Bytes that this rank keeps; for a quantised tensor its codes and scales, because all share one table of values."""
+    """Bytes that this rank keeps; for a quantized tensor its codes and scales, because all share one table of values."""
     if isinstance(value, DTensor):
         value = value.to_local()
     if not isinstance(value, Tensor) or value.dim() == 0:

@@ -56,7 +56,7 @@ def docstring_pairs(limit: int) -> list[Pair]:
                 pair = " ".join(details.split()), " ".join(summary.split())
                 if 15 < len(pair[1]) < 60 and len(pair[0]) > 60:
                     pairs[pair] = None
-    # Ordered by a hash: neighbours are alike, and those held out should be like the rest.
+    # Ordered by a hash: neighbors are alike, and those held out should be like the rest.
     return sorted(pairs, key=lambda pair: zlib.crc32("".join(pair).encode()))[:limit]
 
 

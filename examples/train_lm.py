@@ -131,7 +131,7 @@ def read_text(path: Path | None, limit: int) -> bytes:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in ("site-packages", "__pycache__", ".git")]
         files += [Path(folder, name) for name in names if name.endswith(suffix)]
-    # Ordered by a hash of the name: neighbours are often alike, and the held-out tenth should be like the rest.
+    # Ordered by a hash of the name: neighbors are often alike, and the held-out tenth should be like the rest.
     files.sort(key=lambda file: zlib.crc32(os.fsencode(file.relative_to(root))))
     text = bytearray()
     for file in files:

@@ -1,4 +1,4 @@
-"""The FSDPError family: what the user did, what was expected, how to mend it.
+"""The FSDPError family: what the user did, what was expected, how to fix it.
 
 Every error that a user can cause is one of these and is also a subclass of each built-in exception that PyTorch's own FSDP2 raises in
 the cases it covers, so that old ``except`` clauses hold; a test asks FSDP2 case by case (hence the odd bases: there, an empty list is
@@ -144,7 +144,7 @@ def meta_error(items: Iterable[str], device: str) -> MaterializationError:
         f"{len(missing)} parameters should be materialized from meta device before the first forward",
         items=missing,
         expected=f"storage on {device}",
-        fix=f'call fsdp2.materialize(model), or model.to_empty(device="{kind}") and initialise, or load a checkpoint',
+        fix=f'call fsdp2.materialize(model), or model.to_empty(device="{kind}") and initialize, or load a checkpoint',
     )
 
 

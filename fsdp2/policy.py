@@ -174,7 +174,7 @@ class Comm(ABC):
 
     @abstractmethod
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """An uninitialised tensor of ``size`` (1-D) for one buffer of this collective."""
+        """An uninitialized tensor of ``size`` (1-D) for one buffer of this collective."""
 
 
 class AllGather(Comm):

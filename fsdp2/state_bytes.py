@@ -84,7 +84,7 @@ def measured_state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | No
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    if isinstance(optimizer, FlatOptimizer):  # as it keeps them: what it shows may be dequantised
+    if isinstance(optimizer, FlatOptimizer):  # as it keeps them: what it shows may be dequantized
         return optimizer.state_tensors()
     pairs = [(owner, each) for owner, values in optimizer.state.items() for each in values.values()]
     return [each for owner, each in pairs if isinstance(each, Tensor) and each.shape == owner.shape and each.ndim > 0]

@@ -28,4 +28,4 @@ def _fresh_process() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
-        pytest.fail("the test left its process group initialised in the parent process, for all later tests to find")
+        pytest.fail("the test left its process group initialized in the parent process, for all later tests to find")

@@ -714,7 +714,7 @@ def test_text_for_meta_parameters(mesh):
   0.weight (8, 8)
   0.bias (8,)
   expected: storage on cpu
-  fix:      call fsdp2.materialize(model), or model.to_empty(device="cpu") and initialise, or load a checkpoint""",
+  fix:      call fsdp2.materialize(model), or model.to_empty(device="cpu") and initialize, or load a checkpoint""",
     )
 
 

@@ -208,7 +208,7 @@ class Owner(nn.Module):
 
 
 @on_ranks(1, 3)
-def test_a_module_may_initialise_its_children_in_the_same_and_in_other_groups():
+def test_a_module_may_initialize_its_children_in_the_same_and_in_other_groups():
     reference = unsharded(Owner)
     for wrap in ((), ("second",), ("first", "late")):
         with torch.device("meta"):
@@ -222,7 +222,7 @@ def test_a_module_may_initialise_its_children_in_the_same_and_in_other_groups():
 
 
 @on_ranks(2)
-def test_one_function_at_the_root_may_initialise_the_whole_model():
+def test_one_function_at_the_root_may_initialize_the_whole_model():
     def init_all(module: nn.Module) -> None:
         if isinstance(module, Net):
             for each in module.parameters():
@@ -382,7 +382,7 @@ def test_modules_without_reset_parameters_are_listed_before_anything_is_changed(
         f"[rank {rank}] 1 modules own parameters on the meta device and have no reset_parameters()\n"
         "  0 (Forgetful): extra (5,)\n"
         "  expected: a method reset_parameters() that writes the module's own parameters and buffers\n"
-        "  fix:      write one, or pass init_fn=<a function that initialises one module>; nothing was changed"
+        "  fix:      write one, or pass init_fn=<a function that initializes one module>; nothing was changed"
     )
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert torch.equal(torch.get_rng_state(), state)
@@ -394,7 +394,7 @@ def test_what_nothing_wrote_is_named_and_stays_on_the_meta_device():
     with pytest.raises(MaterializationError) as error:
         materialize(model, reset)
     assert str(error.value) == (
-        f"[rank {dist.get_rank()}] 3 parameters or buffers were written by no initialisation\n"
+        f"[rank {dist.get_rank()}] 3 parameters or buffers were written by no initialization\n"
         "  0.extra\n"
         "  0.mask\n"
         "  0.ticks\n"

@@ -8,7 +8,7 @@
     Example:, and an indented block                        ->   a heading, and a block of Python
     ``fully_shard``, MeshError                             ->   links, where a page of the reference has an entry of that name
 
-A line of ``words: text`` begins a field where its neighbours do as well, or where the word is Returns, Raises, Collective or Source.
+A line of ``words: text`` begins a field where its neighbors do as well, or where the word is Returns, Raises, Collective or Source.
 Signatures are shown as a user calls: see ``_signature``.
 """
 

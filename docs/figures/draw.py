@@ -9,7 +9,7 @@
     steps.svg       a step's duration beside torch's, as benchmarks/strategies.py has measured it and docs/strategies.md tells
     checkpoint.svg  a checkpoint folder during a save, and where a run resumes that crashes then
 
-Each is a function from data to SVG. Colours are readable on light and dark pages; text has one grey for both.
+Each is a function from data to SVG. Colors are readable on light and dark pages; text has one grey for both.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from fsdp2.testing.clock.timeline import Clock, Span
 HERE = Path(__file__).parent
 GREY = "#808890"
 _TEXT = f'font-family="sans-serif" font-size="12" fill="{GREY}"'
-COLOURS = {
+COLORS = {
     "forward": "#4c8dd6",
     "backward": "#d98a3d",
     "optimizer": "#5aa469",
@@ -72,16 +72,16 @@ class Svg:
             f"<title>{title}</title>",
         ]
 
-    def rect(self, x: float, y: float, width: float, height: float, colour: str) -> None:
-        self._parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.4):.1f}" height="{height:.1f}" fill="{colour}"/>')
+    def rect(self, x: float, y: float, width: float, height: float, color: str) -> None:
+        self._parts.append(f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.4):.1f}" height="{height:.1f}" fill="{color}"/>')
 
-    def frame(self, x: float, y: float, width: float, height: float, colour: str) -> None:
+    def frame(self, x: float, y: float, width: float, height: float, color: str) -> None:
         place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="8"'
-        self._parts.append(f'<rect {place} fill="none" stroke="{colour}" stroke-width="2"/>')
+        self._parts.append(f'<rect {place} fill="none" stroke="{color}" stroke-width="2"/>')
 
-    def polygon(self, points: Sequence[tuple[float, float]], colour: str) -> None:
+    def polygon(self, points: Sequence[tuple[float, float]], color: str) -> None:
         text = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self._parts.append(f'<polygon points="{text}" fill="{colour}"/>')
+        self._parts.append(f'<polygon points="{text}" fill="{color}"/>')
 
     def line(self, x1: float, y1: float, x2: float, y2: float) -> None:
         self._parts.append(f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{GREY}" stroke-dasharray="3 3"/>')
@@ -90,13 +90,13 @@ class Svg:
         self._parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>')
 
     def text_on(self, x: float, y: float, text: str, anchor: str) -> None:
-        """On a coloured shape: white."""
+        """On a colored shape: white."""
         self._parts.append(f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="#ffffff">{text}</text>')
 
-    def legend(self, x: float, y: float, colours: dict[str, str]) -> None:
+    def legend(self, x: float, y: float, colors: dict[str, str]) -> None:
         """In a row from ``x`` on."""
-        for name, colour in colours.items():
-            self.rect(x, y - 10, 11, 11, colour)
+        for name, color in colors.items():
+            self.rect(x, y - 10, 11, 11, color)
             self.text(x + 16, y, name)
             x += 26 + 6.6 * len(name)
 
@@ -149,11 +149,11 @@ def step(data: Rehearsed) -> Svg:
     rows = {"compute": 20.0, "copy-in": 56.0, "all-gather": 92.0, "reduce-scatter": 128.0}
     for name, y in rows.items():
         svg.text(left - 8, y + 18, name, "end")
-    for (name, colour), start, stop in _bars(clock.spans):
-        svg.rect(left + width * start / end, rows[name], width * (stop - start) / end, 26, colour)
+    for (name, color), start, stop in _bars(clock.spans):
+        svg.rect(left + width * start / end, rows[name], width * (stop - start) / end, 26, color)
     svg.text(left, 176, "0 ms")
     svg.text(left + width, 176, f"{end * 1e3:.1f} ms", "end")
-    svg.legend(left, 204, {name: colour for name, colour in COLOURS.items() if name != "all-reduce"})
+    svg.legend(left, 204, {name: color for name, color in COLORS.items() if name != "all-reduce"})
     return svg
 
 
@@ -174,11 +174,11 @@ def prefetch(by_depth: dict[int, Rehearsed]) -> Svg:
         rows = {"compute": top, "all-gather": top + 34}
         for name, y in rows.items():
             svg.text(left - 8, y + 18, name, "end")
-        for (name, colour), start, stop in _bars(spans):
-            svg.rect(left + width * start / end, rows[name], width * (stop - start) / end, 26, colour)
+        for (name, color), start, stop in _bars(spans):
+            svg.rect(left + width * start / end, rows[name], width * (stop - start) / end, 26, color)
     svg.text(left, 200, "0 ms")
     svg.text(left + width, 200, f"{end * 1e3:.1f} ms", "end")
-    svg.legend(left, 224, {name: COLOURS[name] for name in ("forward", "all-gather")})
+    svg.legend(left, 224, {name: COLORS[name] for name in ("forward", "all-gather")})
     return svg
 
 
@@ -187,7 +187,7 @@ def group(module: nn.Module, num_shards: int = 2) -> Svg:
     params = dict(module.named_parameters())
     cuts = [Cut(tuple(param.shape), 0, num_shards) for param in params.values()]
     layout = group_layout(cuts, num_shards=num_shards, align=32)  # 128 bytes of fp32
-    colours = dict(zip(params, ("#4c8dd6", "#d98a3d", "#5aa469", "#b565a7"), strict=True))
+    colors = dict(zip(params, ("#4c8dd6", "#d98a3d", "#5aa469", "#b565a7"), strict=True))
     svg = Svg(860, 238, "One group: each rank keeps a flat shard, and a gather gives every rank the unsharded storage")
     left, width = 150.0, 700.0
     scale = width / layout.unsharded_numel
@@ -195,34 +195,34 @@ def group(module: nn.Module, num_shards: int = 2) -> Svg:
         y = 14.0 + 40 * rank
         svg.text(left - 8, y + 18, f"flat shard of rank {rank}", "end")
         svg.rect(left, y, scale * layout.shard_numel, 26, "#9aa3ad")
-        for colour, slot in zip(colours.values(), layout.slots, strict=True):
-            svg.rect(left + scale * slot.offset, y, scale * math.prod(slot.cut.shard_shape(rank)), 26, colour)
+        for color, slot in zip(colors.values(), layout.slots, strict=True):
+            svg.rect(left + scale * slot.offset, y, scale * math.prod(slot.cut.shard_shape(rank)), 26, color)
     svg.text(left + scale * layout.shard_numel + 14, 52, "one all-gather brings both together,")
     svg.text(left + scale * layout.shard_numel + 14, 68, "and lays out one parameter after another")
     y = 122.0
     svg.text(left - 8, y + 18, "unsharded storage", "end")
     svg.rect(left, y, width, 26, "#9aa3ad")
-    for colour, slot in zip(colours.values(), layout.slots, strict=True):
+    for color, slot in zip(colors.values(), layout.slots, strict=True):
         x = left + scale * slot.unsharded_offset
-        svg.rect(x, y, scale * slot.cut.numel, 26, colour)
+        svg.rect(x, y, scale * slot.cut.numel, 26, color)
         for rank in range(num_shards):
             numel = math.prod(slot.cut.shard_shape(rank))
             if scale * numel > 60:
                 svg.text_on(x + scale * numel / 2, y + 18, f"rank {rank}", "middle")
             x += scale * numel
-    svg.legend(left, 190, {f"{name} {tuple(param.shape)}": colours[name] for name, param in params.items()})
+    svg.legend(left, 190, {f"{name} {tuple(param.shape)}": colors[name] for name, param in params.items()})
     svg.legend(left, 216, {"padding, up to the next 128 bytes": "#9aa3ad"})
     return svg
 
 
 def _bars(spans: Sequence[Span]) -> list[tuple[tuple[str, str], float, float]]:
-    """Row and colour, begin and end of what runs; spans of one colour that touch are one bar."""
+    """Row and color, begin and end of what runs; spans of one color that touch are one bar."""
     names = {COMPUTE: "compute", COPY_IN: "copy-in", GATHER: "all-gather", REDUCE: "reduce-scatter"}
     open_bars: dict[str, tuple[tuple[str, str], float, float]] = {}
     done = []
     for span in sorted(spans, key=lambda span: span.start):
         name = names[span.stream]
-        key = name, COLOURS[span.phase if name == "compute" else name]
+        key = name, COLORS[span.phase if name == "compute" else name]
         bar = open_bars.get(name)
         if bar is not None and bar[0] == key and span.start - bar[2] < 2e-6:
             open_bars[name] = key, bar[1], max(bar[2], span.stop)
@@ -252,10 +252,10 @@ def memory(data: Rehearsed) -> Svg:
     left, width, bottom, height = 70.0, 780.0, 260.0, 240.0
     xs = [left + width * index / (len(moments) - 1) for index in range(len(moments))]
     below = [0.0] * len(moments)
-    for kind, colour in KINDS.items():
+    for kind, color in KINDS.items():
         above = [base + moment.get(kind, 0) / top for base, moment in zip(below, moments, strict=True)]
         edge = [(x, bottom - height * y) for x, y in zip(xs, above, strict=True)]
-        svg.polygon([*edge, *reversed([(x, bottom - height * y) for x, y in zip(xs, below, strict=True)])], colour)
+        svg.polygon([*edge, *reversed([(x, bottom - height * y) for x, y in zip(xs, below, strict=True)])], color)
         below = above
     for index, name in marks:
         x = xs[min(index, len(xs) - 1)]
@@ -281,10 +281,10 @@ def strategies(world_size: int = 8, shard_size: int = 4) -> Svg:
         state = expected_state_bytes(name, 1, world_size=world_size, shard_size=shard_size, **bf16)
         svg.text(left - 8, y + 18, name, "end")
         x = left
-        for part, colour in parts.items():
+        for part, color in parts.items():
             length = width * getattr(state, part) / 16
             if length:
-                svg.rect(x, y, length, 26, colour)
+                svg.rect(x, y, length, 26, color)
             x += length
         svg.text(x + 8, y + 18, f"{state.total:.2f} bytes")
     svg.legend(left, 236, {"unsharded copy": parts["compute"]} | {name: parts[name] for name in ("gradients", "master", "optimizer")})
@@ -310,12 +310,12 @@ def hsdp(zero3_data: Rehearsed, hsdp_data: Rehearsed, ranks_per_host: int = 4) -
         if place == 0:
             svg.text(left - 14, y + 32, f"host {host}", "end")
     for host in range(2):
-        svg.frame(left - 4, top + 92 * host, side * ranks_per_host + 8, 58, COLOURS["all-gather"])
+        svg.frame(left - 4, top + 92 * host, side * ranks_per_host + 8, 58, COLORS["all-gather"])
     for place in range(ranks_per_host):
-        svg.frame(left + side * place + 6, top - 14, side - 12, 92 + 86, COLOURS["all-reduce"])
+        svg.frame(left + side * place + 6, top - 14, side - 12, 92 + 86, COLORS["all-reduce"])
     svg.text(left - 4, 26, "each rank keeps one of four pieces")
-    svg.legend(left - 4, 254, {"all-gather, reduce-scatter: inside a host": COLOURS["all-gather"]})
-    svg.legend(left - 4, 276, {"all-reduce of the pieces: between hosts": COLOURS["all-reduce"]})
+    svg.legend(left - 4, 254, {"all-gather, reduce-scatter: inside a host": COLORS["all-gather"]})
+    svg.legend(left - 4, 276, {"all-reduce of the pieces: between hosts": COLORS["all-reduce"]})
 
     begin, width = 500.0, 250.0
     totals = {name: _leaves_a_host(data, ranks_per_host) for name, data in (("zero3", zero3_data), ("hsdp", hsdp_data))}
@@ -327,10 +327,10 @@ def hsdp(zero3_data: Rehearsed, hsdp_data: Rehearsed, ranks_per_host: int = 4) -
         for kind, nbytes in parts.items():
             length = width * nbytes / most
             if nbytes:
-                svg.rect(x, y, length, 34, COLOURS[kind])
+                svg.rect(x, y, length, 34, COLORS[kind])
             x += length
         svg.text(x + 8, y + 22, f"{sum(parts.values()) / 1e9:.2f} GB")
-    svg.legend(begin - 50, 254, {kind: COLOURS[kind] for kind in ("all-gather", "reduce-scatter", "all-reduce")})
+    svg.legend(begin - 50, 254, {kind: COLORS[kind] for kind in ("all-gather", "reduce-scatter", "all-reduce")})
     return svg
 
 
@@ -352,16 +352,16 @@ def measured_steps() -> dict[str, tuple[str, int, int]]:
 def steps(data: dict[str, tuple[str, int, int]]) -> Svg:
     svg = Svg(860, 60 + 40 * len(data), "Duration of a step, fsdp2 and torch")
     left, width = 110.0, 480.0
-    colours = {"fsdp2": KINDS["sharded parameters"], "torch": "#9aa3ad"}
+    colors = {"fsdp2": KINDS["sharded parameters"], "torch": "#9aa3ad"}
     most = max(max(ms, torchs) for _, ms, torchs in data.values())
     for row, (name, (other, ms, torchs)) in enumerate(data.items()):
         y = 14.0 + 40 * row
         svg.text(left - 8, y + 18, name, "end")
-        svg.rect(left, y, width * ms / most, 13, colours["fsdp2"])
+        svg.rect(left, y, width * ms / most, 13, colors["fsdp2"])
         svg.text(left + width * ms / most + 8, y + 11, f"{ms} ms")
-        svg.rect(left, y + 15, width * torchs / most, 13, colours["torch"])
+        svg.rect(left, y + 15, width * torchs / most, 13, colors["torch"])
         svg.text(left + width * torchs / most + 8, y + 26, f"{torchs} ms: {other}")
-    svg.legend(left, 46 + 40 * len(data), colours)
+    svg.legend(left, 46 + 40 * len(data), colors)
     return svg
 
 

@@ -381,7 +381,7 @@ def borrow_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not dist.is_initialized():
         raise OrderError(
             "there is no process group",
-            expected="torch.distributed to be initialised, for one rank as for many",
+            expected="torch.distributed to be initialized, for one rank as for many",
             fix="call torch.distributed.init_process_group before",
         )
     free = _free_for(process_group)

@@ -1,7 +1,7 @@
 """Unpickle what ``torch.save`` wrote without running anything that is in it.
 
 A pickle names classes and functions, and calls them. Here containers and dtypes are themselves, ``tensor_of`` makes tensors of their
-description, and every other name becomes a class without behaviour (``Inert``) that remembers its arguments. So files with classes
+description, and every other name becomes a class without behavior (``Inert``) that remembers its arguments. So files with classes
 of DeepSpeed, FSDP1 or the user's own can be read where these are not installed, and none of their code runs. The bytes that are read
 bound the cost of reading, see ``pickle_limits.py``.
 

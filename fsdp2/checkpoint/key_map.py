@@ -214,7 +214,7 @@ class Split(KeyRule):
                 raise failure(
                     f"{key} {whole.shape} cannot be split along dim {dim} into {dict(zip(names, sizes, strict=False))}",
                     expected=f"{len(names)} sizes that add up to {whole.shape[dim]}",
-                    fix=f"mend the rule {self}; nothing was changed",
+                    fix=f"fix the rule {self}; nothing was changed",
                     key=key,
                 )
             start = 0
@@ -350,7 +350,7 @@ def _filled(template: str, texts: Sequence[str]) -> str:
         raise ArgumentError(
             f"key_map has the template {template!r} with {len(parts) - 1} wildcards where {len(texts)} are needed",
             expected="as many * in each source and target of a rule",
-            fix="mend the rule",
+            fix="fix the rule",
         )
     return "".join(part + text for part, text in zip(parts, (*texts, ""), strict=True))
 
@@ -362,7 +362,7 @@ def _take(tensors: Tensors, keys: Sequence[str], rule: KeyRule) -> list[LazyTens
             f"there are only {len(keys) - len(missing)} of {len(keys)} tensors that {rule} joins; there is no",
             items=missing,
             expected="all of them, or none",
-            fix="mend the rule, or complete the checkpoint; nothing was changed",
+            fix="fix the rule, or complete the checkpoint; nothing was changed",
             key=missing[0],
         )
     return [tensors.pop(key) for key in keys]
@@ -377,7 +377,7 @@ def _joined(parts: Sequence[LazyTensor], dim: int, rule: KeyRule) -> LazyTensor:
             f"tensors that {rule} joins have shapes that do not go together",
             items=[f"{next(part.stored()).key} {part.shape}" for part in parts],
             expected=f"equal shapes but for dim {dim}",
-            fix="mend the rule; nothing was changed",
+            fix="fix the rule; nothing was changed",
             key=key,
         )
     return Joined(tuple(parts), dim)
@@ -393,6 +393,6 @@ def _bad_dim(key: str, tensor: LazyTensor, rule: KeyRule) -> Exception:
     return failure(
         f"{rule} names a dim that {key} {tensor.shape} does not have",
         expected=f"a dim of {len(tensor.shape)}",
-        fix="mend the rule; nothing was changed",
+        fix="fix the rule; nothing was changed",
         key=key,
     )

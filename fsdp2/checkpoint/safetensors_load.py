@@ -175,7 +175,7 @@ def load_safetensors(
                 And where ``materialize`` is, for what does not come from the checkpoint
     Raises:     CheckpointError (with ``file``, ``key`` and ``report``) on all ranks, whichever it happened on, with the model
                 unchanged: parameters on the meta device are there again.
-                MaterializationError if strict and something is left that nothing initialises
+                MaterializationError if strict and something is left that nothing initializes
 
     Example:
         fsdp2.checkpoint.save_safetensors(model, folder)

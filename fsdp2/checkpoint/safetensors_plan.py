@@ -94,7 +94,7 @@ def written_tensors(tensors: Iterable[ModelTensor], key_map: KeyMap | None) -> T
             f"key_map does not lead back to {len(differing)} of the model's tensors from what would be written",
             problems=differing,
             expected="rules whose inverse undoes them for every name of the model",
-            fix="mend key_map; nothing was written",
+            fix="fix key_map; nothing was written",
         )
     return written
 

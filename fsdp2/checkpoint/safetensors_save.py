@@ -381,7 +381,7 @@ def config_files(model: nn.Module, dtypes: Collection[torch.dtype]) -> dict[str,
                 raise failure(
                     f"model.{name} cannot be saved: {type(error).__name__}: {error}",
                     expected="values that its save_pretrained accepts",
-                    fix="mend it, or pass config=False; nothing was written",
+                    fix="fix it, or pass config=False; nothing was written",
                 ) from error
             found |= {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.suffix == ".json"}
     return found

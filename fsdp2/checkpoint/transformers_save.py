@@ -74,7 +74,7 @@ def _asks_for_more(bound: inspect.BoundArguments) -> bool:
 
 
 def _is_more_than_its_weights(model: Any) -> bool:
-    """Whether it has adapters, quantised or offloaded weights, code of its own, or weights that transformers leaves out or has cut."""
+    """Whether it has adapters, quantized or offloaded weights, code of its own, or weights that transformers leaves out or has cut."""
     marks = ("hf_quantizer", "_hf_peft_config_loaded", "peft_config", "hf_device_map", "_keys_to_ignore_on_save", "_tp_size")
     return any(getattr(model, mark, None) for mark in marks) or model.is_remote_code()
 

@@ -28,7 +28,7 @@ def saving_whole_tensors(inherited: Callable[..., Any]) -> Callable[..., Any]:
     """``inherited`` on all ranks, with rank 0's arguments; a call that has tensors of its own (``state_dict``) stays as it is.
 
     A plain call on a model of transformers streams its weights, as ``fsdp2.checkpoint.save_safetensors`` does. Rank 0 calls
-    ``inherited`` with full tensors for all where transformers must see the whole model: it has adapters, is quantised, or its weights
+    ``inherited`` with full tensors for all where transformers must see the whole model: it has adapters, is quantized, or its weights
     get other names or shapes in the files; ``push_to_hub``, ``variant`` and the like. PEFT's models are never plain.
 
     Of a model with adapters (PEFT's ``peft_config``), only what the files are made of is gathered: ``adapters.py`` knows which.
@@ -70,7 +70,7 @@ def saving_whole_tensors(inherited: Callable[..., Any]) -> Callable[..., Any]:
                 problem = CheckpointError(
                     f"save_pretrained on rank 0: {type(error).__name__}: {error}",
                     expected="arguments and a folder that it accepts",
-                    fix="mend the cause; fsdp2.checkpoint.save_safetensors(model, folder) writes without gathering the model",
+                    fix="fix the cause; fsdp2.checkpoint.save_safetensors(model, folder) writes without gathering the model",
                 )
                 problem.__cause__ = error
         agree(default_group(), problem, None)

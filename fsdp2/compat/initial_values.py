@@ -23,7 +23,7 @@ from ..strategy.same_start import broadcast
 class Own:
     """The modules of one FSDP call: those below ``root`` that are in no unit yet, without the ignored ones.
 
-    modules: ``root`` first, parents before children, in breadth: the order in which FSDP1 initialises
+    modules: ``root`` first, parents before children, in breadth: the order in which FSDP1 initializes
     """
 
     def __init__(self, root: nn.Module, ignored_modules: set[nn.Module], ignored_params: set[nn.Parameter]) -> None:
@@ -84,7 +84,7 @@ def materialize_own(own: Own, param_init_fn: Callable[[nn.Module], None] | None,
             raise MaterializationError(
                 f"{len(helpless)} modules with tensors on the meta device have no reset_parameters",
                 items=sorted(set(helpless)),
-                expected="a method reset_parameters() that initialises the module's own tensors",
+                expected="a method reset_parameters() that initializes the module's own tensors",
                 fix="pass param_init_fn, or shard with fsdp2.fully_shard and call fsdp2.materialize",
             )
     for module in own.modules:
@@ -104,7 +104,7 @@ def materialize_own(own: Own, param_init_fn: Callable[[nn.Module], None] | None,
             f"{len(missing)} parameters are still on the meta device after param_init_fn",
             items=missing,
             expected="a function that gives the tensors of the module it gets values",
-            fix="call module.to_empty(device=..., recurse=False) in it, and initialise",
+            fix="call module.to_empty(device=..., recurse=False) in it, and initialize",
         )
 
 

@@ -31,7 +31,7 @@ def not_captured(model: nn.Module, error: BaseException) -> CompileError:
     if "recompile limit" in lines[0]:
         fix = "pass what changes from call to call as a tensor, or allow more captures: torch._dynamo.config.recompile_limit"
     else:
-        fix = "mend its cause" if place is None else "change that line"
+        fix = "fix its cause" if place is None else "change that line"
     return CompileError(
         f"forward of {type(model).__name__} cannot be captured in one graph: {what}",
         items=[item[:300] for item in items if item],

@@ -117,7 +117,7 @@ def _first_uses(graph: fx.Graph, of_param: dict[fx.Node, tuple[Face, int]]) -> d
 
 
 def _buckets(faces: Sequence[tuple[Face, bool]], nbytes: int) -> list[Bucket]:
-    """Merge neighbours that agree in process groups, dtypes and reduction while their sum stays within ``nbytes``."""
+    """Merge neighbors that agree in process groups, dtypes and reduction while their sum stays within ``nbytes``."""
     buckets: list[Bucket] = []
     for face, keep in faces:
         own = Bucket([Member(face, face.landing)], keep)

@@ -1,7 +1,7 @@
 """Every private torch name in use, and every difference between torch 2.11 and 2.15, in one place.
 
 Nothing here has logic of its own: a name is re-exported, or wrapped so that its callers need not know the torch version.
-When a torch release breaks fsdp2, this is the file to mend.
+When a torch release breaks fsdp2, this is the file to fix.
 """
 
 from __future__ import annotations
@@ -564,7 +564,7 @@ def compiled_modules(root: nn.Module) -> list[nn.Module]:
     return [each._orig_mod if isinstance(each, compiler.OptimizedModule) else each for each in found]
 
 
-# --- how other libraries recognise a sharded module ---------------------------------------------------------------------------
+# --- how other libraries recognize a sharded module ---------------------------------------------------------------------------
 
 
 def applied_apis(module: nn.Module) -> list[str]:

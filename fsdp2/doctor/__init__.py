@@ -11,7 +11,7 @@ docs/doctor.md has every check, its cause and its fix. No part of it runs, or is
 from .checking import check
 from .finding import Finding, Report
 from .gradient_scale import Certificate, gradient_scales
-from .initialisation import canaries
+from .initialization import canaries
 from .watching import Watch, watch
 
 __all__ = ["Certificate", "Finding", "Report", "Watch", "canaries", "check", "gradient_scales", "watch"]

@@ -10,7 +10,7 @@ from ..errors import ArgumentError, got, short
 
 CHECKS = (
     "on-meta-device",
-    "uninitialised",
+    "uninitialized",
     "cut-tie",
     "models-differ",
     "replicas-differ",

@@ -20,7 +20,7 @@ from .arguments import checked_ties, ignored_checks
 from .dtypes import dtype_findings
 from .environment import environment_findings
 from .finding import Finding, Report, report_of
-from .initialisation import initialisation_findings
+from .initialization import initialization_findings
 from .inspected import Inspected, inspect
 from .optimizers import never_averaged, nothing_trains, optimizer_findings
 from .replicas import Facts, facts_of, replica_findings
@@ -80,7 +80,7 @@ def check_alone(model: nn.Module) -> list[Finding]:
 
 
 def _local_findings(inspected: Inspected, ties: Ties) -> Iterable[Finding]:
-    yield from initialisation_findings(inspected)
+    yield from initialization_findings(inspected)
     yield from tie_findings(inspected, ties)
     yield from optimizer_findings(inspected)
     yield from never_averaged(inspected)

@@ -54,7 +54,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report(Sequence[Finding]):
-    """Findings, the gravest first; false if there is none. ``print`` it, or ``show`` it in colour."""
+    """Findings, the gravest first; false if there is none. ``print`` it, or ``show`` it in color."""
 
     findings: tuple[Finding, ...]
 
@@ -71,7 +71,7 @@ class Report(Sequence[Finding]):
         return "\n".join(str(finding) for finding in self.findings) or "the doctor found nothing"
 
     def show(self, file: Any = None) -> None:
-        """Print it; in colour on a terminal, if rich is installed."""
+        """Print it; in color on a terminal, if rich is installed."""
         try:
             from rich.console import Console
             from rich.text import Text

@@ -34,7 +34,7 @@ from ..installation import install
 from ..run import run_script
 from .checking import check, check_alone
 from .finding import Finding
-from .initialisation import canaries
+from .initialization import canaries
 from .inspected import inspect
 from .learning import step_on_some_ranks
 from .meeting import Meeting

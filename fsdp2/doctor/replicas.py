@@ -84,7 +84,7 @@ def replica_findings(by_rank: Sequence[Facts]) -> Iterator[Finding]:
             "warning",
             f"{len(names)} buffers have not the same values on all ranks",
             "ranks compute different functions; statistics of BatchNorm drift apart, and a checkpoint has those of one rank",
-            "initialise buffers alike on all ranks, broadcast them, or use SyncBatchNorm",
+            "initialize buffers alike on all ranks, broadcast them, or use SyncBatchNorm",
             names,
             ranks,
         )

@@ -83,7 +83,7 @@ def _copies(inspected: Inspected) -> Iterator[tuple[str, ...]]:
 
 
 def _has_same_values(first: Tensor, second: Tensor) -> bool:
-    """Whether both have them, and not by a constant that initialises both."""
+    """Whether both have them, and not by a constant that initializes both."""
     if first.shape != second.shape or first.dtype != second.dtype or first.numel() == 0 or first.is_meta or second.is_meta:
         return False
     return torch.equal(first, second) and bool((first != first.flatten()[0]).any())

@@ -93,7 +93,7 @@ def _allocator_of(device: torch.device) -> Callable[[], int | None]:
 
 
 def _allocated(before: int, events: list[tuple[int, int]]) -> list[Sample]:
-    """Sums, with neighbours that lie within 10 us joined to one, the highest."""
+    """Sums, with neighbors that lie within 10 us joined to one, the highest."""
     samples: list[Sample] = []
     now = before
     since = highest = 0

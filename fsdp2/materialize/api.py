@@ -1,6 +1,6 @@
 """From the meta device to values that do not depend on the number of ranks.
 
-Every rank runs the same initialisation functions on whole parameters, with generators in the same state, and keeps its slices; so
+Every rank runs the same initialization functions on whole parameters, with generators in the same state, and keeps its slices; so
 for one seed a model has bitwise the values of the unsharded model, on any mesh. Parameters are made whole one module at a time.
 
 Worked example, 2 ranks, ``Sequential(Linear(4, 6), Linear(6, 2))``, each Linear a group:
@@ -23,10 +23,10 @@ from ..core import torch_compat as compat
 from ..errors import ArgumentError, MaterializationError, got, got_object
 from ..hangs.joint_calls import joint
 from .meta_tensors import MetaTensors, find_meta_tensors
-from .whole_parameters import Initialising
+from .whole_parameters import Initializing
 
 RESET_NAMES = ("reset_parameters", "_reset_parameters")
-"""Methods by which torch's modules initialise themselves; the second is what MultiheadAttention and Transformer have."""
+"""Methods by which torch's modules initialize themselves; the second is what MultiheadAttention and Transformer have."""
 
 
 @joint
@@ -52,9 +52,9 @@ def materialize(
     Collective: only where a function reaches into parameters that an earlier one wrote (another module's, or tied ones):
                 each is all-gathered over the shard axis
     Returns:    names of the parameters and buffers that no function wrote, in the model's order
-    Raises:     MaterializationError naming modules that own parameters and cannot initialise them, before it changes anything; or
+    Raises:     MaterializationError naming modules that own parameters and cannot initialize them, before it changes anything; or
                 naming tensors that no function wrote, which then still are on the meta device, so that another call can complete them
-    Source:     deferred initialisation as in torchdistX and FSDP1's ``param_init_fn``
+    Source:     deferred initialization as in torchdistX and FSDP1's ``param_init_fn``
 
     Example:
         with torch.device("meta"):
@@ -71,7 +71,7 @@ def materialize(
         _refuse_without_reset(model, found)
     for unit in found.units:
         unit.reshard_for_all()
-    work = Initialising(found, _device(found, device))
+    work = Initializing(found, _device(found, device))
     try:
         with torch.no_grad():
             for module in _in_apply_order(model):
@@ -84,7 +84,7 @@ def materialize(
             unit.notice_changes()
     if unwritten and strict:
         raise MaterializationError(
-            f"{len(unwritten)} parameters or buffers were written by no initialisation",
+            f"{len(unwritten)} parameters or buffers were written by no initialization",
             items=unwritten,
             expected=(
                 "reset_parameters() of the module that owns it" if init_fn is None else "init_fn(module) of the module that owns it"
@@ -143,7 +143,7 @@ def _reset(module: nn.Module) -> None:
 
 
 def _refuse_without_reset(model: nn.Module, found: MetaTensors) -> None:
-    """Modules with parameters that neither they nor a module above can initialise."""
+    """Modules with parameters that neither they nor a module above can initialize."""
     stuck: list[str] = []
     seen: set[nn.Module] = set()
 
@@ -165,5 +165,5 @@ def _refuse_without_reset(model: nn.Module, found: MetaTensors) -> None:
             f"{len(stuck)} modules own parameters on the meta device and have no reset_parameters()",
             items=stuck,
             expected="a method reset_parameters() that writes the module's own parameters and buffers",
-            fix="write one, or pass init_fn=<a function that initialises one module>; nothing was changed",
+            fix="write one, or pass init_fn=<a function that initializes one module>; nothing was changed",
         )

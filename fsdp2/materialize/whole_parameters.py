@@ -1,4 +1,4 @@
-"""Functions that initialise modules see whole parameters, and each rank keeps its slices.
+"""Functions that initialize modules see whole parameters, and each rank keeps its slices.
 
 Note: whole parameters on demand. A function may reach into other modules (``nn.MultiheadAttention`` fills its projection's bias, a
 root's ``init_weights`` everything). While it runs, an operation on a sharded parameter is redirected to a whole one, which is gathered
@@ -42,7 +42,7 @@ class _Whole:
     is_shown: bool = False
 
 
-class Initialising(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Initializing(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """One materialisation. As a dispatch mode it redirects operations to whole parameters and notices what is written."""
 
     def __init__(self, found: MetaTensors, device: torch.device) -> None:
@@ -111,7 +111,7 @@ class Initialising(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         now = module._parameters.get(name)
         if now is None or now.shape != whole.full.shape:
             raise MaterializationError(
-                f"initialisation replaced {name} of {type(module).__name__} by {None if now is None else tuple(now.shape)}",
+                f"initialization replaced {name} of {type(module).__name__} by {None if now is None else tuple(now.shape)}",
                 expected=f"a tensor of shape {tuple(whole.full.shape)}, as the parameter has it",
                 fix="write into the parameter that is there",
             )

@@ -39,7 +39,7 @@ def migrate_files(files: Iterable[Path]) -> dict[Path, Migrated]:
     todo = list(on_compat)
     while todo:
         path = todo.pop()
-        for other in _neighbours(path, texts):
+        for other in _neighbors(path, texts):
             if other not in on_compat:
                 on_compat.add(other)
                 todo.append(other)
@@ -67,7 +67,7 @@ def _python(path: Path, text: str) -> Migrated:
         return Migrated(text, text, (Finding(error.raw_line, Kind.LEFT, f"not migrated: it is not Python: {error.message}"),))
 
 
-def _neighbours(path: Path, texts: dict[Path, str]) -> list[Path]:
+def _neighbors(path: Path, texts: dict[Path, str]) -> list[Path]:
     """Python files of ``texts`` that use FSDP1 and import ``path``, or are imported by it, judged by their names."""
     found = []
     own = imported_names(texts[path])

@@ -152,7 +152,7 @@ def _param_init_fn(editor: Editor, at: cst.CSTNode, old: cst.BaseExpression) -> 
         line.startswith((f"{param}.to_empty(", f"{param}.reset_parameters()", f"if hasattr({param}, ", '"""', "#")) for line in lines
     )
     if not (functions and resets and plain) or not isinstance(editor.statement, cst.SimpleStatementLine):
-        editor.refuse("fsdp1", at, f"param_init_fn={code(old)}: initialise after sharding, with fsdp2.materialize(model, init_fn)")
+        editor.refuse("fsdp1", at, f"param_init_fn={code(old)}: initialize after sharding, with fsdp2.materialize(model, init_fn)")
         return
     assign = editor.statement.body[0]
     if not isinstance(assign, cst.Assign) or len(assign.targets) != 1:

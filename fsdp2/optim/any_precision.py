@@ -4,7 +4,7 @@ A bf16 parameter has eight bits: an update smaller than 1/256 of it is lost, and
 (W. Kahan 1965, for a running sum) keeps what each rounding lost in a tensor beside the parameter and adds it to the next update: two
 bytes more an element, instead of four of an fp32 copy. ``flat`` may drive it.
 
-Worked example, a parameter of 256 and updates of 0.5, where neighbours of 256 in bf16 are 2 apart
+Worked example, a parameter of 256 and updates of 0.5, where neighbors of 256 in bf16 are 2 apart
 
     bf16 alone         256, 256, 256, 256, 256 ...
     with compensation  256 (0.5 lost), 256 (1.0 lost), 258 (0.5 too much, taken back by the next), ...

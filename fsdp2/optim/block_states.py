@@ -1,4 +1,4 @@
-"""Optimizer states that are quantised in blocks of so many elements, as torchao's: how they are read, and made of values.
+"""Optimizer states that are quantized in blocks of so many elements, as torchao's: how they are read, and made of values.
 
 Such a state is a tensor of its own class, which ``dequantize()`` reads and ``copy_`` writes. Not every such class can be cut at
 parameters, so others see its values as ordinary tensors.
@@ -17,27 +17,27 @@ from torch.optim import Optimizer
 from ..core import torch_compat as compat
 from .torch_compat import step_unheard
 
-QUANTISED_FROM_NUMEL = 4096
+QUANTIZED_FROM_NUMEL = 4096
 """Smaller tensors keep whole states in torchao's optimizers and in bitsandbytes'."""
 
 
 def block_of(optimizer: Optimizer) -> int:
-    """Elements that ``optimizer`` quantises together; 1 if it quantises none. torchao's name, which other classes may use as well."""
+    """Elements that ``optimizer`` quantizes together; 1 if it quantizes none. torchao's name, which other classes may use as well."""
     block = getattr(optimizer, "block_size", None)
     return block if isinstance(block, int) and block > 0 else 1
 
 
-def is_quantised(value: Any) -> bool:
+def is_quantized(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, DTensor) and compat.is_traceable_wrapper_subclass(value)
 
 
 def values_of(value: Any) -> Any:
-    """A quantised tensor as an ordinary one, a copy that quantises to the same codes and scales; anything else as it is.
+    """A quantized tensor as an ordinary one, a copy that quantizes to the same codes and scales; anything else as it is.
 
     That is ``dequantize()``, but for the largest element of a block: where its code stands for less than the scale, or the scale was
     rounded, the block would get a smaller scale, and so other codes. Within a rounding of a code, that element is what the scale says.
     """
-    if not is_quantised(value):
+    if not is_quantized(value):
         return value
     values: Tensor = value.dequantize()
     if isinstance(values, compat.FakeTensor):
@@ -62,7 +62,7 @@ _MOST_TRIES = 6
 def _move_largest(values: Tensor, wanted: Tensor, found: Tensor) -> bool:
     """Scale the largest element of each block of ``values`` whose scale is ``found`` and not as ``wanted``; False if all are.
 
-    They may be any inner tensors of a quantised one: others than scales are not touched.
+    They may be any inner tensors of a quantized one: others than scales are not touched.
     """
     if not wanted.is_floating_point() or wanted.numel() == 0 or values.numel() % wanted.numel() or torch.equal(wanted, found):
         return False
@@ -80,8 +80,8 @@ def _move_largest(values: Tensor, wanted: Tensor, found: Tensor) -> bool:
     return bool(is_to_move.any())
 
 
-def quantised(values: Mapping[str, Any], data: Tensor, new_optimizer: Callable[[nn.Parameter], Optimizer]) -> dict[str, Any]:
-    """The state of ``data`` with ``values`` as an optimizer keeps it: a step on zeros shows which it quantises, and how.
+def quantized(values: Mapping[str, Any], data: Tensor, new_optimizer: Callable[[nn.Parameter], Optimizer]) -> dict[str, Any]:
+    """The state of ``data`` with ``values`` as an optimizer keeps it: a step on zeros shows which it quantizes, and how.
 
     new_optimizer: of the kind that steps on ``data``, for the parameter that it is given
     Memory:        twice that of ``data``, and its state, for a moment
@@ -93,7 +93,7 @@ def quantised(values: Mapping[str, Any], data: Tensor, new_optimizer: Callable[[
         step_unheard(maker)
     found = dict(values)
     for key, made in maker.state[scratch].items():
-        if is_quantised(made) and isinstance(values.get(key), Tensor):
+        if is_quantized(made) and isinstance(values.get(key), Tensor):
             with torch.no_grad():
                 found[key] = made.copy_(values[key])
     return found

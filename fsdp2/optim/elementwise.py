@@ -25,14 +25,14 @@ _NUM_STEPS = 3
 
 @dataclass(frozen=True)
 class Tried:
-    """defaults: options that every group of parameters has. block: elements that are quantised together, 1 if none are."""
+    """defaults: options that every group of parameters has. block: elements that are quantized together, 1 if none are."""
 
     defaults: dict[str, Any]
     block: int
 
 
 def check_elementwise(optimizer_class: type[Optimizer], options: Mapping[str, Any], device: torch.device) -> Tried:
-    """The result of a trial of ``optimizer_class`` with ``options``. States quantised in blocks are larger than the trial's.
+    """The result of a trial of ``optimizer_class`` with ``options``. States quantized in blocks are larger than the trial's.
 
     device: where to try it; one matrix has values a hundred times as large as the other, so that what mixes them shows
     Raises: ArgumentError if it refuses ``options``, or is not element-wise

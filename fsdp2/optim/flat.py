@@ -23,7 +23,7 @@ from ..core.group.param_group import ParamGroup
 from ..core.iteration.module_state import sharded_parameters
 from ..errors import ArgumentError, meta_error
 from .arguments import checked_class, listed_params
-from .block_states import is_quantised, quantised, values_of
+from .block_states import is_quantized, quantized, values_of
 from .elementwise import check_elementwise
 from .runs import Piece, Run, is_elementwise, runs_of
 from .torch_compat import can_divide_gradients, have_equal_values, step_dividing_gradients, step_unheard
@@ -36,7 +36,7 @@ def flat(
 ) -> FlatOptimizer:
     """An optimizer of ``optimizer_class`` for sharded parameters that steps on flat shards; every value is the ordinary one's.
 
-    One that quantises its states in blocks has the flat shards laid out anew: no block has elements of two parameters.
+    One that quantizes its states in blocks has the flat shards laid out anew: no block has elements of two parameters.
 
     optimizer_class: element-wise: SGD, Adam, AdamW, Adagrad, RMSprop, NAdam, ..., or one of yours
     params:          a model, or what any optimizer takes: parameters, names with parameters, or groups of them with options
@@ -65,7 +65,7 @@ class FlatOptimizer(Optimizer):
         self._begin(optimizer_class, dict(options), tried.block)
         if self._block > 1 and not self._steps_at_once:
             raise ArgumentError(
-                f"{optimizer_class.__name__} quantises its states in blocks of {self._block} elements",
+                f"{optimizer_class.__name__} quantizes its states in blocks of {self._block} elements",
                 expected="an optimizer whose states are ordinary tensors, which can lie in files",
                 fix="fsdp2.optim.flat, whose states stay in memory",
             )
@@ -227,7 +227,7 @@ class FlatOptimizer(Optimizer):
         if self._block == 1:
             return values
         group = _options_of(self.param_groups[index])
-        return quantised(values, run.data, lambda param: self._class([{"params": [param], **group}], **self._options))
+        return quantized(values, run.data, lambda param: self._class([{"params": [param], **group}], **self._options))
 
     def _params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -253,14 +253,14 @@ class FlatOptimizer(Optimizer):
     def _take_over_writes(self) -> None:
         """Writes to what ``state`` showed: those to a value for each element are in the flat state already, others are found here.
 
-        So are those to a copy of values that are quantised.
+        So are those to a copy of values that are quantized.
         """
         if self._shown is None or self._loaded is not None or self._inner is None:
             return
         for run in (run for runs in self._runs for run in runs):
             now: State = self._inner.state.get(run.data) or {}
             values = self._values[run]
-            if any(is_quantised(each) and not have_equal_values(values_of(each), values[key]) for key, each in now.items()):
+            if any(is_quantized(each) and not have_equal_values(values_of(each), values[key]) for key, each in now.items()):
                 self.state = self._shown
                 return
             for piece in run.pieces:
@@ -380,7 +380,7 @@ def _part_of(key: str, value: Any, data: Tensor, part: slice) -> Any:
 
 
 def _cut_by_states(run: Run, state: Mapping[Tensor, State]) -> list[Run]:
-    """``run``, cut where the states of neighbours cannot be one."""
+    """``run``, cut where the states of neighbors cannot be one."""
     states = {piece.param: state.get(piece.param, {}) for piece in run.pieces}
     if not any(states.values()) or len(run.pieces) == 1:
         return [run]
@@ -425,7 +425,7 @@ def state_of(run: Run, state: Mapping[Tensor, State], device: torch.device | Non
 
 
 def _local(value: Any, param: Tensor) -> Any:
-    """The local tensor of an entry of the state of ``param``, which has to be placed as ``param`` is; dequantised."""
+    """The local tensor of an entry of the state of ``param``, which has to be placed as ``param`` is; dequantized."""
     if not isinstance(value, DTensor):
         return values_of(value)
     if isinstance(param, DTensor) and (value.placements != param.placements or value.shape != param.shape):

@@ -1,10 +1,10 @@
-"""Which parameters an optimizer sees as one tensor: *runs*, neighbours in one flat shard that one group of hyperparameters has.
+"""Which parameters an optimizer sees as one tensor: *runs*, neighbors in one flat shard that one group of hyperparameters has.
 
 Between two parameters of a run may lie padding, which holds zeros, gets zeros for gradients, and concerns nobody. A parameter that lies
 in no flat shard (a plain one, one with an all-gather extension) is a run by itself.
 
-For an optimizer that quantises blocks of its tensors, slots start at multiples of a block, a run ends with its last block, and
-parameters that are too small to be quantised lie in runs that are too small as well.
+For an optimizer that quantizes blocks of its tensors, slots start at multiples of a block, a run ends with its last block, and
+parameters that are too small to be quantized lie in runs that are too small as well.
 
 Worked example, a block with weights that decay and biases that do not, slots in the order of the flat shard
 
@@ -29,7 +29,7 @@ from ..core.group.param import ShardedParam, shard_view
 from ..core.group.param_group import ParamGroup
 from ..core.plan.layout import Slot, round_up
 from ..core.plan.placement import in_dtype
-from .block_states import QUANTISED_FROM_NUMEL
+from .block_states import QUANTIZED_FROM_NUMEL
 from .torch_compat import first_byte_of
 
 
@@ -127,7 +127,7 @@ class Run:
         return first.as_strided((self.data.numel(),), (1,), start)
 
     def cut(self, differs: Callable[[Piece, Piece], bool]) -> list[tuple[Run, slice]]:
-        """Shorter runs, a new one where ``differs`` says so of two neighbours; and which part of this one's elements each has."""
+        """Shorter runs, a new one where ``differs`` says so of two neighbors; and which part of this one's elements each has."""
         stretches = [[self.pieces[0]]]
         for before, piece in zip(self.pieces, self.pieces[1:], strict=False):
             if differs(before, piece):
@@ -137,7 +137,7 @@ class Run:
 
 
 def _run_in(buffer: Tensor, pieces: Sequence[Piece], block: int) -> tuple[Run, slice]:
-    """The run of neighbours, whose slots are places in ``buffer``, and which part of ``buffer`` it is."""
+    """The run of neighbors, whose slots are places in ``buffer``, and which part of ``buffer`` it is."""
     slots = [piece.slot for piece in pieces if piece.slot is not None]
     part = slice(slots[0].offset, slots[-1].offset + round_up(slots[-1].numel, block))
     moved = [replace(piece, slot=replace(slot, offset=slot.offset - part.start)) for piece, slot in zip(pieces, slots, strict=True)]
@@ -148,7 +148,7 @@ def runs_of(params: Iterable[Tensor], known: dict[int, tuple[ShardedParam, Param
     """The runs of the parameters of one group of hyperparameters.
 
     known: parameters of ``fully_shard``, by the id of what the user sees between steps
-    block: elements that the optimizer quantises together, to which the flat shards are aligned; 1 if it quantises none
+    block: elements that the optimizer quantizes together, to which the flat shards are aligned; 1 if it quantizes none
     """
     wanted = list(params)
     members = {id(known[id(param)][0]) for param in wanted if id(param) in known}
@@ -172,19 +172,19 @@ def _runs_in(group: ParamGroup, members: set[int], block: int) -> list[Run]:
         if id(param) not in members:
             stretches.append([])
             continue
-        if block > 1 and stretches[-1] and not _are_quantised_alike(stretches[-1], slot, block):
+        if block > 1 and stretches[-1] and not _are_quantized_alike(stretches[-1], slot, block):
             stretches.append([])
         stretches[-1].append(Piece(param.sharded, param, slot))
     return [_run_in(group.flat, pieces, block)[0] for pieces in stretches if pieces]
 
 
-def _are_quantised_alike(pieces: Sequence[Piece], slot: Slot, block: int) -> bool:
-    """Whether ``slot`` may follow ``pieces`` in a run: with them it is quantised, or left alone, as each would be by itself."""
+def _are_quantized_alike(pieces: Sequence[Piece], slot: Slot, block: int) -> bool:
+    """Whether ``slot`` may follow ``pieces`` in a run: with them it is quantized, or left alone, as each would be by itself."""
     first = pieces[0].slot
     assert first is not None
-    if round_up(first.numel, block) >= QUANTISED_FROM_NUMEL:
-        return round_up(slot.numel, block) >= QUANTISED_FROM_NUMEL
-    return slot.offset + round_up(slot.numel, block) - first.offset < QUANTISED_FROM_NUMEL
+    if round_up(first.numel, block) >= QUANTIZED_FROM_NUMEL:
+        return round_up(slot.numel, block) >= QUANTIZED_FROM_NUMEL
+    return slot.offset + round_up(slot.numel, block) - first.offset < QUANTIZED_FROM_NUMEL
 
 
 def is_elementwise(key: str, value: Any, param: Tensor) -> bool:

@@ -109,7 +109,7 @@ def searched(
 
     while True:
         here = best
-        for other in _neighbours(here.plan.setting, setting, ranks_per_host, fits=here.peak <= limit):
+        for other in _neighbors(here.plan.setting, setting, ranks_per_host, fits=here.peak <= limit):
             key, changes = _key(other), _changes(setting, other)
             if key in tried or key in dropped or (here.peak <= limit and not _may_be_faster(here.plan, other)):
                 continue
@@ -156,7 +156,7 @@ def _too_large(proposal: Proposal) -> Dropped:
     return Dropped(proposal.changes, f"needs {in_bytes(peak.nbytes)}, in {peak.phase} of {peak.where or 'the model'}")
 
 
-def _neighbours(setting: Setting, asked: Setting, ranks_per_host: int, fits: bool) -> Iterator[Setting]:
+def _neighbors(setting: Setting, asked: Setting, ranks_per_host: int, fits: bool) -> Iterator[Setting]:
     """Settings with one other choice."""
     for strategy in ("zero3", "hsdp", "zero2", "ddp"):
         hybrid = strategy == "hsdp"

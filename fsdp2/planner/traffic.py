@@ -4,7 +4,7 @@ Of a ring over n ranks every rank sends (n - 1) / n of the buffer, of an all-red
 reduce-scatter, it sends the whole buffer to one other rank. A ring that lies within a host uses the
 links between its devices; one over several hosts also crosses a link between hosts once for each host, with the same bytes.
 
-Worked example: 16 MB are gathered over 16 ranks on 2 hosts of 8. Each rank sends 15 MB to its neighbour; of each host one rank's 15 MB
+Worked example: 16 MB are gathered over 16 ranks on 2 hosts of 8. Each rank sends 15 MB to its neighbor; of each host one rank's 15 MB
 leave it.
 """
 

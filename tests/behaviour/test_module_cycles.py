@@ -1,4 +1,4 @@
-"""Modules that are below themselves: a block that knows its owner, neighbours that know each other.
+"""Modules that are below themselves: a block that knows its owner, neighbors that know each other.
 
 Symptom: RecursionError in the first forward. Cause: names of parameters were listed with ``remove_duplicate=False``, which follows a
 cycle for ever. torch itself cannot cast, save or switch the training mode of such a model.
@@ -33,7 +33,7 @@ def let_blocks_know_their_owner(model: nn.Module) -> None:
         block.owner = model
 
 
-def let_neighbours_know_each_other(model: nn.Module) -> None:
+def let_neighbors_know_each_other(model: nn.Module) -> None:
     for one, other in zip(model.blocks[:-1], model.blocks[1:], strict=True):
         one.next, other.previous = other, one
 
@@ -54,7 +54,7 @@ def by_fsdp1(model: nn.Module) -> None:
     FullyShardedDataParallel(model, device_mesh=cpu_mesh())
 
 
-CYCLES = [let_blocks_know_their_owner, let_neighbours_know_each_other, let_a_plain_part_know_the_model]
+CYCLES = [let_blocks_know_their_owner, let_neighbors_know_each_other, let_a_plain_part_know_the_model]
 
 
 @on_ranks(2)

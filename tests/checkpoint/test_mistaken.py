@@ -1,4 +1,4 @@
-"""Checkpoints taken for what they are not: steps for ranks, quantised weights for weights, one optimizer's state for another's."""
+"""Checkpoints taken for what they are not: steps for ranks, quantized weights for weights, one optimizer's state for another's."""
 
 from __future__ import annotations
 

@@ -312,7 +312,7 @@ def test_a_parameter_with_a_weak_reference_is_replaced(tmp_path):
 
 
 @on_ranks(2)
-def test_what_nothing_initialises_is_named_and_stays_on_the_meta_device(tmp_path):
+def test_what_nothing_initializes_is_named_and_stays_on_the_meta_device(tmp_path):
     class Cached(nn.Module):
         def __init__(self):
             super().__init__()
@@ -341,7 +341,7 @@ def test_what_nothing_initialises_is_named_and_stays_on_the_meta_device(tmp_path
 
 @on_ranks(2)
 @pytest.mark.parametrize("start", ["meta", "cpu"])
-def test_without_strict_missing_values_are_initialised_and_loaded_ones_stay(tmp_path, start):
+def test_without_strict_missing_values_are_initialized_and_loaded_ones_stay(tmp_path, start):
     reference = mlp(seed=1)
     folder = stored(reference, tmp_path, but=("last.weight", "blocks.1.up.bias"))
     with torch.device(start):

@@ -95,7 +95,7 @@ def test_transformers_opens_what_we_save(tmp_path, family, tied):
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
 def test_what_transformers_saves_loads_from_the_meta_device(tmp_path, family, tied):
-    """Non-persistent buffers (Llama's rotary frequencies) come from the model's own initialisation."""
+    """Non-persistent buffers (Llama's rotary frequencies) come from the model's own initialization."""
     reference = build(family, tied, seed=1)
     if dist.get_rank() == 0:
         reference.save_pretrained(tmp_path, max_shard_size="3KB")

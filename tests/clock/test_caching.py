@@ -19,7 +19,7 @@ def test_sizes_are_rounded_and_segments_are_reserved_by_size():
     assert allocator.reserved == 56 * MIB
 
 
-def test_freed_neighbours_become_one_block():
+def test_freed_neighbors_become_one_block():
     allocator = CachingAllocator()
     for block in (1, 2, 3):
         allocator.alloc(block, 6 * MIB, stream=0, now=0.0)

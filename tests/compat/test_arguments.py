@@ -454,7 +454,7 @@ class Helpless(nn.Module):
 
 
 @on_ranks(2)
-def test_meta_modules_that_cannot_be_initialised_are_named() -> None:
+def test_meta_modules_that_cannot_be_initialized_are_named() -> None:
     with pytest.raises(MaterializationError, match=r"Helpless[\s\S]*param_init_fn"):
         FSDP(Helpless())
     with pytest.raises(MaterializationError, match=r"weight \(2,\)"):

@@ -185,7 +185,7 @@ def test_save_pretrained_of_a_sharded_transformers_model_loses_no_key(tied, root
 @on_ranks(1, 2, timeout=300)
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # transformers' own call
 @pytest.mark.parametrize("tied", [False, True])
-def test_transformers_recognises_exactly_the_tied_weights(tied):
+def test_transformers_recognizes_exactly_the_tied_weights(tied):
     pytest.importorskip("transformers")
     from transformers.pytorch_utils import id_tensor_storage
 

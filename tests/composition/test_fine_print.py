@@ -326,7 +326,7 @@ def test_nothing_is_warned_of_that_the_user_takes_care_of():
 
 
 @on_ranks(2)
-def test_a_sharded_module_is_recognised_by_everybody():
+def test_a_sharded_module_is_recognized_by_everybody():
     model = shard_blocks(mlp())
     for kind in (type(mlp()), FSDPModule, upstream.FSDPModule):
         assert isinstance(model, kind)

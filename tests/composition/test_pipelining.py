@@ -50,7 +50,7 @@ def stages_of(model, mesh, per_rank, v_shaped, shard=fully_shard, **options):
 
 
 def first_messages() -> contextlib.AbstractContextManager[object]:
-    """In torch 2.11 every stage first sends something to both neighbours, also to one on its own rank, which gloo cannot."""
+    """In torch 2.11 every stage first sends something to both neighbors, also to one on its own rank, which gloo cannot."""
     if torch.__version__ >= "2.12" or device_type() != "cpu":
         return contextlib.nullcontext()
     return mock.patch.object(pp.PipelineStage, "_get_init_p2p_neighbors_ops", return_value=[])

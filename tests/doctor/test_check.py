@@ -215,8 +215,8 @@ def added_behind() -> Built:
 
 
 FAULTS: list[tuple[Callable[[], Built], list[tuple[str, str]]]] = [
-    (with_unwritten_buffer, [("uninitialised", "blocks.1.table")]),
-    (with_unwritten_parameter, [("uninitialised", "blocks.1.weight")]),
+    (with_unwritten_buffer, [("uninitialized", "blocks.1.table")]),
+    (with_unwritten_parameter, [("uninitialized", "blocks.1.weight")]),
     (on_meta, [("on-meta-device", "blocks.0.weight blocks.0.table"), ("seeds-differ", "")]),
     (with_cut_tie, [("cut-tie", "embedding.weight head.weight")]),
     (tie_cut_by_loading, [("cut-tie", "embedding.weight head.weight")]),

@@ -360,8 +360,8 @@ def same_dropout_on_all_ranks() -> None:
 
 
 FAULTS: list[tuple[Program, str]] = [  # the name of its check, and of what follows from it
-    (buffer_that_nobody_writes, "uninitialised not-finite"),
-    (parameter_that_nobody_writes, "uninitialised not-finite"),
+    (buffer_that_nobody_writes, "uninitialized not-finite"),
+    (parameter_that_nobody_writes, "uninitialized not-finite"),
     (tie_cut_after_sharding, "cut-tie"),
     (tie_cut_by_loading, "cut-tie"),
     (tie_copied, "cut-tie"),

@@ -258,7 +258,7 @@ def patch(local: Tensor) -> None:
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("kind", [None, Wrapper])
 def test_methods_may_be_put_on_local_tensors_after_materialization(kind):
-    """Plain tensors too; their neighbours in the group stay what they are."""
+    """Plain tensors too; their neighbors in the group stay what they are."""
     with torch.device("meta"):
         model = nn.Linear(7, 5)
         if kind is not None:

@@ -152,7 +152,7 @@ class _Drawing:
         )
 
     def with_lists(self, program: Program) -> Program:
-        """Some neighbours become lists of modules."""
+        """Some neighbors become lists of modules."""
         change = {}
         for node, _ in walk(program.root):
             if len(node.children) >= 2 and self.random.random() < 0.7:

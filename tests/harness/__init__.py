@@ -5,7 +5,7 @@
     @on_ranks(2, 3)
     @pytest.mark.parametrize("rows", [1, 4, 7])
     def test_forward_matches_unsharded_when_rows_do_not_divide(rows):
-        ...  # runs in 2, then in 3 processes, each with the process group already initialised
+        ...  # runs in 2, then in 3 processes, each with the process group already initialized
 
 See ``on_ranks`` for what a body may use and what happens when it fails.
 """

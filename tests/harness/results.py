@@ -1,6 +1,6 @@
 """What a test body computed, so that the same body can be held against itself on another device, bit for bit.
 
-``fed_own_chunk`` and its neighbours in ``training.py`` hand every loss, gradient and value here. Nothing is kept unless a test on
+``fed_own_chunk`` and its neighbors in ``training.py`` hand every loss, gradient and value here. Nothing is kept unless a test on
 ranks is run for comparison; then ``worker.py`` asks for fingerprints when the body is done.
 
     with kept() as results:

@@ -126,7 +126,7 @@ def test_training_equals_the_unsharded_model(name):
 @on_ranks(4)
 def test_placements_and_meshes_are_those_of_torch_fsdp2():
     for name, (_, _, dims) in CASES.items():
-        if name == "shard_axes_around_tp":  # torch takes neighbouring axes only
+        if name == "shard_axes_around_tp":  # torch takes neighboring axes only
             continue
         if torch.__version__ >= "2.13" or all(isinstance(axes, str) for axes in dims.values()):  # before, torch kept several as several
             check_placements(name)

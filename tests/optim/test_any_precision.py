@@ -45,7 +45,7 @@ def test_states_have_the_dtypes_that_were_asked_for():
 
 
 def distance_after(dtype: torch.dtype, optimizer_class: type[torch.optim.Optimizer], **options: object) -> float:
-    """How far a weight of 4 is from its target of 4.2 after 600 steps of at most 1e-3; in bf16, the neighbours of 4 are 1/32 away."""
+    """How far a weight of 4 is from its target of 4.2 after 600 steps of at most 1e-3; in bf16, the neighbors of 4 are 1/32 away."""
     weight = nn.Parameter(torch.full((8,), 4.0, dtype=dtype))
     optimizer = optimizer_class([weight], lr=1e-3, weight_decay=0.0, **options)
     for _ in range(600):

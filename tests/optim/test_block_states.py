@@ -1,4 +1,4 @@
-"""Optimizers that quantise their states in blocks, on flat shards: no block has elements of two parameters.
+"""Optimizers that quantize their states in blocks, on flat shards: no block has elements of two parameters.
 
 The oracle is the same optimizer with a tensor for each parameter, or on the unsharded model.
 """
@@ -72,7 +72,7 @@ class LopsidedInt8(Int8):
 
 
 class Momentum8bit(Optimizer):
-    """Its contract is torchao's: whole blocks of at least 4 096 elements are quantised, and other tensors are not."""
+    """Its contract is torchao's: whole blocks of at least 4 096 elements are quantized, and other tensors are not."""
 
     kind: type[Int8] = Int8
 
@@ -157,7 +157,7 @@ def test_where_shards_are_whole_blocks_values_are_those_of_a_tensor_for_each_par
 
 @on_ranks(2)
 def test_no_block_has_elements_of_two_parameters_and_padding_stays_zero_and_is_counted():
-    """Shards of 50 x 90, 51 x 100 and 45 x 101 elements, none of them whole blocks: each is quantised with zeros behind it."""
+    """Shards of 50 x 90, 51 x 100 and 45 x 101 elements, none of them whole blocks: each is quantized with zeros behind it."""
     model = sharded(model_of(*CUT_BLOCKS))
     optimizer = flat(Momentum8bit, model)
     train(model, optimizer, 0, 3)
@@ -174,9 +174,9 @@ def test_no_block_has_elements_of_two_parameters_and_padding_stays_zero_and_is_c
             blocks = nn.functional.pad(shown, (0, -len(shown) % BLOCK)).view(-1, BLOCK)
             codes = blocks / (blocks.abs().amax(1, keepdim=True) / 127)
             assert (codes - codes.round()).abs().max() < 1e-3  # one scale for each 64 elements of this parameter
-    (quantised,) = [each for each in optimizer.state_tensors() if isinstance(each, Int8)]
+    (quantized,) = [each for each in optimizer.state_tensors() if isinstance(each, Int8)]
     padded = sum(slot.numel + slot.gap for slot in group.plan.layout.slots if len(slot.cut.shape) == 2)
-    assert quantised.numel() == padded
+    assert quantized.numel() == padded
     small = sum(each.nbytes for each in optimizer.state_tensors() if not isinstance(each, Int8))
     assert measured_state_bytes(model, optimizer).optimizer == padded + padded // BLOCK * 4 + small
     assert fsdp2.summary(model, optimizer).units[0].padding > 0
@@ -186,7 +186,7 @@ def test_no_block_has_elements_of_two_parameters_and_padding_stays_zero_and_is_c
 @on_ranks(2)
 @pytest.mark.parametrize(("shape", "kind"), [((2,), Momentum8bit), ((2,), LopsidedMomentum), ((2, 1), LopsidedMomentum)])
 def test_a_checkpoint_goes_on_bit_for_bit_where_blocks_are_alike_and_within_a_code_elsewhere(shape, kind, tmp_path):
-    """A block's scale is that of its largest value, and values that were dequantised have another one. Two replicas of one shard have
+    """A block's scale is that of its largest value, and values that were dequantized have another one. Two replicas of one shard have
     other blocks."""
     whole = sharded(model_of(*CUT_BLOCKS))
     optimizer = flat(kind, whole)
@@ -246,5 +246,5 @@ def test_the_planner_rehearses_flat_optimizers_and_counts_the_zeros_between_bloc
 
 
 def test_states_in_blocks_do_not_go_to_files(tmp_path):
-    with pytest.raises(ArgumentError, match="quantises its states in blocks of 64"):
+    with pytest.raises(ArgumentError, match="quantizes its states in blocks of 64"):
         offloaded(Momentum8bit, copy.deepcopy(model_of((4, 4))), DiskOffloadPolicy(tmp_path))

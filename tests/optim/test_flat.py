@@ -144,7 +144,7 @@ def test_fused_kernels_of_the_cpu_differ_by_rounding_alone():
 
 
 @on_ranks(2)
-def test_one_tensor_stands_for_the_neighbours_in_a_flat_shard():
+def test_one_tensor_stands_for_the_neighbors_in_a_flat_shard():
     model = sharded(mlp())
     optimizer = flat(torch.optim.AdamW, model)
     train(model, optimizer, batches(1))
@@ -509,7 +509,7 @@ def test_what_is_not_elementwise_is_refused_with_the_reason():
                     for param in group["params"]:
                         param.add_(torch.rand_like(param))
 
-    class Quantised(torch.optim.SGD):
+    class Quantized(torch.optim.SGD):
         """Its momentum has one scale for each block of 4 elements."""
 
         def step(self, closure: Any = None) -> None:
@@ -518,7 +518,7 @@ def test_what_is_not_elementwise_is_refused_with_the_reason():
                 self.state[param]["scales"] = torch.stack([block.abs().amax() for block in param.detach().flatten().split(4)])
 
     model = sharded(mlp())
-    for refused in (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, Normed, Drawn, Quantised):
+    for refused in (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, Normed, Drawn, Quantized):
         with pytest.raises(ArgumentError, match=f"{refused.__name__} is not element-wise"):
             flat(refused, model, lr=0.1)
     with pytest.raises(ValueError, match="Invalid learning rate"):

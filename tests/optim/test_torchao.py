@@ -19,7 +19,7 @@ from harness import cpu_mesh, on_ranks
 @pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit"])
-def test_quantised_adamw_trains_as_on_torchs_fsdp2(name):
+def test_quantized_adamw_trains_as_on_torchs_fsdp2(name):
     torchao = pytest.importorskip("torchao.optim", reason="needs torchao")
     with mock.patch.object(torch, "compile", lambda function, **options: function):  # a minute each; numbers are what is looked at
         compare(torchao, name)

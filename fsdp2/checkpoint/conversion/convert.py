@@ -162,7 +162,7 @@ def _refuse_scaled(source: Source, dtype: torch.dtype | None) -> None:
             f"{source.path} has {len(lost)} float8 tensors whose scales nothing here applies",
             problems=lost,
             expected="weights that may be converted to another dtype as they are",
-            fix="convert without dtype, or have the library that made them dequantise them",
+            fix="convert without dtype, or have the library that made them dequantize them",
             file=source.path,
         )
 

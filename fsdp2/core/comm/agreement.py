@@ -65,7 +65,7 @@ def _packed(problem: FSDPError | None, said: object) -> bytes:
         return pickle.dumps((problem, said))
     except Exception as error:
         text = f"this rank cannot send its state to the others: {type(error).__name__}: {error}"
-        problem = problem or CheckpointError(text, expected="values that can be pickled", fix="mend the cause")
+        problem = problem or CheckpointError(text, expected="values that can be pickled", fix="fix the cause")
         return pickle.dumps((CheckpointError(str(problem)), None))
 
 

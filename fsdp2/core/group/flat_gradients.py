@@ -44,7 +44,7 @@ def forget_padding(tensors: Sequence[Tensor]) -> None:
 def joined(grads: Sequence[Tensor], kinds: Sequence[int]) -> tuple[list[Tensor], list[int]]:
     """Tensors that have the elements of ``grads``, and zeros; and the kind of each tensor.
 
-    grads: local tensors. Neighbours in one buffer of one of ``kinds`` become one tensor, a view of the buffer.
+    grads: local tensors. Neighbors in one buffer of one of ``kinds`` become one tensor, a view of the buffer.
     """
     tensors: list[Tensor] = []
     kinds_found: list[int] = []

@@ -205,7 +205,7 @@ class GroupMemory:
         if gradient_dtypes(self.params, self.options, plan.dtype, plan.param_dtype) != plan.gradients:
             self.rebuild()  # ``grad_dtype`` was set on sharded parameters
         elif not plan.has_own_memory and any(has_extension(param.local) for param in self.params):
-            self.rebuild()  # the user put methods on plain local tensors: their neighbours leave the flat shard with them
+            self.rebuild()  # the user put methods on plain local tensors: their neighbors leave the flat shard with them
         made = Unsharded(self.plan, self.mesh, self.device, self.options, self.streams, self.flat, self.all_gather_comm)
         self.unsharded = made
         self.registry.forget()

@@ -27,7 +27,7 @@ class GroupOptions:
     offload, pin_memory:  keep the flat shard and gradients in (page-locked) host memory
     folder, read_ahead:   with ``offload``, keep the flat shard in a file there (gathers send page-locked copies of it),
                           and how many groups' files are read before their turn
-    block:                elements that an optimizer quantises together: none of them may belong to two parameters
+    block:                elements that an optimizer quantizes together: none of them may belong to two parameters
     gather:               "auto", "direct", "packed" or "mixed"
     all_gather, reduce_scatter, all_reduce: the collective algorithm; None: ``backends`` chooses
     """

@@ -2,7 +2,7 @@
 
 The sharded parameter is the object that the user, the optimizer and checkpoints hold; it is made once and keeps its identity. Its
 local tensor has a storage object of its own over a piece of the group's flat shard, so that it has its own version counter, saves
-only its own bytes, and is not mistaken for tied with its neighbours. The unsharded parameter is made once as well, over the
+only its own bytes, and is not mistaken for tied with its neighbors. The unsharded parameter is made once as well, over the
 group's unsharded storage.
 """
 

@@ -1,6 +1,6 @@
 """Between forward and backward: a group's parameters sharded over a smaller mesh (``reshard_after_forward=<int>``).
 
-Each rank keeps a larger shard, so that backward gathers among few neighbouring ranks. The shards live in a flat buffer of their
+Each rank keeps a larger shard, so that backward gathers among few neighboring ranks. The shards live in a flat buffer of their
 own, in the compute dtype, from ``keep_shards`` to the end of the next unshard.
 
 Worked example: a (8, 4) parameter over 4 ranks, reshard_after_forward=2: rank 3 keeps rows [4, 8) from forward to backward, and

@@ -1,6 +1,6 @@
 """Values to figures of plotly, as plain dicts: {"data": [...], "layout": {...}}.
 
-Colours are readable on light and on dark pages; the page sets those of text and lines.
+Colors are readable on light and on dark pages; the page sets those of text and lines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .tables import own_ms
 
 Figure = dict[str, Any]
 
-COLOURS = {
+COLORS = {
     "forward": "#4c8dd6",
     "backward": "#d98a3d",
     "optimizer": "#5aa469",
@@ -60,12 +60,12 @@ def timeline(run: Run) -> Figure | None:
             "type": "bar",
             "orientation": "h",
             "name": kind,
-            "marker": {"color": COLOURS.get(kind, OTHER)},
+            "marker": {"color": COLORS.get(kind, OTHER)},
             "hovertemplate": "%{text}<br>%{x:.3f} ms at %{base:.3f} ms<extra></extra>",
             "textposition": "none",
             **bar,
         }
-        for kind, bar in sorted(bars.items(), key=lambda each: [*COLOURS, each[0]].index(each[0]))
+        for kind, bar in sorted(bars.items(), key=lambda each: [*COLORS, each[0]].index(each[0]))
     ]
     layout = {
         "barmode": "overlay",
@@ -104,13 +104,13 @@ def memory(run: Run) -> Figure | None:
             for kind, nbytes in each["args"].items():
                 lines.setdefault(kind, []).append(((each["ts"] - begin) / 1e3, nbytes / 1e6))
     data: list[Values] = []
-    for kind, colour in zip(("allocated", "unsharded parameters", "all-gather buffers", "reduction buffers"), _LINES, strict=True):
+    for kind, color in zip(("allocated", "unsharded parameters", "all-gather buffers", "reduction buffers"), _LINES, strict=True):
         if kind in lines:
             at, values = zip(*sorted(lines[kind]), strict=True)
-            data.append(_line(f"{kind}, measured", at, values, colour))
+            data.append(_line(f"{kind}, measured", at, values, color))
     planned = _planned(run, events, begin, end)
     if planned is not None:
-        data.append({**_line("allocated, planned", *planned, COLOURS["wait"]), "line": {"shape": "hv", "dash": "dot", "width": 2.5}})
+        data.append({**_line("allocated, planned", *planned, COLORS["wait"]), "line": {"shape": "hv", "dash": "dot", "width": 2.5}})
     layout = {
         "height": 360,
         "xaxis": {"title": {"text": f"ms since forward began, rank {rank}"}},
@@ -122,9 +122,9 @@ def memory(run: Run) -> Figure | None:
 _LINES = ("#4c8dd6", "#5aa469", "#3fa7a1", "#b565a7")
 
 
-def _line(name: str, x: Iterable[float], y: Iterable[float], colour: str) -> Values:
+def _line(name: str, x: Iterable[float], y: Iterable[float], color: str) -> Values:
     line = {"shape": "hv", "width": 1.8}
-    return {"type": "scatter", "mode": "lines", "name": name, "x": list(x), "y": list(y), "line": line, "marker": {"color": colour}}
+    return {"type": "scatter", "mode": "lines", "name": name, "x": list(x), "y": list(y), "line": line, "marker": {"color": color}}
 
 
 def _planned(run: Run, events: list[Values], begin: float, end: float) -> tuple[list[float], list[float]] | None:

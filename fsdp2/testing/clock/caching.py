@@ -1,7 +1,7 @@
 """A model of torch's caching allocator for CUDA: which bytes a program's allocations reserve.
 
 Sizes are rounded up to 512 bytes. Blocks of at most 1 MiB are cut from segments of 2 MiB, larger ones below 10 MiB from segments of
-20 MiB, all others get segments rounded up to 2 MiB. A freed block is merged with free neighbours and belongs to the stream it was cut
+20 MiB, all others get segments rounded up to 2 MiB. A freed block is merged with free neighbors and belongs to the stream it was cut
 for. The smallest free block that is large enough is taken, and what remains of it is split off if worth keeping. A block that another
 stream has used (``record_stream``) is free once that stream has passed. Source: the documented constants of torch's
 c10/cuda/CUDACachingAllocator.cpp; expandable segments and garbage collection are not modelled.

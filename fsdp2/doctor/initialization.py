@@ -51,7 +51,7 @@ def canaries() -> Iterator[None]:
         nn.Module.to_empty = usual  # type: ignore[method-assign]
 
 
-def initialisation_findings(inspected: Inspected) -> Iterator[Finding]:
+def initialization_findings(inspected: Inspected) -> Iterator[Finding]:
     shown = {id(param.unsharded): param.sharded for param, _ in inspected.params if param.unsharded is not None}
     tensors: dict[str, Tensor] = {name: shown.get(id(param), param) for name, param in inspected.model.named_parameters()}
     tensors |= inspected.buffers
@@ -62,17 +62,17 @@ def initialisation_findings(inspected: Inspected) -> Iterator[Finding]:
             "error",
             f"{len(meta)} parameters or buffers are still on the meta device",
             "they have no values: forward raises",
-            "call fsdp2.materialize(model), or model.to_empty(device=...) and initialise, or load a checkpoint",
+            "call fsdp2.materialize(model), or model.to_empty(device=...) and initialize, or load a checkpoint",
             meta,
         )
     unwritten = tuple(name for name, tensor in tensors.items() if _is_unwritten(_local(tensor)))
     if unwritten:
         yield Finding(
-            "uninitialised",
+            "uninitialized",
             "error",
             f"{len(unwritten)} parameters or buffers hold NaN: no code has written them since to_empty, or a checkpoint holds NaN",
             "every loss that they take part in is NaN; without fsdp2.doctor.canaries() they would hold old values of the memory",
-            "initialise them after to_empty: parameters by reset_parameters() or a checkpoint, non-persistent buffers (rotary tables, "
+            "initialize them after to_empty: parameters by reset_parameters() or a checkpoint, non-persistent buffers (rotary tables, "
             "masks) by their own function, for no checkpoint has them; or call fsdp2.materialize(model) in the place of to_empty",
             unwritten,
         )
@@ -83,7 +83,7 @@ def _is_unwritten(local: Tensor) -> bool:
         return False
     if local.is_floating_point() or local.is_complex():
         return bool(local.isnan().any())
-    # Small types reach their largest number in earnest: as masks, and as quantised values.
+    # Small types reach their largest number in earnest: as masks, and as quantized values.
     return local.dtype.itemsize > 1 and bool((local == _canary(local.dtype)).all())
 
 

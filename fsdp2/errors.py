@@ -155,7 +155,7 @@ def misplaced_error(items: Iterable[str], device: str) -> MaterializationError:
         f"{len(missing)} parameters were moved, or loaded, to another device",
         items=missing,
         expected=f"storage on {device}, where their gradients will be",
-        fix=f'call model.to("{device.split(":")[0]}") behind load_state_dict(..., assign=True), or load without assign=True',
+        fix=f'call model.to("{device.split(":")[0]}") after load_state_dict(..., assign=True), or load without assign=True',
     )
 
 

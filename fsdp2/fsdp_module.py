@@ -433,7 +433,7 @@ class FSDPModule:
         """Give parameters that no rank used a zero gradient instead of None. Recursive.
 
         A parameter used on some ranks gets its gradient everywhere without this, if every rank's backward reaches its module. With it,
-        ranks gather and reduce in backward whatever their forward ran: the loss of some may ignore outputs that that of others uses.
+        every rank takes part in every reduction, so ranks may compute their loss from different outputs.
 
         Example:
             model.set_reduce_scatter_unused_params(True)
@@ -471,7 +471,7 @@ class FSDPModule:
                 unit.schedule.choose_max_reductions()
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Let reduce-scatters have a process group of their own, so that they run beside all-gathers. Recursive.
+        """Let reduce-scatters have a process group of their own, so that they run alongside all-gathers. Recursive.
 
         Collective: yes, over the shard axis, when it makes a group (one for each set of ranks).
 
@@ -563,9 +563,9 @@ class FSDPModule:
                 gradients.choose(comm=SymmetricReduceScatter(gradients.options.process_group or process_group, backend))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """An event behind the optimizer step, for the all-gathers of the next forward or ``unshard`` to wait on; used once.
+        """An event after the optimizer step, for the all-gathers of the next forward or ``unshard`` to wait on; used once.
 
-        Our all-gathers always run behind what the current stream was given before them, because their memory is allocated there: the
+        Our all-gathers always run after what the current stream was given before them, because their memory is allocated there: the
         event is for an optimizer step on another stream. Call it on the root. While a graph is captured, an event from before
         the capture is dropped: a graph cannot wait for it, and ``torch.cuda.graph`` has waited for the device.
 

@@ -47,7 +47,7 @@ class MappedFile:
                 self._file = -1
             raise FSDPError(
                 f"{folder} does not take {self.nbytes:,} bytes of {what}: {error}",
-                expected="a folder on a disk with room for this rank's, beside those of others on its host",
+                expected="a folder on a disk with room for this rank's, in addition to those of others on its host",
                 fix="make room, or name another folder: DiskOffloadPolicy(path)",
             ) from error
 

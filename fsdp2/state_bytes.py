@@ -55,7 +55,7 @@ class StateBytes:
 def measured_state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> StateBytes:
     """Bytes that ``model``, sharded by ``parallelize`` or ``fully_shard``, and ``optimizer`` keep on this rank now.
 
-    Storages count in full, each once: with the gaps of alignment, and behind the gradients of a group one flag per parameter. Of the
+    Storages count in full, each once: with the gaps of alignment, and after the gradients of a group one flag per parameter. Of the
     optimizer, state of the shape of its parameter counts, not step counters. Collective: no.
 
     Example:

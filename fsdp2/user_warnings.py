@@ -39,7 +39,7 @@ def warn(text: str, category: type[Warning] = UserWarning, *, ranks: Collection[
     """Warn of what is so on all ``ranks``: the lowest of them shows it.
 
     ranks: those on which the same is called; empty: all of the job. A fact of one rank alone: that rank
-    once:  a name under which this process warns once, from whatever line
+    once:  a name under which this process warns once, from any line
     """
     if once in _told:
         return

@@ -3,7 +3,7 @@
 A step in which all are checkpointed measures what each would save: a checkpoint sees every tensor that autograd wants to save. From
 the next forward on, the last modules save everything, as many as fit.
 
-Worked example, four blocks whose inputs have 1 MB and that save 4 MB beside (without parameters, which are there anyway); 13 MB to save
+Worked example, four blocks whose inputs have 1 MB and that save 4 MB more (without parameters, which are there anyway); 13 MB to save
 
     checkpointed    a, b    1 MB each
     not             c, d    5 MB each: 12 MB in all; when a and b are computed again in backward, d and c have freed theirs
@@ -120,7 +120,7 @@ def choose_last(measured: Sequence[Measured], max_nbytes: int) -> list[int]:
 
 
 class _Measurement:
-    """Adds up in ``result`` the bytes that a checkpoint would save of ``module``, beside parameters and ``inputs``."""
+    """Adds up in ``result`` the bytes that a checkpoint would save of ``module``, in addition to parameters and ``inputs``."""
 
     def __init__(self, result: Measured, module: nn.Module, inputs: Any) -> None:
         self._result = result

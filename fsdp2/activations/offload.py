@@ -27,7 +27,7 @@ def apply_activation_offload(
 ) -> list[str]:
     """Let what autograd saves in the forward of modules of ``model`` be in host memory until backward needs it.
 
-    Copies run on a stream of their own: out while the next modules run, back while backward is at the module behind. What the last
+    Copies run on a stream of their own: out while the next modules run, back while backward is at the module after. What the last
     module saves stays, for backward asks for it at once; and parameters stay. Before or after ``fully_shard``, ``compile`` and
     ``apply_activation_checkpointing``; of a checkpointed module its inputs are what is saved. On the CPU the host keeps copies.
 

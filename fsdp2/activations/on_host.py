@@ -1,10 +1,10 @@
-"""Activations that are on the host between forward and backward, copied on a stream of their own beside the computation.
+"""Activations that are on the host between forward and backward, copied on a stream of their own alongside the computation.
 
-Of whatever autograd saves in a module's forward, the storages go to the host, each once, however many views of it are saved. The first
-of them that backward asks for brings all of that call back, and starts with those of the call before.
+The storages of all that autograd saves in a module's forward go to the host, each once, even if several views of it are saved. The
+first of them that backward asks for brings all of that call back, and starts with those of the call before.
 
 Note: memory of a copy. Device memory is allocated and freed on compute alone. What leaves is held until the copy is done, or until the
-next module but one runs, when compute is ordered behind it; what comes back is waited for by compute before its first use, and if
+next module but one runs, when compute is ordered after it; what comes back is waited for by compute before its first use, and if
 nobody uses it, before it is freed.
 
 Worked example, calls a, b, c of three blocks
@@ -32,7 +32,7 @@ class OnHost:
     """One storage, whose bytes are on the host. It lives as long as a graph needs it.
 
     device:         where it was, and will be again
-    left:           behind the copy to the host
+    left:           after the copy to the host
     is_overwritten: it was written while it may have been copied
     """
 
@@ -168,7 +168,7 @@ class HostMemory:
         return made
 
     def _let_go(self, of_calls: int) -> None:
-        """Forget the tensors whose copy is done, and order compute behind the copies of the first ``of_calls`` calls."""
+        """Forget the tensors whose copy is done, and order compute after the copies of the first ``of_calls`` calls."""
         while self._leaving:
             tensor, version, storage, call, is_captured = self._leaving[0]
             streams = streams_of(tensor.device)

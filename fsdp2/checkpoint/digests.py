@@ -43,7 +43,7 @@ class FileDigest:
 
 
 def directory_digest(data: bytes | memoryview) -> int | None:
-    """The CRC-32 of the directory of a zip, and of all behind it; None if it is no zip."""
+    """The CRC-32 of the directory of a zip, and of all after it; None if it is no zip."""
     try:
         start = zipfile.ZipFile(io.BytesIO(data)).start_dir
     except zipfile.BadZipFile:
@@ -143,7 +143,7 @@ def compared(root: Path, kind: str, parts: Iterable[Part], share: tuple[int, int
     nbytes, unchecked = 0, []
     damaged: list[tuple[Part, str]] = []
     for number, part in enumerate(parts):
-        if part.problem is not None:  # of every rank: it numbers the parts behind otherwise than the ranks that have no problem
+        if part.problem is not None:  # of every rank: it numbers the parts after otherwise than the ranks that have no problem
             damaged.append((part, str(part.problem).splitlines()[0]))
             continue
         if number % count != index:

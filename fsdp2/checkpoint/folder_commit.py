@@ -255,7 +255,7 @@ def _reported(path: Path, key: str | None = None) -> Iterator[None]:
         where = f" at {key}" if key else ""
         raise failure(
             f"{path} cannot be written{where}: {error.strerror or error}",
-            expected="a folder that can be written to, and room for the new checkpoint beside the earlier one",
+            expected="a folder that can be written to, and room for the new checkpoint next to the earlier one",
             fix=UNCHANGED,
             file=path,
             key=key,

@@ -3,8 +3,8 @@
 Ranks send one tensor after another to rank 0 in bands; no other rank, and no device, ever has a whole one. The result is equal to the
 unsharded model's ``state_dict()`` and its optimizer's, ties included.
 
-Worked example, a model of 100 equal layers of 1 GB on 8 ranks: rank 0 ends with 100 GB in host memory; beside that and its shards a
-rank holds 128 MiB at a time.
+Worked example, a model of 100 equal layers of 1 GB on 8 ranks: rank 0 ends with 100 GB in host memory; in addition to that and its
+shards, a rank holds 128 MiB at a time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def full_state_dict(model: nn.Module) -> State:
     It has the form of FSDP1's ``FullStateDictConfig(offload_to_cpu=True, rank0_only=True)``. Tied names share one tensor.
 
     Collective: yes, over the meshes of the parameters
-    Memory:     rank 0's result in host memory; beside it and its shards a rank holds two bands of 64 MiB
+    Memory:     rank 0's result in host memory; in addition to it and its shards, each rank holds two bands of 64 MiB
     Raises:     on every rank of these meshes, what went wrong on one
 
     Example:
@@ -80,7 +80,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, *, by_name
     by_name:    False: what the unsharded model's optimizer takes by ``load_state_dict``, with parameters as numbers;
                 True: with their names, what ``torch.distributed.checkpoint.state_dict.set_optimizer_state_dict`` takes
     Collective: yes, over the meshes of the parameters
-    Memory:     rank 0's result in host memory; beside it and its shards a rank holds two bands of 64 MiB
+    Memory:     rank 0's result in host memory; in addition to it and its shards, each rank holds two bands of 64 MiB
     Raises:     on every rank of these meshes, what went wrong on one
 
     Example:
@@ -104,9 +104,10 @@ def save_full_state(path: str | os.PathLike[str], model: nn.Module, optimizer: O
 
     path:       written by rank 0, which makes its folders; the file replaces an earlier one at the end, at once
     optimizer:  None: the file is the model's state dict alone; else ``{"model": ..., "optimizer": ...}``, the latter with
-                parameters as numbers; beside its "state" and "param_groups" are "param_names", by which ``fsdp2 convert`` knows them
+                parameters as numbers; in addition to its "state" and "param_groups" are "param_names", by which ``fsdp2 convert``
+                knows them
     Collective: yes, over all ranks and over the meshes of the parameters
-    Memory:     rank 0's result in host memory; beside it and its shards a rank holds two bands of 64 MiB
+    Memory:     rank 0's result in host memory; in addition to it and its shards, each rank holds two bands of 64 MiB
     Raises:     CheckpointError on every rank if the file cannot be written; what was there before is still there
 
     Example:

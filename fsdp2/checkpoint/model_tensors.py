@@ -105,7 +105,7 @@ def cuts_of(tensor: DTensor, coordinate: Sequence[int]) -> list[Cut]:
 
 
 def is_strided(placement: Placement) -> bool:
-    """Whether axes behind this one have cut its dim before."""
+    """Whether axes after this one have cut its dim before."""
     return hasattr(placement, "split_factor")
 
 
@@ -118,7 +118,7 @@ def _has_inner_tensors(tensor: Any) -> bool:
 
 
 def _has_own_order(tensor: DTensor) -> bool:
-    """Whether mesh axes cut a dim in another order than theirs, which torch keeps beside the placements."""
+    """Whether mesh axes cut a dim in another order than theirs, which torch keeps next to the placements."""
     order = getattr(compat.spec_of(tensor), "shard_order", None) or ()
     return any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in order)
 
@@ -181,7 +181,7 @@ def give_storage(tensors: Iterable[ModelTensor], units: Sequence[Unit], device: 
     """Give each of ``tensors`` that is on the meta device storage, not written; parameters keep their identity.
 
     device: for tensors that no unit manages and that lie on no mesh
-    Memory: beside the storage itself, one group's shard
+    Memory: in addition to the storage itself, one group's shard
     """
     unit_of = {id(param.sharded): unit for unit in units for group in unit.groups for param in group.params}
     offloaded = {id(param.sharded) for unit in units for group in unit.groups if group.options.offload for param in group.params}

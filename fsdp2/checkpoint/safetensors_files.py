@@ -81,13 +81,13 @@ def parse_header(path: Path, text: bytes, file_nbytes: int) -> Header:
     end = start
     for key, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
         if entry.offset != end:
-            _refuse(path, f"has {key} at byte {entry.offset}", f"it at byte {end}, behind the tensor before it", key)
+            _refuse(path, f"has {key} at byte {entry.offset}", f"it at byte {end}, after the tensor before it", key)
         end += entry.nbytes
     if end > file_nbytes:
         first = next(key for key, entry in entries.items() if entry.offset + entry.nbytes > file_nbytes)
         _refuse(path, f"is truncated: {file_nbytes} of {end} bytes; {first} is not whole", "a whole file: copy it again", first)
     if end < file_nbytes:
-        _refuse(path, f"has {file_nbytes - end} bytes behind its last tensor", f"{end} bytes in all")
+        _refuse(path, f"has {file_nbytes - end} bytes after its last tensor", f"{end} bytes in all")
     return Header(entries, metadata, start)
 
 

@@ -159,15 +159,15 @@ def load_safetensors(
     verify:            compare the checkpoint with its digests before, as ``verify`` does; the ranks of one mesh share that work
     progress:          a bar on rank 0; None: after a second, where there is a terminal and rich is installed
 
-    Values are converted to the model's dtypes: floating-point ones to any, integers to wider ones; a float8 tensor with a scale beside
+    Values are converted to the model's dtypes: floating-point ones to any, integers to wider ones; a float8 tensor with a scale next to
     it (``weight_scale_inv``) to none, since nothing here applies the scale: it is mismatched. Tied parameters are read once, under
     the first of their names that the checkpoint has.
 
     Reads:      the bytes of this rank's shards. Under Shard(0) exactly these; Shard(dim > 0) and strided shards
                 have runs of bytes, of which those less than 16 KiB apart are read with what is between them. A replicated parameter is
-                read whole by every rank. Beside that, every rank reads all headers.
-    Memory:     beside the model, two buffers of 16 MiB; while parameters come from the meta device, one group's shard; of what has
-                values already, a copy of this rank's shards in host memory, unless ``in_place``.
+                read whole by every rank. In addition, every rank reads all headers.
+    Memory:     in addition to the model, two buffers of 16 MiB; while parameters come from the meta device, one group's shard; of what
+                has values already, a copy of this rank's shards in host memory, unless ``in_place``.
                 No full tensor on any rank, unless a placement replicates it or ``init_fn`` needs it whole
     Collective: yes, over the meshes that the parameters lie on, so that all ranks succeed or all fail: 8 bytes for each mesh axis when
                 all has been read, and again when values that the model had are replaced or ``init_fn`` has run. No data travels

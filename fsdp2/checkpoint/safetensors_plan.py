@@ -72,7 +72,7 @@ class PlannedFile:
         return len(self.header) + sum(tensor.nbytes for tensor in self.tensors)
 
     def bands(self, max_nbytes: int) -> Iterator[Band]:
-        """All bytes behind the header, in order."""
+        """All bytes after the header, in order."""
         for tensor in self.tensors:
             yield from tensor.bands(max_nbytes)
 

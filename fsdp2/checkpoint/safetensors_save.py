@@ -92,13 +92,13 @@ def save_safetensors(
                     renamed weights get the checkpoint's names again. Bare patterns and functions do not say what to undo:
                     ``Rename`` has both directions, ``Concat`` needs ``sizes``. What it ignores is not written
     config:         write the ``config.json`` (and ``generation_config.json``) of a transformers model, which ``from_pretrained`` needs
-                    beside; None: if ``model.config`` can write one
+                    next to the weights; None: if ``model.config`` can write one
     process_group:  the ranks that hold the model; None: all
     progress:       a bar on rank 0; None: after a second, where there is a terminal and rich is installed
 
     Of tied parameters, the first name in the model's order is written, once. Non-persistent buffers and ``get_extra_state`` are not.
 
-    Memory:     beside the model 2 * 64 MiB on any rank, however large a parameter is: tensors are sent and written in bands
+    Memory:     in addition to the model 2 * 64 MiB on any rank, however large a parameter is: tensors are sent and written in bands
     Collective: yes, over ``process_group``
     Raises:     on all ranks alike: CheckpointError with ``file`` and ``key`` (the disk is full, the folder cannot be written to, ranks
                 have different models), MaterializationError, ParameterError. The folder is as it was before

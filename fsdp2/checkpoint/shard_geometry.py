@@ -5,7 +5,7 @@ which DTensor writes as ``(_StridedShard(0, split_factor=2), Shard(0))`` on the 
 
     (dp 0, tp 0) keeps rows [0, 2), (dp 1, tp 0) [2, 4), (dp 0, tp 1) [4, 6), (dp 1, tp 1) [6, 7)
 
-Note: order of cuts. A strided placement says that axes behind it have cut first. Read from left to right instead, as a strided cut
+Note: order of cuts. A strided placement says that axes after it have cut first. Read from left to right instead, as a strided cut
 that leaves several intervals, it means the same where chunks are even; of 9 rows over (4, 2) dp rank 3 would have the last row on
 tp rank 0, where cutting twice leaves it on tp rank 1. So cuts are put in order where that is possible.
 """
@@ -75,7 +75,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements ``box`` of the whole tensor, which lie at ``at`` and behind in the local one."""
+    """Elements ``box`` of the whole tensor, which lie at ``at`` and after in the local one."""
 
     box: Box
     at: tuple[int, ...]
@@ -90,7 +90,7 @@ Interval = tuple[int, int]
 
 
 def in_order(cuts: Sequence[Cut]) -> list[Cut]:
-    """``cuts``, which are by mesh axis, in the order in which they were made: each strided cut behind those that it follows.
+    """``cuts``, which are by mesh axis, in the order in which they were made: each strided cut after those that it follows.
 
     A strided cut is plain then. One that names no such axes stays strided, and all cuts of its dim stay in place. See Note: order of
     cuts.

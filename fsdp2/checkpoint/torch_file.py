@@ -311,7 +311,7 @@ class _Zip:
 
 
 def around(description: bytes, data: memoryview) -> tuple[bytes, bytes]:
-    """The bytes before and behind ``data`` in a file whose ``data.pkl`` is ``description``; the latter are the directory."""
+    """The bytes before and after ``data`` in a file whose ``data.pkl`` is ``description``; the latter are the directory."""
     head, in_head, tail, in_tail = _without_crc(description, len(data), LARGE)
     crc = struct.pack("<I", zlib.crc32(data))
     return head[:in_head] + crc + head[in_head + 4 :], tail[:in_tail] + crc + tail[in_tail + 4 :]

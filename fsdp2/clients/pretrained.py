@@ -33,7 +33,7 @@ def saving_whole_tensors(inherited: Callable[..., Any]) -> Callable[..., Any]:
 
     Of a model with adapters (PEFT's ``peft_config``), only what the files are made of is gathered: ``adapters.py`` knows which.
 
-    Memory:     2 * 64 MiB on any rank; beside it for a call that is not plain the full tensors on rank 0's host
+    Memory:     2 * 64 MiB on any rank; for a call that is not plain, in addition the full tensors on rank 0's host
     Collective: yes, over all ranks
     Raises:     on all ranks: CheckpointError with what went wrong on rank 0, ModuleError for a model that not all ranks have
     """

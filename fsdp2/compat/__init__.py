@@ -4,7 +4,7 @@
     from fsdp2.compat import transformer_auto_wrap_policy          # was torch.distributed.fsdp.wrap
 
 Every public name of FSDP1 in ``torch.distributed.fsdp`` and its modules ``api``, ``wrap``, ``fully_sharded_data_parallel`` and
-``sharded_grad_scaler`` is here, and the modules are here as well. So are the names of FSDP2 that stand beside them there.
+``sharded_grad_scaler`` is here, and the modules are here as well. So are the names of FSDP2 that stand next to them there.
 docs/fsdp1.md says what each argument does, what is refused and why, and what differs.
 """
 

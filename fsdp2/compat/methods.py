@@ -58,7 +58,7 @@ class _Lent:
 
 
 class WrappedModule(FSDPModule):
-    """The methods of ``model.module``, beside those of an FSDPModule; an FSDP module inherits them."""
+    """The methods of ``model.module``, in addition to those of an FSDPModule; an FSDP module inherits them."""
 
     process_group = _Lent(lambda _, settings: settings.mesh.shard_group or settings.mesh.replicate_group)
     rank = _Lent(lambda _, settings: dist.get_rank(settings.mesh.shard_group or settings.mesh.replicate_group))

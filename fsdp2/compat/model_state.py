@@ -124,7 +124,7 @@ def state_dict_of(module: nn.Module, make: Callable[[], State], prefix: str) -> 
     """What ``module.state_dict()`` returns; ``make()`` is what its class makes, under ``prefix``.
 
     Collective: yes for FULL_STATE_DICT, over the meshes of the parameters
-    Memory:     beside the result, one whole tensor
+    Memory:     in addition to the result, one whole tensor
     """
     if wants_shards.get():
         return make()

@@ -1,4 +1,4 @@
-"""The arguments of a module's ``FSDP(...)`` call, kept beside its unit, and the values that were made of them."""
+"""The arguments of a module's ``FSDP(...)`` call, kept next to its unit, and the values that were made of them."""
 
 from __future__ import annotations
 

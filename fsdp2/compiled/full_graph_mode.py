@@ -130,7 +130,7 @@ class FullGraph:
             )
 
     def _settings_now(self) -> Any:
-        """The settings that a graph is built for, beside the parameters themselves, and those that no graph supports."""
+        """The settings that a graph is built for, in addition to the parameters themselves, and those that no graph supports."""
         return tuple(
             (
                 unit.options.reshard_after_forward,

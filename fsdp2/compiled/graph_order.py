@@ -1,7 +1,7 @@
 """Where the collectives stand in a graph: gathers start early, reductions are waited for late; and what backward computes again.
 
 Traced as written, each gather is waited for right where it starts, so that nothing overlaps. Here the start of each gather is
-moved behind the wait for the gather before it: while the compute of one bucket runs, the next bucket is on its way, and never
+moved after the wait for the gather before it: while the compute of one bucket runs, the next bucket is on its way, and never
 more than one (the first two start together, when nothing computes yet). A reduction is waited for when the next one is about to
 start, or at the end. It is the order of eager mode, as a pass over an FX graph.
 
@@ -128,7 +128,7 @@ def _delay_waits(graph: fx.Graph, kind: str) -> None:
 
 
 def _depending_on(wait: fx.Node, until: fx.Node) -> list[fx.Node] | None:
-    """``wait`` and all before ``until`` that depends on it, in order; None if ``until`` does so (the output may), or it is behind."""
+    """``wait`` and all before ``until`` that depends on it, in order; None if ``until`` does so (the output may), or it is after."""
     found = [wait]
     seen = {wait}
     node = wait.next

@@ -53,7 +53,7 @@ class LastPass(CustomGraphPass):
 
 
 class KeepReadsBehindWaits(getattr(custom_graph_pass, "CustomSchedulerPass", CustomGraphPass)):  # type: ignore[misc]  # torch 2.13
-    """Before loops are fused: what reads the result of a collective stays behind the wait for it, for the C++ backend too.
+    """Before loops are fused: what reads the result of a collective stays after the wait for it, for the C++ backend too.
 
     A wait counts as a change of the result in place: who reads it later reads it under a new name. Where the C++ backend gives two
     loops the same ranges to fuse them, it finds out again what they read, under the old names (torch 2.11 to 2.13), and the fused

@@ -2,7 +2,7 @@
 
 Each operator starts a collective and returns its result, not valid yet: ``compiler.wait_for`` is the node that makes it so. Between
 the two the compiler may compute, and may give memory that nothing reads any more to something else. So an operator's input has to
-be read again behind the wait, or, as with the gather's, be copied before the operator returns.
+be read again after the wait, or, as with the gather's, be copied before the operator returns.
 
 Worked example, ``reduce_scatter`` on rank 1 of 3, rows (3, n) in:
 

@@ -57,7 +57,7 @@ def refuse_what_graphs_lack(units: Sequence[Unit]) -> None:
             if group.plan.has_own_memory:
                 found.append(f"{where}: {names} have all-gather extensions")
             if any(param.spec.unsharded is not None for param in group.params):
-                found.append(f"{where}: {names} are DTensors beside data parallelism (tensor, sequence or expert parallelism)")
+                found.append(f"{where}: {names} are DTensors in addition to data parallelism (tensor, sequence or expert parallelism)")
             if group.options.offload:
                 found.append(f"{where}: its parameters are offloaded to the host")
             if group.all_gather_comm is not None or gradients.options.comm is not None:

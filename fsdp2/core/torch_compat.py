@@ -43,7 +43,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-__all__ = [  # torch's names that other files take from here, beside those defined below
+__all__ = [  # torch's names that other files take from here, in addition to those defined below
     "AsyncCollectiveTensor",
     "DTensorSpec",
     "FakeTensor",

@@ -58,11 +58,11 @@ def _compensates(optimizer: Optimizer) -> bool:
 
 
 def _casts(inspected: Inspected) -> Iterator[Finding]:
-    """Findings where a policy's ``param_dtype`` widens narrow parameters, or narrows wide ones beside others."""
+    """Findings where a policy's ``param_dtype`` widens narrow parameters, or narrows wide ones next to others."""
     widened: defaultdict[tuple[torch.dtype, torch.dtype], list[str]] = defaultdict(list)
     narrowed: defaultdict[tuple[torch.dtype, torch.dtype], list[str]] = defaultdict(list)
     for _, unit in inspected.units:
-        # Frozen bases beside wider adapters are usual, so each kind is looked at by itself.
+        # Frozen bases next to wider adapters are usual, so each kind is looked at by itself.
         kept: defaultdict[tuple[torch.dtype, bool], dict[torch.dtype, list[str]]] = defaultdict(dict)
         for group in unit.groups:
             plan = group.plan
@@ -89,7 +89,7 @@ def _casts(inspected: Inspected) -> Iterator[Finding]:
         yield Finding(
             "wide-parameters-cast-down",
             "warning",
-            f"{len(names)} parameters are kept in {_short(dtype)} beside narrower ones, and computed with in {_short(param_dtype)}",
+            f"{len(names)} parameters are kept in {_short(dtype)} next to narrower ones, and computed with in {_short(param_dtype)}",
             f"parameters that the program keeps in {_short(dtype)} on purpose (norms, routers) lose that precision in forward",
             "keep them by MixedPrecisionPolicy(param_dtype_override_fn=...), or give all parameters one dtype",
             tuple(names),

@@ -11,7 +11,7 @@ _SETTINGS: tuple[tuple[str, tuple[str, ...], Severity, str, str], ...] = (
         "CUDA_DEVICE_MAX_CONNECTIONS",
         ("1",),
         "warning",
-        "all streams share one queue of the device: a reduce-scatter or an all-gather waits behind kernels that it should run beside",
+        "all streams share one queue of the device: a reduce-scatter or an all-gather waits for kernels that it should overlap",
         "unset it, unless tensor parallelism with overlap asks for it",
     ),
     ("CUDA_LAUNCH_BLOCKING", ("1",), "warning", "the host waits for each kernel, and nothing overlaps", "unset it"),

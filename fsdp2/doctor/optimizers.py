@@ -42,7 +42,7 @@ def optimizer_findings(inspected: Inspected) -> Iterator[Finding]:
             f"the optimizer holds {len(dead)} parameters that are not in the model",
             "they get no gradient from this model's backward: something has put other parameters in their places, or the optimizer is "
             "another model's",
-            "build the optimizer from model.parameters() behind the last change of the model (loading with assign=True, adapters, ...)",
+            "build the optimizer from model.parameters() after the last change of the model (loading with assign=True, adapters, ...)",
             tuple(f"a parameter of shape {tuple(param.shape)}" for param in dead),
         )
     known = held.keys() | {id(sharded.sharded) for sharded in replaced}

@@ -118,7 +118,7 @@ class Patient:
     def _look_alone(self) -> None:
         """The script failed before an optimizer has stepped: its fault may be one that this rank can see by itself."""
         if not self.record.has_looked and self._model is not None:
-            with contextlib.suppress(Exception):  # of a model that is half made, behind an error that has been printed
+            with contextlib.suppress(Exception):  # of a model that is half made, after an error that has been printed
                 self._add(*check_alone(self._model))
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:

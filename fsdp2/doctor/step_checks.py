@@ -163,7 +163,7 @@ def same_data(by_rank: Sequence[Observed]) -> set[tuple[int, ...]]:
         for ranks, seen in peers(by_rank).items()
         if seen[0].data is not None
         and len({each.data for each in seen}) == 1
-        # Of ranks that draw different random numbers outputs differ, whatever the targets.
+        # Ranks that draw different random numbers have different outputs even for the same targets.
         and (len({each.random for each in seen}) > 1 or len({each.losses for each in seen}) == 1)
     }
 

@@ -1,4 +1,4 @@
-"""A thread that looks on beside the training, and is over before the interpreter is.
+"""A thread that looks on alongside the training, and is over before the interpreter is.
 
     thread = BackgroundThread(look_until_told, stop=told.set, name="fsdp2_lookout")
     ...

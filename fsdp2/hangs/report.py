@@ -128,7 +128,7 @@ class MainThread:
 
 
 def cpu_time_of_main_thread() -> float | None:
-    """Seconds; None on a platform without such a clock, and beside an accelerator, for which a thread computes while it waits."""
+    """Seconds; None on a platform without such a clock, and next to an accelerator, for which a thread computes while it waits."""
     main = threading.main_thread().ident
     if main is None or not hasattr(time, "pthread_getcpuclockid") or compat.default_device_type() != "cpu":
         return None

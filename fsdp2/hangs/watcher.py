@@ -260,7 +260,7 @@ def watchdog(timeout: float = 600.0, *, patience: float | None = None) -> Iterat
         raise OrderError(
             "watchdog needs a process group, whose ranks it compares",
             expected="torch.distributed.init_process_group() before it",
-            fix="enter it behind init_process_group()",
+            fix="enter it after init_process_group()",
         )
     _num_made += 1
     store = compat.own_connection_to_the_store(f"fsdp2_watchdog_{_num_made}")

@@ -1,7 +1,7 @@
 """How far this rank's clock is ahead of rank 0's, found from collectives. The second half is pure.
 
 A collective in which each rank needs a word of all others is over on no rank before all others have entered it. So of each round that
-ranks stamp, before and behind, two bounds follow:
+ranks stamp, before and after, two bounds follow:
 
     rank 1 stamps (100, 130), rank 0 (0, 25): rank 1 is ahead by at least 100 - 25 and at most 130 - 0
 
@@ -19,7 +19,7 @@ from ..core.comm.agreement import agree, default_group
 ROUNDS = 8
 
 Stamps = Sequence[tuple[int, int]]
-"""(before, behind) of each round, in ns."""
+"""(before, after) of each round, in ns."""
 
 
 @dataclass(frozen=True)

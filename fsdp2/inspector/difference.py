@@ -46,7 +46,7 @@ class Parting:
         if self.only_in:
             other = "second" if self.only_in == "first" else "first"
             why = (
-                f"in the {other} run it had no gradient behind backward, because the optimizer takes gradients in backward, or because "
+                f"in the {other} run it had no gradient after backward, because the optimizer takes gradients in backward, or because "
                 "forward did not use it"
                 if self.phase == "gradients"
                 else f"the {other} run has no such parameter there"

@@ -44,7 +44,7 @@ def ledger(
     optimizer:  one, or all that train it: the step of the last one ends a step; None: each step of any optimizer
     tokens:     that this rank trains on in a step, or a function that says how many there were in the last one
     first_step: number of the step that comes first; of a run that goes on, the next one
-    plan:       the prediction of ``fsdp2.plan``; ``fsdp2 report`` draws it beside the measurements
+    plan:       the prediction of ``fsdp2.plan``; ``fsdp2 report`` draws it next to the measurements
     findings:   of ``doctor.check``, a ``doctor.watch`` (its ``report`` when the ledger stops), or several of both, for the report
     Collective: no; without it nothing is counted, and a step asks a module attribute where it would be
     Raises:     ModuleError if ``model`` is not sharded; ArgumentError for something else than optimizers

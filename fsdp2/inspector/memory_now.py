@@ -3,7 +3,7 @@
 Only groups with a gather, or a reduction, since the last look are asked: the cost of a look does not grow with the model.
 Activations are not listed; on accelerators the allocator knows their sum.
 
-Worked example, two groups of 1 MB over 2 ranks in fp32: while the second is gathered behind the first, packed, that is 2 MB of
+Worked example, two groups of 1 MB over 2 ranks in fp32: while the second is gathered after the first, packed, that is 2 MB of
 "unsharded parameters" and 1 MB of "all-gather buffers".
 """
 

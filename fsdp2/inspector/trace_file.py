@@ -30,8 +30,8 @@ def trace(folder: Any, *, allocations: bool = True) -> Iterator[None]:
     """Inside, record modules, collectives and bytes; ``folder/trace.json`` shows them, at https://ui.perfetto.dev for instance.
 
     folder:      each rank writes trace.rank<N>.json there; rank 0 merges those that it sees
-    allocations: on a CPU, let torch's profiler count what is allocated, activations included: each operator takes longer then. Beside
-                 a profiler of yours they are left out
+    allocations: on a CPU, let torch's profiler count what is allocated, activations included: each operator takes longer then. While
+                 a profiler of yours runs, they are left out
     Collective:  yes, over all ranks of the job: at the beginning ranks compare clocks, at the end rank 0 waits for all files. A block
                  that an exception leaves communicates nothing more, and only its ranks' own files are written
 

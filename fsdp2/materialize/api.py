@@ -48,7 +48,7 @@ def materialize(
     device:     for parameters that ``fully_shard`` does not manage; None: the mesh's device, or the default one if there is no mesh
     strict:     raise if ``init_fn`` writes a parameter or buffer nowhere; False fills it with NaN (integers with 0), for values that a
                 checkpoint brings
-    Memory:     beside the sharded parameters, those that one call of ``init_fn`` has in use, then one group's shard
+    Memory:     in addition to the sharded parameters, those that one call of ``init_fn`` has in use, then one group's shard
     Collective: only where a function reaches into parameters that an earlier one wrote (another module's, or tied ones):
                 each is all-gathered over the shard axis
     Returns:    names of the parameters and buffers that no function wrote, in the model's order

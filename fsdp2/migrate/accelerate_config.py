@@ -177,7 +177,7 @@ class _Converter:
         self._instead[last] = [*self._instead.get(last, [self._old[last]]), *fresh]
 
     def _with_value(self, key: str, new_key: str, value: str) -> str:
-        """The line of ``key`` with another key and value; a comment behind it stays."""
+        """The line of ``key`` with another key and value; a comment after it stays."""
         comment = _comment(self._old[_line(self._fsdp, key)])
         return f"{self._indent(key)}{new_key}: {value}" + (f"  {comment}" if comment else "")
 

@@ -1,4 +1,4 @@
-"""``MixedPrecision(buffer_dtype=...)``: FSDP1 casts buffers, ``parallelize`` leaves them alone, so statements beside it cast them.
+"""``MixedPrecision(buffer_dtype=...)``: FSDP1 casts buffers, ``parallelize`` leaves them alone, so statements next to it cast them.
 
     model = FSDP(net, mixed_precision=bf16)          for buffer in net.buffers():
                                                          if buffer.is_floating_point():
@@ -81,7 +81,7 @@ def find_casts(editor: Editor, signature: tuple[str, ...], precision: tuple[str,
 
 
 def cast(editor: Editor, old: cst.Call, module: cst.BaseExpression | None, statement: str | None) -> None:
-    """Put ``statement`` before the call ``old`` of FSDP on ``module``, if that has a name, or behind the assignment."""
+    """Put ``statement`` before the call ``old`` of FSDP on ``module``, if that has a name, or after the assignment."""
     if statement is None:
         return
     name, at = dotted(module), editor.statement

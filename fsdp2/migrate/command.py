@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _files(paths: Iterable[Path], links_out: list[Path]) -> Iterable[Path]:
-    """links_out: gets the links in folders that lead out of these. They are left, since nobody named the files behind them."""
+    """links_out: gets the links in folders that lead out of these. They are left, since nobody named the files that they lead to."""
     for path in paths:
         if path.is_dir():
             for each in sorted(path.rglob("*")):

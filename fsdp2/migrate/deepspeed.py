@@ -1,4 +1,4 @@
-"""``deepspeed.initialize`` and the engine that it returns, where the configuration is written in the script or in a file beside it.
+"""``deepspeed.initialize`` and the engine that it returns, where the configuration is written in the script or in a file next to it.
 
 engine, optimizer, _, _ = deepspeed.initialize(...)    engine = fsdp2.parallelize(model, "zero2")
                                                        optimizer = torch.optim.AdamW(engine.parameters(), ...)
@@ -41,7 +41,7 @@ _OPTIMIZERS = ("FusedAdam", "DeepSpeedCPUAdam", "CPUAdam")
 class Engine:
     """The one ``initialize`` of the file.
 
-    script:          where the file is, beside which a configuration may lie
+    script:          where the file is, next to which a configuration may lie
     plan:            None if it is not rewritten
     names:           of the engine, optimizer, loader and scheduler
     steps_elsewhere: ``engine.step()`` is called in another function, which sees the engine alone

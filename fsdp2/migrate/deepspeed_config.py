@@ -1,6 +1,6 @@
 """A DeepSpeed configuration as the text of what replaces it: strategy, policies, optimizer, clipping, micro-batches.
 
-It is read from a dict in the script or from a JSON file beside it. Values that are expressions of the script keep their text.
+It is read from a dict in the script or from a JSON file next to it. Values that are expressions of the script keep their text.
 """
 
 from __future__ import annotations

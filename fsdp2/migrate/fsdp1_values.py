@@ -138,7 +138,7 @@ def mixed_precision(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExp
     if buffers is not None and not is_none(buffers):
         editor.note(
             old,
-            f"buffer_dtype={code(buffers)} is a cast of the buffers beside parallelize; state dicts have them in that dtype, too.",
+            f"buffer_dtype={code(buffers)} is a cast of the buffers next to parallelize; state dicts have them in that dtype, too.",
         )
     call = with_args(new, kept)
     return call.with_changes(func=editor.make("fsdp2.MixedPrecisionPolicy", "import fsdp2"))

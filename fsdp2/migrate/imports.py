@@ -249,7 +249,7 @@ def _statements(lines: set[str]) -> list[str]:
 
 
 def _place(module: cst.Module, texts: list[str]) -> cst.Module:
-    """Put the lines where the first line that is gone stood, else behind the imports at the top."""
+    """Put the lines where the first line that is gone stood, else after the imports at the top."""
     body = list(module.body)
     at = next((index for index, each in enumerate(body) if _is_marker(each, ["framework"])), None)
     if at is None:

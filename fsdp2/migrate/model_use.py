@@ -54,7 +54,7 @@ def no_sync_itself(editor: Editor, old: cst.Attribute, new: cst.BaseExpression) 
 
 
 def sync_flag(editor: Editor, old: cst.Assign, new: cst.Assign) -> cst.Assign:
-    """``model.require_backward_grad_sync = last``, DDP's flag behind ``no_sync``."""
+    """``model.require_backward_grad_sync = last``, the flag of DDP that ``no_sync`` sets."""
     target = old.targets[0].target
     if isinstance(target, cst.Attribute) and target.attr.value == "require_backward_grad_sync" and len(old.targets) == 1:
         value = code(new.value.with_changes(lpar=[], rpar=[]))

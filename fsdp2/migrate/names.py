@@ -295,7 +295,7 @@ class Names(cst.CSTVisitor):
         return self.wrapped_in_place(node)
 
     def wrapped_in_place(self, node: cst.CSTNode | None) -> str:
-        """The tag of ``net`` behind ``model = DDP(net)``: sharding changes a module in place, so from there on it is the model."""
+        """The tag of ``net`` after ``model = DDP(net)``: sharding changes a module in place, so from there on it is the model."""
         text = dotted(node)
         if node is None or not text or text in self.tags:
             return ""

@@ -1,4 +1,4 @@
-"""Loops over parameters beside plain tensors, as averages of weights have them: there the model shows whole parameters.
+"""Loops over parameters next to plain tensors, as averages of weights have them: there the model shows whole parameters.
 
     ema = copy.deepcopy(net)                              with FullyShardedDataParallel.summon_full_params(model):
     model = DDP(net)                                          for average, param in zip(ema.parameters(), model.parameters()):
@@ -6,7 +6,7 @@
                               model.parameters()):
         average.lerp_(param, 0.1)
 
-A parameter of a sharded model is a DTensor, which no operation takes beside a plain tensor. Only loops whose other tensors this file
+A parameter of a sharded model is a DTensor, which no operation takes next to a plain tensor. Only loops whose other tensors this file
 shows to be plain are rewritten: those of an average that was made of the sharded model are DTensors themselves.
 """
 
@@ -39,7 +39,7 @@ def loop(editor: Editor, old: cst.For, new: cst.For) -> cst.BaseStatement:
     while isinstance(model, cst.Attribute) and model.attr.value in WRAPPED:
         model = model.value
     grads = ", with_grads=True" if matchers.findall(old.body, matchers.Attribute(attr=matchers.Name("grad"))) else ""
-    editor.note(old, "parameters are DTensors, the tensors beside them are not: inside, the model shows whole parameters.")
+    editor.note(old, "parameters are DTensors, the tensors next to them are not: inside, the model shows whole parameters.")
     shown = editor.make(f"{_SUMMON}({code(model)}{grads})", "import fsdp2.compat")
     inside = cst.IndentedBlock([new.with_changes(leading_lines=[])])
     return cst.With([cst.WithItem(shown)], inside, leading_lines=new.leading_lines)

@@ -58,7 +58,7 @@ def compare(
 
 
 def _rewrite(script: Path, overlay: Path) -> tuple[Path | None, list[str]]:
-    """Rewritten copies of the script and of the modules beside it, and what the migration says."""
+    """Rewritten copies of the script and of the modules next to it, and what the migration says."""
     results = migrate_files(each for each in sorted(script.resolve().parent.glob("*.py")) if _may_matter(each, script))
     listing = []
     changed = False
@@ -139,7 +139,7 @@ def _ends_late(process: subprocess.Popen[bytes], timeout: float) -> bool:
 
 
 def _place(stack: str, script: Path) -> str:
-    """The innermost line of the script, or of a file beside it, in what ``faulthandler`` wrote; else the innermost of all."""
+    """The innermost line of the script, or of a file next to it, in what ``faulthandler`` wrote; else the innermost of all."""
     frames = [(Path(file), line) for file, line in re.findall(r'File "(.*)", line (\d+) in', stack)]
     own = [frame for frame in frames if frame[0].parent in (script.parent, script.resolve().parent)]
     return next((f"{file.name}:{line}" for file, line in own or frames), "")

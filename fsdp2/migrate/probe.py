@@ -2,8 +2,8 @@
 
     torchrun ... -m fsdp2.migrate.probe RECORDS STEPS SECONDS SOURCE CLAIMED OVERLAY ARGUMENTS...
 
-The text of SOURCE runs as if it were the file CLAIMED; modules are first looked for in OVERLAY, then beside CLAIMED. It watches through
-hooks of torch on every optimizer and every module, and by wrapping ``Tensor.backward``.
+The text of SOURCE runs as if it were the file CLAIMED; modules are first looked for in OVERLAY, then next to CLAIMED. It watches
+through hooks of torch on every optimizer and every module, and by wrapping ``Tensor.backward``.
 """
 
 from __future__ import annotations

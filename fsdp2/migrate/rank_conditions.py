@@ -46,7 +46,7 @@ _OF_SOME = re.compile(
     r"local|node|group|intra|inter|[dtpces]p|data|tensor|pipeline|model|expert|sequence|context|shard|replica|replicate|mesh|parallel"
     r"|device|gpu|machine|host|stage|coord"
 )
-"""Words beside ``rank``; with any other it is the rank of a matrix, or of a search result."""
+"""Words next to ``rank``; with any other it is the rank of a matrix, or of a search result."""
 
 _FLAG = re.compile(r"is_(?P<local>local_)?(main|master|rank_?(zero|0)|first_(rank|process)|global_zero|chief)\w*|(main|master)_process")
 

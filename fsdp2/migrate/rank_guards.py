@@ -1,7 +1,7 @@
 """``if rank == 0: torch.save(model.state_dict())``: what DDP lets one rank do alone, all ranks have to do together.
 
 The state is taken before the ``if``, on every rank, and used inside of it. Which ranks pass is read from where the value comes from
-(``rank_conditions.py``): behind ``if local_rank == 0`` one of each node does, so each rank is given the state.
+(``rank_conditions.py``): under ``if local_rank == 0`` one of each node does, so each rank is given the state.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _of_those_that_left(names: Names, block: cst.IndentedBlock | cst.Module, nod
         if isinstance(each, cst.If) and each.orelse is None and _leaves(each.body):
             which = asks_for_all_but(names, each.test)
             if which is not None:
-                return _Guard(None, which, f"behind `if {code(each.test)}`, where other ranks leave", None)
+                return _Guard(None, which, f"after `if {code(each.test)}`, where other ranks leave", None)
     return None
 
 

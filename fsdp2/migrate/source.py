@@ -24,7 +24,7 @@ FRAMEWORKS = ("fsdp1", "ddp", "deepspeed")
 def migrate_source(text: str, path: Path | None = None, *, off: Collection[str] = ()) -> Migrated:
     """Rewrite one file.
 
-    path:    where it is: a DeepSpeed configuration is looked for beside it, and an ``__init__.py`` keeps imports it does not use
+    path:    where it is: a DeepSpeed configuration is looked for next to it, and an ``__init__.py`` keeps imports it does not use
     off:     frameworks that stay as they are, even if this file uses them; "fsdp1" then goes to fsdp2.compat
     Raises:  libcst.ParserSyntaxError if it is no Python
     """

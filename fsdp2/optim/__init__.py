@@ -4,7 +4,7 @@
 for that, ``runs`` says which parameters become one tensor. ``AnyPrecisionAdamW`` keeps its states in chosen dtypes. ``GradScaler`` lets
 all ranks skip the same steps. ``Muon`` makes matrices orthogonal on one rank each, by ``whole_matrices``.
 ``offloaded`` steps on the host (``host_runs``) and has its states there, in memory or in files (``state_files``) that it reads ahead,
-after backward or beside it (``in_backward``).
+after backward or alongside it (``in_backward``).
 """
 
 from ..policy import DiskOffloadPolicy

@@ -1,7 +1,7 @@
 """AdamW whose states have dtypes of their own, and which makes pure bf16 training converge.
 
 A bf16 parameter has eight bits: an update smaller than 1/256 of it is lost, and training stops where fp32 goes on. *Kahan summation*
-(W. Kahan 1965, for a running sum) keeps what each rounding lost in a tensor beside the parameter and adds it to the next update: two
+(W. Kahan 1965, for a running sum) keeps what each rounding lost in a tensor next to the parameter and adds it to the next update: two
 bytes more an element, instead of four of an fp32 copy. ``flat`` may drive it.
 
 Worked example, a parameter of 256 and updates of 0.5, where neighbors of 256 in bf16 are 2 apart
@@ -110,7 +110,7 @@ def step_adamw(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[s
     exp_avg.lerp_(grad.to(exp_avg.dtype), 1 - beta1)
     squared = grad.to(exp_avg_sq.dtype)
     exp_avg_sq.mul_(beta2).addcmul_(squared, squared, value=1 - beta2)
-    # In fp32 or wider, whatever dtype the states have: an update is small beside the value that it is added to.
+    # In fp32 or wider, whatever dtype the states have: an update is small next to the value that it is added to.
     wide = torch.promote_types(torch.float32, torch.promote_types(exp_avg.dtype, exp_avg_sq.dtype))
     denominator = (exp_avg_sq.to(wide).sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
     size = -lr / (1 - beta1**step)

@@ -80,7 +80,7 @@ class HostRun:
         return host.copy_(tensor, non_blocking=self._pin_memory)
 
     def let_go(self) -> None:
-        """Drop the gradient on the device: its memory goes back to the reduce stream, or to the current one, behind the copy."""
+        """Drop the gradient on the device: its memory goes back to the reduce stream, or to the current one, after the copy."""
         if self._read:
             for stream in (self._streams.reduce, self._streams.compute):
                 self._streams.order(stream, self._arrived)
@@ -89,7 +89,7 @@ class HostRun:
     def step(self, optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
         """Step by ``optimizer``, which gets this run and ``options`` for it, and start to copy the result back; blocks the host.
 
-        Afterwards the offload stream is behind the copy back.
+        Afterwards the offload stream is after the copy back.
         Returns: the options as ``optimizer`` left them
         """
         self._streams.synchronize(self._arrived)

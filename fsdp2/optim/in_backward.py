@@ -167,7 +167,7 @@ def _second_backward() -> OrderError:
 
 
 def in_turn(runs: Sequence[Run], order: dict[Tensor, int]) -> list[Run]:
-    """The runs, by when their last gradient comes; if that is unknown, behind the others, the model's last ones first."""
+    """The runs, by when their last gradient comes; if that is unknown, after the others, the model's last ones first."""
     late = len(order)
 
     def turn(run: Run) -> int:

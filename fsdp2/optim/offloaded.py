@@ -49,13 +49,13 @@ def offloaded(
 
     policy:     CPUOffloadPolicy: in host memory; DiskOffloadPolicy: in files. The optimizer steps on the host, the parameters stay
                 where ``fully_shard`` has put them
-    fraction:   of the elements, those whose states are there; the others' stay beside their parameters. The units are chosen whose
+    fraction:   of the elements, those whose states are there; the others' stay next to their parameters. The units are chosen whose
                 gradients backward has first: the last ones of the model
     step_in_backward: step each of these runs while backward computes others, and let its gradients leave the device. Nobody sees all
                 gradients then: clipping, loss scaling, and several backwards before a step are refused; and each backward is a step, by
                 the options that groups had when it began. The first step is taken after its backward
-    Memory:     on the host, beside the states, the gradients and parameters of two runs that are on their way; with files, of the
-                states those of 1 + 2 ``read_ahead`` runs. A run is a group's parameters of one kind at most
+    Memory:     on the host, in addition to the states, the gradients and parameters of two runs that are on their way; with files, of
+                the states those of 1 + 2 ``read_ahead`` runs. A run is a group's parameters of one kind at most
     Collective: yes, over the meshes of the parameters: all ranks go on or raise. Its ``step`` is not
     Raises:     as ``flat``; ArgumentError for a folder that takes no files; FSDPError if the disk has no room or does not write, where
                 ranks next agree: in the backward after the step. The step was not taken as a whole then
@@ -188,7 +188,7 @@ class OffloadedOptimizer(FlatOptimizer):
         self._note_options()
         group_of = {run.data: index for index, runs in enumerate(self._runs) for run in runs}
         turns = [run for run in self._host_runs.values() if run.data.grad is not None]
-        self._look_ahead(turns, 0)  # beside the step of the others
+        self._look_ahead(turns, 0)  # alongside the step of the others
         self._step_others(inner)
         try:
             for position, run in enumerate(turns):
@@ -216,7 +216,7 @@ class OffloadedOptimizer(FlatOptimizer):
             run.send()
 
     def _step_others(self, inner: Optimizer) -> None:
-        """Step the runs whose states stayed beside their parameters."""
+        """Step the runs whose states stayed next to their parameters."""
         groups = inner.param_groups
         inner.param_groups = [
             {**group, "params": [data for data in group["params"] if data not in self._host_runs]} for group in groups
@@ -246,7 +246,7 @@ class OffloadedOptimizer(FlatOptimizer):
 
     @FlatOptimizer.state.getter  # type: ignore[attr-defined, untyped-decorator]
     def state(self) -> defaultdict[Tensor, State]:
-        """As ``FlatOptimizer.state``, behind the steps that backward has begun."""
+        """As ``FlatOptimizer.state``, after the steps that backward has begun."""
         self._take_over_steps()
         return super().state
 
@@ -328,10 +328,10 @@ class OffloadedOptimizer(FlatOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As any optimizer's; the states go straight to where they are kept, run by run.
 
-        Memory: beside ``state_dict``, the states of one run where its parameters are or on the host, and those in files that are not
-                written yet. Parameters on the meta device have no place: then the first step does it.
+        Memory: in addition to ``state_dict``, the states of one run where its parameters are or on the host, and those in files that
+                are not written yet. Parameters on the meta device have no place: then the first step does it.
         """
-        handle = self.register_load_state_dict_pre_hook(_as_given)  # behind the user's
+        handle = self.register_load_state_dict_pre_hook(_as_given)  # after the user's
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -366,7 +366,7 @@ def _as_given(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any
 
 
 def _order_behind(runs: Sequence[HostRun]) -> None:
-    """Let devices go on behind the copies back of ``runs``, which were stepped."""
+    """Let devices go on after the copies back of ``runs``, which were stepped."""
     for device in {run.data.device for run in runs}:
         streams = streams_of(device)
         streams.order(streams.compute, streams.mark(streams.offload))

@@ -1,8 +1,8 @@
-"""Optimizer states in memory-mapped files: each is read ahead, worked on in place, and written behind by a thread.
+"""Optimizer states in memory-mapped files: each is read ahead, worked on in place, and written back by a thread.
 
 Worked example, files of three runs, one ahead
 
-    ask for 0 | work on 0, ask for 1 | write 0 behind, work on 1, ask for 2 | wait for 0; write 1 behind, work on 2 | ...
+    ask for 0 | work on 0, ask for 1 | write 0 back, work on 1, ask for 2 | wait for 0; write 1 back, work on 2 | ...
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def _memory_of(device: torch.device) -> int:
 
 
 def _seconds(run: Callable[[], object], device: torch.device, times: int = 3, waits: bool = True) -> float:
-    """The median of one call's time. waits: for the device, behind ``times`` calls; else it is the host's time to give them"""
+    """The median of one call's time. waits: for the device, after ``times`` calls; else it is the host's time to give them"""
 
     def synchronize() -> None:
         if device.type != "cpu":

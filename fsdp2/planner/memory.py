@@ -65,7 +65,7 @@ class FileBytes:
 class Visit:
     """A stretch of a step in which one unit allocates.
 
-    moments: bytes of the device by kind behind its first allocation, at its peak, and behind its last allocation
+    moments: bytes of the device by kind after its first allocation, at its peak, and after its last allocation
     most:    by kind, the most at a time, on the device and on the host; host: the most in host memory, without files
     """
 

@@ -206,7 +206,7 @@ def _setting(calls: _Calls, forward: _ForwardBeginsError, setting: Setting) -> S
         raise ArgumentError(
             f"the script runs {type(forward.model).__name__} first, and shards {len(outside)} modules outside of it: {short(outside)}",
             expected="forward of one model whose root is sharded as well",
-            fix="call fully_shard on the model behind its blocks, or pass package.module:function",
+            fix="call fully_shard on the model after its blocks, or pass package.module:function",
         )
     last = calls.options[-1]
     policy = last.get("mp_policy") or MixedPrecisionPolicy()

@@ -1,9 +1,9 @@
-"""Streams that only record, and a check that whatever touches a buffer is ordered: races on a device, found on the CPU.
+"""Streams that only record, and a check that everything that touches a buffer is ordered: races on a device, found on the CPU.
 
 ``RecordingStreams`` implements ``streams.Streams`` with named streams. All work runs at once, in program order, so every value is
 right; meanwhile each operator's reads, writes, allocations and frees are filed under the stream that was current, and compared
 with what came before by vector clocks. Two touches of one byte, at least one a write, are a race unless stream order or events put
-one behind the other: a device may run them in either order.
+one after the other: a device may run them in either order.
 
     with recording() as streams:           # modules sharded inside use ``streams``; leaving raises RaceError
         fully_shard(model, mesh=mesh)
@@ -19,7 +19,7 @@ Worked example; a clock is {stream: how far it is known to have come}, and every
 
 Memory is known by its address, for a sharded parameter has a storage object of its own inside the flat shard's memory. A block
 belongs to the stream that was current when it was allocated. When its last storage dies, or is resized to nothing, the
-allocator may hand it out again to whatever its stream runs next; from then on that stream must be ordered behind every touch of
+allocator may hand it out again to what its stream runs next; from then on that stream must be ordered after every touch of
 it on other streams (see Note: buffer lifetime). So the check comes with the next operator on that stream, not with the free.
 
 What it cannot see: memory that kernels use inside; the bytes between a strided tensor's first and last that are not its own (it
@@ -256,7 +256,7 @@ class RecordingStreams:
             self._freed.setdefault(memory.allocated.stream, []).append((memory, self._touch_now("free")))
 
     def _reuse(self) -> None:
-        """The current stream may be given any block that was freed on it: is it ordered behind all that touched them?"""
+        """The current stream may be given any block that was freed on it: is it ordered after all that touched them?"""
         freed = self._freed.pop(self._current[-1], None)
         if freed is None:
             return

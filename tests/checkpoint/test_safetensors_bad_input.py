@@ -85,7 +85,7 @@ DAMAGES = {
     "tensors truncated": (edit_bytes(lambda data: data[:-5]), rf"{SECOND} is truncated.*1.weight is not whole"),
     "header truncated": (edit_bytes(lambda data: data[:40]), rf"{SECOND} ends within its header"),
     "empty file": (edit_bytes(lambda data: b""), rf"{SECOND} is 0 bytes long"),
-    "bytes behind": (edit_bytes(lambda data: data + b"xyz"), rf"{SECOND} has 3 bytes behind its last tensor"),
+    "bytes behind": (edit_bytes(lambda data: data + b"xyz"), rf"{SECOND} has 3 bytes after its last tensor"),
     "another format": (edit_bytes(lambda data: b"\x80\x02}q\x00(X\x06\x00" + data), rf"{SECOND} has a header of \d+ bytes"),
     "huge header": (edit_bytes(lambda data: struct.pack("<Q", 2**62) + data), rf"{SECOND} has a header of \d+ bytes"),
     "no JSON": (raw_header(b'{"1.weight":'), rf"{SECOND} has a corrupt header"),

@@ -179,7 +179,7 @@ def test_gradients_that_one_run_has_not_recorded_are_said_to_be_in_the_other_onl
     }
     (found,) = partings({0: [line]}, {0: [lines["in backward"]]})
     only = "step 1, reduced gradients of 0: 0.weight was recorded in the first run only: in the second run it had no gradient"
-    assert str(found) == f"{only} behind backward, because the optimizer takes gradients in backward, or because forward did not use it"
+    assert str(found) == f"{only} after backward, because the optimizer takes gradients in backward, or because forward did not use it"
     (found,) = partings({0: [{**line, "update": {}}]}, {0: [line]})
     assert str(found).endswith("0.weight was recorded in the second run only: the first run has no such parameter there")
 

@@ -2,7 +2,7 @@
 
     fsdp2 convert runs/fsdp1/model_rank0.pt out --to dcp --optimizer runs/fsdp1/optim_rank0.pt
 
-The target is written beside its place and renamed into it when it is whole.
+The target is written next to its place and renamed into it when it is whole.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ def convert(
     verify:         compare the source with its digests before, as ``fsdp2.checkpoint.verify`` does
     progress:       a bar; None: after a second, where there is a terminal and rich is installed
 
-    Memory:     beside descriptions of the tensors, bands of 64 MiB together and three buffers of 16 MiB; a tensor that was saved
-                with other strides than contiguous ones is read whole
+    Memory:     in addition to descriptions of the tensors, bands of 64 MiB together and three buffers of 16 MiB; a tensor that was
+                saved with other strides than contiguous ones is read whole
     Collective: no
-    Raises:     CheckpointError naming file and key; ArgumentError. ``dst`` is then as it was, and nothing is left beside it
+    Raises:     CheckpointError naming file and key; ArgumentError. ``dst`` is then as it was, and nothing is left next to it
 
     Example:
         fsdp2.checkpoint.save_safetensors(model, folder / "model")
@@ -236,7 +236,7 @@ def _check_room(nbytes: int, target: Path) -> None:
 
 @contextlib.contextmanager
 def _new(target: Path, force: bool) -> Iterator[Path]:
-    """A place beside ``target``, renamed to it at the end; after an error it is gone, and ``target`` as it was."""
+    """A place next to ``target``, renamed to it at the end; after an error it is gone, and ``target`` as it was."""
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     aside = partial.with_suffix(".replaced")
     try:

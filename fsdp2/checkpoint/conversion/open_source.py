@@ -68,7 +68,7 @@ def open_source(
 
     path:           a folder or file; one file of FSDP1's stands for those of all ranks, a ``Checkpointer``'s folder for its latest
     format:         None: by what the files are
-    optimizer:      where the optimizer's state is, if it is not in ``path`` and not beside its files
+    optimizer:      where the optimizer's state is, if it is not in ``path`` and not next to its files
     shapes:         the parameters' names and shapes, in order, for local state dicts of FSDP1: a model (not wrapped, also on the meta
                     device), a dict, or a JSON file of ``write_shapes``
     with_optimizer: False: leave the optimizer's state alone
@@ -260,7 +260,7 @@ def _combined(path: Path, kind: str, found: list[Source]) -> Source:
             f"{path} has {len(twice)} {'models' if twice is models else 'optimizers'}",
             items=[str(each.path) for each in twice],
             expected="one model, and at most one optimizer",
-            fix="name the file (of one rank), or the folder, that is meant; and the optimizer's beside it",
+            fix="name the file (of one rank), or the folder, that is meant; and the optimizer's next to it",
             file=path,
         )
     model = models[0] if models else Source(path, kind, {})

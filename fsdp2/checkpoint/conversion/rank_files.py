@@ -330,7 +330,7 @@ def _laid_out(params: Shapes, align: int) -> dict[str, Slot]:
 
 
 def unflattened(model: State, shapes: Shapes) -> State:
-    """``model`` with parameters in place of flat ones, in the order of ``shapes``; the rest behind them."""
+    """``model`` with parameters in place of flat ones, in the order of ``shapes``; the rest after them."""
     units = units_of(model, shapes)
     found: State = {name: Flat((model[flat],), slot.start, slot.shape) for flat, slots in units.items() for name, slot in slots.items()}
     found |= {name: resolve(each, shapes.get(name), name) for name, each in model.items() if name not in units and name not in found}

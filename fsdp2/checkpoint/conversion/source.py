@@ -151,7 +151,7 @@ def families(folder: Path) -> list[Family]:
 
 
 def family_of(path: Path) -> Family:
-    """The files of the other ranks beside ``path``, and itself."""
+    """The files of the other ranks next to ``path``, and itself."""
     return next((each for each in families(path.parent) if path in each.paths), Family((path,)))
 
 

@@ -96,7 +96,7 @@ def is_lost(process_group: dist.ProcessGroup | None) -> bool:
 
 
 def tell_later(problem: FSDPError) -> None:
-    """Note a problem that this rank has found where ranks do not meet: the next agreement, of whatever, tells it to all of its ranks.
+    """Note a problem that this rank has found where ranks do not meet: the next agreement of any kind tells it to all of its ranks.
 
     Until then this rank takes part in all collectives, so that none of the others waits for it.
     """

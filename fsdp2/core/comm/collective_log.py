@@ -89,7 +89,7 @@ class Listener:
         """The host is about to wait for ``record``."""
 
     def done(self, record: Record) -> None:
-        """The host goes on behind ``record``: it is complete or, on a device, ordered."""
+        """The host goes on after ``record``: it is complete or, on a device, ordered."""
 
     def begins(self, phase: str, unit: str) -> None:
         """A hook of ours is called: ``phase`` of ``unit`` begins."""
@@ -178,7 +178,7 @@ class CollectiveLog:
             listener.begins(phase, unit)
 
     def exit(self, phase: str, unit: str) -> None:
-        """A hook behind ``phase`` of ``unit`` begins; "" stands for all units."""
+        """A hook after ``phase`` of ``unit`` begins; "" stands for all units."""
         for listener in listeners:
             listener.ends(phase, unit)
 

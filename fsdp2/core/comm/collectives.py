@@ -229,7 +229,7 @@ def start_exchange(
 
 
 def _issued(pending: _Waiting, async_op: bool) -> Pending:
-    """``pending`` itself; where streams order collectives, its local part is queued behind the collective now."""
+    """``pending`` itself; where streams order collectives, its local part is queued after the collective now."""
     if async_op:
         return pending
     pending.finish()

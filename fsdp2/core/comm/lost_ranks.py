@@ -90,7 +90,7 @@ class _Roll:
     """What one rank knows of the others' processes. Keys of the store, each list with the number of its entries:
 
     HOST, HOST/1, ...   rank, process and its start, of the ranks on a host
-    told, told/1, ...   rank, and why it is gone; nothing behind the rank: it has lost another rank itself
+    told, told/1, ...   rank, and why it is gone; nothing after the rank: it has lost another rank itself
     """
 
     def __init__(self, store: Any, world: dist.ProcessGroup) -> None:

@@ -14,7 +14,7 @@ the host nothing, because collectives run on the backend's own threads, and the 
 
 Note: buffer lifetime. A block of device memory belongs to the stream that was current when it was allocated. When the last reference
 is dropped, the allocator gives the block to later work of that stream, without waiting. So the runtime keeps a reference until the
-owning stream has been ordered behind the last use on any other stream.
+owning stream has been ordered after the last use on any other stream.
 
 Worked example, an all-gather that compute uses:
 
@@ -66,7 +66,7 @@ class Streams(Protocol):
         """Work started inside goes to ``stream``."""
 
     def mark(self, stream: Stream) -> Event:
-        """An event behind the work that ``stream`` has been given so far."""
+        """An event after the work that ``stream`` has been given so far."""
 
     def order(self, stream: Stream, event: Event) -> None:
         """Run later work of ``stream`` after ``event``; None stands for an event long past."""
@@ -125,7 +125,7 @@ class DeviceStreams:
         self._device = device
         self._module = compat.device_module(device.type)
         self._asks_capturing = getattr(self._module, "is_current_stream_capturing", None)
-        # High priority: a collective's small copies should not queue behind a large matrix product.
+        # High priority: a collective's small copies should not queue after a large matrix product.
         self.copy_in = self._module.Stream(device=device, priority=-1)
         self.gather = self._module.Stream(device=device, priority=-1)
         self.reduce = self._module.Stream(device=device, priority=-1)

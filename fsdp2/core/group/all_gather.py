@@ -173,7 +173,7 @@ class Gather:
         self._started_on: Stream = None
 
     def start(self, flat: Tensor | None, copy: bool, together: list[Waiting] | None = None) -> None:
-        """Issue the collectives; on a stream device their copy-out is queued behind them at once.
+        """Issue the collectives; on a stream device their copy-out is queued after them at once.
 
         flat:       (layout.shard_numel,), this rank's flat shard, in its storage dtype and on the device where it is kept
         copy:       read ``flat`` now, so that it may be written before ``finish``
@@ -265,7 +265,7 @@ class Gather:
         self._packed, self._pending = rows, pending
 
     def land(self) -> None:
-        """Queue the copy-out behind the collectives, on the gather stream."""
+        """Queue the copy-out after the collectives, on the gather stream."""
         self._copy_out()
         self._event = self._streams.mark(self._streams.gather)
 
@@ -285,7 +285,7 @@ class Gather:
 
     @property
     def buffer_nbytes(self) -> int:
-        """Bytes that a gather takes beside the unsharded storage while it is under way."""
+        """Bytes that a gather takes in addition to the unsharded storage while it is under way."""
         return sum(each.nbytes for each in (self._packed, self._held) if each is not None)
 
     def forget(self) -> None:

@@ -71,9 +71,9 @@ class ExtensionGather:
     Its attributes are of three kinds: the arguments, the state of the gather under way, and what the first gather makes.
 
     Note: extensions and streams. What ``start`` allocates lies on the gather stream and is read on compute, by ``fill`` and
-    (metadata) by the user's operations. ``fill`` orders the gather stream behind those reads, so that no later gather writes memory
-    that the host has freed while compute still reads it. ``start`` cannot do that where a gather runs beside the loss. With ``copy``,
-    tensors are packed on the stream that is compute at ``start``, perhaps a side stream of the user's: ``fill`` orders it alike.
+    (metadata) by the user's operations. ``fill`` orders the gather stream after those reads, so that no later gather writes memory
+    that the host has freed while compute still reads it. ``start`` cannot do that where a gather runs alongside the loss. With
+    ``copy``, tensors are packed on the stream that is compute at ``start``, perhaps a side stream of the user's: ``fill`` orders it alike.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class ExtensionGather:
         self._outputs: list[list[Tensor]] = []  # for each parameter, 1-D, with padding
         self._writers: list[Tensor] = []  # the same storages as bytes, (W, n), with version counters of their own
         self._kept: list[tuple[Tensor, ...]] = []  # for each parameter, the tensors that fsdp_post_all_gather asks to free
-        self._are_gaps: list[bool] = []  # of the writers: those that take the padding behind a payload
+        self._are_gaps: list[bool] = []  # of the writers: those that take the padding after a payload
         self._rearranged: list[int] = []  # writers whose tensor is put together after it has arrived
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         self._released: list[torch.UntypedStorage] = []  # those that are freed as soon as the unsharded parameters are made
@@ -242,7 +242,7 @@ class ExtensionGather:
     @torch.inference_mode(False)
     @torch.no_grad()
     def finish(self) -> None:
-        """Order compute behind the gather. Then either ``fill`` or ``free``, once per ``start``."""
+        """Order compute after the gather. Then either ``fill`` or ``free``, once per ``start``."""
         streams = self._streams
         if self._pending is not None:
             self._pending.finish()
@@ -337,7 +337,7 @@ class ExtensionGather:
                 direct.are_these.append(is_one)
             if not is_one:
                 left.append((writer, is_gap, is_rearranged))
-            elif not is_gap:  # the padding behind it is not sent
+            elif not is_gap:  # the padding after it is not sent
                 storage = writer.untyped_storage()
                 direct.outputs.append(writer.view(-1))
                 direct.own_rows.append(writer[self._shard_rank])
@@ -390,7 +390,7 @@ class ExtensionGather:
 
 
 def _put_together(arrived: Tensor, output: Tensor, shape: torch.Size, cut: Cut) -> Tensor:
-    """The whole of one tensor that every rank has sent, in ``output``, without the padding behind the last rank's rows.
+    """The whole of one tensor that every rank has sent, in ``output``, without the padding after the last rank's rows.
 
     arrived: (num_shards, nbytes), those of ``output`` if they lie there one after another
     """

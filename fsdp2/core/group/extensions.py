@@ -94,7 +94,7 @@ class Extensions:
         return count
 
     def make_unsharded(self, param: ShardedParam, gathered: tuple[Tensor, ...], metadata: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The first time: (the unsharded tensor, of the whole physical shape; the tensors that reshard frees beside ``gathered``)."""
+        """The first time: (the unsharded tensor, of the whole physical shape; the tensors that reshard frees next to ``gathered``)."""
         shape = param.spec.cut.shape
         whole, kept = gathered[0], ()
         if has_extension(param.local):

@@ -21,7 +21,7 @@ _MARK = "_fsdp2_gradients"
 """Attribute of a buffer of gradients: its ``_Gradients``."""
 
 _Gradients: TypeAlias = tuple[dict[int, tuple[int, ...]], int]
-"""The strides of each gradient in a buffer, by its offset, in the order of offsets; and where the padding behind the last one ends.
+"""The strides of each gradient in a buffer, by its offset, in the order of offsets; and where the padding after the last one ends.
 
 A plain tuple, because each group makes one in each backward.
 """

@@ -81,7 +81,7 @@ class Gradients:
     def set_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Do with the gradients of the next backward what ``micro_batch`` says.
 
-        Gradients that will add up on the unsharded parameters do so in their dtype from now on, not only behind the next backward:
+        Gradients that will add up on the unsharded parameters do so in their dtype from now on, not only after the next backward:
         pipeline schedules write gradients of weights there before it.
         """
         before = self.adds_up_on_leaves

@@ -1,6 +1,6 @@
-"""Tags: elements behind the gradients of a reduction, which show each rank afterwards whether all ranks reduced the same group.
+"""Tags: elements after the gradients of a reduction, which show each rank afterwards whether all ranks reduced the same group.
 
-A tag is the group's number in binary digits, and behind them the digits' complements. Where all ranks send the same tag, of each digit
+A tag is the group's number in binary digits, and after them the digits' complements. Where all ranks send the same tag, of each digit
 and its complement one stays exactly zero in the sum, and in what averaging, scaling, rounding and further sums make of it. Where two
 ranks send different tags, some digit and its complement are both not zero, and these digits tell one number from the other. (If a
 divisor made the sum too small for its dtype, both are zero, which tells nothing.)
@@ -16,7 +16,7 @@ from torch import Tensor
 
 NUM_DIGITS = 10
 """Enough for 1024 groups over the same ranks; with more groups, tags do not tell apart two whose numbers differ by a multiple of 1024.
-With the flags of a usual block's parameters a tag fits into the 32 elements that are free behind fp32 gradients anyway."""
+With the flags of a usual block's parameters a tag fits into the 32 elements that are free after fp32 gradients anyway."""
 
 TAG_NUMEL = 2 * NUM_DIGITS
 

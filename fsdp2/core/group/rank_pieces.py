@@ -5,7 +5,7 @@ Where a tensor is cut along dim 0, its pieces one after another are the whole, a
 Worked example, a (2, 5) tensor cut along dim 1 over 2 ranks, into (2, 3) and (2, 2):
 
     whole     [[a b c d e], [f g h i j]]
-    slots     [a b c f g h] and [d e i j . .]: padding lies behind a rank's piece      ``assemble``, ``disassemble``
+    slots     [a b c f g h] and [d e i j . .]: padding lies after a rank's piece      ``assemble``, ``disassemble``
     padded    [a b c f g h] and [d e . i j .]: each piece has the shape of the largest  ``join``
 """
 

@@ -1,9 +1,9 @@
 """The reduce-scatter of a group's gradients as a plan: what lies where in its input and output, computed once.
 
 The input always has room for every trainable parameter of the group, in rank-major order, zeros where this rank has no gradient: its
-size does not depend on which gradients arrived. Behind the gradients each rank adds one *flag* per parameter, 1 if it has a
+size does not depend on which gradients arrived. After the gradients each rank adds one *flag* per parameter, 1 if it has a
 gradient; their sum tells every rank, without another collective, which parameters were used anywhere, so that one unused everywhere
-keeps ``grad = None`` like in the unsharded model. Behind the flags there may be the group's tag (``order_tags.py``).
+keeps ``grad = None`` like in the unsharded model. After the flags there may be the group's tag (``order_tags.py``).
 
 Worked example, 2 ranks, parameters a (4,) and b (3,), align 32; b is unused on rank 1, which therefore sends
 
@@ -37,7 +37,7 @@ class ReducePlan:
     """The reduce-scatter of one set of trainable parameters, computed once.
 
     compact: without gaps and flags, as a custom communicator sees it
-    number:  of the group, if its tag travels behind the flags; -1: it is not known yet, and the tag is zero, which tells nothing
+    number:  of the group, if its tag travels after the flags; -1: it is not known yet, and the tag is zero, which tells nothing
     """
 
     def __init__(self, group: GroupMemory, params: list[ShardedParam], compact: bool, number: int | None = None) -> None:
@@ -56,7 +56,7 @@ class ReducePlan:
         self.grad_dtype = group.plan.param_dtype
         self._keeps_wider = group.options.semantics == "2.15"  # gradients that were added up in another dtype are not cast back
         self._dtypes = group.plan.gradients
-        # The input of chunk_cat: room for each gradient and for the flags, and zeros for the gap behind each.
+        # The input of chunk_cat: room for each gradient and for the flags, and zeros for the gap after each.
         self._pieces: list[Tensor | None] = []
         self._piece_of_slot: list[int] = []
         for slot in self.layout.slots:
@@ -74,7 +74,7 @@ class ReducePlan:
             (piece_index if cut.slot_numel > 0 else None, None if param.spec.order is None and cut.dim == 0 else param.spec)
             for param, cut, piece_index in zip(self.params, cuts, self._piece_of_slot, strict=False)
         ]
-        # An empty slot begins where another one does. Its gradient lies behind all others instead: no two have one offset.
+        # An empty slot begins where another one does. Its gradient lies after all others instead: no two have one offset.
         end = self.layout.shard_numel if self.flags_slot is None else self.flags_slot.offset
         self.views = [
             GradView(param, slot.offset if slot.numel > 0 else end) for param, slot in zip(self.params, self.layout.slots, strict=False)

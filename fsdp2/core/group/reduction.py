@@ -1,9 +1,9 @@
 """One reduction under way: reduce-scatter, perhaps all-reduce, then the sharded parameters get their gradients.
 
 Note: buffer lifetime in backward. The reduce input is allocated on compute and read by the reduce stream, so it is held until compute
-has been ordered behind the reduce-scatter. The output is allocated on the reduce stream; the all-reduce stream reads it, so it is
-held to the end of backward. Over one rank the input is the output: it is held until compute is behind its last use. Gradients that
-are copied to the host are held until the reduce stream is behind the copy, which it waits for two reductions later.
+has been ordered after the reduce-scatter. The output is allocated on the reduce stream; the all-reduce stream reads it, so it is
+held to the end of backward. Over one rank the input is the output: it is held until compute is after its last use. Gradients that
+are copied to the host are held until the reduce stream is after the copy, which it waits for two reductions later.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Reduction:
         self._all_reduce: collectives.Pending | None = None
         self._add_to_partial = add_to_partial
         self._partial = partial
-        self._scattered: Any = None  # behind the reduce-scatter
-        self._reduced: Event = None  # behind all legs
+        self._scattered: Any = None  # after the reduce-scatter
+        self._reduced: Event = None  # after all legs
         self._reduced_on: Stream = None
         self._late: list[int] = []
         self._dtypes = group.plan.gradients.kept if options.grad_dtype is None else None  # of the gradients, if not the parameters'
@@ -111,7 +111,7 @@ class Reduction:
 
     @property
     def reduced(self) -> tuple[Stream, Event]:
-        """The event behind all legs, and its stream: the last such event of a stream is behind all others of that stream."""
+        """The event after all legs, and its stream: the last such event of a stream is after all others of that stream."""
         return self._reduced_on, self._reduced
 
     # --- the legs, on the stream that is current ---
@@ -126,7 +126,7 @@ class Reduction:
         return self._group.mesh.replicate_group
 
     def mark_scattered(self, event: Event) -> None:
-        """``event``: behind the reduce-scatter, and behind all legs if the gradients stay here."""
+        """``event``: after the reduce-scatter, and after all legs if the gradients stay here."""
         self._scattered = self._reduced = event
         self._reduced_on = self._group.streams.reduce
 
@@ -228,7 +228,7 @@ class Reduction:
             self._pending = None
 
     def advance(self) -> None:
-        """Wait for the reduce-scatter, or order compute behind it: after this the reduce input may be freed."""
+        """Wait for the reduce-scatter, or order compute after it: after this the reduce input may be freed."""
         if self._advanced:
             return
         self._advanced = True
@@ -248,7 +248,7 @@ class Reduction:
     def finish(self) -> None:
         """Give the sharded parameters their gradients, but for those of ``late_flags``.
 
-        On a stream device, the caller has ordered compute behind ``reduced``.
+        On a stream device, the caller has ordered compute after ``reduced``.
         """
         streams = self._group.streams
         if streams.host_waits:
@@ -304,7 +304,7 @@ class Reduction:
         self._output = None
 
     def let_go(self) -> None:
-        """Drop held memory, whose stream is ordered behind all legs: the reduce stream, or compute if ``is_in_place``."""
+        """Drop held memory, whose stream is ordered after all legs: the reduce stream, or compute if ``is_in_place``."""
         self._held = ()
         if not self._late:
             self._output = None
@@ -402,7 +402,7 @@ class Reduction:
             self._give(self._cast(output, dtype, stream), [view for view in views if dtypes[view.param] is dtype])
 
     def _offload(self, reduced: Tensor, stream: Any) -> Tensor:
-        """Copy to the host, beside the next reduction, and without waiting if the gradient is first read at the end of backward."""
+        """Copy to the host, alongside the next reduction, and without waiting if the gradient is first read at the end of backward."""
         group = self._group
         streams = group.streams
         host = torch.empty(reduced.shape, dtype=reduced.dtype, device="cpu", pin_memory=group.options.pin_memory)

@@ -1,4 +1,4 @@
-"""One backward of a root: it unshards each unit again, prefetches the one before, and reduces gradients behind each.
+"""One backward of a root: it unshards each unit again, prefetches the one before, and reduces gradients after each.
 
 Note: order of collectives. Everything here is a function of what is equal on all ranks: the module structure, the order of forward
 calls, and which calls a backward reaches. A unit's gradients are reduced when the backward of its last call in this graph has
@@ -39,7 +39,7 @@ class Backward:
         self._at_end = None if at_end is None else weakref.ref(at_end)
         self._waited_before = tree.has_unreduced()  # gradients of earlier backwards had not reached the sharded parameters
         self._prefetched: list[Unit] = []
-        self._prefetch_behind: dict[Unit, Unit] = {}  # the unit that backward_prefetch="post" gathers behind a unit's gradients
+        self._prefetch_behind: dict[Unit, Unit] = {}  # the unit that backward_prefetch="post" gathers after a unit's gradients
         # Units that are reduced at the end. These are at first the lists of which a re-entrant checkpoint runs modules again while
         # other modules have a graph: backward does not know at which of those modules the list is done.
         self._to_end = {unit for unit in tree.lists if unit.calls.to_rerun and unit.calls.may_follow()}
@@ -129,7 +129,7 @@ class Backward:
     def _may_follow(self, unit: Unit) -> bool:
         """Whether calls of ``unit``, which a re-entrant checkpoint has run again in a backward of its own, may follow after it.
 
-        The checkpoint may have run one module of a list. A unit of one module that runs in several such checkpoints is reduced behind
+        The checkpoint may have run one module of a list. A unit of one module that runs in several such checkpoints is reduced after
         each.
         """
         return len(unit.modules) > 1 and unit.calls.may_follow()
@@ -137,7 +137,7 @@ class Backward:
     def keep_to_end(self, unit: Unit) -> None:
         """Reduce ``unit`` at the end, because a graph that a backward has made needs it.
 
-        On a device, nodes of that graph may run behind those that end the unit's calls: the device's thread counts its nodes anew, and
+        On a device, nodes of that graph may run after those that end the unit's calls: the device's thread counts its nodes anew, and
         the engine prefers nodes of higher numbers. On the CPU one thread counts all nodes, and nodes that were made later run first.
         """
         if not self._tree.streams.host_waits:

@@ -1,4 +1,4 @@
-"""One forward of a root: it unshards each unit as its turn comes, prefetches the next, and reshards behind each.
+"""One forward of a root: it unshards each unit as its turn comes, prefetches the next, and reshards after each.
 
 ``Forward`` records the order in which units run. The next forward that begins with the same unit prefetches from that record, and
 backward from the reverse of this forward's order.
@@ -31,7 +31,7 @@ class Forward:
         self.root = root
         self.log = log
         self._tree = tree
-        # Compute is ordered behind this gather last, so that the casts of the next gather follow compute and run beside this gather.
+        # Compute is ordered after this gather last, so that the casts of the next gather follow compute and run alongside this gather.
         self._host_waits = tree.streams.host_waits
         self._caller = _Caller()
         self._recorded = tree.records.get(root, [])

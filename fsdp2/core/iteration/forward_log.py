@@ -109,7 +109,7 @@ class ForwardLog:
     def _gathers_more(self, segments: dict[int, list[tuple[Call, Unit]]], is_gathered: Callable[[Unit], bool]) -> bool:
         """Whether recomputations of these segments gather units that ran without a graph, to whose backward no rank comes.
 
-        All ranks gather such a unit, by prefetching, behind the one unit with a graph that it is a part of.
+        All ranks gather such a unit, by prefetching, after the one unit with a graph that it is a part of.
         """
         seen: set[int] = set()
         logged = (
@@ -233,7 +233,7 @@ class Reading:
             yield from self._left_out(log, -1, in_graph=False)
 
     def _left_out(self, log: ForwardLog, stop: int, in_graph: bool) -> Iterator[Moment]:
-        """The moments of ``log`` behind that at ``stop``; with ``in_graph``, only those before the next that the graph reaches."""
+        """The moments of ``log`` after that at ``stop``; with ``in_graph``, only those before the next that the graph reaches."""
         while self._to_come.get(log.number, 0) > stop + 1:
             moment = log.moments[self._to_come[log.number] - 1]
             if moment is not None and not self.is_done(moment.call, moment.is_end):

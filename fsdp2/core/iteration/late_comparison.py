@@ -1,7 +1,7 @@
 """On stream-ordered backends (NCCL) ranks see afterwards whether all of them reduced the same groups in the same order.
 
 To compare orders before a backward (``backward_agreement.py``), the host would have to wait for the device. Here every reduction
-carries a tag (``core/group/order_tags.py``), which is copied to the host behind the backward. The host does not wait for the copy: the
+carries a tag (``core/group/order_tags.py``), which is copied to the host after the backward. The host does not wait for the copy: the
 first forward or backward that finds it complete reads it. By then the optimizer may have written parameters by wrong gradients, so
 the error says that they are wrong. In a graph capture ranks compare nothing, as replays run no Python.
 
@@ -46,7 +46,7 @@ _unread: collections.deque[_Unread] = collections.deque(maxlen=MAX_UNREAD)
 
 
 def read_later(reductions: Sequence[Reduction]) -> None:
-    """Copy the tags of ``reductions``, which compute is ordered behind, to the host, without waiting for the copy."""
+    """Copy the tags of ``reductions``, which compute is ordered after, to the host, without waiting for the copy."""
     tagged = [(reduction.group, reduction.number, tag) for reduction in reductions if (tag := reduction.take_tag()) is not None]
     if not tagged:
         return

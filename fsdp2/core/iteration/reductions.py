@@ -20,7 +20,7 @@ from ..group.reduction import Reduction, launch
 from .late_comparison import read_later
 
 _behind: weakref.WeakSet[Reductions] = weakref.WeakSet()
-"""Reductions that compute is not ordered behind yet: the next backward that ends any root's iteration orders it."""
+"""Reductions that compute is not ordered after yet: the next backward that ends any root's iteration orders it."""
 
 
 class Reductions:
@@ -99,7 +99,7 @@ class Reductions:
         self._computed_on.clear()
 
     def finish_later(self) -> None:
-        """Leave the gradients in the order of the reduce stream; the next ``finish_all`` orders compute behind them.
+        """Leave the gradients in the order of the reduce stream; the next ``finish_all`` orders compute after them.
 
         But where hooks have run, perhaps an optimizer's, finish now: the next gathers send what they wrote, and wait for compute only.
         """
@@ -115,7 +115,7 @@ class Reductions:
         _behind.add(self)
 
     def _order(self, stream: Stream) -> None:
-        """On a stream device, order ``stream`` behind the last event of each stream."""
+        """On a stream device, order ``stream`` after the last event of each stream."""
         streams = self._streams
         if not streams.host_waits:
             for other, event in dict([reduction.reduced for reduction in self._started]).items():
@@ -123,7 +123,7 @@ class Reductions:
                     streams.order(stream, event)
 
     def _give_back(self) -> None:
-        """Order the user's side streams, on which gradients and reduce inputs were allocated, behind what compute does with them."""
+        """Order the user's side streams, on which gradients and reduce inputs were allocated, after what compute does with them."""
         streams = self._streams
         for stream in self._computed_on:
             if stream != streams.compute:

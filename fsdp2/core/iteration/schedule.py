@@ -54,7 +54,7 @@ class Schedule:
         self._to_finalize = False  # a backward has begun in manual mode, and the user has not called ``finalize`` since
         self.post_optim_event: Event = None
         self._steps_in_graph = False  # that event was recorded while a graph was captured
-        self._input_read: Event = None  # behind the copy of the root's inputs to the device
+        self._input_read: Event = None  # after the copy of the root's inputs to the device
         self.forward: Forward | None = None
         self.backward: Backward | None = None
         self.logs: ForwardLogs | None = None
@@ -90,7 +90,7 @@ class Schedule:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the iteration continues behind the next end of backward."""
+        """Whether the iteration continues after the next end of backward."""
         return self.manual or not self.is_last_backward
 
     @property
@@ -141,7 +141,7 @@ class Schedule:
         self._steps_in_graph = self.tree.streams.is_capturing()
 
     def await_optimizer(self, on_compute: bool = False) -> None:
-        """Gather behind the event of ``set_post_optim_event``. on_compute: shards are read there as well"""
+        """Gather after the event of ``set_post_optim_event``. on_compute: shards are read there as well"""
         event, self.post_optim_event = self.post_optim_event, None
         streams = self.tree.streams
         if streams.is_capturing() and not self._steps_in_graph:  # long past
@@ -445,7 +445,7 @@ class Schedule:
 
 
 def _compiled_autograd_error() -> CompileError:
-    """That engine writes a parameter's gradient only behind the end of backward: fsdp2 would not reduce it, and no error would tell."""
+    """That engine writes a parameter's gradient only after the end of backward: fsdp2 would not reduce it, and no error would tell."""
     return CompileError(
         "backward runs under compiled autograd",
         expected="torch.compile on modules, whose backward is compiled with them; the rest of backward by the usual engine",

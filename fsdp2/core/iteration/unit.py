@@ -68,7 +68,7 @@ class UnitOptions:
     unshard_in_backward:   backward needs the parameters
     accumulates_whole:     over micro-batches gradients stay unsharded, without communication
     max_reductions:        reduce-scatter inputs in flight; the largest of all units under a root counts
-    prefetch_forward, prefetch_backward: the units to gather behind this one, in the place of the next ones of the recorded order
+    prefetch_forward, prefetch_backward: the units to gather after this one, in the place of the next ones of the recorded order
     forward_depth, backward_depth: how many units of that order to gather ahead
     backward_prefetch:     when to gather the unit before this one: before this one's gradients are computed, after that, or not at all
     """

@@ -17,7 +17,7 @@ from .unit import Unit
 
 
 class ForwardEnd(NamedTuple):
-    """Where compute was when a forward ended. Backward may gather its first unit behind that point, beside the loss.
+    """Where compute was when a forward ended. Backward may gather its first unit after that point, alongside the loss.
 
     unit:     the last that ran and was resharded
     event:    on compute
@@ -61,7 +61,7 @@ class Step:
         self.forward_end: ForwardEnd | None = None
 
     def cut(self, num_calls: int) -> None:
-        """Forget the calls behind the first ``num_calls``."""
+        """Forget the calls after the first ``num_calls``."""
         for unit in set(self.order[num_calls:]):
             self.positions[unit] = [position for position in self.positions[unit] if position < num_calls]
         del self.order[num_calls:]
@@ -166,7 +166,7 @@ class UnitTree:
     def issue_beside_loss(self, unit: Unit) -> None:
         """As ``unit.issue()``, while no unit has been gathered for the backward that follows ``step.forward_end``.
 
-        See Note: beside the loss. Collective: yes, over the shard axis.
+        See Note: alongside the loss. Collective: yes, over the shard axis.
         """
         if all(group.state is not GroupState.SHARDED for group in unit.uses):  # it stayed unsharded, or has no parameters
             unit.issue()

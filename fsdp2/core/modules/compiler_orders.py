@@ -4,7 +4,7 @@ Modules below a root tell whether they are compiled, checkpointed and sharded; o
 whether it runs it. The costs were measured, see docs/compile.md:
 
     torch.compile(model) around checkpoint(sharded block)   the compiler leaves all below the checkpoint alone: no graph at all
-    torch.compile(model) around sharded blocks              the graph breaks at each block; around a loop over them, code beside the
+    torch.compile(model) around sharded blocks              the graph breaks at each block; around a loop over them, code next to the
                                                             loop is not compiled
     the compiler on each block, checkpoint and sharding around it or inside, in any order   one graph, no break: no warning
 """

@@ -39,7 +39,7 @@ def begin_backward(unit: ModuleState, part: GraphPart, grads: Any) -> None:
 
 @compat.dynamo_disabled
 def end_backward(unit: ModuleState, call: Call, grads: Any) -> None:
-    """Before the node of an input: its gradient is done, and no module of the unit comes behind in this call."""
+    """Before the node of an input: its gradient is done, and no module of the unit comes after in this call."""
     schedule = unit.schedule
     assert schedule is not None
     if torch.is_grad_enabled():

@@ -5,7 +5,7 @@ its steps would change nothing, without an error. At its first step, when it has
 Every step counts as a write to the groups of the optimizer's parameters (``GroupMemory.written_at``).
 
 FSDP1's files have one ``step`` for all parameters of a flat parameter. torch's optimizers load it as one tensor, and each parameter
-counts in it: with twelve parameters it grows by twelve in a step. Each parameter gets a count of its own behind every load.
+counts in it: with twelve parameters it grows by twelve in a step. Each parameter gets a count of its own after every load.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The class that a sharded module gets: ``FSDP<Name>``, which is our mixin, the user's class and torch's FSDPModule, in this order.
 
-torch's class comes last so that ``isinstance`` checks elsewhere hold while the user's class stays right behind ours, where the
+torch's class comes last so that ``isinstance`` checks elsewhere hold while the user's class stays right after ours, where the
 compiler's guard pickler looks for it.
 
 Note: layouts. CPython lets an instance change to a class only if both lay out their instances alike, which it judges by the first base

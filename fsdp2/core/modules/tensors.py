@@ -72,7 +72,7 @@ def _map_dict(change: Callable[[Tensor], Tensor], tree: dict[Any, Any]) -> Any:
         return items
     if type(tree) in pytree.SUPPORTED_NODES:
         return pytree.tree_map_only(Tensor, change, tree)
-    copy = tree.copy()  # a subclass: keep its attributes beside its items
+    copy = tree.copy()  # a subclass: keep its attributes next to its items
     for key, value in items.items():
         copy[key] = value
     return copy

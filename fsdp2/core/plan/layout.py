@@ -79,7 +79,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One parameter's place: ``offset`` elements into the flat shard, ``gap`` elements of padding behind it."""
+    """One parameter's place: ``offset`` elements into the flat shard, ``gap`` elements of padding after it."""
 
     cut: Cut
     offset: int
@@ -131,7 +131,7 @@ def group_layout(cuts: Iterable[Cut], *, num_shards: int, align: int, block: int
 class GatherPlan:
     """Which parameters (by index) are gathered straight into the unsharded storage, and which travel packed.
 
-    In the flat shard the packed ones lie behind the direct ones, so that a packed gather sends one contiguous piece of it.
+    In the flat shard the packed ones lie after the direct ones, so that a packed gather sends one contiguous piece of it.
     """
 
     direct: tuple[int, ...]
@@ -143,7 +143,7 @@ def gather_plan(cuts: Sequence[Cut], *, mode: str, direct_from_numel: int) -> Ga
 
     mode: "auto" takes direct for what has at least ``direct_from_numel`` elements; "packed" and "direct" force one way; "mixed"
     alternates. What is not cut on its outermost dim can only travel packed. Uneven cuts may go direct: all slots but the last
-    ones are full, so that the padding comes to lie behind the parameter.
+    ones are full, so that the padding comes to lie after the parameter.
     """
     direct = []
     for index, cut in enumerate(cuts):

@@ -1,11 +1,11 @@
-"""Parameters that already are DTensors: tensor, sequence and expert parallelism beside data parallelism.
+"""Parameters that already are DTensors: tensor, sequence and expert parallelism combined with data parallelism.
 
 Such a parameter is cut on *model axes* of the job's mesh; each rank's local tensor is then cut again over the shard axis. The sharded
 parameter is a DTensor over data-parallel and model axes together, the unsharded one a DTensor over its own mesh again.
 
 Note: gradients on a full SPMD mesh. There, data-parallel axes are axes of the parameter's own mesh, and DTensor tells what a gradient
 is
-on them: Partial, if each rank holds the term of its own rows; Replicate, if DTensor has added the terms already (as it does behind
+on them: Partial, if each rank holds the term of its own rows; Replicate, if DTensor has added the terms already (as it does after
 an operation that is not linear in the parameter) or if all ranks have computed the same. FSDP averages terms. Added terms must be
 divided like the others, or that parameter's gradient comes out as many times too large as there are ranks; so a Replicate gradient
 counts once, not once a rank, over every axis over which some activation or gradient of the model was seen to vary. Over an axis where
@@ -57,7 +57,7 @@ def beside_model_axes(name: str, mesh: DataParallelMesh, model: DTensorSpec, on_
 def within_spmd_mesh(mesh: DataParallelMesh, model: DTensorSpec, on_shard_axis: Placement) -> DTensorSpec:
     """Spec of a parameter on the full SPMD mesh whose local tensor is ``on_shard_axis`` over the axes that shard.
 
-    Several such axes become one flat axis, in the place of the first, behind the axes that replicate.
+    Several such axes become one flat axis, in the place of the first, after the axes that replicate.
     """
     axes = mesh.spmd
     assert axes is not None

@@ -34,7 +34,7 @@ _PENDING = "fsdp2: units whose modules are being copied"
 def deepcopy_module(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     """What ``module.__deepcopy__(memo)`` returns. A unit is copied whole: with all modules of a list, and the units it borrows from.
 
-    Memory: one group's shard beside the copy, as the values of a group move into its flat shard. Collective: no.
+    Memory: one group's shard next to the copy, as the values of a group move into its flat shard. Collective: no.
     """
     if _PENDING in memo:
         return _copy_module(module, memo)

@@ -92,7 +92,7 @@ def _bars(events: list[Values]) -> Iterable[tuple[str, str, str, float, float]]:
 
 
 def memory(run: Run) -> Figure | None:
-    """Memory over the last traced step, on its lowest rank; the plan's bytes beside."""
+    """Memory over the last traced step, on its lowest rank; the plan's bytes next to it."""
     if not run.traces:
         return None
     rank = min(run.traces)

@@ -2,10 +2,10 @@
 
 The host goes through the trace in order; each entry costs it the time that was measured before the entry, and a stated constant. An
 operator begins when the host has launched it, its stream has come to it, and everything that the stream waits for has ended.
-Collectives of one process group run in the order of issue, on whichever streams. Nothing slows down anything that runs beside it.
+Collectives of one process group run in the order of issue, on whichever streams. Nothing slows down anything that runs alongside it.
 
 Worked example: the host launches two kernels of 5 ms on one stream, at 0 and 1 ms, and one of 2 ms at 2 ms on another stream that
-waits for an event behind the first. They run from 0 to 5, from 5 to 10, and from 5 to 7 ms.
+waits for an event after the first. They run from 0 to 5, from 5 to 10, and from 5 to 7 ms.
 """
 
 from __future__ import annotations

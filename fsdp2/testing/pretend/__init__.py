@@ -9,7 +9,7 @@ ordered, some seed brings into the wrong order. Memory belongs to streams, is gi
     pretend.set_order(seed=3)
     x = torch.ones(4, device="pretend")
     with torch.pretend.stream(torch.Stream("pretend")):
-        y = x + 1                     # not ordered behind ``x``: with some seeds NaN
+        y = x + 1                     # not ordered after ``x``: with some seeds NaN
     y.sum().item()
 
 It is for tests: it is slow, has one device a process, and cannot be taken back. It needs a C++ compiler and ninja, once
@@ -83,9 +83,9 @@ def no_host_waits(*kinds: str) -> Iterator[None]:
 def capturing() -> Iterator[None]:
     """Inside, work of the current stream, and of streams that wait for it, is taken for a graph capture's.
 
-    What a capture refuses is an error: waiting for the device, asking events, ``record_stream``; an order behind an event from
-    outside of the capture; work on a stream that takes no part; an end that is not behind all of the work. Later, so is an order
-    behind an event of the graph.
+    What a capture refuses is an error: waiting for the device, asking events, ``record_stream``; an order after an event from
+    outside of the capture; work on a stream that takes no part; an end that is not after all of the work. Later, so is an order
+    after an event of the graph.
     """
     synchronize()
     extension().begin_capture()

@@ -28,7 +28,7 @@ def missing_tools() -> list[str]:
 
 
 def build_folder(prefix: str, files: Iterable[Path]) -> Path:
-    """FSDP2_BUILD_DIR, or ``build/`` beside the package (which git ignores)."""
+    """FSDP2_BUILD_DIR, or ``build/`` next to the package (which git ignores)."""
     root = os.environ.get("FSDP2_BUILD_DIR") or Path(__file__).parents[3] / "build"
     digest = hashlib.sha256(f"{torch.__version__} {sys.version}".encode())
     for path in sorted(files):

@@ -73,7 +73,8 @@ class ExtensionGather:
     Note: extensions and streams. What ``start`` allocates lies on the gather stream and is read on compute, by ``fill`` and
     (metadata) by the user's operations. ``fill`` orders the gather stream after those reads, so that no later gather writes memory
     that the host has freed while compute still reads it. ``start`` cannot do that where a gather runs alongside the loss. With
-    ``copy``, tensors are packed on the stream that is compute at ``start``, perhaps a side stream of the user's: ``fill`` orders it alike.
+    ``copy``, tensors are packed on the stream that is compute at ``start``, perhaps a side stream of the user's, which ``fill`` orders
+    in the same way.
     """
 
     def __init__(

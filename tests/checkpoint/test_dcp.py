@@ -313,7 +313,7 @@ def test_files_of_one_kind_load_into_another(source: str, target: str, tmp_path:
     from_one_into_the_other(source, target, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @on_ranks(4)
 @pytest.mark.parametrize(("source", "target"), ALL_PAIRS)
 def test_files_of_any_kind_load_into_any_other(source: str, target: str, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from fsdp2.testing import pretend
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "step_clock.py"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(bool(pretend.missing_tools()), reason=f"needs {' and '.join(pretend.missing_tools())}")
 def test_a_step_of_both_libraries_communicates_waits_and_keeps_what_is_expected(tmp_path):
     found = tmp_path / "found.jsonl"

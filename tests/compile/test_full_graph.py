@@ -79,7 +79,7 @@ def test_training_is_one_graph_and_equals_the_unsharded_model():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # torch's own, of importing inductor
 @on_ranks(2, timeout=600)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_adamw_equals_eager_and_the_unsharded_model_compiled_and_not(backend):
     plain, compiled, eager, model = (four_blocks() for _ in range(4))
     shard(eager)

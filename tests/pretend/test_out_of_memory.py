@@ -140,9 +140,10 @@ def test_a_step_without_memory_for_all_of_it_is_as_if_it_had_not_been():
 
 @pytest.mark.slow
 @on_ranks(4, device="pretend_model", timeout=600)
+@pytest.mark.parametrize("num_limits", [12, pytest.param(40, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", WAYS)
-def test_a_step_may_run_out_of_memory_anywhere(name):
-    check_limits(name, 40)
+def test_a_step_may_run_out_of_memory_anywhere(name, num_limits):
+    check_limits(name, num_limits)
 
 
 def unsharded_again(limit: int) -> tuple[bool, Tensor]:

@@ -29,7 +29,7 @@ struct Block {
   size_t requested = 0;  // by whoever has it
   c10::StreamId stream = 0;
   bool is_free = true;
-  bool limited = false;     // its segment was reserved under a limit
+  int64_t limits = 0;       // that had been set when its segment was reserved
   Block* before = nullptr;  // in the same segment
   Block* behind = nullptr;
   std::set<c10::StreamId> used_on;  // record_stream
@@ -52,7 +52,7 @@ struct Memory {
   std::list<Waiting> waiting;
   std::map<const char*, size_t> segments, pinned;
   int64_t allocated = 0, peak = 0, reserved = 0, peak_reserved = 0, active_blocks = 0, given_out = 0;
-  int64_t limit = 0, retries = 0;
+  int64_t limit = 0, limits = 0, retries = 0;  // the limit now, and how many have been set
   bool poisoning = true;
 };
 
@@ -130,7 +130,7 @@ Block* take(size_t requested, c10::StreamId stream) {
   wanted.nbytes = nbytes;
   auto found = pool.lower_bound(&wanted);
   // Under a limit, gaps in segments from before it would be room that the limit does not count.
-  while (m.limit > 0 && found != pool.end() && !(*found)->limited) ++found;
+  while (m.limit > 0 && found != pool.end() && (*found)->limits < m.limits) ++found;
   Block* block = nullptr;
   if (found != pool.end()) {
     block = *found;
@@ -145,7 +145,7 @@ Block* take(size_t requested, c10::StreamId stream) {
     block->data = static_cast<char*>(data);
     block->nbytes = size;
     block->stream = stream;
-    block->limited = m.limit > 0;
+    block->limits = m.limits;
     m.segments[block->data] = size;
     m.reserved += int64_t(size);
     m.peak_reserved = std::max(m.peak_reserved, m.reserved);
@@ -155,7 +155,7 @@ Block* take(size_t requested, c10::StreamId stream) {
     rest->data = block->data + nbytes;
     rest->nbytes = block->nbytes - nbytes;
     rest->stream = stream;
-    rest->limited = block->limited;
+    rest->limits = block->limits;
     rest->before = block;
     rest->behind = block->behind;
     if (rest->behind != nullptr) rest->behind->before = rest;
@@ -292,6 +292,7 @@ void reset_peak_memory() {
 void set_memory_limit(int64_t nbytes) {
   auto guard = lock();
   memory().limit = nbytes;
+  memory().limits += nbytes > 0;
 }
 
 // Segments that are free as a whole go back to the system, which waits until nothing uses them any more.

@@ -1,9 +1,9 @@
 """Which tests for the CPU run on the pretend accelerator as well, and must then compute the same bits.
 
 A test of a file in ``FILES`` that runs on one or two ranks gets one more variant, ``ranks2-pretend``, and a test of a file in
-``AMONG_TWO`` one on four. It is quick if ``QUICK`` names it, and left out if ``LEFT_OUT`` does, which says why. Where a collective is
-among more than two ranks, gloo adds in another order than the accelerator's process group. Not named are tests that force an algorithm
-of gloo, expect what ranks tell each other before a backward, or compare with values on the CPU.
+``AMONG_TWO`` one on four. It is slow, except where ``QUICK`` or ``IN_FULL`` names it; ``LEFT_OUT`` says what has none, and why.
+Where a collective is among more than two ranks, gloo adds in another order than the accelerator's process group. Not named are tests
+that force an algorithm of gloo, expect what ranks tell each other before a backward, or compare with values on the CPU.
 """
 
 from __future__ import annotations
@@ -129,6 +129,8 @@ FILES: dict[str, set[str]] = {
 """The tests of each file; none named: all."""
 AMONG_TWO = {"meshes/test_hybrid_sharding.py"}
 """Files of tests on four ranks, each of whose collectives that add is between two."""
+IN_FULL = {"strategies/test_bytes.py", "strategies/test_training.py"}
+"""Files whose variants only ``make test-full`` runs: other files train the same through other calls."""
 QUICK = {"test_gradients_reduced_at_every_micro_batch_add_up", "test_negative_dims_of_shard_placement_fn_count_from_the_end"}
 LEFT_OUT = {
     "test_channels_last_parameters_keep_their_memory_format": "the accelerator has no convolutions",
@@ -156,7 +158,7 @@ def on_pretend(path: str, name: str, world_sizes: Sequence[int]) -> list[Any]:
     names = set[str]() if file in AMONG_TWO else FILES.get(file)
     if names is None or (names and name not in names) or name in LEFT_OUT or world_size > (4 if file in AMONG_TWO else 2):
         return []
-    marks = [] if name in QUICK else [pytest.mark.slow]
+    marks = [pytest.mark.full] if file in IN_FULL else [] if name in QUICK else [pytest.mark.slow]
     return [pytest.param(OnPretend(world_size), id=f"ranks{world_size}-pretend", marks=marks)]
 
 

@@ -40,7 +40,7 @@ def model():
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_card_of_this_machine_is_measured_and_prices_a_plan(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     path = tmp_path / "card.json"

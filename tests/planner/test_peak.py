@@ -231,7 +231,7 @@ def test_models_of_transformers_are_planned_on_the_path_that_they_run(world_size
 @on_ranks(2)
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.full), 8])
 @pytest.mark.parametrize("strategy", ["zero3", "zero2", "ddp"])
 def test_the_peak_is_within_five_percent_of_what_the_allocator_counts(strategy, batch, checkpointing, dtypes, world_size):
     case = (strategy, batch, checkpointing, dtypes)

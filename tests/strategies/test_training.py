@@ -321,7 +321,7 @@ def test_a_checkpoint_of_each_strategy_loads_into_the_next(through, tmp_path):
         through(tmp_path / source, source, target)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @on_ranks(4, timeout=600)
 @pytest.mark.parametrize("through", [through_dcp, through_checkpointer])
 def test_a_checkpoint_of_any_strategy_loads_into_any_other(through, tmp_path):

@@ -90,7 +90,7 @@ def train_flags(out: Path) -> list[object]:
     return [TRAIN, *TINY, *flags, "--hsdp", "--resume", "auto"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @needs_linux
 def test_hsdp_over_two_hosts_trains_as_one_rank_does(one_rank: dict[int, float], tmp_path: Path) -> None:
     says = tmp_path / "says"

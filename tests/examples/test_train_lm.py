@@ -101,7 +101,9 @@ def test_resumed_run_repeats_the_uninterrupted_one_bitwise(uninterrupted: tuple[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["flat-adamw", "anyprecision", "muon"])
+@pytest.mark.parametrize(
+    "optimizer", ["flat-adamw", *(pytest.param(name, marks=pytest.mark.full) for name in ("anyprecision", "muon"))]
+)
 def test_other_optimizers_learn_as_well_and_resume(uninterrupted: tuple[Path, str], tmp_path: Path, optimizer: str) -> None:
     out = tmp_path / optimizer
     flags = ("--optimizer", optimizer, "--eval-every", STEPS // 4, "--checkpoint-every", STEPS // 2)

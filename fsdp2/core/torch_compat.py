@@ -232,8 +232,11 @@ def default_device_type() -> str:
 
 
 def has_streams(device_type: str) -> bool:
-    """Whether torch can order work on such devices, as it can on "cuda"; True for "cpu", whose work runs when it is started."""
-    return device_type == "cpu" or hasattr(device_module(device_type), "Stream")
+    """Whether torch can order work on such devices, as it can on "cuda"; True for "cpu", whose work runs when it is started.
+
+    torch.mps has streams from 2.15 on, but none that belong to a device.
+    """
+    return device_type == "cpu" or all(hasattr(device_module(device_type), name) for name in ("Stream", "current_device"))
 
 
 def device_module(device_type: str) -> Any:

@@ -166,7 +166,7 @@ def checked_mesh(mesh: Any, caller: str, argument: str = "mesh") -> DeviceMesh:
         )
     if not compat.has_streams(mesh.device_type):
         raise MeshError(
-            f"{caller} got a mesh of {mesh.device_type} devices, and torch.{mesh.device_type} has no streams",
+            f"{caller} got a mesh of {mesh.device_type} devices, and torch.{mesh.device_type} lacks streams of a device",
             expected="devices on which collectives can be ordered after computation: cuda, xpu, or the cpu",
             fix='train on the CPU: init_device_mesh("cpu", (world_size,))',
         )

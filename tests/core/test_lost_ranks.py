@@ -150,7 +150,11 @@ def test_each_collective_that_is_waited_for_where_it_is_called_lies_in_what_name
 
 @on_ranks(2)
 def test_an_error_of_another_kind_stays_what_it_is() -> None:
-    for error in (torch.OutOfMemoryError("no memory"), fsdp2.OrderError("order", expected="a", fix="b")):
+    for error in (
+        torch.OutOfMemoryError("no memory"),
+        torch.AcceleratorError("device-side assert"),
+        fsdp2.OrderError("order", expected="a", fix="b"),
+    ):
         with pytest.raises(type(error)) as caught:
             lost_ranks.raise_lost(error, "the all-gather of 0")
         assert caught.value is error

@@ -39,7 +39,7 @@ def raise_lost(error: Exception, what: str, problem: FSDPError | None = None) ->
     what:    the collective: "the all-gather of layers.3"
     problem: this rank's own, which the error reports as well
     """
-    if isinstance(error, (FSDPError, torch.OutOfMemoryError)):
+    if isinstance(error, (FSDPError, torch.OutOfMemoryError, torch.AcceleratorError)):
         raise error
     lost = {} if _roll is None else _roll.look()
     items = [f"rank {rank}: {why}" for rank, why in lost.items()]

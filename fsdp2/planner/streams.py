@@ -65,6 +65,9 @@ class WrittenStreams:
     def is_capturing(self) -> bool:
         return False
 
+    def join_capture(self, stream: str) -> None:
+        pass
+
 
 class WrittenHost(HostStreams):
     """The CPU, whose storages are resized in sight."""

@@ -139,6 +139,9 @@ class RecordingStreams:
     def is_capturing(self) -> bool:
         return False
 
+    def join_capture(self, stream: Stream) -> None:
+        pass
+
     # --- results ---
 
     def check(self) -> None:

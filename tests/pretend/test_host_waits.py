@@ -209,6 +209,22 @@ def test_a_capture_takes_activations_to_the_host_and_back():
         assert memory.peak_nbytes > 0, index
 
 
+@on_ranks(1, device="pretend")
+def test_a_step_of_one_rank_is_captured():
+    """Symptom: compute waited for an event of the gather stream, which had no part in the capture."""
+    for name in ("fp32", "bf16"):
+        mesh = init_device_mesh("pretend", (1,))
+        model = fsdp2.parallelize(mlp(num_blocks=2).to("pretend"), "zero3", mesh=mesh, wrap={Block}, **WAYS[name].options)
+        model.set_keep_unsharded_storage(True)
+        optimizer = sgd(model.parameters())
+        x = own_chunk(batches(1)[0]).to("pretend")
+        for index in range(5):
+            with pretend.capturing() if index in (2, 4) else contextlib.nullcontext():
+                forward_backward(model, x)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+
+
 class Isolated(DeviceStreams):
     """While a graph is captured, a wait for an event from before the capture is an error, as on CUDA."""
 

@@ -86,6 +86,9 @@ class Streams(Protocol):
     def is_capturing(self) -> bool:
         """Whether a graph of compute's work is being captured."""
 
+    def join_capture(self, stream: Stream) -> None:
+        """Let ``stream`` take part in the graph that is being captured, if there is one: others may then wait for its events."""
+
 
 class HostStreams:
     """The CPU: work runs when it is started."""
@@ -114,6 +117,9 @@ class HostStreams:
 
     def is_capturing(self) -> bool:
         return False
+
+    def join_capture(self, stream: Stream) -> None:
+        pass
 
 
 class DeviceStreams:
@@ -166,6 +172,10 @@ class DeviceStreams:
 
     def is_capturing(self) -> bool:
         return self._asks_capturing is not None and bool(self._asks_capturing())
+
+    def join_capture(self, stream: Stream) -> None:
+        if self.is_capturing():
+            stream.wait_event(self.compute.record_event())
 
 
 _streams: dict[torch.device, Streams] = {}

@@ -333,8 +333,7 @@ class LocalGather:
         assert flat is not None
         streams = self._streams
         if self._whole is None:
-            if streams.is_capturing():  # the gather stream takes part in a graph once it waits for a stream that does
-                streams.order(streams.gather, streams.mark(streams.compute))
+            streams.join_capture(streams.gather)
             self._event = streams.mark(streams.gather)  # this stream may wait for an optimizer's event
             return
         if self._target.storage.nbytes() == 0:

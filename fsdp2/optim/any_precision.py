@@ -110,7 +110,7 @@ def step_adamw(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[s
     exp_avg.lerp_(grad.to(exp_avg.dtype), 1 - beta1)
     squared = grad.to(exp_avg_sq.dtype)
     exp_avg_sq.mul_(beta2).addcmul_(squared, squared, value=1 - beta2)
-    # In fp32 or wider, whatever dtype the states have: an update is small next to the value that it is added to.
+    # In fp32 or wider even for narrower states: an update is small compared with the value that it changes.
     wide = torch.promote_types(torch.float32, torch.promote_types(exp_avg.dtype, exp_avg_sq.dtype))
     denominator = (exp_avg_sq.to(wide).sqrt() / (1 - beta2**step) ** 0.5).add_(group["eps"])
     size = -lr / (1 - beta1**step)

@@ -97,7 +97,7 @@ class Meeting:
         return getattr(self._store, name)
 
 
-def two_layers(difference: str = "none") -> nn.Module:
+def two_layers(difference: str = "none", mesh: Any = None) -> nn.Module:
     """On rank 1 the second one has ``difference``."""
     differs = dist.get_rank() == 1
     last = nn.Linear(
@@ -109,7 +109,7 @@ def two_layers(difference: str = "none") -> nn.Module:
     model = nn.Sequential(nn.Linear(7, 7), last)
     for module in (*model, model):
         policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if differs and difference == "policy" else None)
-        fully_shard(module, mesh=cpu_mesh(), mp_policy=policy)
+        fully_shard(module, mesh=mesh or cpu_mesh(), mp_policy=policy)
     return model
 
 
@@ -184,3 +184,24 @@ def test_a_name_that_fsdp2_lacks_points_to_the_right_one():
             getattr(fsdp2, name)
     with pytest.raises(AttributeError, match=r"has no attribute 'xyzzy'$"):
         fsdp2.xyzzy  # noqa: B018
+
+
+@on_ranks(2)
+def test_models_whose_forward_communicates_nothing_may_run_first_on_one_rank_alone():
+    """First forwards are counted: without a gather in them, ranks need not run them in one order."""
+    mesh = cpu_mesh(2, 1)  # replicated: only gradients are sent
+    with mock.patch.object(same_models.compat, "keys_of_the_store", side_effect=AssertionError):
+        fully_shard(nn.Linear(4, 2 + dist.get_rank()), mesh=mesh)(torch.ones(1, 4))
+
+
+@on_ranks(4)
+def test_under_hsdp_ranks_that_gather_together_are_compared():
+    """Symptom: ranks compared under the names of both of their process groups, which no two ranks have in common."""
+    real = same_models.compat.keys_of_the_store
+    with mock.patch.object(same_models.compat, "keys_of_the_store", lambda prefix: Meeting(real(prefix))):
+        model = two_layers("shape", cpu_mesh(2, 2))
+        if dist.get_rank() < 2:
+            with pytest.raises(fsdp2.ModuleError, match=r"models differ between ranks: 1\.weight"):
+                model(torch.ones(1, 7))
+        else:
+            model(torch.ones(1, 7))

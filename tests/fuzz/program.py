@@ -249,7 +249,7 @@ def _tidy_node(node: Node, above: tuple[Node, ...], program: Program, known: dic
         node = replace(node, in_place="")
     if not is_leaf or node.kind == "idle":
         node = replace(node, borrows="")
-    # It may return its input itself, of which a sum without grad mode means something else.
+    # It may return its input itself; without grad mode, a sum of that means something else.
     if node.detach == "no_grad" and any(each.kind in ("idle", "again") for each, _ in walk(node)):
         node = replace(node, detach="")
     if not is_leaf or node.kind == "again":

@@ -418,8 +418,8 @@ def _send_as_one(waiting: Sequence[Waiting]) -> None:
 class CommGather(Gather):
     """An all-gather through a communicator that the user brought.
 
-    Upstream's contract allows no gap between parameters and one buffer for the whole output, (W * n,), of which the input is this
-    rank's own slice. So these groups travel packed, and pay copies that others do not.
+    torch's contract: no gaps between parameters, and one buffer for the whole output, (W * n,), whose slice of this rank is the input.
+    So these groups travel packed, and pay copies that others do not.
     """
 
     __slots__ = ("_bounds", "_comm", "_sizes")

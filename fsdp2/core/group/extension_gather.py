@@ -370,7 +370,7 @@ class ExtensionGather:
             self._outputs.append(outputs)
 
     def _drop_made(self) -> None:
-        """Drop unsharded parameters of which not all could be made: the next gather makes them all."""
+        """Drop the unsharded parameters after some of them could not be made: the next gather makes them all."""
         self._outputs, self._writers, self._kept = [], [], []
         for param in self._params:
             param.unsharded = None

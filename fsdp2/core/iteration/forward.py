@@ -54,7 +54,7 @@ class Forward:
         options = unit.options
         if options.prefetch_forward:
             for other in options.prefetch_forward:
-                self._prefetched.append(other)  # before its gathers, of which the second may fail
+                self._prefetched.append(other)  # before its gathers: the second one may fail
                 other.issue()
         else:
             position = len(recording)

@@ -31,19 +31,20 @@ from ..comm.lost_ranks import number_of_world
 from .unit import Unit
 
 _num_compared: collections.Counter[str] = collections.Counter()
-"""How often a model was compared whose first group has this number among the groups over these ranks."""
+"""Models compared so far, by the name of their shard group: first forwards gather, so its ranks run them in one order."""
 
 
 def require_same_as_neighbors(units: Sequence[Unit]) -> None:
     """Raise ModuleError if a neighbor has written another model. Collective: no; at most five requests to the store.
 
+    Only ranks that gather together are compared: a forward over a shard axis of one sends nothing, and may run on one rank alone.
     Groups over other ranks than the first of them are not compared, nor are names: they change nothing of what is sent.
     """
     first = next((unit.groups[0] for unit in units if unit.groups), None)
-    if first is None or first.mesh.size == 1:
+    process_group = None if first is None else first.mesh.shard_group
+    if first is None or process_group is None or process_group.size() == 1:
         return
-    process_groups = [group for group in (first.mesh.shard_group, first.mesh.replicate_group) if group is not None]
-    if not all(backends.moves_data(backends.backend_of(group, first.mesh.device_type)) for group in process_groups):
+    if not backends.moves_data(backends.backend_of(process_group, first.mesh.device_type)):
         return
     facts = [
         (param.fqn, f"{tuple(param.sharded.shape)}, {param.dtype}, gathered in {group.plan.param_dtype}")
@@ -52,9 +53,9 @@ def require_same_as_neighbors(units: Sequence[Unit]) -> None:
         if group.mesh.ranks == first.mesh.ranks
         for param in group.params
     ]
-    name = "/".join([*(group.group_name for group in process_groups), str(first.gradients.number)])
+    name = process_group.group_name
     _num_compared[name] += 1
-    ranks, rank = sorted(first.mesh.ranks), dist.get_rank()
+    ranks, rank = dist.get_process_group_ranks(process_group), dist.get_rank()
     at = ranks.index(rank)
     written: dict[int, bytes] = {}
     with contextlib.suppress(RuntimeError):  # a store that keeps nothing, or that is gone: the next collective tells

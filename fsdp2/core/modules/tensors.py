@@ -112,7 +112,7 @@ class StoredTensors:
         self._seen: list[weakref.ref[Tensor] | None] = [None] * len(places)
 
     def add(self, places: Sequence[tuple[dict[str, Any], str]]) -> None:
-        """Add places, some of which may be known."""
+        """Add places; those that are known already stay single."""
         known = {(id(attributes), name) for attributes, name in self._places}
         new = [(attributes, name) for attributes, name in places if (id(attributes), name) not in known]
         self._places += new

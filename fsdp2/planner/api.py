@@ -157,7 +157,7 @@ def _planned(
             duration=figures.duration,
         )
 
-    fewer = fewer_blocks(workload, setting.prefetch)
+    fewer = fewer_blocks(workload, setting.prefetch, setting.offload in (True, "disk"))
     if fewer is not None:
         few, more, most = (partial(_rehearsed_figures, each, setting, ranks_per_host, chosen) for each in fewer.workloads)
         with contextlib.suppress(NotAlikeError):

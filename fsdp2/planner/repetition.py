@@ -56,7 +56,7 @@ class Fewer:
     times: int
 
 
-def fewer_blocks(workload: Workload, prefetch: int) -> Fewer | None:
+def fewer_blocks(workload: Workload, prefetch: int, gradients_on_host: bool) -> Fewer | None:
     """None if ``workload`` does not say which blocks are repeated, or has too few of them for this to pay."""
     if not workload.repeated:
         return None
@@ -65,8 +65,10 @@ def fewer_blocks(workload: Workload, prefetch: int) -> Fewer | None:
     assert isinstance(blocks, nn.ModuleList)
     start, count = _longest_run([_signature(block) for block in blocks])
     # The first and the last block, and those that a prefetch reaches from there, are not like the ones in between. Without
-    # prefetching a reduction still reaches into the next block: its buffer is there until it has ended.
-    enough = len(blocks) - count + 3 + 2 * max(prefetch, 1)
+    # prefetching a reduction still reaches into the next block: its buffer is there until it has ended. Where gradients are copied
+    # to the host after it, the buffer is there for one block more.
+    reach = max(prefetch, 1) + gradients_on_host
+    enough = len(blocks) - count + 3 + 2 * reach
     if count < 2 * (enough + 2):
         return None
 

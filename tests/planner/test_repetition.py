@@ -21,6 +21,7 @@ SETTINGS = [
     replace(SETTING, checkpointing="full", prefetch=2),
     replace(SETTING, strategy="zero1", micro_batches=2),
     replace(SETTING, optimizer="sgd", offload=True, checkpointing="full"),
+    replace(SETTING, offload="disk"),
     replace(SETTING, strategy="hsdp", shard_size=8, backend="gloo"),
     replace(SETTING, strategy="ddp"),
     replace(SETTING, prefetch=0),

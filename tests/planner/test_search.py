@@ -177,7 +177,8 @@ def test_a_search_proposes_to_save_what_is_slow_to_compute_again_and_prints_json
     plans = {kind: plan_of(workload, replace(asked, checkpointing=kind), card="h100") for kind in ("none", "selective", "full")}
     peaks = {kind: each.memory.peak.nbytes for kind, each in plans.items()}
     assert peaks["full"] < peaks["selective"] < peaks["none"]
-    found = search(workload, asked, "h100", memory_limit=peaks["none"] - 1)
+    # smaller units alone save a few percent of the peak: the limit is below what they need without checkpointing
+    found = search(workload, asked, "h100", memory_limit=(peaks["selective"] + peaks["none"]) // 2)
     assert found.proposals[0].plan.setting.checkpointing == "selective"
     assert "ActivationCheckpointPolicy(save_ops=HEAVY_OPS)" in str(found.tables)
     assert main(["plan", "t5-3b", "--ranks", "8", "--sequence", "64", "--json"]) == 0

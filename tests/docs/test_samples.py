@@ -86,6 +86,18 @@ def test_no_how_to_page_is_longer_than_a_screen():
     assert not longer, "move explanations to a page of the guide, or give a second task a page of its own"
 
 
+def test_samples_fit_the_column_of_the_site():
+    pages = sorted(page for page in DOCS.rglob("*.md") if page.name != "log.md" and "_build" not in page.parts)
+    wide = [
+        (page.name, line)
+        for page in pages
+        for found in BLOCK.finditer(page.read_text())
+        for line in found["code"].splitlines()
+        if len(line) > 88
+    ]
+    assert not wide
+
+
 def test_each_page_of_the_folder_is_in_its_index():
     listed = " ".join(TOCTREE.findall((DOCS / "howto" / "index.md").read_text()))  # a table for each group of tasks
     assert sorted(f"howto/{name}.md" for name in listed.split()) == HOWTO

@@ -88,6 +88,7 @@ gpu: $(if $(GPU_PYTHON),,$(INSTALLED))
 check: $(INSTALLED)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+	$(BIN)/python -m ruff format --check --line-length 88 README.md docs/*.md docs/*/*.md
 	$(BIN)/python -m mypy
 	$(BIN)/python -c "from importlinter.cli import lint_imports_command as lint; lint()" --no-cache
 

@@ -59,6 +59,10 @@ PROCESS_GROUP = Kind(
 )
 
 
+def one_of(*values: object) -> Kind:
+    return Kind(lambda value: value in values, f"one of {list(values)}", repr(values[-1]))
+
+
 def require(caller: str, kind: Kind, **given: object) -> None:
     """Raises: ArgumentError for the first of ``given``, by name, that is not of ``kind``"""
     for name, value in given.items():

@@ -16,7 +16,7 @@ COMMANDS = {
     "run": ("fsdp2.run", "run a program on fsdp2 instead of torch's FSDP2"),
     "convert": ("fsdp2.checkpoint.conversion.convert", "turn a checkpoint of one format into another"),
     "verify": ("fsdp2.checkpoint.conversion.verify", "compare a checkpoint's bytes with the digests that were written with them"),
-    "plan": ("fsdp2.planner.command", "say what a training run will need: bytes, their peak, communication"),
+    "plan": ("fsdp2.planner.command", "plan a training run: memory, its peak, communication, step time"),
     "diff": ("fsdp2.inspector.diff_command", "say where two recorded runs first differ, and whether by rounding"),
     "report": ("fsdp2.inspector.report.command", "show what a run has written down as an HTML page"),
     "doctor": ("fsdp2.doctor.command", "run a script's first steps on CPU ranks and report its faults"),

@@ -30,7 +30,8 @@ from fsdp2.checkpoint.checkpoint_folder import CheckpointFolder, is_partial
 from fsdp2.checkpoint.dcp_read import METADATA
 from fsdp2.core.plan.layout import Cut, group_layout
 from fsdp2.planner.memory import _kinds
-from fsdp2.planner.rehearsal import Rehearsed, Setting, rehearse
+from fsdp2.planner.rehearsal import Rehearsed, rehearse
+from fsdp2.planner.setting import Setting
 from fsdp2.planner.streams import COMPUTE, COPY_IN, GATHER, REDUCE
 from fsdp2.planner.traffic import Traffic, traffic_of
 from fsdp2.planner.workload import Workload, tokens

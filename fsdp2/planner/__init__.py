@@ -1,22 +1,23 @@
-"""The needs of a training run, before there is a machine for it: ``fsdp2.plan`` and ``fsdp2 plan``.
+"""What a training run needs, before there is a machine for it: ``fsdp2.plan`` and ``fsdp2 plan``.
 
     workload     what is trained: a model on the meta device, its inputs, its loss
-    models       what built-in workloads are made of
-    shapes       built-in workloads by name, and those of transformers
+    setting      how it is trained: each argument with its default, check and option
+    models       the models of built-in workloads; shapes: these workloads by name, and models of transformers
     script       a training script as a workload
-    world        W ranks in one process, one of which this process is
-    streams      a device's streams, which only write down what they are told
-    recorder     what a step allocates, computes and communicates: tensors without memory, written down one by one
+    world        W ranks in one process, the first of which is this process
+    streams      a device's streams that only record
+    recorder     records what a step allocates, computes and communicates, on tensors without memory
     known_values values of integers that follow from sizes alone
+    tiers        where parameters and states lie: on the device, on the host, in files
     rehearsal    a workload, sharded by the library's own code and trained for two steps in such a world
-    repetition   the figures of a model of many equal blocks, from rehearsals with few of them
-    memory       from what was written down: bytes at a time, the peak and what it is made of
-    traffic      from what was written down: bytes communicated, by phase and link
-    duration     from what was written down and a card: how long a step takes, by a model
+    repetition   the figures of a model with many equal blocks, from rehearsals with few of them
+    memory       from the record: bytes over time, the peak and what it consists of
+    traffic      from the record: bytes communicated, by phase and link
+    duration     from the record and a device card: the time of a step, by a model
     result       the plan, as plain values
     api          ``plan``; command: ``fsdp2 plan``
-    card_file    device cards as files; measure: such a file of this machine, by ranks that it starts
-    proposals    what a search has found, as tables; search: settings that fit a memory limit, the fastest first
+    card_file    device cards as files; measure: measures such a card on this machine, with ranks that it starts
+    search       settings that fit a memory limit, the fastest first; proposals: its result as tables
 
 Nothing is derived by formula: ``parallelize``, the hooks, the schedule, autograd and the optimizer run as they do in training, on
 tensors that have sizes and no memory.

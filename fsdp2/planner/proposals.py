@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ..printable import in_bytes
 from ..tables import Table
-from .rehearsal import Setting
 from .result import Plan
+from .setting import Setting
 
 
 @dataclass(frozen=True)

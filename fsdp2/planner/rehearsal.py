@@ -36,9 +36,9 @@ from . import recorder as labels
 from . import torch_compat as compat
 from .memory import FileBytes
 from .recorder import Block, Recorder
+from .setting import OPTIMIZERS, Setting
 from .streams import WrittenHost, WrittenStreams
 from .tiers import (
-    Offload,
     device_by_default,
     device_of,
     files_of,
@@ -48,46 +48,10 @@ from .tiers import (
     with_states_there,
 )
 from .workload import Workload
-from .world import Backend, world
+from .world import world
 
-Optimizer = Callable[[Any], torch.optim.Optimizer]
 SELECTIVE = ActivationCheckpointPolicy(save_ops=HEAVY_OPS)
 """Each block, but for the results of matrix products and attention."""
-OPTIMIZERS: dict[str, Optimizer] = {
-    "adamw": lambda params: torch.optim.AdamW(params, fused=True),
-    "adam": lambda params: torch.optim.Adam(params, fused=True),
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, foreach=True),  # fused, it has no kernel for shapes alone
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """How the workload is trained: as many attributes as there are choices.
-
-    dtype:        of the parameters as they are stored, None: each its own; param_dtype, reduce_dtype: as in MixedPrecisionPolicy
-    wrap, strategy, shard_size: as in ``parallelize``
-    optimizer:    a name in OPTIMIZERS, or a function from parameters to an optimizer
-    batch, sequence: of one micro-batch of one rank; micro_batches: between two optimizer steps
-    checkpointing: "none", "selective" (SELECTIVE), or a policy of ``apply_activation_checkpointing``
-    prefetch:     units that are gathered ahead
-    backend:      whose algorithms are used: "nccl" with a device's streams, "gloo" on the CPU
-    """
-
-    world_size: int
-    strategy: str = "zero3"
-    shard_size: int | None = None
-    wrap: Any = "auto"
-    dtype: torch.dtype | None = None
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    optimizer: str | Optimizer = "adamw"
-    batch: int = 1
-    sequence: int = 2048
-    micro_batches: int = 1
-    checkpointing: Any = "none"
-    offload: Offload = False
-    prefetch: int = 1
-    backend: Backend = "nccl"
 
 
 @dataclass(frozen=True)
@@ -140,7 +104,8 @@ def rehearse(workload: Workload, setting: Setting) -> Rehearsed:
         for block in recorder.alive():
             if block.label == labels.ACTIVATIONS:
                 block.label = labels.BUFFERS
-        optimizer = _optimizer(setting.optimizer)(model.parameters())
+        make = OPTIMIZERS[setting.optimizer] if isinstance(setting.optimizer, str) else setting.optimizer
+        optimizer = make(model.parameters())
         offload = offload_by(optimizer, setting.offload)
         if offload != setting.offload:
             stack.close()
@@ -210,7 +175,7 @@ def _sharded(workload: Workload, setting: Setting) -> Any:
         setting.strategy,
         wrap=setting.wrap,
         mesh=init_device_mesh("cpu", (setting.world_size,)),
-        shard_size=setting.shard_size,
+        shard_size=setting.node_size,
         mp_policy=MixedPrecisionPolicy(param_dtype=setting.param_dtype, reduce_dtype=setting.reduce_dtype),
         offload_policy=policy_of_parameters(setting.offload),
         sync_module_states=False,
@@ -218,16 +183,6 @@ def _sharded(workload: Workload, setting: Setting) -> Any:
     if setting.prefetch != 1:
         model.set_prefetch_depth(setting.prefetch)  # type: ignore[operator]
     return model
-
-
-def _optimizer(chosen: str | Optimizer) -> Optimizer:
-    if isinstance(chosen, str) and chosen not in OPTIMIZERS:
-        raise ArgumentError(
-            f"plan got optimizer={chosen!r}",
-            expected=f"one of {list(OPTIMIZERS)}, or a function from parameters to an optimizer",
-            fix="pass for instance lambda params: MyOptimizer(params, lr=1e-4)",
-        )
-    return OPTIMIZERS[chosen] if isinstance(chosen, str) else chosen
 
 
 def _step(

@@ -13,8 +13,9 @@ from ..state_bytes import StateBytes
 from ..tables import Table, as_text
 from .duration import Duration
 from .memory import Memory
-from .rehearsal import GroupFacts, Setting
-from .tiers import Offload
+from .rehearsal import GroupFacts
+from .setting import Setting
+from .tiers import OFFLOADS
 from .traffic import Traffic
 
 
@@ -92,18 +93,10 @@ def headline(plan: Plan) -> str:
     optimizer = setting.optimizer if isinstance(setting.optimizer, str) else _name_of(setting.optimizer)
     return (
         f"{plan.name}: {plan.numel:,} parameters, {setting.strategy} over {setting.world_size} ranks, {dtypes}, {optimizer}, "
-        f"batch {setting.batch} x {setting.sequence} a rank, {setting.micro_batches} micro-batches, "
-        f"checkpointing {setting.checkpointing}, prefetch {setting.prefetch}" + _OFFLOAD_WORDS[setting.offload]
+        f"batch {setting.batch} x {setting.sequence} per rank, {setting.micro_batches} micro-batches, "
+        f"checkpointing {setting.checkpointing}, prefetch {setting.prefetch}"
+        + (f", {OFFLOADS[setting.offload]}" if setting.offload else "")
     )
-
-
-_OFFLOAD_WORDS: dict[Offload, str] = {
-    False: "",
-    True: ", offload",
-    "optimizer": ", offload of the optimizer's state",
-    "optimizer-disk": ", the optimizer's state in files",
-    "disk": ", parameters and the optimizer's state in files",
-}
 
 
 def tables(plan: Plan) -> list[Table]:

@@ -34,7 +34,7 @@ from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from ..run import run_script
 from ..wrap import by_name
 from . import torch_compat as compat
-from .rehearsal import Setting
+from .setting import Setting
 from .tiers import options_of
 from .workload import Workload, next_token_loss, on_meta
 
@@ -117,14 +117,14 @@ class _Calls:
             module.__class__ = made
 
 
-def of_script(path: str, arguments: list[str], setting: Setting, ranks_per_host: int) -> tuple[Workload, Setting]:
+def of_script(path: str, arguments: list[str], setting: Setting) -> tuple[Workload, Setting]:
     """The script's model and inputs, and ``setting`` with what the script says: groups, strategy, dtypes, optimizer, batch.
 
     Raises: ArgumentError if the script ends, or fails, before it runs forward of a model that it has sharded as a whole
     """
     calls = _Calls()
     try:
-        with _in_its_place(setting, ranks_per_host, calls):
+        with _in_its_place(setting, calls):
             run_script(path, arguments)
         reason = "it ended"
     except _ForwardBeginsError as forward:
@@ -140,10 +140,10 @@ def of_script(path: str, arguments: list[str], setting: Setting, ranks_per_host:
 
 
 @contextlib.contextmanager
-def _in_its_place(setting: Setting, ranks_per_host: int, calls: _Calls) -> Iterator[None]:
+def _in_its_place(setting: Setting, calls: _Calls) -> Iterator[None]:
     """Inside, this process is rank 0 of the ranks of ``setting``, and sharding is noted in ``calls``."""
     ranks = str(setting.world_size)
-    local = str(min(setting.world_size, ranks_per_host))
+    local = str(min(setting.world_size, setting.ranks_per_host))
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": local, "CUDA_VISIBLE_DEVICES": ""}
     ours = importlib.import_module("fsdp2")
     replaced: list[tuple[Any, str, Any]] = [(dist, "init_process_group", _do_nothing), (dist, "destroy_process_group", _do_nothing)]
@@ -219,7 +219,7 @@ def _setting(calls: _Calls, forward: _ForwardBeginsError, setting: Setting) -> S
         )
     is_hybrid = mesh is not None and mesh.ndim == 2
     keeps = all(options.get("reshard_after_forward") is False for options in calls.options)
-    strategy = calls.strategy or ("hsdp" if is_hybrid else "zero2" if keeps else "zero3")
+    strategy: Any = calls.strategy or ("hsdp" if is_hybrid else "zero2" if keeps else "zero3")
     blocks = "|".join(re.escape(names[module]) for module in calls.modules if names[module])
     first = next((each for each in tree_leaves(forward.given) if isinstance(each, Tensor) and each.ndim), None)
     return replace(

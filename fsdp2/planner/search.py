@@ -21,13 +21,13 @@ from torch import nn
 from ..arguments import POSITIVE, require
 from ..errors import ArgumentError, FSDPError, got
 from ..printable import in_bytes
-from ..strategy import STRATEGIES
+from ..strategy import STRATEGIES, StrategyName
 from ..testing.clock.cards import Card
 from ..wrap import by_class
 from .api import card_of, plan_of
 from .proposals import Dropped, Found, Proposal
-from .rehearsal import Setting
 from .result import Plan
+from .setting import Setting
 from .workload import Workload, workload_of
 
 LINEAR_LAYERS = by_class("Linear", "Embedding")
@@ -46,7 +46,6 @@ def search(
     card: str | Card | None,
     *,
     memory_limit: float | None = None,
-    ranks_per_host: int = 8,
     keep: int = 5,
     on_candidate: Callable[[int, dict[str, str]], None] = lambda number, changes: None,
 ) -> Found:
@@ -66,16 +65,15 @@ def search(
     limit = 0.9 * chosen.memory_nbytes if memory_limit is None else memory_limit
 
     def plan(candidate: Setting, is_of_interest: Callable[[Plan], bool]) -> Plan:
-        return plan_of(workload, candidate, ranks_per_host, chosen, is_of_interest)
+        return plan_of(workload, candidate, chosen, is_of_interest)
 
-    return searched(plan, setting, limit, ranks_per_host, keep, on_candidate)
+    return searched(plan, setting, limit, keep, on_candidate)
 
 
 def searched(
     plan: Planned,
     setting: Setting,
     limit: float,
-    ranks_per_host: int,
     keep: int,
     on_candidate: Callable[[int, dict[str, str]], None] = lambda number, changes: None,
 ) -> Found:
@@ -109,7 +107,7 @@ def searched(
 
     while True:
         here = best
-        for other in _neighbors(here.plan.setting, setting, ranks_per_host, fits=here.peak <= limit):
+        for other in _neighbors(here.plan.setting, setting, fits=here.peak <= limit):
             key, changes = _key(other), _changes(setting, other)
             if key in tried or key in dropped or (here.peak <= limit and not _may_be_faster(here.plan, other)):
                 continue
@@ -144,7 +142,7 @@ def _least_kept(asked: Plan, setting: Setting) -> float:
     """Bytes of a rank's parameters without padding, and of states as much for each of these bytes as ``asked`` has."""
     if setting.offload in (True, "disk"):
         return 0.0
-    shards = {"nobody": 1, "node": setting.shard_size or 1, "world": setting.world_size}[STRATEGIES[setting.strategy].optimizer]
+    shards = {"nobody": 1, "node": setting.node_size or 1, "world": setting.world_size}[STRATEGIES[setting.strategy].optimizer]
     # An optimizer of the user's may keep states that no rank shards.
     has_states = isinstance(setting.optimizer, str) and not setting.offload and asked.state.master > 0
     states = asked.state.optimizer / asked.state.master if has_states else 0.0
@@ -156,12 +154,14 @@ def _too_large(proposal: Proposal) -> Dropped:
     return Dropped(proposal.changes, f"needs {in_bytes(peak.nbytes)}, in {peak.phase} of {peak.where or 'the model'}")
 
 
-def _neighbors(setting: Setting, asked: Setting, ranks_per_host: int, fits: bool) -> Iterator[Setting]:
+def _neighbors(setting: Setting, asked: Setting, fits: bool) -> Iterator[Setting]:
     """Settings with one other choice."""
-    for strategy in ("zero3", "hsdp", "zero2", "ddp"):
+    strategies: tuple[StrategyName, ...] = ("zero3", "hsdp", "zero2", "ddp")
+    node = setting.ranks_per_host
+    for strategy in strategies:
         hybrid = strategy == "hsdp"
-        if not hybrid or (setting.world_size > ranks_per_host and setting.world_size % ranks_per_host == 0):
-            yield replace(setting, strategy=strategy, shard_size=ranks_per_host if hybrid else None)
+        if not hybrid or (setting.world_size > node and setting.world_size % node == 0):
+            yield replace(setting, strategy=strategy, shard_size=node if hybrid else None)
     yield replace(setting, strategy=asked.strategy, shard_size=asked.shard_size)
     for wrap in (asked.wrap, "auto"):
         yield replace(setting, wrap=wrap)

@@ -23,7 +23,14 @@ from ..policy import CPUOffloadPolicy, DiskOffloadPolicy, OffloadPolicy
 from .memory import FileBytes, rounded_to_power_of_two
 
 Offload = bool | Literal["optimizer", "optimizer-disk", "disk"]
-OFFLOADS: tuple[Offload, ...] = (False, True, "optimizer", "optimizer-disk", "disk")
+OFFLOADS: dict[Offload, str] = {
+    False: "nothing",
+    True: "parameters, gradients and optimizer state in host memory",
+    "optimizer": "the optimizer's state in host memory",
+    "optimizer-disk": "the optimizer's state in files",
+    "disk": "parameters and the optimizer's state in files",
+}
+"""What each keeps off the device."""
 READ_AHEAD = DiskOffloadPolicy("").read_ahead
 """Of files, what a policy does by itself."""
 

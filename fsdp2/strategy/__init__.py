@@ -47,6 +47,7 @@ from .same_start import broadcast, described, free_tensors, require_same
 _Module = TypeVar("_Module", bound=nn.Module)
 
 Over = Literal["world", "node", "nobody"]
+StrategyName = Literal["ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero2", "hsdp_global"]
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ _ELSEWHERE = {
 
 def parallelize(
     model: _Module,
-    strategy: str = "zero3",
+    strategy: StrategyName = "zero3",
     *,
     wrap: Any = "auto",
     mesh: DeviceMesh | None = None,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import json
 import runpy
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ import torch
 import fsdp2
 from fsdp2.cli import main
 from fsdp2.planner.api import plan_of
+from fsdp2.planner.command import add_arguments
 from fsdp2.planner.models import DecoderShape
-from fsdp2.planner.rehearsal import Setting
+from fsdp2.planner.setting import Setting
 from fsdp2.planner.shapes import SHAPES, named, of_shape
 from fsdp2.planner.workload import next_token_loss
 from fsdp2.wrap import root_only
@@ -113,6 +116,19 @@ def test_a_model_that_takes_no_tokens_needs_inputs_and_says_so(tmp_path, capsys,
     assert "Reading reads values of tensors, which a plan does not have" in capsys.readouterr().err
     assert main(["plan", "pictures_to_plan:Picture", "--ranks", "4", "--inputs", "pictures_to_plan:absent"]) == 2
     assert "pictures_to_plan:absent was not found" in capsys.readouterr().err
+
+
+def test_the_command_has_the_defaults_of_the_function():
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    defaults = vars(parser.parse_args(["llama3-8b", "--ranks", "8"]))
+    taken = {
+        name: each.default
+        for name, each in inspect.signature(fsdp2.plan).parameters.items()
+        if name not in ("model", "world_size", "loss")
+    }
+    assert {name: defaults[name] for name in taken} == taken
+    assert {each.name for each in fields(Setting)} <= taken.keys() | {"world_size"}
 
 
 SCRIPT = """

@@ -10,7 +10,7 @@ import torch
 from fsdp2.errors import ArgumentError
 from fsdp2.planner.api import plan_of
 from fsdp2.planner.models import DecoderShape
-from fsdp2.planner.rehearsal import Setting
+from fsdp2.planner.setting import Setting
 from fsdp2.planner.shapes import of_shape
 from fsdp2.testing.clock.cards import A100_40GB
 

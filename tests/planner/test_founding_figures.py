@@ -12,8 +12,8 @@ import torch
 
 from fsdp2.planner.api import plan_of
 from fsdp2.planner.models import DecoderShape
-from fsdp2.planner.rehearsal import Setting
 from fsdp2.planner.result import Plan
+from fsdp2.planner.setting import Setting
 from fsdp2.planner.shapes import SHAPES, of_shape
 from fsdp2.wrap import by_class
 

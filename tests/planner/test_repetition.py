@@ -10,8 +10,9 @@ import torch
 
 from fsdp2.planner import api
 from fsdp2.planner.models import Decoder, DecoderShape
-from fsdp2.planner.rehearsal import Rehearsed, Setting, rehearse
+from fsdp2.planner.rehearsal import Rehearsed, rehearse
 from fsdp2.planner.search import LINEAR_LAYERS
+from fsdp2.planner.setting import Setting
 from fsdp2.planner.shapes import SHAPES, of_shape
 from fsdp2.planner.workload import Workload, next_token_loss, tokens
 

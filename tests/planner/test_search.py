@@ -16,9 +16,10 @@ from fsdp2.planner.api import plan_of
 from fsdp2.planner.duration import Duration
 from fsdp2.planner.memory import Memory, Peak
 from fsdp2.planner.models import DecoderShape
-from fsdp2.planner.rehearsal import GroupFacts, Setting
+from fsdp2.planner.rehearsal import GroupFacts
 from fsdp2.planner.result import Plan
 from fsdp2.planner.search import LINEAR_LAYERS, search, searched
+from fsdp2.planner.setting import Setting
 from fsdp2.planner.shapes import of_shape
 from fsdp2.state_bytes import StateBytes
 
@@ -43,7 +44,7 @@ def made_up(setting: Setting, is_of_interest: object = None) -> Plan:
 
 
 def test_what_fits_is_proposed_the_fastest_first_as_changes_and_as_many_sequences_are_trained():
-    found = searched(made_up, ASKED, limit=30, ranks_per_host=8, keep=4)
+    found = searched(made_up, ASKED, limit=30, keep=4)
     assert found.asked.changes == {}
     assert found.asked.peak == 36, "it does not fit"
     assert len(found.proposals) == 4
@@ -58,7 +59,7 @@ def test_what_fits_is_proposed_the_fastest_first_as_changes_and_as_many_sequence
               for s in ("zero3", "hsdp", "zero2") for c in ("none", "full") for p in range(4) for b in (1, 2, 4, 8)]  # fmt: skip
     assert best.step == min(plan.duration.step for plan in map(made_up, others) if plan.memory.peak.nbytes <= 30)
     assert "micro-batches 2 of 4" in str(found.table.rows)
-    nothing = searched(made_up, ASKED, limit=1, ranks_per_host=8, keep=4)
+    nothing = searched(made_up, ASKED, limit=1, keep=4)
     assert nothing.proposals == ()
     assert "nothing that was tried fits" in nothing.table.note
     why = {str(each.changes): each.why for each in nothing.dropped}
@@ -76,13 +77,13 @@ def test_what_is_too_large_by_its_state_alone_is_dropped_before_it_is_planned():
         state = StateBytes(0, kept, kept, 2 * kept)
         return replace(made_up(replace(setting, strategy="zero3")), setting=setting, groups=(GROUP,), state=state)
 
-    found = searched(plan, ASKED, limit=2000, ranks_per_host=8, keep=4)
+    found = searched(plan, ASKED, limit=2000, keep=4)
     assert {each.strategy for each in planned} == {"zero3", "hsdp", "zero2"}
     (why,) = {each.why for each in found.dropped if each.changes.get("strategy") == "ddp"}
     assert why == "parameters and optimizer state alone take 12.0 kB"
     assert found.num_tried == len(planned) + len(found.dropped)
     planned.clear()
-    searched(plan, replace(ASKED, optimizer=torch.optim.SGD, offload=True), limit=2000, ranks_per_host=8, keep=4)
+    searched(plan, replace(ASKED, optimizer=torch.optim.SGD, offload=True), limit=2000, keep=4)
     assert "ddp" in {each.strategy for each in planned}, "of state in host memory, nothing is known before"
 
 
@@ -94,7 +95,7 @@ def test_a_candidate_is_to_be_exact_where_it_may_be_proposed_or_lead_on():
         wanted.append((plan.memory.peak.nbytes, is_of_interest(plan)) if wanted else (plan.memory.peak.nbytes, True))
         return plan
 
-    found = searched(plan, ASKED, limit=30, ranks_per_host=8, keep=2)
+    found = searched(plan, ASKED, limit=30, keep=2)
     smallest = min(nbytes for nbytes, is_exact in wanted if is_exact)
     assert not any(is_exact for nbytes, is_exact in wanted[1:] if nbytes > max(30, wanted[0][0]))
     assert {each.peak for each in found.proposals} <= {nbytes for nbytes, is_exact in wanted if is_exact}
@@ -112,13 +113,13 @@ def test_no_proposal_has_a_change_that_gains_nothing_and_none_is_tried_that_cann
             made, setting=setting, memory=made_up(setting).memory, duration=replace(made.duration, exposed={"forward": exposed})
         )
 
-    found = searched(plan, ASKED, limit=1000, ranks_per_host=8, keep=50)
+    found = searched(plan, ASKED, limit=1000, keep=50)
     assert {each.prefetch for each in planned} == {1, 2}
     assert not [each for each in found.proposals if "prefetch" in each.changes]
     assert found.num_slower == len([each for each in planned if each.prefetch == 2])
     assert not [each for each in planned if each.checkpointing != "none"], "computing more again is no faster"
     planned.clear()
-    searched(lambda *given: plan(*given, exposed=0.0), ASKED, limit=1000, ranks_per_host=8, keep=50)
+    searched(lambda *given: plan(*given, exposed=0.0), ASKED, limit=1000, keep=50)
     assert {(each.strategy, each.prefetch) for each in planned} == {("zero3", 1)}, "nothing waits for communication"
 
 
@@ -157,7 +158,7 @@ def test_a_search_with_shortcuts_finds_what_one_that_rehearses_all_blocks_of_all
     def plan(setting: Setting, is_of_interest: object) -> Plan:
         return plan_of(replace(workload, repeated=""), setting, card="h100")
 
-    all_rehearsed = searched(plan, asked, limit, 8, keep=50)
+    all_rehearsed = searched(plan, asked, limit, keep=50)
     assert len(found.proposals) == 5
     assert found.proposals[0].step == pytest.approx(all_rehearsed.proposals[0].step, rel=searching.GAIN)
     others = {tuple(each.changes.items()): each for each in all_rehearsed.proposals}

@@ -208,12 +208,12 @@ def test_the_log_dies_with_the_graph_and_is_kept_only_where_it_is_asked_for():
     schedule = model._get_fsdp_state().schedule
     outputs = model(own_chunk(batches(1)[0]))
     schedule = model._get_fsdp_state().schedule
-    assert len(schedule.logs.alive()) == 1
+    assert len(schedule.alive_logs()) == 1
     del outputs
-    assert schedule.logs.alive() == []
+    assert schedule.alive_logs() == []
     model.set_reduce_scatter_unused_params(False)
     loss_of(model(own_chunk(batches(1)[0])), [1] * 7).backward()
-    assert schedule.logs.alive() == []
+    assert schedule.alive_logs() == []
 
 
 class Apart(nn.Module):
@@ -271,4 +271,4 @@ def test_what_is_known_of_a_forward_dies_with_its_graph():
         schedule = model._get_fsdp_state().schedule
         output.sum()
         del output
-        assert schedule.logs.alive() == []  # at once, without the garbage collector
+        assert schedule.alive_logs() == []  # at once, without the garbage collector

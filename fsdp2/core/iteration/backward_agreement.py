@@ -1,14 +1,17 @@
 """Before a backward communicates, all ranks compare the order in which they will communicate; if it differs, all of them raise.
 
-Ranks gather and reduce groups one after another, in an order that follows from each rank's own graph. If one rank left out a unit that
-the others have, its next group would meet their last one: a hang, or, between groups of equal size, wrong gradients without an error.
-So the first moment of a backward costs one all-gather of eight bytes, a checksum of what the rank will do; where the checksums differ,
-ranks gather one byte a unit as well. One bit of the eight bytes says that a rank has a problem to tell (``comm/agreement.py``), which
-then all of them raise. Ranks may differ in what they do without a collective: how often they call a unit that they need not gather,
-which frozen units they call, whether their data need a gradient. If no rank has to gather a unit that some ranks reduce at the end of
-backward, all ranks reduce it there. A backward that runs through several roots is compared as a whole when the first of them begins: a
-rank that leaves out a root would otherwise not come to compare it. On stream-ordered backends (NCCL) the host would have to wait for
-the device to read the answer, so there ranks compare afterwards what they reduced (``late_comparison.py``).
+Ranks gather and reduce groups one after another, in an order that follows from each rank's own graph. If one rank left
+out a unit that the others have, its next group would meet their last one: a hang, or, between groups of equal size, wrong
+gradients without an error. So a backward begins with one all-gather of eight bytes: a checksum of what the rank will do,
+or -1 if it has a problem to tell (``comm/agreement.py``), which all ranks then raise. Where the checksums differ, ranks
+tell each other what they do with each unit.
+
+Ranks may differ in what they do without a collective: how often they call a unit that they need not gather, which frozen
+units they call, whether their data need a gradient. If no rank has to gather a unit that some ranks reduce at the end of
+backward, all ranks reduce it there. A backward that runs through several roots is compared as a whole when the first of
+them begins: a rank that leaves out a root would otherwise not come to compare it. On stream-ordered backends (NCCL) the
+host would have to wait for the device to read the answer, so there ranks compare afterwards what they reduced
+(``late_comparison.py``).
 
 Worked example, units 0 (the root), 1 and 2, sharded; rank 0 did not call unit 1
 
@@ -19,8 +22,6 @@ Worked example, units 0 (the root), 1 and 2, sharded; rank 0 did not call unit 1
 
 from __future__ import annotations
 
-import collections
-import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -31,15 +32,15 @@ import torch.distributed as dist
 from ...errors import OrderError
 from .. import torch_compat as compat
 from ..comm import backends, collective_log
-from ..comm.agreement import agree_over, has_untold, take_untold
+from ..comm.agreement import agree, agree_over, has_untold, take_untold
 from ..group.param_group import ParamGroup
 from .forward_log import ForwardLog
-from .group_numbers import number_groups
+from .peers import peers_on
 from .unit import Unit
 
 LEFT_OUT, LAST, IN_MIDDLE, AT_END = range(4)
-"""What a backward does with a unit: nothing; it reduces the unit at the end, without gathering it; it reduces the unit when its inputs
-have their gradients; or it may gather the unit, and reduces it at the end, since no input needs a gradient."""
+"""What a backward does with a unit: nothing; it reduces the unit at the end, without gathering it; it reduces the unit when
+its inputs have their gradients; or it may gather the unit, and reduces it at the end, since no input needs a gradient."""
 
 _SAID = {
     LEFT_OUT: "does not have it",
@@ -48,16 +49,8 @@ _SAID = {
     AT_END: "reduces it last, for none of its inputs needs a gradient",
 }
 
-_Moment = tuple[int, int, int]
-"""A moment of forward: 0 and its number, or, for a root that keeps logs, 1, the number of the log and the place there."""
 _Ways = dict[tuple[int, int], dict[int, int]]
 """What each rank does, by root and unit."""
-
-_roots: weakref.WeakSet[Agreement] = weakref.WeakSet()
-_num_roots: collections.Counter[tuple[str, ...]] = collections.Counter()
-"""How many roots were in a backward that these ranks have compared."""
-_compared: weakref.WeakKeyDictionary[Agreement, int] = weakref.WeakKeyDictionary()
-"""The backward (id of the graph task) in which a root was compared with an earlier one."""
 
 
 @dataclass
@@ -66,93 +59,101 @@ class _Part:
 
     root:   the root
     ways:   what it does with each unit
-    timed:  moments of forward, which the engine goes through from the last to the first: it gathers a unit there, or (True) reduces it
+    timed:  moments of forward, which the engine goes through from the last to the first: it gathers a unit there, or
+            (True) reduces it
     last:   the units that it reduces when the graph has run
     lent:   units with groups that other units borrow, if the backward reduces these groups when the graph has run
+    recomputed: the calls that the backward reaches of each forward whose recomputation matters
     """
 
     root: Agreement
     ways: list[int]
-    timed: list[tuple[_Moment, int, bool]]
+    timed: list[tuple[int, int, bool]]
     last: list[int]
     lent: list[int] = field(default_factory=list)
     is_reached: bool = False  # the backward goes through a unit that communicates
-    recomputed: list[list[int]] = field(default_factory=list)  # the forwards that the backward reaches and whose recomputation matters
+    recomputed: list[list[int]] = field(default_factory=list)
 
 
 class Agreement:
     """The units of one root that communicate over the same ranks as the first of them, and those ranks.
 
     Groups over other ranks are not compared: some of those ranks may rightly run a unit that others leave out.
+
+    number: among the roots over the same ranks, in the order of the first backwards that were equal on all ranks; -1
+            before that
     """
 
     def __init__(self, units: Sequence[Unit], logs: Callable[[], Sequence[ForwardLog]]) -> None:
         """logs: returns, in order, those of forwards whose backward may come, if ranks may leave parts of a forward out of it"""
-        first = next((unit.groups[0].mesh for unit in units if unit.groups), None)
-        groups = () if first is None else (first.shard_group, first.replicate_group)
+        self.number = -1
+        self._all_units = units
+        self._logs = logs
+        self._has_numbered_groups = False
+        self._compared_in = -1  # the backward (id of its graph task) in which it was compared with an earlier root
+        mesh = next((unit.groups[0].mesh for unit in units if unit.groups), None)
+        groups = () if mesh is None else (mesh.shard_group, mesh.replicate_group)
         self._process_groups = [group for group in groups if group is not None and group.size() > 1]
-        device_type = "" if first is None else first.device_type
-        names = [backends.backend_of(group, device_type) for group in self._process_groups]
+        names = [backends.backend_of(group, mesh.device_type) for group in self._process_groups if mesh is not None]
         if any(backends.is_stream_ordered(name) or not backends.moves_data(name) for name in names):
             self._process_groups = []
-        ranks = None if first is None else first.ranks
-        uses = {unit: [group for group in unit.uses if group.mesh.ranks == ranks] for unit in units}
+        if mesh is None or not self._process_groups:
+            return
+        uses = {unit: [group for group in unit.uses if group.mesh.ranks == mesh.ranks] for unit in units}
         self._uses = {unit: groups for unit, groups in uses.items() if groups}
         self._units = list(self._uses)
         # A group that other units borrow is reduced at the end of backward, whichever of its units the backward reached.
-        groups_of = {unit: [group for group in unit.groups if group in self._uses[unit]] for unit in self._units}
-        self._own = {unit: [group for group in groups if group.holders is None] for unit, groups in groups_of.items()}
-        self._lent = {unit: [group for group in groups if group.holders is not None] for unit, groups in groups_of.items()}
+        own = {unit: [group for group in unit.groups if group in self._uses[unit]] for unit in self._units}
+        self._own = {unit: [group for group in groups if group.holders is None] for unit, groups in own.items()}
+        self._lent = {unit: [group for group in groups if group.holders is not None] for unit, groups in own.items()}
         lent = [group for groups in self._lent.values() for group in groups]
         self._users = {group: [unit for unit in self._units if group in self._uses[unit]] for group in lent}
-        self._all_units = units
         self._below: dict[Unit, list[ParamGroup]] = {}
-        self._logs = logs
-        self._ranks = tuple(group.group_name for group in self._process_groups)
-        # Among the roots over the same ranks, in the order of the first backwards that were equal on all ranks; -1 before that.
-        self.number = -1
-        self._has_numbered = False
-        if self._process_groups and self._units:
-            _roots.add(self)
+        self._peers = peers_on(mesh)
+        self._peers.roots.add(self)
 
     def retire(self) -> None:
         """Stop comparing: another root has taken over the units."""
-        _roots.discard(self)
+        if self._process_groups:
+            self._peers.roots.discard(self)
 
     def number_groups(self) -> None:
         """Number the groups in the first backward that reduces, in which all ranks take part."""
-        if not self._has_numbered and any(_reduces(unit, unit.groups) for unit in self._all_units):
-            self._has_numbered = True
-            number_groups(self._all_units)
+        if not self._has_numbered_groups and any(_reduces(unit, unit.groups) for unit in self._all_units):
+            self._has_numbered_groups = True
+            for unit in self._all_units:
+                for group in unit.groups:
+                    peers_on(group.mesh).number(group)
 
     def check(self) -> None:
         """Raise OrderError on every rank if this backward, which has just begun, communicates in another order on one of them.
 
-        Collective: yes, over the shard axis, then the replicate axis; no if the root communicates nothing or was already compared with
-                    an earlier root, or if it is the only unit that these ranks have ever compared, without parameters in files
-        Raises:     as well what ranks were to tell later (``tell_later``), on every rank; where ranks compare nothing, this rank alone
+        Collective: yes, over the shard axis, then the replicate axis; no if the root communicates nothing or was already
+                    compared with an earlier root, or if it is the only unit that these ranks have ever compared, without
+                    parameters in files
+        Raises:     as well what ranks were to tell later (``tell_later``), on every rank; where ranks compare nothing,
+                    this rank alone
         """
-        task = compat.current_graph_task()
-        self.number_groups()
+        self.number_groups()  # for the tags, by which ranks compare afterwards
         if not self._process_groups:
             self._raise_alone()
             return
-        if _compared.get(self) == task or not any(map(self._communicates, self._units)):
+        task = compat.current_graph_task()
+        if self._compared_in == task or not any(map(self._communicates, self._units)):
             return
-        logs = self._logs()
-        parts = [self._part([log for log in logs if log.is_in_this_backward()] or logs[-1:], keeps_logs=bool(logs))]
-        for other in [each for each in _roots if each is not self and each._ranks == self._ranks]:
-            logs = other._logs()
-            part = other._part([log for log in logs if log.is_in_this_backward()], keeps_logs=bool(logs))
-            if part.is_reached:
+        parts = [self._part(is_first=True)]
+        for other in self._peers.roots:
+            part = parts[0] if other is self else other._part()
+            if part.is_reached and other is not self:
                 parts.append(part)
-                _compared[other] = task
+                other._compared_in = task
+        before = self._peers.num_roots
         new = sorted((part.root for part in parts if part.root.number < 0), key=lambda each: each._first_moment(task))
-        # The backward of another rank may go through a root that this rank's backward does not reach, or that is gone on this rank.
-        if not (new or len(self._units) > 1 or len(parts) > 1 or _num_roots[self._ranks] > 1 or self._has_files()):
+        # The backward of another rank may go through a root that this rank's does not reach, or that is gone on this rank.
+        if not (new or len(self._units) > 1 or len(parts) > 1 or before > 1 or self._has_files()):
             self._raise_alone()
             return
-        for number, root in enumerate(new, start=_num_roots[self._ranks]):
+        for number, root in enumerate(new, start=before):
             root.number = number
         parts.sort(key=lambda part: (part.root is not self, part.root.number))
         try:
@@ -163,7 +164,7 @@ class Agreement:
             for root in new:
                 root.number = -1
             raise
-        _num_roots[self._ranks] += len(new)
+        self._peers.num_roots += len(new)
 
     def _first_moment(self, task: int) -> int:
         """When the forward of this root, which the backward ``task`` reaches, began."""
@@ -182,24 +183,25 @@ class Agreement:
 
     def _have_one_order(self, parts: Sequence[_Part]) -> bool:
         """Whether all ranks communicate in the order of this rank's ``parts``, and none has a problem to tell. Collective: yes."""
-        numbers = [part.root.number if len(parts) > 1 else 0 for part in parts]
-        timed = sorted(
-            (
-                (moment, number, index, reduces)
-                for number, part in zip(numbers, parts, strict=True)
-                for moment, index, reduces in part.timed
-            ),
-            reverse=True,
-        )
-        order = [(number, index, reduces) for _, number, index, reduces in timed]
-        order += [(number, index, True) for number, part in zip(numbers, parts, strict=True) for index in reversed(part.last)]
-        lent = [(number, part.lent) for number, part in zip(numbers, parts, strict=True) if part.lent]
+        numbered = [(part.root.number if len(parts) > 1 else 0, part) for part in parts]
+        timed = sorted(((at, number, *what) for number, part in numbered for at, *what in part.timed), reverse=True)
+        order = [what for _, *what in timed]
+        order += [[number, index, True] for number, part in numbered for index in reversed(part.last)]
+        lent = [(number, part.lent) for number, part in numbered if part.lent]
         recomputed = [part.recomputed for part in parts if part.recomputed]
         checksum = zlib.crc32(repr((order, lent, recomputed)).encode())
-        said = dist.get_rank() | has_untold() << 31
-        mine = torch.tensor([*said.to_bytes(4, "big"), *checksum.to_bytes(4, "big")], dtype=torch.uint8, device="cpu")
-        rows: list[list[int]] = self._gather(mine).tolist()
-        return all(row[4:] == rows[0][4:] and row[0] < 128 for row in rows)
+        found = torch.tensor([-1 if has_untold() else checksum], device="cpu")
+        for group in self._process_groups:
+            gathered = found.new_empty(group.size() * found.numel())
+            with collective_log.during("comparison of ranks before backward", group, found):
+                if backends.is_stock_alone():  # a tool counts all-gathers: let this be an all-reduce
+                    gathered.zero_().view(group.size(), -1)[group.rank()] = found
+                    dist.all_reduce(gathered, group=group)
+                else:
+                    compat.all_gather_single(gathered, found, group, async_op=False)
+            found = gathered
+        first, *others = found.tolist()
+        return first >= 0 and all(other == first for other in others)
 
     def _join_or_refuse(self, parts: Sequence[_Part]) -> None:
         """The ranks' orders differ: if it makes them equal that ranks reduce what they leave out at the end, do so; else raise."""
@@ -218,19 +220,18 @@ class Agreement:
             for group in (*self._own[self._units[index]], *self._lent[self._units[index]]):
                 group.gradients.reached = True
 
-    def _part(self, logs: Sequence[ForwardLog], keeps_logs: bool) -> _Part:
-        """What the backward that has just begun does with this root.
-
-        logs: of the forwards that it goes through, if the root keeps logs
-        """
+    def _part(self, is_first: bool = False) -> _Part:
+        """What the backward that has just begun does with this root. is_first: no other root is reached earlier"""
         part = _Part(self, [], [], [])
         used: set[ParamGroup] = set()
+        all_logs = self._logs()
+        logs = [log for log in all_logs if log.is_in_this_backward()] or (all_logs[-1:] if is_first else [])
         part.recomputed = [log.reached() for log in logs if log.gathers_in_other_order(lambda unit: not self._is_resident(unit))]
         for index, unit in enumerate(self._units):
             if not self._communicates(unit) and all(group.holders is None for group in self._uses[unit]):
                 part.ways.append(LEFT_OUT)
                 continue
-            way, begins, ends = _in_logs(unit, logs) if keeps_logs else self._in_graph(unit)
+            way, begins, ends = _in_logs(unit, logs) if all_logs else self._in_graph(unit)
             part.is_reached |= bool(begins)
             if begins:
                 used.update(self._uses[unit])
@@ -240,7 +241,7 @@ class Agreement:
             if way == LEFT_OUT and any(group.gradients.is_due for group in own):
                 way = LAST
             if not self._is_resident(unit):
-                part.timed += [(moment, index, False) for moment in begins]
+                part.timed += [(at, index, False) for at in begins]
             elif way == AT_END:
                 way = LAST
             part.ways.append(way)
@@ -267,18 +268,15 @@ class Agreement:
 
     def _gather_ways(self, parts: Sequence[_Part]) -> tuple[set[int], _Ways]:
         """Which root comes first in each rank's backward, and what each rank does with each unit. Collective: yes."""
-        mine = [dist.get_rank(), self.number] + [
-            value for part in parts for index, way in enumerate(part.ways) for value in (part.root.number, index, way)
-        ]
-        length = int(self._gather(torch.tensor([len(mine)], device="cpu")).max())
-        rows: list[list[int]] = self._gather(torch.tensor(mine + [-1] * (length - len(mine)), device="cpu")).tolist()
+        mine = {(part.root.number, index): way for part in parts for index, way in enumerate(part.ways)}
+        said = [(dist.get_rank(), self.number, mine)]
+        for group in self._process_groups:
+            said = [each for of_rank in agree(group, None, said) for each in of_rank]
         ways: _Ways = {}
-        for row in rows:
-            for at in range(2, len(row), 3):
-                root, index, way = row[at : at + 3]
-                if root >= 0:
-                    ways.setdefault((root, index), {each[0]: LEFT_OUT for each in rows})[row[0]] = way
-        return {row[1] for row in rows}, ways
+        for rank, _, of_rank in said:
+            for key, way in of_rank.items():
+                ways.setdefault(key, {each: LEFT_OUT for each, *_ in said})[rank] = way
+        return {first for _, first, _ in said}, ways
 
     def _can_join(self, index: int, ways: set[int]) -> bool:
         """Whether those ranks that leave out a unit can reduce it with the others, at the end of backward."""
@@ -302,20 +300,13 @@ class Agreement:
         options = unit.options
         return options.reshard_after_forward is False or (options.reshard_is_default and unit is self._all_units[0])
 
-    def _in_graph(self, unit: Unit) -> tuple[int, list[_Moment], list[_Moment]]:
+    def _in_graph(self, unit: Unit) -> tuple[int, list[int], list[int]]:
         """What this backward does with ``unit``, and at which moments of forward it begins and ends with its calls."""
-        begins: list[_Moment] = []
-        ends: list[_Moment] = []
-        opened: list[_Moment] = []
         task = compat.current_graph_task()
-        for call in unit.calls.awaiting:
-            if not call.will_pass_inputs(task):
-                continue
-            if not call.graph():
-                opened.append((0, call.left, 0))
-            else:
-                begins.append((0, call.left, 0))
-                ends.append((0, call.entered, 0))
+        calls = [call for call in unit.calls.awaiting if call.will_pass_inputs(task)]
+        opened = [call.left for call in calls if not call.graph()]
+        begins = [call.left for call in calls if call.graph()]
+        ends = [call.entered for call in calls if call.graph()]
         if not opened:
             return IN_MIDDLE if ends else LEFT_OUT, begins, ends
         if not ends and not self._gives_gradients(unit):
@@ -342,21 +333,8 @@ class Agreement:
         root = f"the root {type(self._all_units[0].modules[0]).__name__}" if has_others else "the root"
         return f"{unit.fqn} of {root}" if unit.fqn and has_others else unit.fqn or root
 
-    def _gather(self, mine: torch.Tensor) -> torch.Tensor:
-        found = mine
-        for group in self._process_groups:
-            gathered = found.new_empty(group.size() * found.numel())
-            with collective_log.during("comparison of ranks before backward", group, found):
-                if backends.is_stock_alone():  # a tool counts all-gathers: let this be an all-reduce
-                    gathered.zero_().view(group.size(), -1)[group.rank()] = found.view(-1)
-                    dist.all_reduce(gathered, group=group)
-                else:
-                    compat.all_gather_single(gathered, found, group, async_op=False)
-            found = gathered
-        return found.view(-1, mine.numel())
-
     def _refuse(self, ways: _Ways, recompute: bool) -> None:
-        roots = {each.number: each for each in _roots if each._ranks == self._ranks} | {self.number: self}
+        roots = {each.number: each for each in self._peers.roots} | {self.number: self}
         has_others = len({root for root, _ in ways}) > 1
         items = []
         for (root, index), each in sorted(ways.items()):
@@ -386,11 +364,11 @@ def _reduces(unit: Unit, groups: Sequence[ParamGroup]) -> bool:
     return unit.micro_batch.reduces and any(param.sharded.requires_grad for group in groups for param in group.params)
 
 
-def _in_logs(unit: Unit, logs: Sequence[ForwardLog]) -> tuple[int, list[_Moment], list[_Moment]]:
-    """As ``Agreement._in_graph``; a moment is the number of a log and a place there."""
-    calls = [(log.number, call) for log in logs for call in log.calls.get(unit, ())]
-    begins = [(1, number, call.begin_at) for number, call in calls if call.begin_at is not None]
-    ends = [(1, number, call.end_at) for number, call in calls if call.has_inputs and call.begin_at is not None]
+def _in_logs(unit: Unit, logs: Sequence[ForwardLog]) -> tuple[int, list[int], list[int]]:
+    """As ``Agreement._in_graph``, where all ranks do what is in the logs."""
+    calls = [call for log in logs for call in log.calls.get(unit, ()) if call.is_watched]
+    begins = [call.left for call in calls]
+    ends = [call.entered for call in calls if call.has_inputs]
     if not begins:
         return LEFT_OUT, [], []
     return IN_MIDDLE if len(ends) == len(begins) else AT_END, begins, ends

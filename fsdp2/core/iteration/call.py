@@ -44,21 +44,18 @@ class Call:
     entered, left:  moments of forward (the engine goes through the latest first); for a list, ``left`` is when its last module ended
     begun, ended:   the graph task (one ``backward()``) in which its backward last began and ended on this rank
     again:          the backward made a graph of its own, through which a later backward may come back
-    is_watched:     an output needs a gradient, so that its backward will begin
-    has_inputs:     an input needs a gradient, so that its backward has an end; known when its forward has ended
-    log:            the number of the log that has the call, if there is a log
+    is_watched:     an output needs a gradient, so that its backward will begin; False while forward runs
+    has_inputs:     an input needs a gradient, so that its backward has an end; known once ``is_watched``
+    log:            the log that has the call, if there is one
     segment:        number of the outermost checkpointed segment in which it began, if there is a log
     may_rerun:      it ran in a checkpointed segment, or a module of its list did, if there is a log
-    begin_at, end_at: the places there; the first is None while forward runs, and if no output needs a gradient
     """
 
     __slots__ = (
         "_counted",
         "_inputs_left",
         "again",
-        "begin_at",
         "begun",
-        "end_at",
         "ended",
         "entered",
         "graph",
@@ -76,12 +73,14 @@ class Call:
         self.entered = self.left = next_moment()
         self.begun = self.ended = -1
         self.again = self.is_watched = self.has_inputs = self.may_rerun = False
-        self.log: int | None = None
+        self.log: weakref.ref[Any] | None = None
         self.segment: int | None = None
-        self.begin_at: int | None = None
-        self.end_at = -1
         self._counted = -1
         self._inputs_left = 0
+
+    def holds(self, other: Call) -> bool:
+        """Whether ``other``, which began later, was a part of this call."""
+        return self.is_watched and other.is_watched and other.left < self.left
 
     def will_pass_inputs(self, task: int) -> bool:
         """Whether the backward ``task``, which runs, reaches one of the call's inputs.

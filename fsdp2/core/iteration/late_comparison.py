@@ -23,7 +23,7 @@ from ..comm.streams import Event, Streams
 from ..group.memory import GroupMemory
 from ..group.order_tags import NUM_DIGITS, TAG_NUMEL, are_mixed, number_instead
 from ..group.reduction import Reduction
-from .group_numbers import name_of, names_of
+from .peers import peers_on
 
 MAX_UNREAD = 64
 """How many backwards may be unread. Each takes pinned memory. A host is never so many backwards ahead of its device, because the
@@ -78,8 +78,9 @@ def _order_error(mixed: Sequence[tuple[GroupMemory, int, Tensor]]) -> OrderError
     items = []
     for group, number, tag in mixed:
         instead = number_instead(number, tag)
-        others = [] if instead is None else names_of(instead, 1 << NUM_DIGITS, group)
-        items.append(f"{name_of(group)}: another rank reduced {' or '.join(others) or 'something else'} in its place")
+        numbered = peers_on(group.mesh).groups.items()
+        others = sorted({_name_of(other) for each, other in numbered if each % (1 << NUM_DIGITS) == instead})
+        items.append(f"{_name_of(group)}: another rank reduced {' or '.join(others) or 'something else'} in its place")
     return OrderError(
         f"ranks reduced different units together, {len(items)} times in one backward: gradients of that step are wrong",
         items=items,
@@ -88,3 +89,7 @@ def _order_error(mixed: Sequence[tuple[GroupMemory, int, Tensor]]) -> OrderError
         " group of the module around those that some ranks leave out (wrap=None: the whole model), or, if only the losses differ, call"
         " set_reduce_scatter_unused_params(True) on the root",
     )
+
+
+def _name_of(group: GroupMemory) -> str:
+    return group.fqn or "the root"

@@ -13,6 +13,7 @@ Worked example, units a, b, c; the second iteration (R: reduce):
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -28,7 +29,7 @@ from .backward_agreement import Agreement
 from .call import Call, UnitCalls
 from .finalization import CommContext, GradientReductionHandle
 from .forward import Forward
-from .forward_log import ForwardLog, ForwardLogs
+from .forward_log import ForwardLog
 from .reductions import finish_all
 from .unit import Unit
 from .unit_tree import Step, UnitTree
@@ -40,7 +41,6 @@ _last_task = -2
 class Schedule:
     """The iterations of all units under one root module.
 
-    logs:     of the forwards whose backward may come, if the root keeps logs
     settled:  the first forward has found all units below the root
     agreement: compares ranks before each backward; made when settled
     forward, backward: those under way, or None
@@ -57,7 +57,7 @@ class Schedule:
         self._input_read: Event = None  # after the copy of the root's inputs to the device
         self.forward: Forward | None = None
         self.backward: Backward | None = None
-        self.logs: ForwardLogs | None = None
+        self._logs: weakref.WeakSet[ForwardLog] = weakref.WeakSet()
         self._logs_forwards = False
         self.agreement: Agreement | None = None
         self.choose_max_reductions()
@@ -77,7 +77,7 @@ class Schedule:
 
     def alive_logs(self) -> list[ForwardLog]:
         """The logs of forwards whose backward may come, in order."""
-        return [] if self.logs is None else self.logs.alive()
+        return sorted(self._logs, key=lambda log: log.began)
 
     @property
     def manual(self) -> bool:
@@ -128,8 +128,8 @@ class Schedule:
         tree.step.left_by_forward.clear()
         log = None
         if self._logs_forwards and torch.is_grad_enabled():
-            self.logs = self.logs or ForwardLogs()
-            log = self.logs.begin()
+            log = ForwardLog()
+            self._logs.add(log)
         self.forward = Forward(tree, unit, log)
         if self.post_optim_event is not None:
             self.await_optimizer()
@@ -441,7 +441,7 @@ class Schedule:
         tree.step = Step()
         tree.records.clear()  # ranks may have failed in different places, or because they ran different units
         self.forward = self.backward = None
-        self.logs = None
+        self._logs.clear()
 
 
 def _compiled_autograd_error() -> CompileError:

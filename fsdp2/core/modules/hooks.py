@@ -390,11 +390,10 @@ class UnitHooks:
                     each.register_prehook(hook)
         if seen:
             part.call.is_watched = True
+            part.call.has_inputs = bool(part)
             part.call.left = next_moment()
         if finds_bottoms:
             find_bottoms(part, seen)
-        if log is not None and part.call.log is not None:
-            log.leave(self._unit, part)
         return output
 
 

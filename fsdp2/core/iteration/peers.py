@@ -1,0 +1,45 @@
+"""Ranks that gather and reduce together, and the numbers by which all of them know a root or a group.
+
+Ranks may make different models, and run them in different orders as long as nothing is reduced. All of them take part in
+the first backward of a root that they compare, or that reduces: it numbers the root, and the root's groups.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from ..group.param_group import ParamGroup
+from ..plan.mesh import DataParallelMesh
+
+
+class Peers:
+    """What this rank knows of the models that it trains with the same ranks.
+
+    roots:      the ``Agreement`` of each living root whose backwards are compared before they communicate
+    num_roots:  how many roots were in a backward that these ranks have compared; equal on all of them
+    groups:     living groups by their numbers
+    num_groups: how many groups have had a number; equal on all of these ranks
+    """
+
+    def __init__(self) -> None:
+        self.roots: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.num_roots = 0
+        self.groups: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
+        self.num_groups = 0
+
+    def number(self, group: ParamGroup) -> None:
+        """Give ``group`` the next number, unless it has one."""
+        if self.groups.get(group.gradients.number) is not group:
+            group.gradients.set_number(self.num_groups)
+            self.groups[self.num_groups] = group
+            self.num_groups += 1
+
+
+_peers: dict[tuple[str, ...], Peers] = {}
+
+
+def peers_on(mesh: DataParallelMesh) -> Peers:
+    """Those of the ranks of ``mesh``."""
+    names = [group.group_name for group in (mesh.shard_group, mesh.replicate_group) if group and group.size() > 1]
+    return _peers.setdefault(tuple(names), Peers())

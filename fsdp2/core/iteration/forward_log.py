@@ -48,7 +48,6 @@ class ForwardLog:
     """The calls of one forward of a root that has a graph. It lives as long as the graph of one of its calls, which refers to it."""
 
     def __init__(self) -> None:
-        self.began = next_moment()
         self.calls: dict[Unit, list[Call]] = {}
         self._without_graph: list[_WithoutGraph] = []
         self._segments: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()

@@ -57,7 +57,7 @@ class Schedule:
         self._input_read: Event = None  # after the copy of the root's inputs to the device
         self.forward: Forward | None = None
         self.backward: Backward | None = None
-        self._logs: weakref.WeakSet[ForwardLog] = weakref.WeakSet()
+        self._logs: list[weakref.ref[ForwardLog]] = []
         self._logs_forwards = False
         self.agreement: Agreement | None = None
         self.choose_max_reductions()
@@ -77,7 +77,7 @@ class Schedule:
 
     def alive_logs(self) -> list[ForwardLog]:
         """The logs of forwards whose backward may come, in order."""
-        return sorted(self._logs, key=lambda log: log.began)
+        return [log for reference in self._logs if (log := reference()) is not None] if self._logs else []
 
     @property
     def manual(self) -> bool:
@@ -129,7 +129,7 @@ class Schedule:
         log = None
         if self._logs_forwards and torch.is_grad_enabled():
             log = ForwardLog()
-            self._logs.add(log)
+            self._logs = [*map(weakref.ref, self.alive_logs()), weakref.ref(log)]
         self.forward = Forward(tree, unit, log)
         if self.post_optim_event is not None:
             self.await_optimizer()

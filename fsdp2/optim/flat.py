@@ -179,6 +179,9 @@ class FlatOptimizer(Optimizer):
         The user may have materialised, moved or cast the model, or have edited ``param_groups``.
         """
         self._take_over_writes()
+        for group, _ in self._flats:
+            for param in group.params:
+                param.return_to_flat()
         has_moved = any(group.flat is not flat for group, flat in self._flats)
         if self._loaded is not None or self._inner is None or has_moved or self._lists_others():
             self._rebuild(self.state)  # has what the user wrote for parameters that no run has yet, too

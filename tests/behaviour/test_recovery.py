@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import types
 import weakref
 from unittest import mock
 
@@ -464,6 +466,41 @@ def test_a_failed_forward_of_a_registered_method_is_over():
     with torch.no_grad():
         assert torch.equal(model.generate(x), reference.generate(x))
     assert_same_bits(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+
+
+def code_in(folder: str, code: types.CodeType) -> types.CodeType:
+    inner = [code_in(folder, each) if isinstance(each, types.CodeType) else each for each in code.co_consts]
+    return code.replace(co_filename=folder + code.co_filename, co_consts=tuple(inner))
+
+
+@contextlib.contextmanager
+def torch_installed_in(folder: str):
+    """Inside, the frames that call hooks have a path below ``folder``."""
+    callers = (nn.Module._call_impl, nn.Module._wrapped_call_impl)
+    codes = [each.__code__ for each in callers]
+    try:
+        for each in callers:
+            each.__code__ = code_in(folder, each.__code__)
+        yield
+    finally:
+        for each, code in zip(callers, codes, strict=True):
+            each.__code__ = code
+
+
+@on_ranks(2)
+def test_an_interrupted_forward_is_over_wherever_torch_is_installed():
+    model, reference = make(Fails, False)
+    x = batches(1, seed=6)[0]
+    with torch_installed_in("/home/user/fsdp2/core/"):
+        model.where, model.error = "forward", KeyboardInterrupt("trap")
+        with pytest.raises(KeyboardInterrupt, match="trap"):
+            model(x)
+        model.where = ""
+        for _ in range(2):
+            write_as_ema_does(model, "state dict")
+            write_as_ema_does(reference, "state dict")
+            with torch.no_grad():
+                assert torch.equal(model(x), reference(x))
 
 
 @on_ranks(2)

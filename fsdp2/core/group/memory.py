@@ -36,7 +36,7 @@ from .gradient_dtypes import gradient_dtypes
 from .group_plan import GroupPlan, have_mixed_dtypes, plan_group
 from .options import GroupOptions
 from .own_memory import has_extension, leaves_of
-from .param import ShardedParam, has_values_of_shard, shard_view
+from .param import ShardedParam, has_values_of_shard
 from .shown_parameters import ModuleRegistry, show
 from .unsharded import Unsharded
 
@@ -121,17 +121,15 @@ class GroupMemory:
             if self.mesh.shard_size == 1 and (param.unsharded is None or param.unsharded.grad is None):
                 param.unsharded = None  # it may be a view of the old flat shard
             param.local = param.local_now()
+            param.leave_flat()
         if plan.is_meta:
             return
         if plan.has_own_memory:
             self._move_own_memory()
             return
         self.flat = self._new_flat(plan.layout.shard_numel, plan.dtype)
-        with torch.no_grad():
-            for param, slot in zip(plan.params, plan.layout.slots, strict=True):
-                shard = shard_view(self.flat, slot, param.spec, param.rank)
-                shard.copy_(param.local_now())
-                param.move_to(shard)
+        for param, slot in zip(plan.params, plan.layout.slots, strict=True):
+            param.enter_flat(self.flat, slot)
         self._write_file()
 
     def align_to(self, block: int) -> None:

@@ -41,13 +41,29 @@ class ShardedParam:
     rank:       this rank on the shard axis
     sharded:    what the user sees between steps; a DTensor
     local:      the local tensor that ``sharded`` should have: a piece of the flat shard (on the meta device, memory of its own)
+    address:    of that piece in the host's memory; None where ``local`` is no such piece
+    home:       the flat shard, and the slot there
     trainable:  whether it required a gradient when the sharded and the unsharded parameter were last compared
     unsharded:  what the user sees in forward and backward; made at the first unshard
     adds_up_in: a ``grad_dtype`` for the unsharded parameter; None: its own dtype
     kind:       the original's class if it is one of the user's below ``nn.Parameter``; the unsharded parameter has it, too
     """
 
-    __slots__ = ("__weakref__", "adds_up_in", "fqn", "kind", "local", "owners", "rank", "sharded", "spec", "trainable", "unsharded")
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "adds_up_in",
+        "fqn",
+        "home",
+        "kind",
+        "local",
+        "owners",
+        "rank",
+        "sharded",
+        "spec",
+        "trainable",
+        "unsharded",
+    )
 
     def __init__(self, fqn: str, owners: list[Owner], spec: ShardSpec, rank: int, sharded: nn.Parameter, local: Tensor) -> None:
         self.fqn = fqn
@@ -56,6 +72,7 @@ class ShardedParam:
         self.rank = rank
         self.sharded = sharded
         self.local = local
+        self.leave_flat()
         self.trainable = sharded.requires_grad
         self.unsharded: nn.Parameter | None = None
         self.adds_up_in: compat.GradDtype | None = None
@@ -85,6 +102,33 @@ class ShardedParam:
         if self.sharded.device_mesh is not mesh:  # type: ignore[attr-defined]
             compat.set_mesh(self.sharded, mesh)  # type: ignore[arg-type]
         self.local = local
+
+    def leave_flat(self) -> None:
+        """The group drops the flat shard that ``local`` is a piece of."""
+        self.address: int | None = None
+        self.home: tuple[Tensor, Slot] | None = None
+
+    @torch.no_grad()
+    def enter_flat(self, flat: Tensor, slot: Slot) -> None:
+        """Let ``sharded`` keep its data in ``slot`` of ``flat``, with the values that it has now."""
+        shard = shard_view(flat, slot, self.spec, self.rank)
+        shard.copy_(self.local_now())
+        self.move_to(shard)
+        self.home = flat, slot
+        self.address = shard.data_ptr() if shard.device.type == "cpu" and type(shard) is Tensor else None
+
+    @torch.no_grad()
+    def return_to_flat(self) -> None:
+        """Copy values from where ``local`` lies now into the flat shard, and let it lie there again, if somebody has moved it.
+
+        torch moves the memory of a CPU tensor that is sent to another process.
+        """
+        if self.address is None or self.local.data_ptr() == self.address:
+            return
+        assert self.home is not None
+        shard = shard_view(*self.home, self.spec, self.rank).copy_(self.local)
+        with compat.preserved_versions((self.local,)):  # no values changed: whether this rank gathers again depends on them
+            self.local.set_(shard.untyped_storage(), shard.storage_offset(), shard.shape, shard.stride())
 
 
 _MARK = "_fsdp2_sharded"

@@ -102,6 +102,8 @@ class ModuleRegistry:
                 not has_own_memory and param.local.__dict__ and has_extension(param.local)  # methods were put on a plain tensor
             ):
                 intact = False
+            elif param.address is not None and param.local.data_ptr() != param.address:
+                param.return_to_flat()
             unsharded, trainable = param.unsharded, param.trainable
             if sharded.requires_grad is not trainable or (unsharded is not None and unsharded.requires_grad is not trainable):
                 param.take_over_toggle()

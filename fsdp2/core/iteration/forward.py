@@ -16,7 +16,8 @@ from .forward_log import ForwardLog
 from .unit import Unit, ahead
 from .unit_tree import UnitTree, release
 
-_OURS = ("fsdp2/core/", "torch/_dynamo/")  # the frames of hooks, and of a compiler that calls them, end before forward does
+# Modules whose frames end before forward does: those of hooks, and of a compiler that calls them. By name: anybody may have such a path.
+_OURS = (__name__.partition("iteration")[0], "torch._dynamo.")
 
 
 class Forward:
@@ -143,7 +144,7 @@ class _Caller:
 
     def __init__(self) -> None:
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and any(part in frame.f_code.co_filename for part in _OURS):
+        while frame is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
             frame = frame.f_back
         self._frame = frame
 

@@ -15,6 +15,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
+from .core.modules.mixed_tensors import explain_mixed_tensors
 from .installation import install
 
 
@@ -28,12 +29,15 @@ def add_script(parser: argparse.ArgumentParser) -> None:
 def run_script(script: str, arguments: Sequence[str], is_module: bool = False) -> None:
     """Run a file, or a module, as ``__main__`` of this process."""
     sys.argv = [script, *arguments]
-    if is_module:
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-        runpy.run_path(script, run_name="__main__")
+    sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.abspath(script)))
+    try:
+        if is_module:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(script, run_name="__main__")
+    except RuntimeError as error:
+        explain_mixed_tensors(error)
+        raise
 
 
 def command_of_ranks(num_ranks: int, *arguments: str) -> list[str]:

@@ -92,10 +92,20 @@ update()
 """
 
 
-def test_what_nobody_catches_is_explained_as_well():
+def test_what_ends_a_program_is_explained_by_fsdp2_run(tmp_path):
+    program = tmp_path / "average.py"
+    program.write_text(PROGRAM)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, "-m", "fsdp2", "run", str(program)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1
     assert "met a plain tensor: 0.weight (4, 4)" in done.stderr
     assert "update uses it outside of any module's forward" in done.stderr
     assert "param.to_local() on both sides" in done.stderr
+
+
+@on_ranks(1)
+def test_the_hook_for_uncaught_errors_stays_as_it_is():
+    before = sys.excepthook
+    fsdp2.fully_shard(nn.Linear(4, 4), mesh=cpu_mesh(1))
+    assert sys.excepthook is before

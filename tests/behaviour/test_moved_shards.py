@@ -38,7 +38,10 @@ OPTIONS: dict[str, dict[str, object]] = {
 }
 
 
-OPTIMIZERS: dict[str, MakeOptimizer] = {"torch": lambda params: torch.optim.SGD(params, lr=0.1), "flat": lambda params: flat(torch.optim.SGD, params, lr=0.1)}
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "torch": lambda params: torch.optim.SGD(params, lr=0.1),
+    "flat": lambda params: flat(torch.optim.SGD, params, lr=0.1),
+}
 
 
 @on_ranks(1, 2)
@@ -64,7 +67,9 @@ def test_a_shard_that_was_moved_is_the_one_that_trains():
             train = OPTIMIZERS[optimizer](model.parameters())
             for seed, iteration in enumerate([forward_backward, moved_in_between, forward_backward]):
                 ours = fed_own_chunk(model, batches(1, seed=seed), iteration=iteration, optimizer=train)
-                assert_equal_training(ours, fed_in_chunks(reference, batches(1, seed=seed), lambda params: torch.optim.SGD(params, 0.1)))
+                assert_equal_training(
+                    ours, fed_in_chunks(reference, batches(1, seed=seed), lambda params: torch.optim.SGD(params, 0.1))
+                )
             x = batches(1, seed=9)[0]
             for _ in range(2):
                 with torch.no_grad():  # kept parameters are not gathered again, on no rank

@@ -16,8 +16,8 @@ from .forward_log import ForwardLog
 from .unit import Unit, ahead
 from .unit_tree import UnitTree, release
 
-# Modules whose frames end before forward does: those of hooks, and of a compiler that calls them. By name: anybody may have such a path.
 _OURS = (__name__.partition("iteration")[0], "torch._dynamo.")
+"""Modules whose frames end before forward does: those of hooks, and of a compiler that calls them. Paths don't tell."""
 
 
 class Forward:

@@ -44,7 +44,7 @@ from .graph_hooks import (
     outlive_parameters,
     pass_input,
 )
-from .mixed_tensors import explain_mixed_tensors, explain_uncaught
+from .mixed_tensors import explain_mixed_tensors
 from .optimizer_steps import watch_optimizers
 from .state_dicts import Loaded, Loading, Saved, Saving
 from .tensors import StoredTensors, find_tensors, map_tensors, stored_tensors
@@ -74,7 +74,6 @@ class UnitHooks:
 
     def install(self) -> None:
         watch_optimizers()
-        explain_uncaught()
         exempt_from_typechecking(_OUR_OWN)
         unit = self._unit
         for module in unit.modules:  # ahead of the user's hooks

@@ -1,8 +1,7 @@
 """Explains torch's error "got mixed torch.Tensor and DTensor": a sharded parameter met a plain tensor.
 
 torch raises it in C++, for any operator. Nothing here runs before that: the hooks of a module whose forward failed look at the
-error, and so does ``sys.excepthook`` for an error that the program does not catch. The explanation joins the error's text; its type
-stays.
+error, and so does ``fsdp2 run`` where a program ends with one. The explanation joins the error's text; its type stays.
 
 The frames that the error passed through tell the parameter and the cause: a method that is not ``forward`` was called past the hooks
 of its module, a module used a weight that belongs to another unit, or a program computes with parameters between steps.
@@ -11,7 +10,6 @@ of its module, a module used a weight that belongs to another unit, or a program
 from __future__ import annotations
 
 import linecache
-import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -48,20 +46,6 @@ def explain_mixed_tensors(error: BaseException | None) -> None:
             fix=cause.fix,
         ),
     )
-
-
-def explain_uncaught() -> None:
-    """Let ``sys.excepthook`` explain as well, before the hook that was there. A second call does nothing."""
-    shown = sys.excepthook
-    if getattr(shown, "_explains_mixed_tensors", False):
-        return
-
-    def excepthook(kind: type[BaseException], error: BaseException, traceback: types.TracebackType | None) -> None:
-        explain_mixed_tensors(error)
-        shown(kind, error, traceback)
-
-    excepthook._explains_mixed_tensors = True  # type: ignore[attr-defined]
-    sys.excepthook = excepthook
 
 
 _AS_IN_NAMES = str.maketrans({"[": ".", "]": None})

@@ -37,10 +37,10 @@ from torch.optim import Optimizer
 from ..arguments import PROCESS_GROUP, SWITCH, require
 from ..core import torch_compat as compat
 from ..core.comm.agreement import agree, default_group, is_lost
-from ..core.comm.collective_log import at_disk
 from ..core.comm.process_groups import another_over
 from ..errors import ArgumentError, FSDPError, LostRankError, OrderError, got
 from ..hangs.joint_calls import joint
+from ..hangs.records import at_disk
 from .checkpoint_folder import CheckpointFolder
 from .checkpointer_load import Restored, read_state
 from .dcp_read import pack, read_metadata, unpack

@@ -26,7 +26,6 @@ from typing import Any
 import torch.distributed as dist
 
 from ..core import torch_compat as compat
-from ..core.comm.collective_log import CollectiveLog, switched_on
 from ..core.comm.lost_ranks import lost_ranks
 from ..core.modules.optimizer_steps import STEPS
 from ..errors import ArgumentError, OrderError, short
@@ -34,6 +33,7 @@ from ..printable import printable
 from .background import BackgroundThread
 from .explanation import explain, own_account
 from .patience import Patience, Sign
+from .records import CollectiveLog, switched_on
 from .report import MainThread, Report, cpu_time_of_main_thread, report_of
 
 EXIT_STATUS = 75

@@ -16,9 +16,9 @@ from ..arguments import COUNT, NATURAL, require
 from ..checkpoint.model_tensors import cuts_of
 from ..checkpoint.shard_geometry import Cut, pieces_of
 from ..core import torch_compat as compat
-from ..core.comm import collective_log
 from ..core.group.param_group import ParamGroup
 from ..doctor.inspected import inspect
+from ..hangs import records
 from .fingerprint import fingerprints
 from .run_folder import Values, folder_of
 from .step_lines import StepLines
@@ -49,7 +49,7 @@ def record(
     return Recording(folder, model, optimizer, every=every, first_step=first_step)
 
 
-class Recording(StepLines, collective_log.Listener):
+class Recording(StepLines, records.Listener):
     """What ``record`` returns."""
 
     def __init__(

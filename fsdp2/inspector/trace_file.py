@@ -15,9 +15,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from ..arguments import SWITCH, require
 from ..core import torch_compat as compat
-from ..core.comm import collective_log
 from ..core.comm.agreement import agree, default_group
 from ..core.modules.optimizer_steps import STEPS
+from ..hangs.records import ignore, listen
 from .chrome import events_of
 from .clock import Offset, measure
 from .memory_now import all_kept_bytes, training_device
@@ -76,13 +76,13 @@ def _file_of(rank: int, moments: Moments, offset: Offset) -> Values:
 
 @contextlib.contextmanager
 def _listening(moments: Moments) -> Iterator[None]:
-    collective_log.listen(moments, lambda: STEPS.begun + 1)
+    listen(moments, lambda: STEPS.begun + 1)
     before = register_optimizer_step_pre_hook(compat.dynamo_disabled(lambda *_: moments.begin_optimizer()))
     behind = register_optimizer_step_post_hook(compat.dynamo_disabled(lambda *_: moments.end_optimizer()))
     try:
         yield
     finally:
-        collective_log.ignore(moments)
+        ignore(moments)
         before.remove()
         behind.remove()
 

@@ -11,6 +11,7 @@ file; where that is not to be seen, the file stays on ``fsdp2.compat``, which ca
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Iterator
 
@@ -21,9 +22,19 @@ from .names import Names
 from .syntax_trees import arguments, code, dotted, is_none, string_of
 
 _UNSEEN = (
-    "buffer_dtype={}: which buffers it casts is not seen in this file; "
+    "buffer_dtype={}: this file does not show which buffers it casts; "
     "if the model has no floating-point buffers, remove buffer_dtype and migrate again"
 )
+_FSDP = "fsdp:FullyShardedDataParallel"
+
+
+def wrapping_calls(names: Names) -> Iterator[tuple[cst.Call, str]]:
+    """The calls of FSDP, ``enable_wrap`` and ``wrap``, with the origin of their function; "" for ``partial`` of one of them."""
+    for call in names.calls:
+        made_by = names.origin_of(call.func)
+        is_partial = made_by == "functools.partial" and bool(call.args)
+        if (names.origin_of(call.args[0].value) if is_partial else made_by) in (_FSDP, "fsdp:enable_wrap", "fsdp:wrap"):
+            yield call, "" if is_partial else made_by
 
 
 def find_casts(editor: Editor, signature: tuple[str, ...], precision: tuple[str, ...]) -> dict[int, str]:
@@ -32,51 +43,35 @@ def find_casts(editor: Editor, signature: tuple[str, ...], precision: tuple[str,
     signature, precision: the arguments of FSDP and of MixedPrecision
     """
     names = editor.names
-    wanted = {
-        id(call): (call, dtype)
-        for call in names.facts.calls
-        if names.origin_of(call.func) == "fsdp:MixedPrecision"
-        and (dtype := arguments(call.args, precision).value("buffer_dtype")) is not None
-        and not is_none(dtype)
-    }
-    if not wanted:
-        return {}
+    wanted: dict[int, tuple[cst.Call, str]] = {}
+    for call in names.calls:
+        if names.origin_of(call.func) == "fsdp:MixedPrecision":
+            dtype = arguments(call.args, precision).value("buffer_dtype")
+            if dtype is not None and not is_none(dtype):
+                wanted[id(call)] = call, code(dtype)
     casts: dict[int, str] = {}
-    served: set[int] = set()
-    for call in names.facts.calls:
-        made_by = names.origin_of(call.func)
-        if made_by == "functools.partial" and call.args:
-            made_by = f"partial {names.origin_of(call.args[0].value)}"
-        if made_by.removeprefix("partial ") not in ("fsdp:FullyShardedDataParallel", "fsdp:enable_wrap", "fsdp:wrap"):
-            continue
+    served: set[int] = set()  # the precision of a call that has been named is not a second finding
+    for call, made_by in wrapping_calls(names) if wanted else ():
         given = arguments(call.args, signature)
         values = [given.value("mixed_precision"), *(_of_key(names, arg.value) for arg in given.stars)]
         value = next((each for each in values if each is not None), None)
         found = list(_precisions(names, value)) if value is not None else []
-        dtypes = {code(wanted[id(each)][1]) if id(each) in wanted else "" for each in found if each is not None}
-        if dtypes <= {""}:
+        dtypes = {wanted[id(each)][1] if id(each) in wanted else "" for each in found if each is not None}
+        if value is None or dtypes <= {""}:
             continue
-        leaves_some = "ignored_modules" in given.by_name or "ignored_states" in given.by_name
-        sometimes = None in found
-        text = max(dtypes)
-        if (
-            made_by != "fsdp:FullyShardedDataParallel"
-            or len(dtypes) > 1
-            or leaves_some
-            or not text.startswith("torch.")
-            or (sometimes and not isinstance(value, (cst.Name, cst.Attribute)))
-        ):
-            editor.refuse("fsdp1", call, _UNSEEN.format(text))
-            served |= {id(each) for each in found}  # the precision of a call that has been named is not a second finding
-            continue
-        statement = _loop(text)
-        if sometimes and value is not None:
-            statement = f"if {code(value)} is not None:\n{textwrap.indent(statement, '    ')}"
-        casts[id(call)] = statement
         served |= {id(each) for each in found}
-    for key, (call, dtype) in wanted.items():
+        text = max(dtypes)
+        sometimes = None in found
+        leaves_some = "ignored_modules" in given.by_name or "ignored_states" in given.by_name
+        has_name = not sometimes or isinstance(value, (cst.Name, cst.Attribute))
+        if made_by != _FSDP or len(dtypes) > 1 or leaves_some or not text.startswith("torch.") or not has_name:
+            editor.refuse("fsdp1", call, _UNSEEN.format(text))
+            continue
+        loop = f"for buffer in {{model}}.buffers():\n    if buffer.is_floating_point():\n        buffer.data = buffer.data.to({text})\n"
+        casts[id(call)] = f"if {code(value)} is not None:\n{textwrap.indent(loop, '    ')}" if sometimes else loop
+    for key, (call, text) in wanted.items():
         if key not in served:
-            editor.refuse("fsdp1", call, _UNSEEN.format(code(dtype)))
+            editor.refuse("fsdp1", call, _UNSEEN.format(text))
     return casts
 
 
@@ -87,28 +82,15 @@ def cast(editor: Editor, old: cst.Call, module: cst.BaseExpression | None, state
     name, at = dotted(module), editor.statement
     above = editor.names.parent_of(old)
     assigned = above.targets[0].target if isinstance(above, cst.Assign) and len(above.targets) == 1 else None
-    in_one_place = isinstance(at, cst.SimpleStatementLine) and not _is_repeated(editor.names, old)
+    around = itertools.takewhile(lambda each: not isinstance(each, cst.BaseStatement), editor.names.ancestors(old))
+    is_repeated = any(isinstance(each, (cst.BaseComp, cst.Lambda)) for each in around)  # whose variables no statement before it has
+    in_one_place = isinstance(at, cst.SimpleStatementLine) and not is_repeated
     if in_one_place and name:
         editor.before(statement.format(model=name))
     elif in_one_place and assigned is not None and dotted(assigned):
         editor.after(statement.format(model=dotted(assigned)))
     else:
         editor.refuse("fsdp1", old, "buffer_dtype: the module has no name by which its buffers could be cast")
-
-
-def _loop(dtype: str) -> str:
-    inner = f"if buffer.is_floating_point():\n    buffer.data = buffer.data.to({dtype})\n"
-    return "for buffer in {model}.buffers():\n" + textwrap.indent(inner, "    ")
-
-
-def _is_repeated(names: Names, node: cst.CSTNode) -> bool:
-    """Whether it stands in a comprehension or a lambda, whose variables a statement before it has not."""
-    above = names.parent_of(node)
-    while above is not None and not isinstance(above, cst.BaseStatement):
-        if isinstance(above, (cst.BaseComp, cst.Lambda)):
-            return True
-        above = names.parent_of(above)
-    return False
 
 
 def _of_key(names: Names, kwargs: cst.BaseExpression) -> cst.BaseExpression | None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from .devices import device_type
-from .editor import Editor, Rules, enclosing_call
+from .devices import mesh_of_group
+from .editor import Editor, Method, Rules, enclosing_call
 from .fsdp1_wrap import in_isinstance
-from .syntax_trees import arguments, code, is_none, keyword, literal, with_args
+from .syntax_trees import arguments, code, expression, is_none, keyword, last_name, literal, with_args
 
 _SIGNATURE = (
     "module",
@@ -37,6 +37,8 @@ _DROPPED = {
     "gradient_as_bucket_view": "gradients always are views of the reduced buffer.",
     "static_graph": "nothing has to be known about the graph.",
     "check_reduction": "nothing to check.",
+    "broadcast_buffers": "buffers are broadcast once, at the start, and then are each rank's own; torch.nn.SyncBatchNorm keeps the "
+    "statistics of batch norms equal.",
 }
 _HOOKS = {
     "bf16_compress_hook": "torch.bfloat16",
@@ -57,97 +59,80 @@ def ddp_call(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression
     before, given = arguments(old.args, _SIGNATURE), arguments(new.args, _SIGNATURE)
     if given.stars or given.extra:
         editor.refuse("ddp", old, "arguments of DistributedDataParallel that are not written here")
-    result = [given.by_name["module"]] if "module" in given.by_name else []
-    if result and result[0].keyword is not None:
-        result[0] = keyword("model", result[0].value, result[0])
+    result: list[cst.Arg] = []
     for name, arg in given.by_name.items():
         if name == "module":
-            continue
-        mapped = _mapped(editor, old, name, before.by_name[name].value, arg)
-        if mapped is not None:
+            result.insert(0, keyword("model", arg.value, arg) if arg.keyword is not None else arg)
+        elif (mapped := _mapped(editor, old, name, before.by_name[name].value, arg)) is not None:
             result.append(mapped)
-    strategy = "zero1" if editor.of(_Found).zero_optimizer else "ddp"
-    like = keyword("strategy", cst.SimpleString(f'"{strategy}"')) if not result or result[0].keyword is not None else None
-    result.insert(1, like or cst.Arg(cst.SimpleString(f'"{strategy}"')))
-    hook = editor.of(_Found).comm_hook
-    if hook:
-        policy = editor.make(f"fsdp2.MixedPrecisionPolicy(reduce_dtype={hook})", "import torch")
+    here = editor.of(_Found)
+    strategy = cst.SimpleString('"zero1"' if here.zero_optimizer else '"ddp"')
+    in_order = bool(result) and result[0].keyword is None
+    result.insert(1, cst.Arg(strategy) if in_order else keyword("strategy", strategy))
+    if here.comm_hook:
+        policy = editor.make(f"fsdp2.MixedPrecisionPolicy(reduce_dtype={here.comm_hook})")
         result.append(keyword("mp_policy", policy))
-    return with_args(new, result).with_changes(func=editor.make("fsdp2.parallelize", "import fsdp2"))
+    return with_args(new, result).with_changes(func=editor.make("fsdp2.parallelize"))
 
 
 def _mapped(editor: Editor, old: cst.Call, name: str, value: cst.BaseExpression, arg: cst.Arg) -> cst.Arg | None:
     if name in _DROPPED:
         editor.note(old, f"{name}={code(value)} dropped: {_DROPPED[name]}")
-        return None
-    if is_none(value):
-        return None
-    if name == "find_unused_parameters":
-        if literal(value) == "False":
-            editor.note(old, "find_unused_parameters=False dropped: it is not needed.")
-            return None
+    elif is_none(value):
+        pass
+    elif name == "find_unused_parameters" and literal(value) == "False":
+        editor.note(old, "find_unused_parameters=False dropped: it is not needed.")
+    elif name == "find_unused_parameters":
         editor.note(
             old,
             f"find_unused_parameters={code(value)} is wrap=None, one group: a rank may leave out modules that others call. Where all "
             "ranks call the same modules, drop it: several groups are reduced while backward goes on.",
         )
         return keyword("wrap", cst.Name("None"), arg)
-    if name == "init_sync":
+    elif name == "init_sync":
         return keyword("sync_module_states", arg.value, arg)
-    if name == "broadcast_buffers":
-        editor.note(
-            old,
-            f"broadcast_buffers={code(value)} dropped: buffers are broadcast once, at the start, and then are each rank's own; "
-            "torch.nn.SyncBatchNorm keeps the statistics of batch norms equal.",
-        )
-        return None
-    if name == "process_group":
-        editor.needs("from torch.distributed.device_mesh import DeviceMesh")
-        editor.note(old, "process_group is a mesh over the ranks of that group.")
-        return keyword("mesh", editor.make(f"DeviceMesh.from_group({code(arg.value)}, {device_type(editor)})"), arg)
-    editor.refuse("ddp", old, f"{name}: not an argument that has an equivalent")
+    elif name == "process_group":
+        return keyword("mesh", expression(mesh_of_group(editor, old, arg.value)), arg)
+    else:
+        editor.refuse("ddp", old, f"{name}: fsdp2 has no equivalent of this argument")
     return None
 
 
 def find_hooks(editor: Editor) -> None:
     """Before the rewrite: whether gradients are compressed, which becomes ``reduce_dtype``, and whether DDP is joined."""
     here = editor.of(_Found)
-    for call in editor.names.facts.calls:
+    for call in editor.names.calls:
         made_by = editor.names.origin_of(call.func)
-        name = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
-        on_model = isinstance(call.func, cst.Attribute) and editor.names.tag_of(call.func.value) == "ddp"
-        if name == "register_comm_hook" and on_model:
+        method = last_name(call.func) if isinstance(call.func, cst.Attribute) and editor.names.tag_of(call.func.value) == "ddp" else ""
+        if method == "register_comm_hook":
             hook = code(arguments(call.args, ("state", "hook")).value("hook") or cst.Name("None")).rpartition(".")[2]
             if hook in _HOOKS:
                 here.comm_hook = _HOOKS[hook]
             else:
                 editor.refuse("ddp", call, f"register_comm_hook({hook}): fsdp2 reduces gradients itself; see set_all_reduce_hook")
-        elif made_by == "join:Join" or (name == "join" and on_model):
-            editor.refuse("ddp", call, "join: ranks with fewer inputs; give every rank as many (DistributedSampler, drop_last=True)")
+        elif made_by == "join:Join" or method == "join":
+            text = "join: ranks with fewer inputs; give every rank the same number of batches (DistributedSampler, drop_last=True)"
+            editor.refuse("ddp", call, text)
         elif made_by == "zero:ZeroRedundancyOptimizer":
             here.zero_optimizer = True
 
 
-def comm_hook(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
-    if not isinstance(old.func, cst.Attribute) or editor.names.tag_of(old.func.value) != "ddp":
-        return None
-    if isinstance(editor.names.parent_of(old), cst.Expr):
+def comm_hook(editor: Editor, call: Method) -> None:
+    if isinstance(editor.names.parent_of(call.old), cst.Expr):
         kind = editor.of(_Found).comm_hook
-        what = f"parallelize reduces gradients in {kind}, mp_policy's reduce_dtype." if kind else "this is what parallelize does."
-        editor.note(old, f"register_comm_hook dropped: {what}")
+        what = f"parallelize reduces gradients in {kind}, mp_policy's reduce_dtype." if kind else "parallelize does the same."
+        editor.note(call.old, f"register_comm_hook dropped: {what}")
         editor.instead()
-    return None
 
 
 def zero_optimizer(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression:
     """``ZeroRedundancyOptimizer(params, optimizer_class=AdamW, ...)`` is ``AdamW(params, ...)`` under "zero1"."""
-    given = arguments(new.args, ("params", "optimizer_class", "process_group", "parameters_as_bucket_view", "overlap_with_ddp"))
     own = ("params", "optimizer_class", "process_group", "parameters_as_bucket_view", "overlap_with_ddp")
+    given = arguments(new.args, own)
     if "optimizer_class" not in given.by_name or literal(given.value("process_group")) not in ("", "None"):
         editor.refuse("ddp", old, "ZeroRedundancyOptimizer over a process group of its own")
         return new
-    kept = [given.by_name["params"]] if "params" in given.by_name else []
-    kept += [arg for name, arg in given.by_name.items() if name not in own]
+    kept = [arg for name, arg in given.by_name.items() if name == "params" or name not in own]
     for name in own[2:]:
         if name in given.by_name:
             editor.note(old, f"{name}={given.text(name)} dropped: the optimizer sees sharded parameters; nothing to choose.")
@@ -155,14 +140,11 @@ def zero_optimizer(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpr
     return with_args(new, [*kept, *given.stars]).with_changes(func=given.by_name["optimizer_class"].value)
 
 
-def consolidate(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
+def consolidate(editor: Editor, call: Method) -> None:
     """``optimizer.consolidate_state_dict()``."""
-    if not isinstance(old.func, cst.Attribute) or editor.names.tag_of(old.func.value) != "optimizer":
-        return None
-    if isinstance(editor.names.parent_of(old), cst.Expr):
-        editor.note(old, "consolidate_state_dict dropped: full_optimizer_state_dict gathers, on every rank.")
+    if isinstance(editor.names.parent_of(call.old), cst.Expr):
+        editor.note(call.old, "consolidate_state_dict dropped: full_optimizer_state_dict gathers, on every rank.")
         editor.instead()
-    return None
 
 
 def class_reference(editor: Editor, old: cst.Name | cst.Attribute, new: cst.BaseExpression) -> cst.BaseExpression:
@@ -170,17 +152,15 @@ def class_reference(editor: Editor, old: cst.Name | cst.Attribute, new: cst.Base
     if editor.names.origin_of(old) != "ddp:DistributedDataParallel":
         return new
     if in_isinstance(editor, old):
-        return editor.make("fsdp2.FSDPModule", "import fsdp2")
-    parent = editor.names.parent_of(old)
-    call = enclosing_call(editor.names, old)
-    if not isinstance(parent, (cst.Call, cst.Annotation)):
-        what = "a subclass of DDP" if call is None else "DDP as a value"
+        return editor.make("fsdp2.FSDPModule")
+    if not isinstance(editor.names.parent_of(old), (cst.Call, cst.Annotation)):
+        what = "a subclass of DDP" if enclosing_call(editor.names, old) is None else "DDP as a value"
         editor.refuse("ddp", old, f"{what}: parallelize changes a module in place, there is no class of wrappers")
     return new
 
 
 RULES = Rules(
     calls={"ddp:DistributedDataParallel": ddp_call, "zero:ZeroRedundancyOptimizer": zero_optimizer},
-    methods={"register_comm_hook": comm_hook, "consolidate_state_dict": consolidate},
+    methods={("ddp", "register_comm_hook"): comm_hook, ("optimizer", "consolidate_state_dict"): consolidate},
     nodes={cst.Name: [class_reference], cst.Attribute: [class_reference]},
 )

@@ -16,8 +16,8 @@ from typing import Any
 import libcst as cst
 
 from .deepspeed_config import Plan, from_dict, from_file, plan_of
-from .editor import Editor, Rules
-from .syntax_trees import arguments, code, dotted, keyword, literal, string_of, with_args
+from .editor import Editor, Method, Rules
+from .syntax_trees import arguments, code, dotted, expression, keyword, string_of, with_args
 
 _SIGNATURE = (
     "args",
@@ -35,6 +35,12 @@ _SIGNATURE = (
     "config_params",
 )
 _OPTIMIZERS = ("FusedAdam", "DeepSpeedCPUAdam", "CPUAdam")
+_WHY = {
+    "args": "the configuration is in the call.",
+    "model_parameters": "the optimizer takes the sharded parameters.",
+    "dist_init_required": "torch.distributed.init_process_group() starts the processes.",
+    "distributed_port": "torchrun chooses the port.",
+}
 
 
 @dataclass
@@ -43,21 +49,27 @@ class Engine:
 
     script:          where the file is, next to which a configuration may lie
     plan:            None if it is not rewritten
-    names:           of the engine, optimizer, loader and scheduler
     steps_elsewhere: ``engine.step()`` is called in another function, which sees the engine alone
     """
 
     script: Path | None = None
     plan: Plan | None = None
-    names: tuple[str, str, str, str] = ("", "", "", "")
+    engine: str = ""
+    optimizer: str = ""
+    loader: str = ""
+    scheduler: str = ""
     has_scheduler: bool = False
     steps_elsewhere: bool = False
+
+    def of(self, engine: str, name: str) -> str:
+        """The text for the optimizer or the scheduler, where the code calls the engine ``engine``."""
+        return f"{engine}.{name}" if self.steps_elsewhere else {"optimizer": self.optimizer, "lr_scheduler": self.scheduler}[name]
 
 
 def find_engine(editor: Editor) -> None:
     """Before the rewrite: what becomes of this file's ``initialize``."""
     names = editor.names
-    calls = [call for call in names.facts.calls if names.origin_of(call.func) == "deepspeed:initialize"]
+    calls = [call for call in names.calls if names.origin_of(call.func) == "deepspeed:initialize"]
     if len(calls) > 1:
         editor.refuse("deepspeed", calls[1], "several calls of deepspeed.initialize in one file")
     if len(calls) != 1:
@@ -73,22 +85,30 @@ def find_engine(editor: Editor) -> None:
     if config is None:
         editor.refuse("deepspeed", call, "the configuration is not written in the script nor in a JSON file that it names")
         return
-    plan = plan_of(config)
-    for reason in plan.refused:
+    here, plan = editor.of(Engine), plan_of(config)
+    refused = {
+        **dict.fromkeys(plan.refused, True),
+        "no optimizer, in the configuration or as an argument": plan.optimizer is None and given.value("optimizer") is None,
+        "mpu: pass a mesh": given.value("mpu") is not None,
+        "training_data without train_micro_batch_size_per_gpu": (
+            given.value("training_data") is not None and plan.micro_batch_size is None
+        ),
+    }
+    for reason in [reason for reason, holds in refused.items() if holds]:
         editor.refuse("deepspeed", call, reason)
-    if plan.optimizer is None and given.value("optimizer") is None:
-        editor.refuse("deepspeed", call, "no optimizer, in the configuration or as an argument")
-    if given.value("mpu") is not None:
-        editor.refuse("deepspeed", call, "mpu: pass a mesh")
-    engine, optimizer, loader, scheduler = (dotted(element.value) for element in target.elements)
-    if given.value("training_data") is not None and plan.micro_batch_size is None:
-        editor.refuse("deepspeed", call, "training_data without train_micro_batch_size_per_gpu")
-    here = editor.of(Engine)
     here.plan = plan
-    here.names = (engine, "optimizer" if optimizer in ("_", "") else optimizer, loader, scheduler)
+    here.engine, optimizer, loader, scheduler = (dotted(element.value) for element in target.elements)
+    here.optimizer = "optimizer" if optimizer == "_" else optimizer or "optimizer"
+    here.loader = "" if loader == "_" else loader
     here.has_scheduler = given.value("lr_scheduler") is not None
-    steps = [each for each in names.facts.calls if isinstance(each.func, cst.Attribute) and each.func.attr.value == "step"]
-    far = [each for each in steps if _is_engine(editor, each) and names.function_of(each) is not names.function_of(call)]
+    here.scheduler = "lr_scheduler" if scheduler == "_" else scheduler or "lr_scheduler"
+    steps = [each for each in names.calls if isinstance(each.func, cst.Attribute) and each.func.attr.value == "step"]
+    far = [
+        each
+        for each in steps
+        if names.tag_of(cst.ensure_type(each.func, cst.Attribute).value) == "deepspeed"
+        and names.function_of(each) is not names.function_of(call)
+    ]
     here.steps_elsewhere = bool(far) and names.function_of(call) is not None
 
 
@@ -100,151 +120,113 @@ def _config(editor: Editor, call: cst.Call) -> Any:
         node = values[0] if len(values) == 1 else None
     if isinstance(node, cst.Dict):
         return from_dict(node)
-    text = string_of(node)
-    if text is None:
-        return None
-    path = editor.of(Engine).script
-    folders = [path.parent] if path is not None else []
-    return next((found for folder in folders if (found := from_file(folder / text)) is not None), None)
-
-
-def _is_engine(editor: Editor, call: cst.Call) -> bool:
-    return isinstance(call.func, cst.Attribute) and editor.names.tag_of(call.func.value) == "deepspeed"
+    text, script = string_of(node), editor.of(Engine).script
+    return from_file(script.parent / text) if text is not None and script is not None else None
 
 
 # --- initialize ----------------------------------------------------------------------------------------------------------------
 
 
 def initialize(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
-    plan = editor.of(Engine).plan
+    here = editor.of(Engine)
+    plan, engine, optimizer = here.plan, here.engine, here.optimizer
     if plan is None:
         return None
     given = arguments(new.args, _SIGNATURE)
-    engine, optimizer, loader, scheduler = editor.of(Engine).names
     for text in plan.notes:
         editor.note(old, text)
-    for name in ("args", "model_parameters", "dist_init_required", "distributed_port"):
+    for name in _WHY:
         if name in given.by_name:
             editor.note(old, f"{name}={given.text(name)} dropped: {_WHY[name]}")
-    editor.needs("import fsdp2")
-    words = [given.text("model"), f'"{plan.strategy}"', *plan.policies]
-    lines = [f"{engine} = fsdp2.parallelize({', '.join(words)})"]
-    if any("torch." in each for each in plan.policies):
-        editor.needs("import torch")
+    policies = [editor.text(each) for each in plan.policies]
+    words = ", ".join([given.text("model"), f'"{plan.strategy}"', *policies])
+    lines = [f"{engine} = " + editor.text("fsdp2.parallelize({words})", words=words)]
     if given.value("optimizer") is not None:
         if optimizer != given.text("optimizer"):
             lines.append(f"{optimizer} = {given.text('optimizer')}")
     elif plan.optimizer is not None:
-        editor.needs("import torch")
-        lines.append(f"{optimizer} = {plan.optimizer.format(params=f'{engine}.parameters()')}")
-    if given.value("training_data") is not None and loader not in ("_", ""):
-        editor.needs("from torch.utils.data import DataLoader")
-        editor.needs("from torch.utils.data.distributed import DistributedSampler")
-        data = given.text("training_data")
+        lines.append(f"{optimizer} = " + editor.text(plan.optimizer, params=f"{engine}.parameters()"))
+    if given.value("training_data") is not None and here.loader:
         collate = f", collate_fn={given.text('collate_fn')}" if given.value("collate_fn") is not None else ""
-        lines.append(f"{loader} = DataLoader({data}, batch_size={plan.micro_batch_size}, sampler=DistributedSampler({data}){collate})")
-    if editor.of(Engine).has_scheduler:
-        if scheduler in ("_", ""):
-            scheduler = "lr_scheduler"
-        if scheduler != given.text("lr_scheduler"):
-            lines.append(f"{scheduler} = {given.text('lr_scheduler')}")
-    if editor.of(Engine).steps_elsewhere:
+        template = "{loader} = DataLoader({data}, batch_size={size}, sampler=DistributedSampler({data}){collate})"
+        size = plan.micro_batch_size or ""
+        lines.append(editor.text(template, loader=here.loader, data=given.text("training_data"), size=size, collate=collate))
+    if here.has_scheduler and here.scheduler != given.text("lr_scheduler"):
+        lines.append(f"{here.scheduler} = {given.text('lr_scheduler')}")
+    if here.steps_elsewhere:
         lines.append(f"{engine}.optimizer = {optimizer}")
-        if editor.of(Engine).has_scheduler:
-            lines.append(f"{engine}.lr_scheduler = {scheduler}")
+        if here.has_scheduler:
+            lines.append(f"{engine}.lr_scheduler = {here.scheduler}")
     if plan.micro_batches != "1":
         lines.append(f"{engine}.micro_step = 0")
-    editor.of(Engine).names = (engine, optimizer, loader, scheduler)
     editor.instead(*lines)
     return new
-
-
-_WHY = {
-    "args": "the configuration is in the call.",
-    "model_parameters": "the optimizer takes the sharded parameters.",
-    "dist_init_required": "torch.distributed.init_process_group() starts the processes.",
-    "distributed_port": "torchrun chooses the port.",
-}
 
 
 # --- the engine ----------------------------------------------------------------------------------------------------------------
 
 
-def backward(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
+def backward(editor: Editor, call: Method) -> cst.BaseExpression | None:
     """``engine.backward(loss)``."""
     plan = editor.of(Engine).plan
-    if plan is None or not _is_engine(editor, old) or not new.args:
+    if plan is None or not call.new.args:
         return None
-    loss = code(new.args[0].value)
+    loss = code(call.new.args[0].value)
     if plan.micro_batches != "1":
-        return editor.make(f"({loss} / {plan.micro_batches}).backward()")
-    if not isinstance(new.args[0].value, (cst.Name, cst.Attribute, cst.Call, cst.Subscript)):
+        return expression(f"({loss} / {plan.micro_batches}).backward()")
+    if not isinstance(call.new.args[0].value, (cst.Name, cst.Attribute, cst.Call, cst.Subscript)):
         loss = f"({loss})"
-    return editor.make(f"{loss}.backward()")
+    return expression(f"{loss}.backward()")
 
 
-def step(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
+def step(editor: Editor, call: Method) -> None:
     """``engine.step()``: clip, step, zero_grad, the scheduler; after the last micro-batch only."""
-    plan = editor.of(Engine).plan
-    if plan is None or not _is_engine(editor, old) or not isinstance(new.func, cst.Attribute):
-        return None
-    if not isinstance(editor.names.parent_of(old), cst.Expr):
-        editor.refuse("deepspeed", old, "the result of engine.step() is used")
-        return None
-    engine = code(new.func.value)
-    _engine, optimizer, _loader, scheduler = editor.of(Engine).names
-    if editor.of(Engine).steps_elsewhere:
-        optimizer, scheduler = f"{engine}.optimizer", f"{engine}.lr_scheduler"
-    lines = [f"fsdp2.clip_grad_norm_({engine}.parameters(), {plan.clip})"] if plan.clip else []
+    here, engine = editor.of(Engine), call.text
+    plan = here.plan
+    if plan is None:
+        return
+    if not isinstance(editor.names.parent_of(call.old), cst.Expr):
+        editor.refuse("deepspeed", call.old, "the result of engine.step() is used")
+        return
+    optimizer = here.of(engine, "optimizer")
+    lines = [editor.text("fsdp2.clip_grad_norm_({engine}.parameters(), {clip})", engine=engine, clip=plan.clip)] if plan.clip else []
     lines += [f"{optimizer}.step()", f"{optimizer}.zero_grad()"]
-    if editor.of(Engine).has_scheduler:
-        lines.append(f"{scheduler}.step()")
-    if plan.micro_batches == "1":
+    if here.has_scheduler:
+        lines.append(f"{here.of(engine, 'lr_scheduler')}.step()")
+    number = plan.micro_batches
+    if number == "1":
         editor.instead(*lines)
-    else:
-        inside = "".join(f"    {line}\n" for line in lines)
-        editor.note(old, "every micro-batch is reduced; fsdp2.accumulate around it saves communication.")
-        editor.instead(f"{engine}.micro_step += 1", f"if {engine}.micro_step % {_operand(plan.micro_batches)} == 0:\n{inside}")
-    return new
+        return
+    inside = "".join(f"    {line}\n" for line in lines)
+    operand = number if number.isidentifier() or number.isdigit() or "." in number else f"({number})"
+    editor.note(call.old, "every micro-batch is reduced; fsdp2.accumulate around it saves communication.")
+    editor.instead(f"{engine}.micro_step += 1", f"if {engine}.micro_step % {operand} == 0:\n{inside}")
 
 
-def _operand(text: str) -> str:
-    return text if text.isidentifier() or text.isdigit() or "." in text else f"({text})"
-
-
-def save_checkpoint(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
+def save_checkpoint(editor: Editor, call: Method) -> cst.BaseExpression | None:
     """``engine.save_checkpoint(folder, tag)`` is a DCP checkpoint, which any number of ranks can load."""
-    if not _is_engine(editor, old) or not isinstance(new.func, cst.Attribute) or editor.of(Engine).plan is None:
+    if editor.of(Engine).plan is None:
         return None
-    given = arguments(new.args, ("save_dir", "tag", "client_state"))
-    if "tag" not in given.by_name or literal(given.value("client_state")) not in ("", "None") or "client_state" in given.by_name:
-        editor.refuse("deepspeed", old, "save_checkpoint without a tag or with client_state: use fsdp2.checkpoint.Checkpointer")
+    given = arguments(call.new.args, ("save_dir", "tag", "client_state"))
+    if "tag" not in given.by_name or "client_state" in given.by_name:
+        text = "save_checkpoint without a tag or with client_state: use fsdp2.checkpoint.Checkpointer"
+        editor.refuse("deepspeed", call.old, text)
         return None
-    engine = code(new.func.value)
-    tag = given.text("tag") if string_of(given.value("tag")) is not None else f"str({given.text('tag')})"
-    optimizer = f"{engine}.optimizer" if editor.of(Engine).steps_elsewhere else editor.of(Engine).names[1]
-    for line in (
-        "import os",
-        "import torch.distributed.checkpoint as dcp",
-        "from torch.distributed.checkpoint.state_dict import get_model_state_dict",
-        "from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict",
-    ):
-        editor.needs(line)
-    editor.note(old, "a checkpoint of torch.distributed.checkpoint, not one that DeepSpeed reads.")
+    editor.note(call.old, "a checkpoint of torch.distributed.checkpoint, not one that DeepSpeed reads.")
     return editor.make(
-        f'dcp.save({{"model": get_model_state_dict({engine}), "optimizer": get_optimizer_state_dict({engine}, {optimizer})}}, '
-        f"checkpoint_id=os.path.join({given.text('save_dir')}, {tag}))"
+        'dcp.save({{"model": get_model_state_dict({engine}), "optimizer": get_optimizer_state_dict({engine}, {optimizer})}}, '
+        "checkpoint_id=os.path.join({folder}, {tag}))",
+        engine=call.text,
+        optimizer=editor.of(Engine).of(call.text, "optimizer"),
+        folder=given.text("save_dir"),
+        tag=given.text("tag") if string_of(given.value("tag")) is not None else f"str({given.text('tag')})",
     )
 
 
-def load_checkpoint(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
-    if _is_engine(editor, old) and editor.of(Engine).plan is not None:
-        editor.refuse(
-            "deepspeed",
-            old,
-            "load_checkpoint: use fsdp2.checkpoint.Checkpointer; for DeepSpeed's files, `fsdp2 convert OLD NEW --to dcp`",
-        )
-    return None
+def load_checkpoint(editor: Editor, call: Method) -> None:
+    if editor.of(Engine).plan is not None:
+        text = "load_checkpoint: use fsdp2.checkpoint.Checkpointer; for DeepSpeed's files, `fsdp2 convert OLD NEW --to dcp`"
+        editor.refuse("deepspeed", call.old, text)
 
 
 _ENGINE_ONLY = (
@@ -256,7 +238,7 @@ _ENGINE_ONLY = (
 def engine_attribute(editor: Editor, old: cst.Attribute, new: cst.Attribute) -> cst.BaseExpression:
     """Names that only DeepSpeed's engine has."""
     if old.attr.value in _ENGINE_ONLY and editor.names.tag_of(old.value) == "deepspeed":
-        editor.refuse("deepspeed", old, f"engine.{old.attr.value}: the model has nothing of that name")
+        editor.refuse("deepspeed", old, f"engine.{old.attr.value}: the model has no such attribute")
     return new
 
 
@@ -266,13 +248,12 @@ def engine_attribute(editor: Editor, old: cst.Attribute, new: cst.Attribute) -> 
 def init_distributed(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression:
     given = arguments(new.args, ("dist_backend",))
     backend = [given.by_name["dist_backend"].with_changes(keyword=None, equal=cst.MaybeSentinel.DEFAULT)] if given.by_name else []
-    func = editor.make("torch.distributed.init_process_group", "import torch.distributed")
-    return with_args(new, backend).with_changes(func=func)
+    return with_args(new, backend).with_changes(func=editor.make("torch.distributed.init_process_group"))
 
 
 def config_arguments(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
     """``parser = deepspeed.add_config_arguments(parser)``."""
-    editor.note(old, "add_config_arguments dropped: --deepspeed and --deepspeed_config say nothing here.")
+    editor.note(old, "add_config_arguments dropped: --deepspeed and --deepspeed_config have no effect here.")
     parent = editor.names.parent_of(old)
     if isinstance(parent, cst.Assign) and new.args and code(parent.targets[0].target) == code(new.args[0].value):
         editor.instead()
@@ -289,7 +270,7 @@ def own_optimizer(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpre
     if not adam and "weight_decay" not in given.by_name:
         words.append(keyword("weight_decay", cst.Float("0.0")))
     editor.note(old, f"{name} is torch's, whose foreach implementation handles all shards at once.")
-    return with_args(new, words).with_changes(func=editor.make(f"torch.optim.{'Adam' if adam else 'AdamW'}", "import torch"))
+    return with_args(new, words).with_changes(func=editor.make(f"torch.optim.{'Adam' if adam else 'AdamW'}"))
 
 
 def rest(editor: Editor, old: cst.Attribute | cst.Name, new: cst.BaseExpression) -> cst.BaseExpression:
@@ -299,7 +280,7 @@ def rest(editor: Editor, old: cst.Attribute | cst.Name, new: cst.BaseExpression)
     if found.startswith("deepspeed:") and found.rpartition(".")[2].removeprefix("deepspeed:") not in known:
         parent = editor.names.parent_of(old)
         if not (isinstance(parent, cst.Attribute) and editor.names.origin_of(parent).startswith("deepspeed:")):
-            editor.refuse("deepspeed", old, f"{found.replace(':', '.')}: not something that fsdp2 replaces")
+            editor.refuse("deepspeed", old, f"{found.replace(':', '.')}: fsdp2 has no replacement")
     return new
 
 
@@ -312,6 +293,11 @@ RULES = Rules(
         "deepspeed:ops.adam.DeepSpeedCPUAdam": own_optimizer,
         "deepspeed:ops.adam.cpu_adam.DeepSpeedCPUAdam": own_optimizer,
     },
-    methods={"backward": backward, "step": step, "save_checkpoint": save_checkpoint, "load_checkpoint": load_checkpoint},
+    methods={
+        ("deepspeed", "backward"): backward,
+        ("deepspeed", "step"): step,
+        ("deepspeed", "save_checkpoint"): save_checkpoint,
+        ("deepspeed", "load_checkpoint"): load_checkpoint,
+    },
     nodes={cst.Attribute: [engine_attribute, rest], cst.Name: [rest]},
 )

@@ -12,17 +12,22 @@ _CPU_ONLY = ("gloo", "mpi", "cpu:gloo")
 _STARTS = ("torch.distributed.init_process_group", "torch.distributed.distributed_c10d.init_process_group")
 
 
-def device_type(editor: Editor) -> str:
+def mesh_of_group(editor: Editor, at: cst.CSTNode, group: cst.BaseExpression) -> str:
+    """The text for ``process_group=group``: a mesh over the ranks of that group."""
+    editor.note(at, "process_group is a mesh over the ranks of that group.")
+    return editor.text("DeviceMesh.from_group({group}, {device})", group=group, device=_device_type(editor))
+
+
+def _device_type(editor: Editor) -> str:
     """The text of an expression: ``"cpu"``, ``"cuda"``, or one that asks when it runs."""
     backends: set[str | None] = set()
-    for call in editor.names.facts.calls:
+    for call in editor.names.calls:
         if editor.names.origin_of(call.func) in _STARTS:
             backends |= _strings(editor.names, arguments(call.args, ("backend",)).value("backend"))
     on_cpu = {backend in _CPU_ONLY for backend in backends}
     if len(on_cpu) == 1 and None not in backends:
         return '"cpu"' if on_cpu == {True} else '"cuda"'
-    editor.needs("import torch")
-    return '"cuda" if torch.cuda.is_available() else "cpu"'
+    return editor.text('"cuda" if torch.cuda.is_available() else "cpu"')
 
 
 def _strings(names: Names, node: cst.BaseExpression | None, depth: int = 0) -> set[str | None]:

@@ -1,4 +1,4 @@
-"""The walk over one file: rules rewrite expressions, the editor keeps what they say about them and puts it above the statement.
+"""The walk over one file: rules rewrite expressions, the editor keeps their notes and puts them above the statement.
 
 A rule gets a node as it was and as it has become (its inner parts are already rewritten) and returns another one. By calling the
 editor it adds statements around, comments, imports and findings.
@@ -6,6 +6,7 @@ editor it adds statements around, comments, imports and findings.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +14,9 @@ from typing import Any, TypeVar, cast
 
 import libcst as cst
 
-from .names import WRAPPED, Names
+from .names import Names
 from .report import Finding, Kind
-from .syntax_trees import code, comments_in, dotted, expression, statement
-
-CallRule = Callable[["Editor", cst.Call, cst.Call], cst.BaseExpression | None]
-"""(editor, the call as it was, as it has become) -> what to put there; None: not mine."""
-NodeRule = Callable[["Editor", Any, Any], Any]
+from .syntax_trees import code, comments_in, expression, statement, without
 
 State = TypeVar("State")
 
@@ -27,32 +24,70 @@ _WIDTH = 100
 _MARK = "# fsdp2: "
 _COMPOUND = (cst.If, cst.For, cst.While, cst.With, cst.Try, cst.FunctionDef, cst.ClassDef, cst.Match)
 
+_STATE_DICT = "torch.distributed.checkpoint.state_dict"
+_FROM = {
+    "StateDictOptions": _STATE_DICT,
+    "get_model_state_dict": _STATE_DICT,
+    "get_optimizer_state_dict": _STATE_DICT,
+    "set_model_state_dict": _STATE_DICT,
+    "set_optimizer_state_dict": _STATE_DICT,
+    "DeviceMesh": "torch.distributed.device_mesh",
+    "DataLoader": "torch.utils.data",
+    "DistributedSampler": "torch.utils.data.distributed",
+    "nn": "torch",
+}
+_MODULES = ("fsdp2.compat", "fsdp2.checkpoint", "fsdp2", "torch.distributed", "torch", "functools", "os")
+_NAME = re.compile(r"(?<![\w.\"'])[A-Za-z_][\w.]*")
+
+
+def imports_of(template: str) -> set[str]:
+    """The import lines for the names in a rule's own text: ``fsdp2.accumulate({model})`` needs ``import fsdp2``."""
+    lines = set()
+    for name in _NAME.findall(template):
+        first = name.partition(".")[0]
+        if first in _FROM:
+            lines.add(f"from {_FROM[first]} import {first}")
+        elif first == "dcp":
+            lines.add("import torch.distributed.checkpoint as dcp")
+        else:
+            lines |= {f"import {each}" for each in [each for each in _MODULES if name.startswith(f"{each}.")][:1]}
+    return lines
+
+
+@dataclass(frozen=True)
+class Method:
+    """A call ``model.method(...)`` of an object whose tag is known.
+
+    old, new: the call as it was, and as it has become
+    on:       the object as it was; text: the same as it has become
+    """
+
+    old: cst.Call
+    new: cst.Call
+    on: cst.BaseExpression
+    text: str
+    tag: str
+
+
+CallRule = Callable[["Editor", cst.Call, cst.Call], cst.BaseExpression | None]
+"""(editor, the call as it was, as it has become) -> what to put there; None: not mine."""
+MethodRule = Callable[["Editor", Method], cst.BaseExpression | None]
+NodeRule = Callable[["Editor", Any, Any], Any]
+
 
 @dataclass
 class Rules:
-    """The rules by the origin of a call, by the name of a method, by the type of a node; ``on_with`` for context managers."""
+    """The rules by the origin of a call, by the object's tag and the method's name, by the type of a node."""
 
     calls: dict[str, CallRule] = field(default_factory=dict)
-    methods: dict[str, CallRule] = field(default_factory=dict)
+    methods: dict[tuple[str, str], MethodRule] = field(default_factory=dict)
     nodes: dict[type[cst.CSTNode], list[NodeRule]] = field(default_factory=dict)
-    enter: dict[type[cst.CSTNode], list[Callable[[Editor, Any], None]]] = field(default_factory=dict)
-    leave: dict[type[cst.CSTNode], list[Callable[[Editor, Any], None]]] = field(default_factory=dict)
 
     def add(self, other: Rules) -> None:
         self.calls.update(other.calls)
-        for name, rule in other.methods.items():
-            self.methods[name] = _either(self.methods[name], rule) if name in self.methods else rule
-        for mine, theirs in ((self.nodes, other.nodes), (self.enter, other.enter), (self.leave, other.leave)):
-            for kind, rules in theirs.items():
-                cast(dict[Any, list[Any]], mine).setdefault(kind, []).extend(rules)
-
-
-def _either(first: CallRule, second: CallRule) -> CallRule:
-    def rule(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
-        found = first(editor, old, new)
-        return second(editor, old, new) if found is None else found
-
-    return rule
+        self.methods.update(other.methods)
+        for kind, rules in other.nodes.items():
+            self.nodes.setdefault(kind, []).extend(rules)
 
 
 @dataclass
@@ -84,7 +119,7 @@ class Editor(cst.CSTTransformer):
     # --- what rules call ---
 
     def note(self, node: cst.CSTNode, text: str) -> None:
-        """A comment above the statement: something is otherwise than it was. Said once for a statement."""
+        """A comment above the statement: the new code does something else. Said once for a statement."""
         self._say(node, Kind.CHANGED, text)
 
     def compat(self, node: cst.CSTNode, text: str) -> None:
@@ -107,29 +142,18 @@ class Editor(cst.CSTTransformer):
         why = "on fsdp2.compat" if finding.kind is Kind.COMPAT else "not migrated"
         self._around.setdefault(statement_id, _Around()).comments.append(f"{why}: {finding.text}")
 
-    def _statement_around(self, node: cst.CSTNode) -> int:
-        """The id of the innermost statement around ``node``."""
-        above: cst.CSTNode | None = node
-        while above is not None and not isinstance(above, (cst.SimpleStatementLine, *_COMPOUND)):
-            above = self.names.parent_of(above)
-        return id(above)
-
     def of(self, kind: type[State]) -> State:
-        """What a file of rules has found out about this text: an instance of the file's own class, which it makes without arguments."""
-        if kind not in self._states:
-            self._states[kind] = kind()
-        found: State = self._states[kind]
-        return found
+        """The facts that a file of rules has found in this text: an instance of the file's own class, made without arguments."""
+        return cast(State, self._states.setdefault(kind, kind()))
 
-    def needs(self, import_line: str) -> None:
-        """The new text uses what this line imports."""
-        self.imports.add(import_line)
+    def text(self, template: str, **parts: str | cst.CSTNode) -> str:
+        """``template`` with its ``{name}`` filled in. The new file imports the modules that the template names."""
+        self.imports |= imports_of(template)
+        return template.format(**{name: each if isinstance(each, str) else code(each) for name, each in parts.items()})
 
-    def make(self, text: str, *import_lines: str) -> cst.BaseExpression:
-        """An expression out of text."""
-        for line in import_lines:
-            self.needs(line)
-        return expression(text)
+    def make(self, template: str, **parts: str | cst.CSTNode) -> cst.BaseExpression:
+        """``text`` as an expression."""
+        return expression(self.text(template, **parts))
 
     def before(self, text: str, at: cst.CSTNode | None = None) -> None:
         """Put a statement before the one that is open, or before ``at``, one of those around it."""
@@ -152,10 +176,10 @@ class Editor(cst.CSTTransformer):
         """The innermost open statement."""
         return self._open[-1] if self._open else None
 
-    @property
-    def statements(self) -> Sequence[cst.CSTNode]:
-        """The open statements, outermost first."""
-        return self._open
+    def _statement_around(self, node: cst.CSTNode) -> int:
+        """The id of the innermost statement around ``node``."""
+        above = (each for each in (node, *self.names.ancestors(node)) if isinstance(each, (cst.SimpleStatementLine, *_COMPOUND)))
+        return id(next(above, None))
 
     def _say(self, node: cst.CSTNode, kind: Kind, text: str) -> None:
         finding = Finding(self.names.line_of(node), kind, text)
@@ -166,8 +190,7 @@ class Editor(cst.CSTTransformer):
                 comments.append(text)
 
     def _of(self, at: cst.CSTNode | None) -> _Around:
-        target = at if at is not None else self.statement
-        return self._around.setdefault(id(target), _Around())
+        return self._around.setdefault(id(at if at is not None else self.statement), _Around())
 
     # --- the walk ---
 
@@ -176,21 +199,16 @@ class Editor(cst.CSTTransformer):
             return False
         if isinstance(node, (cst.SimpleStatementLine, *_COMPOUND)):
             self._open.append(node)
-        for hook in self._rules.enter.get(type(node), ()):
-            hook(self, node)
-        return super().on_visit(node)
+        return True
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: Any) -> Any:
-        result = super().on_leave(original_node, updated_node)
-        if isinstance(original_node, cst.Call) and isinstance(result, cst.Call):
+        result = updated_node
+        if isinstance(original_node, cst.Call):
             result = self._call(original_node, result)
         for rule in self._rules.nodes.get(type(original_node), ()):
-            if isinstance(result, cst.CSTNode):
-                result = rule(self, original_node, result)
-        for hook in self._rules.leave.get(type(original_node), ()):
-            hook(self, original_node)
+            result = rule(self, original_node, result)
         if self._gone and isinstance(result, (cst.IndentedBlock, cst.Module)):
-            result = self._block(result)
+            result = without(result, lambda each: id(each) in self._gone, lambda line: True)
         if isinstance(original_node, (cst.SimpleStatementLine, *_COMPOUND)):
             result = self._surround(original_node, result)
             self._open.pop()
@@ -198,30 +216,28 @@ class Editor(cst.CSTTransformer):
 
     def _call(self, old: cst.Call, new: cst.Call) -> cst.BaseExpression:
         made_by = self.names.origin_of(old.func)
-        if not made_by and isinstance(old.func, cst.Attribute):
-            rule = self._rules.methods.get(old.func.attr.value)
-        else:
-            rule = self._rules.calls.get(made_by)
-        found = rule(self, old, new) if rule is not None else None
+        found: cst.BaseExpression | None = None
+        if not made_by and isinstance(old.func, cst.Attribute) and isinstance(new.func, cst.Attribute):
+            tag = self.names.tag_of(old.func.value)
+            if (method := self._rules.methods.get((tag, old.func.attr.value))) is not None:
+                found = method(self, Method(old, new, old.func.value, code(new.func.value), tag))
+                return new if found is None else found
+        if (rule := self._rules.calls.get(made_by)) is not None:
+            found = rule(self, old, new)
         return new if found is None else found
 
     def _surround(self, old: cst.CSTNode, new: Any) -> Any:
         around = self._around.pop(id(old), None)
         if around is None:
             return new
-        if isinstance(new, cst.FlattenSentinel):
-            body = list(new)
-        else:
-            body = [new]
-        gone = False
-        blank = body[0].leading_lines if body else ()
+        body = list(new) if isinstance(new, cst.FlattenSentinel) else [new]
+        blank = body[0].leading_lines
         if around.instead is not None:
-            leading = cast(cst.SimpleStatementLine, old).leading_lines
             body = [statement(text) for text in around.instead]
-            blank = leading
-        if not body:  # comments of dropped code wait for the next statement of the block
+            blank = cast(cst.SimpleStatementLine, old).leading_lines
+        gone = not body
+        if gone:  # comments of dropped code wait for the next statement of the block
             body = [cst.SimpleStatementLine([cst.Pass()])]
-            gone = True
         body = [*(statement(text) for text in around.before), *body, *(statement(text) for text in around.after)]
         if isinstance(old, cst.SimpleStatementLine):  # comments in dropped code
             written = "".join(code(each) for each in body)
@@ -235,22 +251,6 @@ class Editor(cst.CSTTransformer):
             self._gone[id(body[0])] = body[0]
         return cst.FlattenSentinel(body)
 
-    def _block(self, block: Any) -> Any:
-        """The block without its dropped statements; notes on those go to the next statement, or to the end of the block."""
-        body: list[Any] = []
-        pending: list[cst.EmptyLine] = []
-        for each in block.body:
-            if id(each) in self._gone:
-                pending += each.leading_lines
-            elif pending:
-                body.append(each.with_changes(leading_lines=[*pending, *each.leading_lines]))
-                pending = []
-            else:
-                body.append(each)
-        if isinstance(block, cst.IndentedBlock) and not body:
-            body, pending = [cst.SimpleStatementLine([cst.Pass()], leading_lines=pending)], []
-        return block.with_changes(body=body, footer=[*pending, *block.footer])
-
 
 def _comment_lines(text: str) -> list[str]:
     return textwrap.wrap(_MARK + text, _WIDTH, subsequent_indent="#   ", break_long_words=False, break_on_hyphens=False)
@@ -261,13 +261,3 @@ def enclosing_call(names: Names, node: cst.CSTNode) -> cst.Call | None:
     parent = names.parent_of(node)
     above = names.parent_of(parent) if isinstance(parent, cst.Arg) else None
     return above if isinstance(above, cst.Call) else None
-
-
-def receiver(call: cst.Call) -> str:
-    """``self.model`` of ``self.model.no_sync()``; the wrapped module's ``.module`` is left out."""
-    if not isinstance(call.func, cst.Attribute):
-        return ""
-    text = dotted(call.func.value)
-    for name in WRAPPED:
-        text = text.removesuffix(f".{name}")
-    return text

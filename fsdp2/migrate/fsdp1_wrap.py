@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from .buffers import cast
-from .devices import device_type
+from .buffers import cast, wrapping_calls
+from .devices import mesh_of_group
 from .editor import Editor, Rules, enclosing_call
 from .fsdp1_values import partial_policy, strategy_by_getattr
-from .syntax_trees import arguments, code, dotted, expression, is_none, keyword, string_of, with_args, without_comment
+from .syntax_trees import arguments, code, dotted, expression, is_none, keyword, last_name, string_of, with_args, without_comment
 
 SIGNATURE = (
     "module",
@@ -85,9 +85,7 @@ def map_argument(
         if isinstance(old, cst.Tuple):
             editor.refuse("fsdp1", at, "process_group=(shard, replicate): make a 2-D mesh of the same ranks and pass it as mesh")
             return None
-        editor.needs("from torch.distributed.device_mesh import DeviceMesh")
-        editor.note(at, "process_group is a mesh over the ranks of that group.")
-        return "mesh", f"DeviceMesh.from_group({code(new)}, {device_type(editor)})"
+        return "mesh", mesh_of_group(editor, at, new)
     if name == "param_init_fn":
         _param_init_fn(editor, at, old)
         return None
@@ -99,7 +97,7 @@ def _renamed(editor: Editor, at: cst.CSTNode, name: str, old: cst.BaseExpression
     new_name, none_means, tag = RENAMED[name]
     if is_none(old):
         return ("wrap", "None") if name == "auto_wrap_policy" else None
-    if tag == "policy" and dotted(old) in editor.names.facts.functions:
+    if tag == "policy" and dotted(old) in editor.names.functions:
         why = "a policy function decides while FSDP1 walks the tree; see fsdp2.wrap.by_predicate"
         editor.refuse("fsdp1", at, f"{name}={code(old)}: {why}")
         return None
@@ -108,9 +106,8 @@ def _renamed(editor: Editor, at: cst.CSTNode, name: str, old: cst.BaseExpression
         return None
     text = code(new)
     if none_means and _may_be_none(editor, old):
-        editor.needs("import fsdp2")
         operand = text if isinstance(new, (cst.Name, cst.Attribute, cst.Call, cst.Subscript)) else f"({text})"
-        text = f"{operand} or {none_means}"
+        text = editor.text(f"{{value}} or {none_means}", value=operand)
     return new_name, text
 
 
@@ -133,18 +130,18 @@ def _may_be_none(editor: Editor, value: cst.BaseExpression, depth: int = 0) -> b
 
 def _ignored_states(editor: Editor, new: cst.BaseExpression) -> str:
     text = code(new)
+    is_list = isinstance(new, cst.Call) and code(new.func) in ("list", "set", "tuple") and len(new.args) == 1
     if isinstance(new, (cst.List, cst.Tuple, cst.ListComp, cst.GeneratorExp, cst.Call)) and (
         ".parameters()" in text or ".weight" in text or ".bias" in text
     ):
-        is_list = isinstance(new, cst.Call) and code(new.func) in ("list", "set", "tuple") and len(new.args) == 1
-        return f"set({code(new.args[0].value)})" if isinstance(new, cst.Call) and is_list else f"set({text})"
-    editor.needs("from torch import nn")
-    return f"{{param for each in {text} for param in (each.parameters() if isinstance(each, nn.Module) else [each])}}"
+        return f"set({code(new.args[0].value) if isinstance(new, cst.Call) and is_list else text})"
+    template = "{{param for each in {states} for param in (each.parameters() if isinstance(each, nn.Module) else [each])}}"
+    return editor.text(template, states=text)
 
 
 def _param_init_fn(editor: Editor, at: cst.CSTNode, old: cst.BaseExpression) -> None:
     """Whether it is the usual function: ``to_empty``, then ``reset_parameters``, as ``fsdp2.materialize`` does."""
-    functions = editor.names.facts.functions.get(dotted(old), [])
+    functions = editor.names.functions.get(dotted(old), [])
     lines = {line.strip() for each in functions for line in code(each.body).splitlines() if line.strip()}
     param = functions[0].params.params[0].name.value if functions and functions[0].params.params else ""
     resets = any(line.startswith(f"{param}.reset_parameters()") for line in lines)
@@ -158,13 +155,12 @@ def _param_init_fn(editor: Editor, at: cst.CSTNode, old: cst.BaseExpression) -> 
     if not isinstance(assign, cst.Assign) or len(assign.targets) != 1:
         editor.refuse("fsdp1", at, "param_init_fn of a module without a name: call fsdp2.materialize on it")
         return
-    editor.needs("import fsdp2")
     editor.note(
         at,
         f"param_init_fn={code(old)} dropped: materialize calls reset_parameters() after sharding; "
         "the values are those of the unsharded model for the same seed.",
     )
-    editor.after(f"fsdp2.materialize({code(assign.targets[0].target)})")
+    editor.after(editor.text("fsdp2.materialize({model})", model=assign.targets[0].target))
 
 
 # --- the call ------------------------------------------------------------------------------------------------------------------
@@ -174,14 +170,14 @@ def fsdp_call(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpressio
     """``FSDP(module, ...)``."""
     args = _mapped(editor, old, new, SIGNATURE, wrap_default=True)
     cast(editor, old, arguments(new.args, SIGNATURE).value("module"), editor.of(Found).casts.get(id(old)))
-    return with_args(new, args).with_changes(func=editor.make("fsdp2.parallelize", "import fsdp2"))
+    return with_args(new, args).with_changes(func=editor.make("fsdp2.parallelize"))
 
 
 def fsdp_partial(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
     """``partial(FSDP, ...)``, or of a policy."""
     if not old.args or editor.names.origin_of(old.args[0].value) != "fsdp:FullyShardedDataParallel":
         return partial_policy(editor, old, new)
-    first = new.args[0].with_changes(value=editor.make("fsdp2.parallelize", "import fsdp2"))
+    first = new.args[0].with_changes(value=editor.make("fsdp2.parallelize"))
     rest = _mapped(editor, old.with_changes(args=old.args[1:]), new.with_changes(args=new.args[1:]), SIGNATURE, True, old)
     return with_args(new, [first, *rest])
 
@@ -189,12 +185,12 @@ def fsdp_partial(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpres
 def enable_wrap(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression:
     """``enable_wrap(wrapper_cls=FSDP, ...)``."""
     args = _mapped(editor, old, new, ("wrapper_cls",), wrap_default=False)
-    return with_args(new, args).with_changes(func=editor.make("fsdp2.wrap.enable_wrap", "import fsdp2"))
+    return with_args(new, args).with_changes(func=editor.make("fsdp2.wrap.enable_wrap"))
 
 
 def wrap(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression:
     args = _mapped(editor, old, new, ("module",), wrap_default=False)
-    return with_args(new, args).with_changes(func=editor.make("fsdp2.wrap.wrap", "import fsdp2"))
+    return with_args(new, args).with_changes(func=editor.make("fsdp2.wrap.wrap"))
 
 
 def _mapped(
@@ -241,24 +237,18 @@ def _mapped(
 def find_kwargs(editor: Editor) -> dict[str, set[str]]:
     """For each name that is passed as ``**name`` to FSDP: the keys that this file gives it. Unknown names are left out."""
     found: dict[str, set[str]] = {}
-    takers = ("fsdp:FullyShardedDataParallel", "fsdp:enable_wrap", "fsdp:wrap")
     names = editor.names
-    for call in names.facts.calls:
-        of = names.origin_of(call.func)
-        if of == "functools.partial" and call.args:
-            of = names.origin_of(call.args[0].value)
-        if of not in takers:
-            continue
+    for call, _made_by in wrapping_calls(names):
         for arg in call.args:
             text = dotted(arg.value)
             values = names.values_of(text) if arg.star == "**" and text else []
             displays = [keys for value in values if (keys := _keys(value)) is not None]
             if values and len(displays) == len(values):
                 found[text] = set().union(*displays)
-    for target, _value, _function in names.facts.assigned:
+    for target, _value, _function in names.assigned:
         if isinstance(target, cst.Subscript) and dotted(target.value) in found and (key := _key_of(target)):
             found[dotted(target.value)].add(key)
-    for call in names.facts.calls:
+    for call in names.calls:
         if isinstance(call.func, cst.Attribute) and call.func.attr.value == "update" and dotted(call.func.value) in found:
             found[dotted(call.func.value)] |= {arg.keyword.value for arg in call.args if arg.keyword is not None}
     return found
@@ -309,11 +299,11 @@ def kwargs_dict(editor: Editor, old: cst.Dict, new: cst.Dict) -> cst.Dict:
 
 def kwargs_call(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
     """``dict(sharding_strategy=...)``, or ``kwargs.update(...)``."""
-    is_update = isinstance(old.func, cst.Attribute) and old.func.attr.value == "update"
+    is_update = last_name(old.func) == "update" and isinstance(old.func, cst.Attribute)
+    if is_update and dotted(cst.ensure_type(old.func, cst.Attribute).value) not in editor.of(Found).kwargs:
+        return None
     if not is_update and not _kwargs_name(editor, old):
         return strategy_by_getattr(editor, old, new)
-    if is_update and isinstance(old.func, cst.Attribute) and dotted(old.func.value) not in editor.of(Found).kwargs:
-        return None
     args = []
     for before, after in zip(old.args, new.args, strict=True):
         if before.keyword is None:
@@ -350,24 +340,15 @@ def class_reference(editor: Editor, old: cst.Name | cst.Attribute, new: cst.Base
     if isinstance(parent, (cst.Call, cst.Attribute, cst.Annotation)):
         return new
     if in_isinstance(editor, old):
-        return editor.make("fsdp2.FSDPModule", "import fsdp2")
+        return editor.make("fsdp2.FSDPModule")
     call = enclosing_call(editor.names, old)
     if call is not None and (editor.names.origin_of(call.func) in ("functools.partial", "fsdp:enable_wrap") and code(new) == code(old)):
         return new
-    if not _in_annotation(editor, old):
-        above = editor.names.parent_of(parent) if parent is not None else None
-        if isinstance(above, cst.ClassDef):
-            editor.refuse("fsdp1", old, "a subclass of FSDP: parallelize changes a module in place, there is no class of wrappers")
-        else:
-            editor.refuse("fsdp1", old, "FSDP as a value: parallelize changes a module in place, there is no class of wrappers")
+    if not any(isinstance(each, cst.Annotation) for each in editor.names.ancestors(old)):
+        is_base = parent is not None and isinstance(editor.names.parent_of(parent), cst.ClassDef)
+        what = "a subclass of FSDP" if is_base else "FSDP as a value"
+        editor.refuse("fsdp1", old, f"{what}: parallelize changes a module in place, there is no class of wrappers")
     return new
-
-
-def _in_annotation(editor: Editor, node: cst.CSTNode) -> bool:
-    above = editor.names.parent_of(node)
-    while above is not None and not isinstance(above, (cst.Annotation, cst.BaseStatement)):
-        above = editor.names.parent_of(above)
-    return isinstance(above, cst.Annotation)
 
 
 def in_isinstance(editor: Editor, node: cst.CSTNode) -> bool:
@@ -387,7 +368,6 @@ RULES = Rules(
         "functools.partial": fsdp_partial,
         "": kwargs_call,
     },
-    methods={"update": kwargs_call},
     nodes={
         cst.Dict: [kwargs_dict],
         cst.Assign: [kwargs_item],

@@ -9,12 +9,13 @@ It looks at the new text only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import libcst as cst
 
 from .origins import is_framework_module, new_home, origin, star_names
 from .report import Finding, Kind
-from .syntax_trees import code, dotted, statement
+from .syntax_trees import code, dotted, statement, without
 
 _MAX_LINE = 100
 
@@ -188,14 +189,11 @@ _MARKER = "__import_that_is_gone__"
 
 def _marker(node: cst.SimpleStatementLine, kind: str = "framework") -> cst.SimpleStatementLine:
     """A line that stands for imports that are gone; ``_place`` removes it."""
-    name = cst.Attribute(cst.Name(_MARKER), cst.Name(kind))
-    return cst.SimpleStatementLine([cst.Expr(name)], leading_lines=node.leading_lines)
+    return cst.SimpleStatementLine([cst.Expr(cst.Name(f"{_MARKER}{kind}"))], leading_lines=node.leading_lines)
 
 
-def _is_marker(node: cst.CSTNode, kinds: Sequence[str] = ("framework", "functools")) -> bool:
-    if not isinstance(node, cst.SimpleStatementLine):
-        return False
-    return [code(each).strip() for each in node.body] in [[f"{_MARKER}.{kind}"] for kind in kinds]
+def _is_marker(node: cst.CSTNode, kind: str = "") -> bool:
+    return isinstance(node, cst.SimpleStatementLine) and any(code(each).startswith(f"{_MARKER}{kind}") for each in node.body)
 
 
 def _from_functools(node: cst.CSTNode) -> bool:
@@ -251,52 +249,24 @@ def _statements(lines: set[str]) -> list[str]:
 def _place(module: cst.Module, texts: list[str]) -> cst.Module:
     """Put the lines where the first line that is gone stood, else after the imports at the top."""
     body = list(module.body)
-    at = next((index for index, each in enumerate(body) if _is_marker(each, ["framework"])), None)
+    at = next((index for index, each in enumerate(body) if _is_marker(each, "framework")), None)
     if at is None:
         at = max((index + 1 for index, each in enumerate(body) if _is_import(each)), default=_after_docstring(body))
-    fresh: list[cst.BaseStatement] = [statement(text) for text in texts]
-    if fresh and at < len(body) and _is_marker(body[at]):
-        fresh[0] = fresh[0].with_changes(leading_lines=getattr(body[at], "leading_lines", ()))
+    fresh: list[Any] = [statement(text) for text in texts]
+    if fresh and at < len(body) and _is_marker(gone := body[at]):
+        fresh[0] = fresh[0].with_changes(leading_lines=cst.ensure_type(gone, cst.SimpleStatementLine).leading_lines)
+        body[at] = gone.with_changes(leading_lines=())
     changed: cst.CSTNode = module.with_changes(body=[*body[:at], *fresh, *body[at:]])
-    result = changed.visit(_WithoutMarkers(bool(fresh)))
-    assert isinstance(result, cst.Module)
-    return result
+    return cst.ensure_type(changed.visit(_WithoutMarkers()), cst.Module)
 
 
 class _WithoutMarkers(cst.CSTTransformer):
     """Removes markers; comments above the imports that are gone stay, above the next statement."""
 
-    def __init__(self, first_is_used: bool) -> None:
-        super().__init__()
-        self._first_is_used = first_is_used
-
-    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:  # noqa: N802
-        return updated_node.with_changes(body=self._without(updated_node.body))
-
-    def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.IndentedBlock:  # noqa: N802
-        body = self._without(updated_node.body)
-        if not body and updated_node.body:
-            body = [cst.SimpleStatementLine([cst.Pass()])]
-        return updated_node.with_changes(body=body)
-
-    def _without(self, statements: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
-        body: list[cst.BaseStatement] = []
-        pending: list[cst.EmptyLine] = []
-        for each in statements:
-            if _is_marker(each):
-                lines = list(getattr(each, "leading_lines", ()))
-                if self._first_is_used and body and list(getattr(body[-1], "leading_lines", ())) == lines:
-                    lines = []
-                self._first_is_used = False
-                pending += [line for line in lines if line.comment is not None]
-                if not body and not pending:
-                    pending = lines
-            elif pending:
-                body.append(each.with_changes(leading_lines=[*pending, *getattr(each, "leading_lines", ())]))
-                pending = []
-            else:
-                body.append(each)
-        return body
+    def on_leave(self, original_node: cst.CSTNode, updated_node: Any) -> Any:
+        if isinstance(updated_node, (cst.Module, cst.IndentedBlock)) and any(map(_is_marker, updated_node.body)):
+            return without(updated_node, _is_marker, lambda line: line.comment is not None)
+        return updated_node
 
 
 def _is_import(node: cst.CSTNode) -> bool:

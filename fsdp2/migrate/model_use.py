@@ -1,4 +1,4 @@
-"""How a wrapped model is used, in FSDP1 and DDP alike: ``.module``, ``no_sync``, clipping; and FSDP1's static methods."""
+"""How a wrapped model is used, in FSDP1 and DDP: ``.module``, ``no_sync``, clipping; and FSDP1's static methods."""
 
 from __future__ import annotations
 
@@ -6,42 +6,30 @@ import re
 
 import libcst as cst
 
-from .editor import Editor, Rules, receiver
+from .editor import Editor, Method, Rules
 from .names import SHARDED, WRAPPED, Names
-from .syntax_trees import arguments, code, dotted, with_args
+from .syntax_trees import arguments, code, dotted
 
 _STATIC = "fsdp:FullyShardedDataParallel."
-_CLIP = ("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_")
 
 
 def inner_module(editor: Editor, old: cst.Attribute, new: cst.BaseExpression) -> cst.BaseExpression:
     """``model.module`` is ``model``: nothing is wrapped."""
-    if old.attr.value not in WRAPPED or not isinstance(new, cst.Attribute):
+    if old.attr.value not in WRAPPED or not isinstance(new, cst.Attribute) or editor.names.tag_of(old.value) not in SHARDED:
         return new
-    if editor.names.tag_of(old.value) not in SHARDED or _is_target(editor, old) or is_asked_for(editor.names, old):
-        return new
-    return new.value
+    is_target = isinstance(editor.names.parent_of(old), (cst.AssignTarget, cst.AnnAssign))
+    return new if is_target or is_asked_for(editor.names, old) else new.value
 
 
 def is_asked_for(names: Names, node: cst.Attribute) -> bool:
     """Whether a ``hasattr`` around the use asks for it: a sharded model has none, and other models there still have it."""
     question = re.compile(rf"hasattr\({re.escape(code(node.value))}, ['\"]{node.attr.value}['\"]\)")
-    above = names.parent_of(node)
-    while above is not None:
-        if isinstance(above, (cst.If, cst.IfExp, cst.While)) and question.search(code(above.test)):
-            return True
-        above = names.parent_of(above)
-    return False
+    tests = (each.test for each in names.ancestors(node) if isinstance(each, (cst.If, cst.IfExp, cst.While)))
+    return any(question.search(code(test)) for test in tests)
 
 
-def _is_target(editor: Editor, node: cst.CSTNode) -> bool:
-    return isinstance(editor.names.parent_of(node), (cst.AssignTarget, cst.AnnAssign))
-
-
-def no_sync(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
-    if editor.names.tag_of(_receiver_node(old)) not in SHARDED or not isinstance(new.func, cst.Attribute):
-        return None
-    return editor.make(f"fsdp2.accumulate({code(new.func.value)})", "import fsdp2")
+def no_sync(editor: Editor, call: Method) -> cst.BaseExpression:
+    return editor.make("fsdp2.accumulate({model})", model=call.text)
 
 
 def no_sync_itself(editor: Editor, old: cst.Attribute, new: cst.BaseExpression) -> cst.BaseExpression:
@@ -50,7 +38,7 @@ def no_sync_itself(editor: Editor, old: cst.Attribute, new: cst.BaseExpression) 
     is_called = isinstance(above, cst.Call) and above.func is old
     if old.attr.value != "no_sync" or is_called or editor.names.tag_of(old.value) not in SHARDED or not isinstance(new, cst.Attribute):
         return new
-    return editor.make(f"functools.partial(fsdp2.accumulate, {code(new.value)})", "import functools", "import fsdp2")
+    return editor.make("functools.partial(fsdp2.accumulate, {model})", model=new.value)
 
 
 def sync_flag(editor: Editor, old: cst.Assign, new: cst.Assign) -> cst.Assign:
@@ -63,64 +51,52 @@ def sync_flag(editor: Editor, old: cst.Assign, new: cst.Assign) -> cst.Assign:
     return new
 
 
-def clip_method(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
+def clip_method(editor: Editor, call: Method) -> cst.BaseExpression:
     """FSDP1's ``model.clip_grad_norm_(max_norm, norm_type)``."""
-    if editor.names.tag_of(_receiver_node(old)) not in ("fsdp1", "deepspeed") or not isinstance(new.func, cst.Attribute):
-        return None
-    params = editor.make(f"{code(new.func.value)}.parameters()")
+    params = editor.make("{model}.parameters()", model=call.text)
     first = cst.Arg(params, comma=cst.Comma(whitespace_after=cst.SimpleWhitespace(" ")))
-    return new.with_changes(func=editor.make("fsdp2.clip_grad_norm_", "import fsdp2"), args=[first, *new.args])
+    return call.new.with_changes(func=editor.make("fsdp2.clip_grad_norm_"), args=[first, *call.new.args])
 
 
 def clip_function(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
     """``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)``, whose result would be a DTensor; ours takes plain parameters too."""
-    if not editor.names.rewritten:
-        return None
-    return new.with_changes(func=editor.make("fsdp2.clip_grad_norm_", "import fsdp2"))
+    return new.with_changes(func=editor.make("fsdp2.clip_grad_norm_")) if editor.names.rewritten else None
 
 
-def apply(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
+def apply(editor: Editor, call: Method) -> None:
     """``model.apply(fn)`` on a wrapped model."""
-    if editor.names.tag_of(_receiver_node(old)) in SHARDED and not is_use_before_wrap(editor, old):
-        editor.left(old, f"{code(new)} gives the function shards now: call it before the model is sharded, or write it for DTensors")
-    return None
+    if not is_use_before_wrap(editor, call):
+        editor.left(
+            call.old, f"{code(call.new)} gives the function shards now: call it before the model is sharded, or write it for DTensors"
+        )
 
 
-def comm_hook(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
-    """FSDP1's ``model.register_comm_hook``."""
-    if editor.names.tag_of(_receiver_node(old)) == "fsdp1":
-        editor.refuse("fsdp1", old, "register_comm_hook: fsdp2 reduces gradients itself; see set_custom_reduce_scatter")
-    return None
-
-
-def _receiver_node(call: cst.Call) -> cst.BaseExpression | None:
-    return call.func.value if isinstance(call.func, cst.Attribute) else None
+def comm_hook(editor: Editor, call: Method) -> None:
+    editor.refuse("fsdp1", call.old, "register_comm_hook: fsdp2 reduces gradients itself; see set_custom_reduce_scatter")
 
 
 def fsdp_modules(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression:
     given = arguments(new.args, ("module", "root_only"))
     model = given.text("module")
     if given.text("root_only", "False") != "False":
-        return editor.make(f"[{model}]")
-    return editor.make(f"[module for module in {model}.modules() if isinstance(module, fsdp2.FSDPModule)]", "import fsdp2")
+        return editor.make("[{model}]", model=model)
+    return editor.make("[module for module in {model}.modules() if isinstance(module, fsdp2.FSDPModule)]", model=model)
 
 
 def summon(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression:
     editor.compat(
         old,
-        "summon_full_params stays on fsdp2.compat. What is done to every parameter alike (a copy, an average) needs no whole "
-        "parameters: do it on model.parameters(), the shards.",
+        "summon_full_params stays on fsdp2.compat. An operation on every parameter (a copy, an average) needs no whole parameters: "
+        "do it on model.parameters(), the shards.",
     )
-    return with_args(
-        new.with_changes(func=editor.make("fsdp2.compat.FullyShardedDataParallel.summon_full_params", "import fsdp2.compat")), new.args
-    )
+    return new.with_changes(func=editor.make("fsdp2.compat.FullyShardedDataParallel.summon_full_params"))
 
 
 def static_rest(editor: Editor, old: cst.Attribute, new: cst.BaseExpression) -> cst.BaseExpression:
     """A static method of FSDP1 that no rule knows."""
     found = editor.names.origin_of(old)
     if found.startswith(_STATIC) and found.removeprefix(_STATIC) not in _KNOWN:
-        editor.refuse("fsdp1", old, f"FSDP.{found.removeprefix(_STATIC)}: there is nothing of that name on a sharded model")
+        editor.refuse("fsdp1", old, f"FSDP.{found.removeprefix(_STATIC)}: a sharded model has no such function")
     return new
 
 
@@ -138,27 +114,32 @@ _KNOWN = (
 )
 
 SHARED = Rules(
-    calls=dict.fromkeys(_CLIP, clip_function),
-    methods={"apply": apply, "no_sync": no_sync, "clip_grad_norm_": clip_method},
+    calls=dict.fromkeys(("torch.nn.utils.clip_grad_norm_", "torch.nn.utils.clip_grad.clip_grad_norm_"), clip_function),
+    methods={
+        **{(tag, name): rule for tag in SHARDED for name, rule in (("apply", apply), ("no_sync", no_sync))},
+        ("fsdp1", "clip_grad_norm_"): clip_method,
+        ("deepspeed", "clip_grad_norm_"): clip_method,
+        ("fsdp1", "register_comm_hook"): comm_hook,
+    },
     nodes={cst.Attribute: [inner_module, no_sync_itself], cst.Assign: [sync_flag]},
 )
 """The rules for every framework."""
 
 FSDP1 = Rules(
     calls={f"{_STATIC}fsdp_modules": fsdp_modules, f"{_STATIC}summon_full_params": summon},
-    methods={"register_comm_hook": comm_hook},
     nodes={cst.Attribute: [static_rest]},
 )
 
 
-def is_use_before_wrap(editor: Editor, call: cst.Call) -> bool:
-    """Whether ``model`` in ``model.state_dict()`` is not sharded yet: it is so further down in the same function."""
-    text = receiver(call)
-    sites = [
-        (function, editor.names.line_of(value))
-        for target, value, function in editor.names.facts.assigned
-        if dotted(target) == text and isinstance(value, cst.Call) and editor.names.tag_of(value) in SHARDED
+def is_use_before_wrap(editor: Editor, call: Method) -> bool:
+    """Whether ``model`` in ``model.state_dict()`` is not sharded yet: it is wrapped further down in the same function."""
+    names, text = editor.names, dotted(call.on)
+    for wrapped in WRAPPED:
+        text = text.removesuffix(f".{wrapped}")
+    here = names.function_of(call.old)
+    lines = [
+        names.line_of(value)
+        for target, value, function in names.assigned
+        if function is here and dotted(target) == text and isinstance(value, cst.Call) and names.tag_of(value) in SHARDED
     ]
-    here, line = editor.names.function_of(call), editor.names.line_of(call)
-    same = [site for function, site in sites if function is here]
-    return bool(same) and all(line < site for site in same)
+    return bool(lines) and names.line_of(call.old) < min(lines)

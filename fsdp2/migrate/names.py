@@ -7,8 +7,7 @@ file are taken for one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import libcst as cst
@@ -21,7 +20,7 @@ from libcst.metadata import (
 )
 
 from .origins import FSDP1_NAMES, is_framework_module, origin, star_names
-from .syntax_trees import arguments, code, dotted, parameters
+from .syntax_trees import arguments, code, dotted, last_name, parameters
 
 SHARDED = ("fsdp1", "ddp", "deepspeed")
 """Tags of models."""
@@ -46,29 +45,17 @@ _MAKES = {
     "fsdp:lambda_auto_wrap_policy": "policy",
     "fsdp:always_wrap_policy": "policy",
 }
-_TAKES_MODEL = frozenset(
-    f"fsdp:FullyShardedDataParallel.{name}"
-    for name in (
-        "state_dict_type",
-        "set_state_dict_type",
-        "summon_full_params",
-        "optim_state_dict",
-        "full_optim_state_dict",
-        "sharded_optim_state_dict",
-    )
-)
-"""Functions of FSDP1 whose first argument is a model, wherever it was wrapped."""
+_STATIC = "fsdp:FullyShardedDataParallel."
+_TAKES_MODEL = frozenset({"state_dict_type", "set_state_dict_type", "summon_full_params"})
+"""Functions of FSDP1 whose first argument is a model, wherever it was wrapped; those that take an optimizer's state as well."""
 
 _OPTIMIZER_AT = {
-    f"fsdp:FullyShardedDataParallel.{name}": index
-    for name, index in (
-        ("optim_state_dict", 1),
-        ("full_optim_state_dict", 1),
-        ("sharded_optim_state_dict", 1),
-        ("optim_state_dict_to_load", 1),
-        ("shard_full_optim_state_dict", 3),
-        ("scatter_full_optim_state_dict", 3),
-    )
+    "optim_state_dict": 1,
+    "full_optim_state_dict": 1,
+    "sharded_optim_state_dict": 1,
+    "optim_state_dict_to_load": 1,
+    "shard_full_optim_state_dict": 3,
+    "scatter_full_optim_state_dict": 3,
 }
 """Functions of FSDP1 that take an optimizer, wherever it was made, and its place among the arguments."""
 
@@ -77,39 +64,37 @@ _SAME_MODEL = frozenset({"to", "cuda", "cpu", "train", "eval", "compile"})
 Function = cst.FunctionDef | cst.Lambda | None
 
 
-@dataclass
-class Facts:
-    """The plain facts of a file, before any conclusion."""
-
-    assigned: list[tuple[cst.BaseExpression, cst.BaseExpression, Function]] = field(default_factory=list)
-    functions: dict[str, list[cst.FunctionDef]] = field(default_factory=dict)
-    classes: dict[str, cst.ClassDef] = field(default_factory=dict)
-    calls: list[cst.Call] = field(default_factory=list)
-    attributes: list[cst.Attribute] = field(default_factory=list)
-    returns: dict[str, list[cst.BaseExpression]] = field(default_factory=dict)
-
-
 class Names(cst.CSTVisitor):
-    """``Names(wrapper)`` reads the file; then ``origin_of``, ``tag_of``, ``line_of``, ``parent_of`` answer for its nodes."""
+    """``Names(wrapper)`` reads the file; then ``origin_of``, ``tag_of``, ``line_of``, ``parent_of`` answer for its nodes.
+
+    assigned: target, value, and the function around each assignment
+    returns:  the results of functions, by their names
+    off:      frameworks that stay as they are: nothing has their tags
+    """
 
     METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider, ParentNodeProvider)
 
     def __init__(self, wrapper: MetadataWrapper) -> None:
         super().__init__()
-        self.facts = Facts()
+        self.assigned: list[tuple[cst.BaseExpression, cst.BaseExpression, Function]] = []
+        self.functions: dict[str, list[cst.FunctionDef]] = {}
+        self.classes: dict[str, cst.ClassDef] = {}
+        self.calls: list[cst.Call] = []
+        self.attributes: list[cst.Attribute] = []
+        self.returns: dict[str, list[cst.BaseExpression]] = {}
         self.tags: dict[str, str] = {}
-        self.off: set[str] = set()  # frameworks that stay as they are: nothing has their tags
+        self.off: set[str] = set()
+        self.star_lines: dict[str, int] = {}
         self._uses: dict[str, list[cst.Name]] = {}
         self._origins: dict[int, str] = {}
         self._imports_framework = False
         self._returned: dict[str, str] = {}  # tags of what functions return, as far as is known
         self._wraps: dict[str, list[cst.Call]] = {}  # by the text of what they wrap
-        self._stars: list[str] = []
-        self.star_lines: dict[str, int] = {}
         self._functions: list[cst.FunctionDef] = []
         self._positions: Mapping[cst.CSTNode, Any] = wrapper.resolve(PositionProvider)
         self._parents: Mapping[cst.CSTNode, cst.CSTNode] = wrapper.resolve(ParentNodeProvider)
         wrapper.visit(self)
+        self._passed = [each for call in self.calls for each in self._bindings(call)]
         self._conclude()
 
     # --- answers ---
@@ -124,12 +109,16 @@ class Names(cst.CSTVisitor):
     def parent_of(self, node: cst.CSTNode) -> cst.CSTNode | None:
         return self._parents.get(node)
 
+    def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """The nodes around ``node``, from the inside out."""
+        above = self.parent_of(node)
+        while above is not None:
+            yield above
+            above = self.parent_of(above)
+
     def function_of(self, node: cst.CSTNode) -> Function:
         """The innermost function around ``node``."""
-        above = self.parent_of(node)
-        while above is not None and not isinstance(above, (cst.FunctionDef, cst.Lambda)):
-            above = self.parent_of(above)
-        return above
+        return next((each for each in self.ancestors(node) if isinstance(each, (cst.FunctionDef, cst.Lambda))), None)
 
     def uses_frameworks(self) -> bool:
         return self._imports_framework or any(":" in each for each in self._origins.values())
@@ -172,23 +161,18 @@ class Names(cst.CSTVisitor):
 
     def values_of(self, name: str) -> list[cst.BaseExpression]:
         """Every expression that is assigned to this name."""
-        return [value for target, value, _ in self.facts.assigned if dotted(target) == name]
+        return [value for target, value, _ in self.assigned if dotted(target) == name]
+
+    def passed_to(self, function: cst.FunctionDef, param: str) -> list[cst.BaseExpression]:
+        """The arguments that the calls of this file pass for a parameter."""
+        return [value for of, target, value in self._passed if of is function and target.value == param]
 
     def passed_or_assigned(self, node: cst.Name | cst.Attribute) -> list[cst.BaseExpression]:
         """The ``values_of`` of ``node``, and of arguments passed for it, if it is a parameter of the function around it."""
         values = [value for value in self.values_of(dotted(node)) if value is not node]
         function = self.function_of(node)
-        if not isinstance(node, cst.Name) or not isinstance(function, cst.FunctionDef):
-            return values
-        params = [each.name.value for each in parameters(function) if each.name.value not in ("self", "cls")]
-        if node.value not in params:
-            return values
-        for call in self.facts.calls:
-            name = call.func.attr.value if isinstance(call.func, cst.Attribute) else dotted(call.func)
-            for index, arg in enumerate(call.args if name == function.name.value else ()):
-                is_it = arg.keyword.value == node.value if arg.keyword is not None else params[index : index + 1] == [node.value]
-                if is_it and not arg.star:
-                    values.append(arg.value)
+        if isinstance(node, cst.Name) and isinstance(function, cst.FunctionDef):
+            values += self.passed_to(function, node.value)
         return values
 
     def is_only_read_by(self, name: str, callees: Sequence[str]) -> bool:
@@ -210,12 +194,11 @@ class Names(cst.CSTVisitor):
 
     def visit_Attribute(self, node: cst.Attribute) -> None:  # noqa: N802
         self._remember(node)
-        self.facts.attributes.append(node)
+        self.attributes.append(node)
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:  # noqa: N802
         self._imports_framework |= is_framework_module(dotted(node.module))
         if isinstance(node.names, cst.ImportStar) and node.module is not None:
-            self._stars.append(dotted(node.module))
             self.star_lines[dotted(node.module)] = self.line_of(node)
 
     def visit_Assign(self, node: cst.Assign) -> None:  # noqa: N802
@@ -235,27 +218,27 @@ class Names(cst.CSTVisitor):
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:  # noqa: N802
         self._functions.append(node)
-        self.facts.functions.setdefault(node.name.value, []).append(node)
+        self.functions.setdefault(node.name.value, []).append(node)
 
     def leave_FunctionDef(self, original_node: cst.FunctionDef) -> None:  # noqa: N802
         self._functions.pop()
 
     def visit_ClassDef(self, node: cst.ClassDef) -> None:  # noqa: N802
-        self.facts.classes[node.name.value] = node
+        self.classes[node.name.value] = node
 
     def visit_Return(self, node: cst.Return) -> None:  # noqa: N802
         if self._functions and node.value is not None:
-            self.facts.returns.setdefault(self._functions[-1].name.value, []).append(node.value)
+            self.returns.setdefault(self._functions[-1].name.value, []).append(node.value)
 
     def visit_Call(self, node: cst.Call) -> None:  # noqa: N802
-        self.facts.calls.append(node)
+        self.calls.append(node)
 
     def _assign(self, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
         if isinstance(target, (cst.Tuple, cst.List)) and isinstance(value, cst.Tuple):
             for left, right in zip(target.elements, value.elements, strict=False):
                 self._assign(left.value, right.value)
             return
-        self.facts.assigned.append((target, value, self._functions[-1] if self._functions else None))
+        self.assigned.append((target, value, self._functions[-1] if self._functions else None))
 
     def _remember(self, node: cst.Name | cst.Attribute) -> None:
         found = self.get_metadata(QualifiedNameProvider, node, set())
@@ -267,7 +250,7 @@ class Names(cst.CSTVisitor):
 
     def _from_star(self, node: cst.Name | cst.Attribute) -> str:
         text = dotted(node)
-        for module in self._stars:
+        for module in self.star_lines:
             if text.split(".")[0] in star_names(module):
                 return origin(f"{module}.{text}")
         return ""
@@ -319,7 +302,7 @@ class Names(cst.CSTVisitor):
         if made_by in _MAKES:
             return _MAKES[made_by]
         if made_by == "functools.partial" and node.args:
-            return self.tag_of(node.args[0].value) or _MAKES.get(self.origin_of(node.args[0].value), "")
+            return self.tag_of(node.args[0].value) or self._made_by(node.args[0].value)
         if made_by == "getattr" or code(node.func) == "getattr":
             return "strategy" if node.args and self.origin_of(node.args[0].value) == "fsdp:ShardingStrategy" else ""
         if made_by.startswith(("torch.optim.", "deepspeed:ops.")) and "lr_scheduler" not in made_by:
@@ -332,11 +315,11 @@ class Names(cst.CSTVisitor):
                 return on
             if on in VALUES and node.func.attr.value == "get":
                 return on
-        name = node.func.attr.value if isinstance(node.func, cst.Attribute) else dotted(node.func)
-        if name in self.facts.functions:
+        name = last_name(node.func)
+        if name in self.functions:
             if name not in self._returned:
                 self._returned[name] = ""  # for a function that returns its own result
-                self._returned[name] = next((tag for value in self.facts.returns.get(name, ()) if (tag := self._tag(value))), "")
+                self._returned[name] = next((tag for value in self.returns.get(name, ()) if (tag := self._tag(value))), "")
             return self._returned[name]
         if any(isinstance(each, cst.Call) and self.origin_of(each.func) == "functools.partial" for each in self.values_of(name)):
             return self.tag_of(node.func)  # of what the partial makes
@@ -344,16 +327,18 @@ class Names(cst.CSTVisitor):
 
     def _conclude(self) -> None:
         """Follow values until nothing new is known."""
-        for call in self.facts.calls:
-            if _MAKES.get(self.origin_of(call.func)) in SHARDED:
+        for call in self.calls:
+            if self._made_by(call.func) in SHARDED:
                 self._wraps.setdefault(dotted(arguments(call.args, ("module",)).value("module")), []).append(call)
         for _ in range(20):
             before = len(self.tags)
             self._returned.clear()
-            for target, value, _function in self.facts.assigned:
+            for target, value, _function in self.assigned:
                 self._give(target, self.tag_of(value))
                 self._unpack(target, value)
-            for call in self.facts.calls:
+            for _function, param, value in self._passed:
+                self._give(param, self.tag_of(value))
+            for call in self.calls:
                 self._follow(call)
             if len(self.tags) == before:
                 return
@@ -372,18 +357,11 @@ class Names(cst.CSTVisitor):
         if self.origin_of(value.func) == "deepspeed:initialize":
             for element, tag in zip(target.elements, ("deepspeed", "optimizer"), strict=False):
                 self._give(element.value, tag)
-        name = value.func.attr.value if isinstance(value.func, cst.Attribute) else dotted(value.func)
-        for returned in self.facts.returns.get(name, ()):
+        name = last_name(value.func)
+        for returned in self.returns.get(name, ()):
             if isinstance(returned, cst.Tuple):
                 for element, result in zip(target.elements, returned.elements, strict=False):
                     self._give(element.value, self.tag_of(result.value))
-
-    def _optimizer_argument(self, call: cst.Call) -> cst.BaseExpression | None:
-        for arg in call.args:
-            if arg.keyword is not None and arg.keyword.value == "optim":
-                return arg.value
-        index = _OPTIMIZER_AT[self.origin_of(call.func)] + self.puts_state_first(call)
-        return call.args[index].value if len(call.args) > index and call.args[index].keyword is None else None
 
     def puts_state_first(self, call: cst.Call) -> bool:
         """Whether ``optim_state_dict_to_load`` has torch 2.0's order, in which the state came before the model and the optimizer."""
@@ -393,37 +371,47 @@ class Names(cst.CSTVisitor):
         return tags[1:2] in ([each] for each in SHARDED) or tags[2:3] == ["optimizer"]
 
     def _follow(self, call: cst.Call) -> None:
-        """Give the parameters of a function of this file the tags of what they are called with, or are bound to by ``partial``."""
-        if self.origin_of(call.func) in _TAKES_MODEL and call.args and dotted(call.args[0].value) != "self":
+        """Give names the tags that a call of FSDP1, ``isinstance``, or of a dataclass of this file shows."""
+        made_by = self.origin_of(call.func).removeprefix(_STATIC)
+        optimizer_at = _OPTIMIZER_AT.get(made_by)
+        takes_model = made_by in _TAKES_MODEL or (optimizer_at == 1 and not made_by.endswith("_to_load"))
+        if takes_model and call.args and dotted(call.args[0].value) != "self":
             self._give(call.args[0].value, "fsdp1")
-        if self.origin_of(call.func) in _OPTIMIZER_AT and (optimizer := self._optimizer_argument(call)) is not None:
-            self._give(optimizer, "optimizer")
+        if optimizer_at is not None:
+            for index, arg in enumerate(call.args):
+                at_place = arg.keyword is None and index == optimizer_at + self.puts_state_first(call)
+                if at_place or (arg.keyword is not None and arg.keyword.value == "optim"):
+                    self._give(arg.value, "optimizer")
         if dotted(call.func) == "isinstance" and len(call.args) > 1:
             kinds = call.args[1].value
             each_kind = [each.value for each in kinds.elements] if isinstance(kinds, cst.Tuple) else [kinds]
-            tags = [tag for kind in each_kind if (tag := _MAKES.get(self.origin_of(kind), "")) in SHARDED]
-            self._give(call.args[0].value, tags[0] if tags else "")
-        name = call.func.attr.value if isinstance(call.func, cst.Attribute) else dotted(call.func)
-        targets = list(self.facts.functions.get(name, ()))
-        if name in self.facts.classes:
-            body = self.facts.classes[name].body.body
-            targets = [each for each in body if isinstance(each, cst.FunctionDef) and each.name.value == "__init__"]
-        for function in targets:
-            params = [*function.params.posonly_params, *function.params.params]
-            if params and params[0].name.value in ("self", "cls"):
-                params = params[1:]
-            names = {param.name.value: param.name for param in parameters(function)}
-            for index, arg in enumerate(call.args):
-                if arg.star:
-                    continue
-                if arg.keyword is None:
-                    target = params[index].name if index < len(params) else None
-                else:
-                    target = names.get(arg.keyword.value)
-                if target is not None:
-                    self._give(target, self.tag_of(arg.value))
-        # Fields of a dataclass: Config(strategy=...) is read as config.strategy.
-        if name in self.facts.classes and not targets:
-            for arg in call.args:
+            self._give(call.args[0].value, next((tag for each in each_kind if (tag := self._made_by(each)) in SHARDED), ""))
+        made = self.classes.get(last_name(call.func))
+        if made is not None and not _constructors(made):
+            for arg in call.args:  # Config(strategy=...) is read as config.strategy
                 if arg.keyword is not None and (tag := self.tag_of(arg.value)):
                     self.tags.setdefault(f"*.{arg.keyword.value}", tag)
+
+    def _made_by(self, node: cst.CSTNode | None) -> str:
+        return _MAKES.get(self.origin_of(node), "")
+
+    def _bindings(self, call: cst.Call) -> Iterator[tuple[cst.FunctionDef, cst.Name, cst.BaseExpression]]:
+        """The parameters of functions of this file that a call passes arguments for."""
+        name = last_name(call.func)
+        functions = _constructors(self.classes[name]) if name in self.classes else self.functions.get(name, ())
+        for function in functions:
+            positional = [*function.params.posonly_params, *function.params.params]
+            if positional and positional[0].name.value in ("self", "cls"):
+                positional = positional[1:]
+            named = {param.name.value: param.name for param in parameters(function)}
+            for index, arg in enumerate(call.args):
+                if arg.keyword is not None:
+                    target = named.get(arg.keyword.value)
+                else:
+                    target = positional[index].name if index < len(positional) else None
+                if target is not None and not arg.star:
+                    yield function, target, arg.value
+
+
+def _constructors(made: cst.ClassDef) -> list[cst.FunctionDef]:
+    return [each for each in made.body.body if isinstance(each, cst.FunctionDef) and each.name.value == "__init__"]

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import libcst as cst
-from libcst import matchers
+from libcst import matchers as m
 
 from .editor import Editor, Rules
 from .names import SHARDED, WRAPPED, Names
@@ -32,15 +32,16 @@ def loop(editor: Editor, old: cst.For, new: cst.For) -> cst.BaseStatement:
     sharded = [each for each in listed if names.tag_of(each) in SHARDED]
     if not sharded or _is_whole(names, old):
         return new
+    subscripted = [cst.ensure_type(each, cst.Subscript).value for each in m.findall(old.body, m.Subscript())]
     others = [each for each in listed if names.tag_of(each) == ""]
-    if not any(_is_plain(names, each) for each in others) and not any(_is_plain_dict(names, each) for each in _subscripted(old.body)):
+    if not any(_is_plain(names, each) for each in others) and not any(_is_plain_dict(names, each) for each in subscripted):
         return new
     model = sharded[0]
     while isinstance(model, cst.Attribute) and model.attr.value in WRAPPED:
         model = model.value
-    grads = ", with_grads=True" if matchers.findall(old.body, matchers.Attribute(attr=matchers.Name("grad"))) else ""
+    grads = ", with_grads=True" if m.findall(old.body, m.Attribute(attr=m.Name("grad"))) else ""
     editor.note(old, "parameters are DTensors, the tensors next to them are not: inside, the model shows whole parameters.")
-    shown = editor.make(f"{_SUMMON}({code(model)}{grads})", "import fsdp2.compat")
+    shown = editor.make(f"{_SUMMON}({{model}}{grads})", model=model)
     inside = cst.IndentedBlock([new.with_changes(leading_lines=[])])
     return cst.With([cst.WithItem(shown)], inside, leading_lines=new.leading_lines)
 
@@ -57,12 +58,8 @@ def _listed(node: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
 
 
 def _is_whole(names: Names, node: cst.CSTNode) -> bool:
-    above = names.parent_of(node)
-    while above is not None:
-        if isinstance(above, cst.With) and any("summon_full_params" in code(item.item) for item in above.items):
-            return True
-        above = names.parent_of(above)
-    return False
+    items = [item for above in names.ancestors(node) if isinstance(above, cst.With) for item in above.items]
+    return any("summon_full_params" in code(item.item) for item in items)
 
 
 def _is_plain(names: Names, module: cst.BaseExpression) -> bool:
@@ -73,50 +70,22 @@ def _is_plain(names: Names, module: cst.BaseExpression) -> bool:
     return bool(values) and len(made) == len(values) and not of_sharded
 
 
-def _subscripted(body: cst.BaseSuite) -> Iterator[cst.BaseExpression]:
-    for each in matchers.findall(body, matchers.Subscript()):
-        if isinstance(each, cst.Subscript):
-            yield each.value
-
-
 def _is_plain_dict(names: Names, node: cst.BaseExpression) -> bool:
-    """Whether ``node`` is a dict of the parameters of a module that was not sharded then."""
-    values = names.values_of(dotted(node))
-    found = [module for value in values for module in _sources(value)]
-    return bool(found) and not any(_is_sharded(names, each) for each in found)
-
-
-def _sources(value: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
-    """``net`` of ``{name: p.clone() for name, p in net.named_parameters()}`` and ``dict(net.named_parameters())``."""
-    calls = matchers.findall(value, matchers.Call(func=matchers.Attribute(attr=matchers.Name("named_parameters"))))
-    for call in calls:
-        if isinstance(call, cst.Call) and isinstance(call.func, cst.Attribute):
-            yield call.func.value
+    """Whether ``node`` is a dict of the parameters of a module that was not sharded then:
+    ``{name: p.clone() for name, p in net.named_parameters()}``, ``dict(net.named_parameters())``."""
+    listed = m.Call(func=m.Attribute(m.SaveMatchedNode(m.DoNotCare(), "module"), m.Name("named_parameters")))
+    found = [each["module"] for value in names.values_of(dotted(node)) for each in m.extractall(value, listed)]
+    return bool(found) and not any(_is_sharded(names, each) for each in found)  # type: ignore[arg-type]
 
 
 def _is_sharded(names: Names, node: cst.BaseExpression) -> bool:
     """Whether ``node`` is sharded. For a function's parameter its calls tell: elsewhere the name may be the model's."""
     function = names.function_of(node)
-    if isinstance(node, cst.Name) and isinstance(function, cst.FunctionDef):
-        params = [each.name.value for each in parameters(function) if each.name.value not in ("self", "cls")]
-        if node.value in params:
-            passed = list(_passed(names, function, params.index(node.value), node.value))
-            return not passed or any(names.tag_of(each) != "" for each in passed)
+    params = [each.name.value for each in parameters(function)] if isinstance(function, cst.FunctionDef) else []
+    if isinstance(node, cst.Name) and isinstance(function, cst.FunctionDef) and node.value in {*params} - {"self", "cls"}:
+        passed = names.passed_to(function, node.value)
+        return not passed or any(names.tag_of(each) != "" for each in passed)
     return names.tag_of(node) != ""
-
-
-def _passed(names: Names, function: cst.FunctionDef, index: int, name: str) -> Iterator[cst.BaseExpression]:
-    called = function.name.value
-    above = names.parent_of(function)
-    while called == "__init__" and above is not None:
-        if isinstance(above, cst.ClassDef):
-            called = above.name.value
-        above = names.parent_of(above)
-    for call in names.facts.calls:
-        if dotted(call.func).rpartition(".")[2] == called:
-            for at, arg in enumerate(call.args):
-                if arg.keyword.value == name if arg.keyword is not None else at == index:
-                    yield arg.value
 
 
 RULES = Rules(nodes={cst.For: [loop]})

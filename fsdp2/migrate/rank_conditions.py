@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import re
 from enum import Enum
+from typing import Any
 
 import libcst as cst
-from libcst import matchers
+from libcst import matchers as m
 
 from .names import Names
-from .syntax_trees import code, dotted, string_of
+from .syntax_trees import dotted, is_none, last_name, string_of
 
 
 class Which(Enum):
@@ -51,32 +52,36 @@ _OF_SOME = re.compile(
 _FLAG = re.compile(r"is_(?P<local>local_)?(main|master|rank_?(zero|0)|first_(rank|process)|global_zero|chief)\w*|(main|master)_process")
 
 
-def asks_for_first(names: Names, test: cst.BaseExpression, depth: int = 0) -> Which | None:
-    """On which ranks ``test`` holds, if it asks for the first: ``rank == 0``, ``not rank``, ``rank in (-1, 0)``, ``is_master()``."""
-    if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
-        return rank_of(names, test.expression) or asks_for_all_but(names, test.expression, depth)
-    if isinstance(test, cst.Comparison) and len(test.comparisons) == 1:
-        left, operator, right = test.left, test.comparisons[0].operator, test.comparisons[0].comparator
-        if isinstance(operator, cst.Equal) and _is_number(left, "0"):
-            return rank_of(names, right)
-        zero = isinstance(operator, (cst.Equal, cst.LessThanEqual, cst.Is)) and _is_number(right, "0")
-        below = isinstance(operator, cst.LessThan) and _is_number(right, "1")
-        among = isinstance(operator, cst.In) and _holds_first(right)
-        return rank_of(names, left) if zero or below or among else None
-    return _flag(names, test, depth)
+_ZERO, _ONE = m.Integer("0"), m.Integer("1")
+_AT_0, _AT_NO_RANK = m.Element(_ZERO), m.Element(m.UnaryOperation(m.Minus(), _ONE))
+_LISTS = ([_AT_0], [_AT_NO_RANK, _AT_0], [_AT_0, _AT_NO_RANK])
+_AMONG = m.OneOf(*(kind(elements=each) for kind in (m.List, m.Tuple, m.Set) for each in _LISTS))
+"""``[-1, 0]``, in scripts that have rank -1 where there is one process."""
+
+_HOLDS: dict[bool, list[tuple[Any, Any]]] = {
+    True: [(m.Equal() | m.LessThanEqual() | m.Is(), _ZERO), (m.LessThan(), _ONE), (m.In(), _AMONG)],
+    False: [(m.NotEqual() | m.GreaterThan(), _ZERO), (m.GreaterThanEqual(), _ONE), (m.NotIn(), _AMONG)],
+}
+"""Operators and right sides of comparisons of a rank that hold for the first, and for all others."""
 
 
-def asks_for_all_but(names: Names, test: cst.BaseExpression, depth: int = 0) -> Which | None:
-    """The same for a test that holds on all ranks but the first: ``rank != 0``, ``rank > 0``, ``rank``, ``not is_main_process()``."""
+def asks_for(names: Names, test: cst.BaseExpression, *, first: bool, depth: int = 0) -> Which | None:
+    """On which ranks ``test`` holds, if it asks for the first: ``rank == 0``, ``not rank``, ``rank in (-1, 0)``, ``is_master()``.
+
+    first: if False, the same for a test that holds on all other ranks: ``rank != 0``, ``rank > 0``, ``rank``, ``not is_master()``
+    """
     if isinstance(test, cst.UnaryOperation) and isinstance(test.operator, cst.Not):
-        return asks_for_first(names, test.expression, depth) if rank_of(names, test.expression) is None else None
+        rank = rank_of(names, test.expression)
+        if rank is not None:
+            return rank if first else None
+        return asks_for(names, test.expression, first=not first, depth=depth)
     if isinstance(test, cst.Comparison) and len(test.comparisons) == 1:
         operator, right = test.comparisons[0].operator, test.comparisons[0].comparator
-        but_zero = isinstance(operator, (cst.NotEqual, cst.GreaterThan)) and _is_number(right, "0")
-        above = isinstance(operator, cst.GreaterThanEqual) and _is_number(right, "1")
-        outside = isinstance(operator, cst.NotIn) and _holds_first(right)
-        return rank_of(names, test.left) if but_zero or above or outside else None
-    return rank_of(names, test)
+        if first and isinstance(operator, cst.Equal) and m.matches(test.left, _ZERO):
+            return rank_of(names, right)
+        holds = any(m.matches(operator, kind) and m.matches(right, value) for kind, value in _HOLDS[first])
+        return rank_of(names, test.left) if holds else None
+    return _flag(names, test, depth) if first else rank_of(names, test)
 
 
 def _flag(names: Names, test: cst.BaseExpression, depth: int) -> Which | None:
@@ -84,15 +89,12 @@ def _flag(names: Names, test: cst.BaseExpression, depth: int) -> Which | None:
     of = test.func if isinstance(test, cst.Call) else test
     if not isinstance(of, (cst.Name, cst.Attribute)) or depth > 5:
         return None
-    values = names.values_of(dotted(of)) if of is test else names.facts.returns.get(_last(of), [])
-    for value in values:
-        found = asks_for_first(names, value, depth + 1)
-        if found is not None:
-            return found
-    match = _FLAG.fullmatch(_last(of))
-    if match is None:
-        return None
-    return Which.SEVERAL if match["local"] else Which.FIRST
+    values = names.values_of(dotted(of)) if of is test else names.returns.get(last_name(of), [])
+    found = (asks_for(names, value, first=True, depth=depth + 1) for value in values)
+    which = next((each for each in found if each is not None), None)
+    if which is None and (match := _FLAG.fullmatch(last_name(of))) is not None:
+        which = Which.SEVERAL if match["local"] else Which.FIRST
+    return which
 
 
 def rank_of(names: Names, node: cst.BaseExpression, depth: int = 0) -> Which | None:
@@ -109,32 +111,30 @@ def rank_of(names: Names, node: cst.BaseExpression, depth: int = 0) -> Which | N
     if isinstance(node, cst.IfExp):
         return rank_of(names, node.body, depth + 1) or rank_of(names, node.orelse, depth + 1)
     if isinstance(node, (cst.Name, cst.Attribute)):
-        found = [kind for value in names.passed_or_assigned(node) if (kind := rank_of(names, value, depth + 1)) is not None]
-        if found:
-            return Which.SEVERAL if Which.SEVERAL in found else Which.FIRST
-        return _by_words(_last(node))
+        return _of_any(names, names.passed_or_assigned(node), depth) or _by_words(last_name(node))
     return None
+
+
+def _of_any(names: Names, values: list[cst.BaseExpression], depth: int) -> Which | None:
+    found = {rank_of(names, value, depth + 1) for value in values}
+    return next((kind for kind in (Which.SEVERAL, Which.FIRST) if kind in found), None)
 
 
 def mentions_rank(names: Names, node: cst.BaseExpression) -> bool:
     """Whether some part of ``node`` is a rank, or asks for one."""
-    parts = matchers.findall(node, matchers.Name() | matchers.Attribute() | matchers.Call() | matchers.Subscript())
-    return any(rank_of(names, each) is not None or asks_for_first(names, each) is not None for each in parts)  # type: ignore[arg-type]
+    parts = m.findall(node, m.Name() | m.Attribute() | m.Call() | m.Subscript())
+    return any(rank_of(names, each) is not None or asks_for(names, each, first=True) is not None for each in parts)  # type: ignore[arg-type]
 
 
 def _of_call(names: Names, call: cst.Call, depth: int) -> Which | None:
-    made_by, name = names.origin_of(call.func), _last(call.func)
+    made_by, name = names.origin_of(call.func), last_name(call.func)
     if dotted(call.func) == "int" and call.args:
         return rank_of(names, call.args[0].value, depth + 1)
     if made_by in ("os.getenv", "os.environ.get") and call.args:
         return _VARIABLES.get(string_of(call.args[0].value) or "")
     if name == "get_rank":
-        of_all = not call.args or all(isinstance(arg.value, cst.Name) and arg.value.value == "None" for arg in call.args)
-        return Which.FIRST if of_all else Which.SEVERAL
-    found = [kind for value in names.facts.returns.get(name, []) if (kind := rank_of(names, value, depth + 1)) is not None]
-    if found:
-        return Which.SEVERAL if Which.SEVERAL in found else Which.FIRST
-    return _by_words(name)
+        return Which.FIRST if all(is_none(arg.value) for arg in call.args) else Which.SEVERAL
+    return _of_any(names, names.returns.get(name, []), depth) or _by_words(name)
 
 
 def _by_words(name: str) -> Which | None:
@@ -145,18 +145,3 @@ def _by_words(name: str) -> Which | None:
     if not all(_OF_ALL.fullmatch(word) or _OF_SOME.fullmatch(word) for word in lower):
         return None
     return Which.SEVERAL if any(_OF_SOME.fullmatch(word) for word in lower) else Which.FIRST
-
-
-def _last(node: cst.BaseExpression) -> str:
-    return node.attr.value if isinstance(node, cst.Attribute) else dotted(node)
-
-
-def _is_number(node: cst.BaseExpression, text: str) -> bool:
-    return isinstance(node, cst.Integer) and node.value == text
-
-
-def _holds_first(node: cst.BaseExpression) -> bool:
-    """``[-1, 0]``, in scripts that have rank -1 where there is one process."""
-    if not isinstance(node, (cst.List, cst.Tuple, cst.Set)):
-        return False
-    return {code(each.value) for each in node.elements} in ({"0"}, {"-1", "0"})

@@ -14,8 +14,8 @@ import libcst as cst
 
 from .editor import Editor
 from .names import Names
-from .rank_conditions import Which, asks_for_all_but, asks_for_first, mentions_rank
-from .syntax_trees import code, dotted
+from .rank_conditions import Which, asks_for, mentions_rank
+from .syntax_trees import code, expression, last_name
 
 
 @dataclass
@@ -50,33 +50,35 @@ def on_every_rank(editor: Editor, old: cst.Call, state: Callable[[bool], str], n
                 f"{code(call)} {outer.test} takes a state dict, which all ranks have to do together: call it on every rank, "
                 "and move the condition to what it writes",
             )
-        return editor.make(state(False))
+        return expression(state(False))
     value = state(guard.which is Which.FIRST)
     if guard.rest is None:
         editor.left(old, f"a state dict {guard.test}: call {value} on every rank")
-        return editor.make(value)
+        return expression(value)
     if guard.which is Which.SEVERAL:
         editor.note(old, f"{guard.test} holds on several ranks, one of each node or group, so every rank is given the whole state.")
     variable = _unused(editor, name)
     editor.before(f"{variable} = {value} if {guard.rest} else None" if guard.rest else f"{variable} = {value}", guard.at)
-    return editor.make(variable)
+    return expression(variable)
 
 
 def _guard(names: Names, node: cst.CSTNode) -> _Guard | None:
     """The outermost guard around ``node``, in the same function."""
     found: _Guard | None = None
-    below, above = node, names.parent_of(node)
-    while above is not None and not isinstance(above, (cst.FunctionDef, cst.Lambda)):
+    below = node
+    for above in names.ancestors(node):
+        if isinstance(above, (cst.FunctionDef, cst.Lambda)):
+            break
         if isinstance(above, (cst.If, cst.IfExp)):
             statement = above if isinstance(above, cst.If) else None
             if below is above.body:
                 found = _of_test(names, above.test, statement) or found
             elif below is above.orelse and not isinstance(below, cst.If):
-                which = asks_for_all_but(names, above.test)
+                which = asks_for(names, above.test, first=False)
                 found = _Guard(statement, which, f"`not ({code(above.test)})`") if which is not None else found
         elif isinstance(above, (cst.IndentedBlock, cst.Module)):
             found = _of_those_that_left(names, above, below) or found
-        below, above = above, names.parent_of(above)
+        below = above
     return found
 
 
@@ -86,18 +88,17 @@ def _guarded_callers(names: Names, node: cst.CSTNode, seen: frozenset[str] = fro
     if not isinstance(function, cst.FunctionDef) or function.name.value in seen:
         return []
     found = []
-    for call in names.facts.calls:
-        called = call.func.attr.value if isinstance(call.func, cst.Attribute) else dotted(call.func)
-        if called == function.name.value:
+    for call in names.calls:
+        if last_name(call.func) == function.name.value:
             guard = _guard(names, call)
-            found += [(call, guard)] if guard is not None else _guarded_callers(names, call, seen | {called})
+            found += [(call, guard)] if guard is not None else _guarded_callers(names, call, seen | {function.name.value})
     return found
 
 
 def _of_test(names: Names, test: cst.BaseExpression, statement: cst.If | None) -> _Guard | None:
-    parts = _conjuncts(test)
-    kinds = [kind for each in parts if (kind := asks_for_first(names, each)) is not None]
-    rest = [each for each in parts if asks_for_first(names, each) is None]
+    parts = [(each, asks_for(names, each, first=True)) for each in _conjuncts(test)]
+    kinds = [kind for _, kind in parts if kind is not None]
+    rest = [each for each, kind in parts if kind is None]
     odd = any(mentions_rank(names, each) for each in rest)
     if not kinds and not odd:
         return None
@@ -113,7 +114,7 @@ def _of_those_that_left(names: Names, block: cst.IndentedBlock | cst.Module, nod
         if each is node:
             return None
         if isinstance(each, cst.If) and each.orelse is None and _leaves(each.body):
-            which = asks_for_all_but(names, each.test)
+            which = asks_for(names, each.test, first=False)
             if which is not None:
                 return _Guard(None, which, f"after `if {code(each.test)}`, where other ranks leave", None)
     return None
@@ -134,7 +135,7 @@ def _conjuncts(test: cst.BaseExpression) -> list[cst.BaseExpression]:
 
 def _unused(editor: Editor, name: str) -> str:
     taken = editor.of(_Variables).taken
-    text = "\n".join(code(value) for _, value, _ in editor.names.facts.assigned)
+    text = "\n".join(code(value) for _, value, _ in editor.names.assigned)
     variable = name
     while variable in taken or re.search(rf"\b{variable}\b", text) or variable in editor.names.tags:
         variable += "_"

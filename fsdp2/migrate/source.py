@@ -93,7 +93,7 @@ def _prepare(editor: Editor) -> None:
         fsdp1_values.find_borders(editor)
         editor.of(fsdp1_wrap.Found).casts = buffers.find_casts(editor, fsdp1_wrap.SIGNATURE, fsdp1_values.PRECISION)
         editor.of(fsdp1_wrap.Found).kwargs = fsdp1_wrap.find_kwargs(editor)
-        state_dicts.file_wide(editor)
+        state_dicts.find_kinds(editor)
     if "ddp" not in off:
         ddp.find_hooks(editor)
     if "deepspeed" not in off:

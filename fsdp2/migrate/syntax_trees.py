@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import libcst as cst
+from libcst import matchers
 
 _EMPTY = cst.Module([])
 
@@ -33,6 +35,11 @@ def dotted(node: cst.CSTNode | None) -> str:
     if isinstance(node, cst.Subscript):
         return code(node) if dotted(node.value) else ""
     return ""
+
+
+def last_name(node: cst.CSTNode) -> str:
+    """``no_sync`` of ``things["net"].no_sync``, ``save`` of ``save``."""
+    return node.attr.value if isinstance(node, cst.Attribute) else dotted(node)
 
 
 def string_of(node: cst.BaseExpression | None) -> str | None:
@@ -135,12 +142,22 @@ def without_comment(space: cst.BaseParenthesizableWhitespace) -> cst.BaseParenth
 
 
 def comments_in(node: cst.CSTNode) -> list[str]:
-    """The comments inside of ``node``."""
-    found: list[str] = []
+    return [cst.ensure_type(each, cst.Comment).value for each in matchers.findall(node, matchers.Comment())]
 
-    class Collect(cst.CSTVisitor):
-        def visit_Comment(self, node: cst.Comment) -> None:  # noqa: N802 (libcst's name)
-            found.append(node.value)
 
-    node.visit(Collect())
-    return found
+def without(block: Any, is_gone: Callable[[cst.CSTNode], bool], keeps: Callable[[cst.EmptyLine], bool]) -> Any:
+    """A module or block without some of its statements. Lines above these for which ``keeps`` holds go to the next statement, or to
+    the end of the block."""
+    body: list[Any] = []
+    pending: list[cst.EmptyLine] = []
+    for each in block.body:
+        if is_gone(each):
+            pending += filter(keeps, each.leading_lines)
+        elif pending:
+            body.append(each.with_changes(leading_lines=[*pending, *each.leading_lines]))
+            pending = []
+        else:
+            body.append(each)
+    if not body and isinstance(block, cst.IndentedBlock):
+        body, pending = [cst.SimpleStatementLine([cst.Pass()], leading_lines=pending)], []
+    return block.with_changes(body=body, footer=[*pending, *block.footer])

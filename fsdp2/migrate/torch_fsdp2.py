@@ -21,7 +21,7 @@ def by_module(editor: Editor, old: cst.Attribute, new: cst.BaseExpression) -> cs
         return new
     name = found.removeprefix("fsdp:")
     home = new_home(name)
-    return new if home is None else editor.make(f"{home}.{name}", f"import {home}")
+    return new if home is None else editor.make(f"{home}.{name}")
 
 
 def private_name(editor: Editor, old: cst.Name, new: cst.BaseExpression) -> cst.BaseExpression:

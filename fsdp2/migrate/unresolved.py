@@ -37,7 +37,7 @@ _OTHER_THINGS = re.compile(
 
 def find(names: Names) -> Iterator[tuple[cst.CSTNode, str]]:
     """Each use of an unknown value as a wrapped model, and its replacement if the value is one; in the order of the text."""
-    for node in names.facts.attributes:
+    for node in names.attributes:
         name = node.attr.value
         if name in _INSTEAD and (_is_taken(names, node) or (_is_such_a_use(names, node) and not _is_known(names, node))):
             value = node.value
@@ -108,12 +108,8 @@ def _last_word(node: cst.BaseExpression) -> str:
 
 def _may_be_a_model(names: Names, node: cst.Attribute) -> bool:
     """Whether ``self`` may inherit the name from a class that is no part of the file."""
-    above = names.parent_of(node)
-    while above is not None and not isinstance(above, cst.ClassDef):
-        above = names.parent_of(above)
-    if above is None or not above.bases:
-        return False
-    return not _defines(above, node.attr.value)
+    inside = next((each for each in names.ancestors(node) if isinstance(each, cst.ClassDef)), None)
+    return inside is not None and bool(inside.bases) and not _defines(inside, node.attr.value)
 
 
 def _is_target(names: Names, node: cst.CSTNode) -> bool:
@@ -130,7 +126,7 @@ def _is_never_wrapped(names: Names, node: cst.BaseExpression, method: str) -> bo
 
 
 def _makes_no_wrapped(names: Names, call: cst.Call, method: str) -> bool:
-    made = names.facts.classes.get(dotted(call.func))
+    made = names.classes.get(dotted(call.func))
     if made is None:
         return _is_of_a_library(names.origin_of(call.func))
     inside = matchers.findall(made, matchers.Name() | matchers.Attribute())

@@ -285,3 +285,12 @@ def test_links_out_of_a_folder_are_listed_and_left(file: Any, tmp_path: Path, ca
     assert inside.read_text() != IMPORT_ONLY
     assert main(["migrate", "--write", str(tmp_path / "here/a.py")]) == 0  # it is named
     assert outside.read_text() == inside.read_text()
+
+
+def test_a_sharded_grad_scaler_is_ours_with_its_process_group(file: Any) -> None:
+    """It was torch's, whose ranks agree on infinities only in parameters that are sharded over one mesh."""
+    imports = "from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler\n"
+    path = file("train.py", f"{imports}\nscaler = ShardedGradScaler('cuda', 2.0, 0.5, process_group=group)\n")
+    assert main(["migrate", "--write", str(path)]) == 0
+    call = "fsdp2.optim.GradScaler('cuda', init_scale=2.0, backoff_factor=0.5, process_group=group)"
+    assert path.read_text() == f"import fsdp2\n\nscaler = {call}\n"

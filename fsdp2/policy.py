@@ -23,6 +23,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
+__all__ = [
+    "AllGather",
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "DiskOffloadPolicy",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ReduceScatter",
+    "ShardPlacementResult",
+]
+
 TorchCPUOffloadPolicy = torch_fsdp.CPUOffloadPolicy
 """The base classes of ours: torch's own objects are accepted as well."""
 
@@ -181,7 +192,7 @@ class AllGather(Comm):
     """A custom all-gather, for ``FSDPModule.set_custom_all_gather``.
 
     Example:
-        class Gather(fsdp2.AllGather):
+        class Gather(fsdp2.policy.AllGather):
             def allocate(self, size, *, dtype, device):
                 return torch.empty(size, dtype=dtype, device=device)
 
@@ -208,7 +219,7 @@ class ReduceScatter(Comm):
     """A custom reduce-scatter, for ``FSDPModule.set_custom_reduce_scatter``.
 
     Example:
-        class Scatter(fsdp2.ReduceScatter):
+        class Scatter(fsdp2.policy.ReduceScatter):
             def allocate(self, size, *, dtype, device):
                 return torch.empty(size, dtype=dtype, device=device)
 

@@ -54,7 +54,7 @@ class ActivationCheckpointPolicy:
                 measured, and whenever an input is larger than those that were.
 
     Example:
-        policy = fsdp2.ActivationCheckpointPolicy(every=2)
+        policy = fsdp2.activations.ActivationCheckpointPolicy(every=2)
         fsdp2.apply_activation_checkpointing(model, policy)  # the first of each two blocks
     """
 

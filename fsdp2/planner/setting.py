@@ -46,7 +46,10 @@ def _dtype_option(said: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The arguments of ``fsdp2.plan`` but for model, inputs, loss and card, with the same meaning. Raises: ArgumentError"""
+    """The arguments of ``fsdp2.plan`` but for model, inputs, loss and card, with the same meaning: as many attributes as choices.
+
+    Raises: ArgumentError
+    """
 
     world_size: int = field(metadata={"kind": COUNT})
     strategy: StrategyName = field(default="zero3", metadata=_option("as in fsdp2.parallelize", choices=list(STRATEGIES)))

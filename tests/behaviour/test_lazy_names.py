@@ -46,7 +46,19 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
     assert callable(fsdp2.uncompile)
     with pytest.raises(AttributeError, match="no attribute 'fully_shards'"):
         fsdp2.fully_shards  # noqa: B018
-    assert {"checkpoint", "compile", "wrap"} <= set(dir(fsdp2))
+
+
+def test_dir_shows_the_public_names_alone_and_older_names_can_still_be_imported():
+    import fsdp2
+
+    assert dir(fsdp2) == sorted(fsdp2.__all__)
+    assert all(getattr(fsdp2, name) is not None for name in dir(fsdp2))
+    from fsdp2 import ActivationCheckpointPolicy, AllGather, OrderError, ReduceScatter
+
+    assert ActivationCheckpointPolicy is fsdp2.activations.ActivationCheckpointPolicy
+    assert (AllGather, ReduceScatter) == (fsdp2.policy.AllGather, fsdp2.policy.ReduceScatter)
+    assert OrderError is fsdp2.errors.OrderError
+    assert not {"ActivationCheckpointPolicy", "AllGather", "OrderError", "ReduceScatter"} & set(dir(fsdp2))
 
 
 def test_the_version_is_that_of_what_is_installed(capsys):

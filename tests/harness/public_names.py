@@ -8,7 +8,16 @@ import re
 import textwrap
 from typing import Any
 
-MODULES = ["fsdp2", "fsdp2.checkpoint", "fsdp2.optim", "fsdp2.activations", "fsdp2.wrap", "fsdp2.doctor", "fsdp2.state_bytes"]
+MODULES = [
+    "fsdp2",
+    "fsdp2.policy",
+    "fsdp2.checkpoint",
+    "fsdp2.optim",
+    "fsdp2.activations",
+    "fsdp2.wrap",
+    "fsdp2.doctor",
+    "fsdp2.state_bytes",
+]
 _WORD = re.compile(r"\w+")
 
 

@@ -203,12 +203,12 @@ class ParamGroupNames:
 
     @property
     def _training_state(self) -> Any:
-        return torch_compat.IDLE
+        return torch_compat.idle()
 
     @_training_state.setter
     def _training_state(self, state: Any) -> None:
         """Readers set the state to idle before ``reshard()``, which does not need it here. Raises: ArgumentError for other states."""
-        if state is not torch_compat.IDLE:
+        if state is not torch_compat.idle():
             raise ArgumentError(
                 f"_training_state of {self._unit.fqn or 'the root'} is set to {state}",
                 expected="TrainingState.IDLE, which changes nothing",

@@ -7,13 +7,13 @@ import types
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard import _fsdp_common as common
-from torch.distributed.fsdp._fully_shard import _fsdp_state as state_module
-from torch.distributed.fsdp._fully_shard import _fully_shard as definitions
 
-__all__ = ["FSDP1_HOMES", "FSDP2_HOMES", "IDLE", "homes", "is_needed_by_torch", "mesh_info", "state_module"]
+from ..core.torch_compat import torch_name
 
-IDLE = common.TrainingState.IDLE
+__all__ = ["FSDP1_HOMES", "FSDP2_HOMES", "homes", "idle", "is_needed_by_torch", "mesh_info", "state_module"]
+
+common = torch_name("torch.distributed.fsdp._fully_shard._fsdp_common")
+state_module = torch_name("torch.distributed.fsdp._fully_shard._fsdp_state")
 
 FSDP2_HOMES = (
     "torch.distributed.fsdp",
@@ -44,7 +44,12 @@ def homes(names: tuple[str, ...]) -> list[types.ModuleType]:
 
 def is_needed_by_torch(module: types.ModuleType, name: str) -> bool:
     """Whether torch's methods look ``name`` up in ``module``: on modules that torch has sharded they must find torch's class there."""
-    return module is definitions and name == "FSDPModule"
+    return module.__name__ == "torch.distributed.fsdp._fully_shard._fully_shard" and name == "FSDPModule"
+
+
+def idle() -> Any:
+    """torch's ``TrainingState`` of a parameter group between forwards and backwards."""
+    return common.TrainingState.IDLE
 
 
 def mesh_info(mesh: DeviceMesh, shard_axis: int | None, replicate_axis: int | None) -> Any:

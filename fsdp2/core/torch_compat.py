@@ -1,13 +1,15 @@
 """Every private torch name in use, and every difference between torch 2.11 and 2.15, in one place.
 
 Nothing here has logic of its own: a name is re-exported, or wrapped so that its callers need not know the torch version.
-When a torch release breaks fsdp2, this is the file to fix.
+When a torch release breaks fsdp2, this is the file to fix. A name that a release has dropped is missed where it is used, not at
+``import fsdp2`` (``torch_name``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import os
 import sys
@@ -21,27 +23,17 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 import torch.utils.checkpoint
 import torch.utils.dlpack
 from torch import Tensor, nn
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, get_eval_frame_callback, set_code_exec_strategy
-from torch._subclasses import FakeTensor
-from torch._utils import _get_device_module, _rebuild_tensor_v2, _rebuild_tensor_v3
 from torch.autograd import forward_ad
-from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
-from torch.distributed._composable_state import _insert_module_state, _State
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
-from torch.distributed.fsdp._fully_shard import _fully_shard as torch_fsdp2
-from torch.distributed.fsdp._fully_shard._fully_shard import cls_to_fsdp_cls as torch_class_map
-from torch.distributed.fsdp._fully_shard._fully_shard import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from ..errors import FSDPError
 
 __all__ = [  # torch's names that other files take from here, in addition to those defined below
     "AsyncCollectiveTensor",
@@ -52,19 +44,77 @@ __all__ = [  # torch's names that other files take from here, in addition to tho
     "TorchFSDPModule",
     "TorchUnshardHandle",
     "forward_ad",
-    "is_traceable_wrapper_subclass",
     "pytree",
 ]
 
+
+class _Gone(type):
+    """The class of classes that stand for names that this torch lacks: nothing is an instance of such a class, and its use raises."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise _gone_error(cls.path)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):  # Python asks every class for some of these
+            raise AttributeError(name)
+        raise _gone_error(cls.path)
+
+
+def _gone_error(path: str) -> FSDPError:
+    return FSDPError(
+        f"torch {torch.__version__} has no {path}, which this needs",
+        expected="a version of torch that fsdp2 was tested with, 2.11 to 2.15",
+        fix="install one of these, or a newer fsdp2",
+    )
+
+
+def torch_name(path: str, instead: Any = None) -> Any:
+    """What torch has at ``path``, a private name; if it is gone, ``instead``, or a class of which every use raises an FSDPError."""
+    home, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(home), name)
+    except (ImportError, AttributeError):
+        return _Gone(name, (), {"path": path}) if instead is None else instead
+
+
 if TYPE_CHECKING:
+    from torch._subclasses import FakeTensor
+    from torch.distributed._composable_state import _State
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor.placement_types import _StridedShard
+    from torch.utils import _pytree as pytree
+    from torch.utils._python_dispatch import TorchDispatchMode
 
     class TorchGradientReductionHandle:
         """torch's class of the same name (2.15), so that ``isinstance`` checks elsewhere hold."""
 
-else:
+else:  # next to each name, what happens if it is gone; where nothing stands, its first use raises
+    FakeTensor = torch_name("torch._subclasses.FakeTensor")  # none is recognized
+    AsyncCollectiveTensor = torch_name("torch.distributed._functional_collectives.AsyncCollectiveTensor")  # none is recognized
+    DTensorSpec = torch_name("torch.distributed.tensor._dtensor_spec.DTensorSpec")
+    TensorMeta = torch_name("torch.distributed.tensor._dtensor_spec.TensorMeta")
+    _StridedShard = torch_name("torch.distributed.tensor.placement_types._StridedShard")  # no tensor parallelism
+    _State = torch_name("torch.distributed._composable_state._State", object)  # torch does not find our states by type
+    TorchDispatchMode = torch_name("torch.utils._python_dispatch.TorchDispatchMode")
+    pytree = torch_name("torch.utils._pytree")
     TorchGradientReductionHandle = getattr(torch.distributed.fsdp, "GradientReductionHandle", object)
 
-REBUILD_TENSOR, REBUILD_TENSOR_OF_DTYPE = _rebuild_tensor_v2, _rebuild_tensor_v3
+_torch_fsdp2 = torch_name("torch.distributed.fsdp._fully_shard._fully_shard", torch.distributed.fsdp)
+_REGISTRY_KEY = torch_name("torch.distributed._composable.contract.REGISTRY_KEY", "_fsdp2_registry")  # torch does not see our calls
+_STATE_KEY = torch_name("torch.distributed._composable.contract.STATE_KEY", "_fsdp2_states")  # torch does not find our states
+_RegistryItem = torch_name("torch.distributed._composable.contract.RegistryItem", object)
+_insert_module_state = torch_name("torch.distributed._composable_state._insert_module_state", lambda module, state: None)
+# Without these, the public ``torch.compiler.disable`` does their work; it imports the compiler, and costs each hook more.
+_eval_frame = "torch._C._dynamo.eval_frame."
+_get_eval_frame_callback = torch_name(f"{_eval_frame}get_eval_frame_callback", False)
+_set_code_exec_strategy = torch_name(f"{_eval_frame}set_code_exec_strategy", False)
+_FrameAction = torch_name(f"{_eval_frame}_FrameAction", False)
+_FrameExecStrategy = torch_name(f"{_eval_frame}_FrameExecStrategy", False)
+_CAN_SKIP_FRAMES = all((_get_eval_frame_callback, _set_code_exec_strategy, _FrameAction, _FrameExecStrategy))
+
+REBUILD_TENSOR = torch_name("torch._utils._rebuild_tensor_v2")
+REBUILD_TENSOR_OF_DTYPE = torch_name("torch._utils._rebuild_tensor_v3")
 """The functions that ``torch.load`` calls to make a tensor of a typed storage, and of an untyped one."""
 
 
@@ -241,7 +291,7 @@ def has_streams(device_type: str) -> bool:
 
 def device_module(device_type: str) -> Any:
     """``torch.cuda`` for "cuda" and so on; a stand-in with the same names for "cpu"."""
-    return _get_device_module(device_type)
+    return torch.get_device_module(device_type)
 
 
 def current_device(device_type: str) -> torch.device:
@@ -329,7 +379,8 @@ def allow_any_grad_dtype(param: Tensor) -> None:
     param.grad_dtype = None
 
 
-INSTALLED_SEMANTICS: Literal["2.13", "2.15"] = "2.15" if hasattr(Tensor, "_has_grad_dtype_override") else "2.13"
+_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+INSTALLED_SEMANTICS: Literal["2.13", "2.15"] = "2.15" if _VERSION >= (2, 15) else "2.13"
 """Whose numbers torch's own FSDP2 has here: from 2.15 on, it asks each parameter for ``grad_dtype``."""
 
 
@@ -395,6 +446,11 @@ def has_storage_of_its_own(tensor: Tensor) -> bool:
     return True
 
 
+def is_traceable_wrapper_subclass(tensor: object) -> bool:
+    """Whether ``tensor`` has other tensors in its attributes, and tells which."""
+    return isinstance(tensor, Tensor) and hasattr(tensor, "__tensor_flatten__") and hasattr(tensor, "__tensor_unflatten__")
+
+
 def storage_use_count(tensor: Tensor) -> int:
     """How many tensors and others share the storage of ``tensor``; 1 if none does."""
     storage = tensor.untyped_storage()
@@ -415,8 +471,8 @@ def chunk_cat(tensors: list[Tensor], num_chunks: int, out: Tensor) -> None:
 
 # --- autograd -----------------------------------------------------------------------------------------------------------------
 
-current_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside of backward
-will_run_in_this_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node  # only inside backward
+current_graph_task: Callable[[], int] = torch_name("torch._C._current_graph_task_id")  # -1 outside of backward
+will_run_in_this_backward: Callable[[Any], bool] = torch_name("torch._C._will_engine_execute_node")  # only inside backward
 
 
 def checkpoint_around() -> object | None:
@@ -447,8 +503,8 @@ def leaf_gets_gradient_in_this_backward(leaf: Tensor) -> bool:
         return True
 
 
-profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
-functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+profiler_is_on: Callable[[], bool] = torch_name("torch._C._autograd._profiler_enabled", lambda: False)  # profiles lack our labels
+functorch_is_active: Callable[[], bool] = torch_name("torch._C._are_functorch_transforms_active")
 
 
 def preserved_versions(tensors: tuple[Tensor, ...]) -> AbstractContextManager[Any]:
@@ -476,14 +532,22 @@ def queue_end_of_backward(callback: Callable[[], None]) -> bool:
     return True
 
 
+def caller_of_hooks() -> types.FrameType | None:
+    """The innermost frame that is neither a hook's nor the compiler's around it: as a rule that of ``nn.Module.__call__``."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_HOOKS):
+        frame = frame.f_back
+    return frame
+
+
+_HOOKS = (__name__.removesuffix("torch_compat"), "torch._dynamo.")  # not by paths: anybody may have such a one
+
+
 def a_module_has_failed() -> bool:
     """In a forward hook with ``always_call``: whether forward, or another hook, has raised."""
     error = sys.exc_info()[1]
     # Somebody may also run a whole forward while handling an exception: that was not caught where modules are called.
-    return error is not None and error.__traceback__ is not None and error.__traceback__.tb_frame.f_code is _CALL_IMPL
-
-
-_CALL_IMPL = getattr(nn.Module._call_impl, "__code__", None)  # where a library has replaced it, maybe not
+    return error is not None and error.__traceback__ is not None and error.__traceback__.tb_frame is caller_of_hooks()
 
 
 def functorch_disabled() -> AbstractContextManager[Any]:
@@ -509,7 +573,7 @@ def levels_of(tensor: Tensor) -> list[Tensor]:
     return found
 
 
-_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
+_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT) if _CAN_SKIP_FRAMES else None
 
 
 def dynamo_disabled(hook: _F, reason: str = "fsdp2 hooks run outside of the graph") -> _F:
@@ -518,11 +582,14 @@ def dynamo_disabled(hook: _F, reason: str = "fsdp2 hooks run outside of the grap
     Costs one comparison while no compiled code is around, and does not import the compiler: its own wrapper is made at the
     first call that happens under it. (Making that wrapper at each call costs a tenth of upstream's host time.)
     """
+    if not _CAN_SKIP_FRAMES:
+        disabled: Any = torch.compiler.disable
+        return disabled(hook, recursive=True, reason=reason)  # type: ignore[no-any-return]
     guarded: list[Callable[..., Any]] = []
 
     @functools.wraps(hook)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if get_eval_frame_callback() is None:
+        if _get_eval_frame_callback() is None:
             return hook(*args, **kwargs)
         if not guarded:
             disable: Any = torch._dynamo.disable
@@ -530,7 +597,7 @@ def dynamo_disabled(hook: _F, reason: str = "fsdp2 hooks run outside of the grap
         return guarded[0](*args, **kwargs)
 
     # As a frame, too: not compiled when code that the compiler runs calls it.
-    set_code_exec_strategy(run.__code__, _SKIP)  # type: ignore[attr-defined]
+    _set_code_exec_strategy(run.__code__, _SKIP)  # type: ignore[attr-defined]
     run._torchdynamo_disable = True  # type: ignore[attr-defined]  # read by the tracer
     run._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     run._torchdynamo_disable_recursive = True  # type: ignore[attr-defined]
@@ -541,7 +608,8 @@ def dynamo_disabled(hook: _F, reason: str = "fsdp2 hooks run outside of the grap
 
 def dynamo_skips(function: _F) -> _F:
     """Let the compiler leave the frames of ``function`` alone, and compile what it calls."""
-    set_code_exec_strategy(function.__code__, _SKIP)
+    if _CAN_SKIP_FRAMES:
+        _set_code_exec_strategy(function.__code__, _SKIP)
     return function
 
 
@@ -555,7 +623,7 @@ def is_tracing() -> bool:
 
 def has_met_compiler(hook: Callable[..., Any]) -> bool:
     """Whether code that the compiler runs has called ``hook``, a ``dynamo_disabled`` function."""
-    return bool(hook._guarded)  # type: ignore[attr-defined]
+    return bool(getattr(hook, "_guarded", ()))
 
 
 def compiled_modules(root: nn.Module) -> list[nn.Module]:
@@ -572,7 +640,7 @@ def compiled_modules(root: nn.Module) -> list[nn.Module]:
 
 def applied_apis(module: nn.Module) -> list[str]:
     """Names of the composable APIs applied to ``module``: "fully_shard", "replicate", ..."""
-    return list(module.__dict__.get(REGISTRY_KEY) or ())  # not getattr: a wrapper's leads to the module that it wraps
+    return list(module.__dict__.get(_REGISTRY_KEY) or ())  # not getattr: a wrapper's leads to the module that it wraps
 
 
 class ModuleStateBase(_State):
@@ -600,7 +668,7 @@ class ModuleStateBase(_State):
         self.reduce_accumulated()
 
 
-_STATE_OWNER = inspect.unwrap(torch_fully_shard)
+_STATE_OWNER = inspect.unwrap(_torch_fsdp2.fully_shard)
 """The key under which torch's ``fully_shard.state`` looks a module's state up: the bare function inside of torch's decorator.
 
 Read here, once: other libraries put functions of their own in the place of ``torch.distributed.fsdp.fully_shard``, and some of those
@@ -610,9 +678,9 @@ do not tell what they wrap.
 
 def register_module_state(module: nn.Module, state: ModuleStateBase) -> None:
     """Make ``state`` what ``torch.distributed.fsdp.fully_shard.state(module)`` and torch's registries report."""
-    registry = module.__dict__.setdefault(REGISTRY_KEY, {})
-    registry["fully_shard"] = RegistryItem()
-    states = module.__dict__.setdefault(STATE_KEY, {})
+    registry = module.__dict__.setdefault(_REGISTRY_KEY, {})
+    registry["fully_shard"] = _RegistryItem()
+    states = module.__dict__.setdefault(_STATE_KEY, {})
     states[_STATE_OWNER] = state
     _insert_module_state(module, state)
 
@@ -621,8 +689,8 @@ def register_module_state(module: nn.Module, state: ModuleStateBase) -> None:
 def without_module_state(module: nn.Module) -> Iterator[None]:
     """Inside, ``module.__dict__`` has nothing of what ``register_module_state`` put there."""
     places = [
-        (module.__dict__[REGISTRY_KEY], "fully_shard"),
-        (module.__dict__[STATE_KEY], _STATE_OWNER),
+        (module.__dict__[_REGISTRY_KEY], "fully_shard"),
+        (module.__dict__[_STATE_KEY], _STATE_OWNER),
     ]
     kept = [place.pop(key) for place, key in places]
     try:
@@ -634,7 +702,7 @@ def without_module_state(module: nn.Module) -> Iterator[None]:
 
 def torch_mixin() -> type:
     """torch's FSDPModule, or the subclass that somebody has put where torch's ``fully_shard`` looks it up."""
-    there: Any = torch_fsdp2.FSDPModule
+    there: Any = _torch_fsdp2.FSDPModule
     return there if isinstance(there, type) and issubclass(there, TorchFSDPModule) else TorchFSDPModule
 
 
@@ -646,12 +714,12 @@ def let_guard_pickler_find(cls: type, new: type) -> None:
     config = sys.modules.get("torch._dynamo.config")
     wanted = config.caching_precompile if config is not None else os.environ.get("TORCH_CACHING_PRECOMPILE") == "1"
     if wanted:
-        torch_class_map.setdefault(cls, new)
+        _torch_fsdp2.cls_to_fsdp_cls.setdefault(cls, new)
 
 
 def module_state(module: nn.Module) -> ModuleStateBase | None:
     """The state that ``register_module_state`` stored, or None."""
-    state = module.__dict__.get(STATE_KEY)
+    state = module.__dict__.get(_STATE_KEY)
     if state is None:
         return None
     found = state.get(_STATE_OWNER)

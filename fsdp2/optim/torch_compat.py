@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..core.torch_compat import storage_key
+from ..core.torch_compat import FakeTensor, storage_key
 
 
 def first_byte_of(tensors: Sequence[Tensor]) -> Callable[[Tensor], int]:

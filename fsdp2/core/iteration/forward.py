@@ -11,13 +11,11 @@ from types import FrameType
 
 import torch
 
+from .. import torch_compat as compat
 from ..comm import collective_log
 from .forward_log import ForwardLog
 from .unit import Unit, ahead
 from .unit_tree import UnitTree, release
-
-_OURS = (__name__.partition("iteration")[0], "torch._dynamo.")
-"""Modules whose frames end before forward does: those of hooks, and of a compiler that calls them. Paths don't tell."""
 
 
 class Forward:
@@ -143,10 +141,7 @@ class _Caller:
     __slots__ = ("_frame",)
 
     def __init__(self) -> None:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_globals.get("__name__", "").startswith(_OURS):
-            frame = frame.f_back
-        self._frame = frame
+        self._frame = compat.caller_of_hooks()
 
     def is_running(self) -> bool:
         """Whether the frame is below us on the stack."""

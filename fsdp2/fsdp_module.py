@@ -18,6 +18,7 @@ from torch import nn
 from .clients.pretrained import saving_whole_tensors
 from .core import torch_compat as compat
 from .core.comm import backends
+from .core.comm.agreement import another_over
 from .core.comm.communicators import (
     ProcessGroupAllGather,
     ProcessGroupReduceScatter,
@@ -25,7 +26,6 @@ from .core.comm.communicators import (
     SymmetricReduceScatter,
     warn_without_effect,
 )
-from .core.comm.process_groups import another_over
 from .core.iteration.finalization import GradientReductionHandle
 from .core.iteration.first_forward import refuse_meta
 from .core.iteration.module_state import ModuleState, schedule_of, sharded_unit

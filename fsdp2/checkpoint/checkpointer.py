@@ -36,8 +36,7 @@ from torch.optim import Optimizer
 
 from ..arguments import PROCESS_GROUP, SWITCH, require
 from ..core import torch_compat as compat
-from ..core.comm.agreement import agree, default_group, is_lost
-from ..core.comm.process_groups import another_over
+from ..core.comm.agreement import agree, another_over, default_group, is_lost
 from ..errors import ArgumentError, FSDPError, LostRankError, OrderError, got
 from ..hangs.joint_calls import joint
 from ..hangs.records import at_disk

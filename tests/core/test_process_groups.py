@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.checkpoint.checkpointer import borrow_group, give_back
-from fsdp2.core.comm.process_groups import another_over
+from fsdp2.core.comm.agreement import another_over
 from harness import on_ranks
 
 

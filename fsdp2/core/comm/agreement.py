@@ -1,12 +1,21 @@
 """One collective after which every rank goes on, or every rank raises the same error.
 
-Worked example: rank 2 of 4 finds the disk full. It calls ``agree(group, error)``, the others ``agree(group, None)``; all four raise
-rank 2's CheckpointError. Where it finds it between collectives it calls ``tell_later(error)``, and the next agreement is the same.
+Worked example: rank 2 of 4 finds the disk full. It calls ``agree(group, error)``, the others ``agree(group, None)``;
+all four raise rank 2's CheckpointError. Where it finds it between collectives it calls ``tell_later(error)``, and the
+next agreement is the same.
+
+Note: names of process groups. torch names a process group by how many groups the process has made, or by its ranks and
+that number, and ranks find each other under the name. So ranks that have made different numbers of groups wait for each
+other under different names, for ever; and from torch 2.14 on, a group of some ranks shifts the numbers of these ranks
+for all later groups (before, for later groups of some ranks). Our group has a name that its ranks agree on, and leaves
+torch's counts as they were: it neither depends on the groups that were made before, nor changes those that are made
+later. How users' own groups affect each other is up to torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
@@ -18,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ... import errors
 from ...errors import CheckpointError, FSDPError, LostRankError
+from .. import torch_compat as compat
 from ..plan.mesh import device_of
 from .collective_log import during
 from .lost_ranks import raise_lost
@@ -120,9 +130,9 @@ _untold: list[FSDPError] = []
 def agree_on_meshes(meshes: Sequence[DeviceMesh], problem: FSDPError | None) -> None:
     """Let all ranks of ``meshes`` go on, or raise if a rank of them has a problem. No meshes: this rank decides alone.
 
-    Costs an all-reduce of 8 bytes for each axis of more than one rank; only if a rank has a problem, ranks send it as well. A mesh that
-    lies within another needs no collective of its own. Where meshes overlap, a rank of both carries the answer from one to the other:
-    as many rounds as there are meshes reach all ranks.
+    Costs an all-reduce of 8 bytes for each axis of more than one rank; only if a rank has a problem, ranks send it as
+    well. A mesh that lies within another needs no collective of its own. Where meshes overlap, a rank of both carries
+    the answer from one to the other: as many rounds as there are meshes reach all ranks.
 
     meshes:     the same, in the same order, on all ranks of each
     Collective: yes, over each mesh
@@ -162,3 +172,18 @@ def outermost(meshes: Sequence[DeviceMesh]) -> list[DeviceMesh]:
     for mesh in meshes:
         by_ranks.setdefault(frozenset(mesh.mesh.flatten().tolist()), mesh)
     return [mesh for ranks, mesh in by_ranks.items() if not any(ranks < other for other in by_ranks)]
+
+
+def another_over(process_group: dist.ProcessGroup, name: str, backend: str | None = None) -> dist.ProcessGroup:
+    """A new process group over the ranks of ``process_group``, with its time-out: the two need not wait for each other.
+
+    name:    what tools show as its description
+    backend: None: that of the default group
+    Collective: yes, over these ranks
+    """
+    ranks = dist.get_process_group_ranks(process_group)
+    drawn = torch.tensor([int.from_bytes(os.urandom(7), "big")], device=compat.device_of_group(process_group))
+    with during("agreement of ranks", process_group, drawn):
+        dist.broadcast(drawn, src=ranks[0], group=process_group)
+    timeout = compat.timeout_of_group(process_group)
+    return compat.new_named_group(ranks, backend, f"fsdp2_{name}", f"fsdp2_{name}_{drawn.item():x}", timeout)

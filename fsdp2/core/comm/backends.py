@@ -1,7 +1,4 @@
-"""What a communication backend can do, and which algorithm suits it.
-
-This file refuses to issue anything: it answers from the backend's name, the world's size and the buffer's.
-"""
+"""What a communication backend can do, and which algorithm suits it, by its name and the sizes of world and buffer."""
 
 from __future__ import annotations
 
@@ -16,7 +13,8 @@ AllGatherAlgorithm = Literal["stock", "broadcast"]
 ReduceScatterAlgorithm = Literal["stock", "all_to_all", "pairwise", "all_reduce"]
 AllReduceAlgorithm = Literal["stock", "all_gather"]
 
-# "fake" stands for NCCL in schedule and memory tests and in plans, so it takes NCCL's path everywhere; "fake_gloo" gloo's.
+# "fake" stands for NCCL in schedule and memory tests and in plans, so it takes NCCL's path everywhere; "fake_gloo"
+# gloo's.
 _STREAM_ORDERED = {"nccl", "xccl", "fake"}
 _AVERAGES = {"nccl", "fake"}
 _GLOO = {"gloo", "fake_gloo"}
@@ -78,9 +76,11 @@ _stock_alone = False
 def set_collective_algorithms(algorithms: Literal["measured", "stock"]) -> None:
     """Choose the algorithms of later ``fully_shard`` calls, where fsdp2 has a choice: gloo on CPU.
 
-    "measured" takes for each size the algorithm that measured fastest: broadcasts for an all-gather, all-to-all for a reduce-scatter.
-    "stock" takes the backend's own, for tools that count: ``CommDebugMode`` and profilers then see one ``_allgather_base_`` and one
-    ``_reduce_scatter_base_`` where torch's FSDP2 has one. The comparison of ranks before a backward then is an ``allreduce_``.
+    "measured" takes for each size the algorithm that measured fastest: broadcasts for an all-gather, all-to-all for a
+    reduce-scatter.
+    "stock" takes the backend's own, for tools that count: ``CommDebugMode`` and profilers then see one
+    ``_allgather_base_`` and one ``_reduce_scatter_base_`` where torch's FSDP2 has one. The comparison of ranks before a
+    backward then is an ``allreduce_``.
 
     Collective: no; all ranks must choose the same.
     Raises:     ArgumentError for any other word
@@ -122,7 +122,8 @@ def choose_reduce_scatter(backend: str, world_size: int, nbytes: int, device_typ
         return "stock"
     if device_type != "cpu":  # gloo's all-to-all takes host memory only
         return "all_reduce"
-    # Pairwise sends least and needs least scratch, but each of its W - 1 rounds greets all ranks: for few ranks and large rows.
+    # Pairwise sends least and needs least scratch, but each of its W - 1 rounds greets all ranks: for few ranks and
+    # large rows.
     if world_size == 2 or (world_size <= 8 and nbytes >= world_size * (1 << 20)):
         return "pairwise"
     return "all_to_all"

@@ -1,12 +1,13 @@
 """All-gather, reduce-scatter and all-reduce of flat buffers, by the algorithm that suits the backend.
 
-Each function issues a collective and returns a ``Pending``; ``finish()`` makes the result valid. The caller chooses the algorithm
-(backends.py) and the division (division.py).
+Each function issues a collective and returns a ``Pending``; ``finish()`` makes the result valid. The caller chooses the
+algorithm (backends.py) and the division (division.py).
 
-Worked example: reduce-scatter by "pairwise", 3 ranks, P = 2, averaged. Rank 1 holds the rows ``[[1, 1], [5, 5], [2, 2]]``; row
-d is for rank d. It sends row 2 to rank 2 while it receives ``[4, 4]`` from rank 0 into its output, then row 0 to rank 0 while
-it receives ``[3, 3]`` from rank 2 into scratch; meanwhile the caller computes. ``finish()`` adds in ascending rank order,
-``([4, 4] + [5, 5]) + [3, 3]``, and divides the 2 elements by 3: the output is ``[4, 4]``. No rank sends a row to itself.
+Worked example: reduce-scatter by "pairwise", 3 ranks, P = 2, averaged. Row d is for rank d, and rank 1 holds the rows
+``[[1, 1], [5, 5], [2, 2]]``. It sends row 2 to rank 2 while it receives ``[4, 4]`` from rank 0 into its output, then row
+0 to rank 0 while it receives ``[3, 3]`` from rank 2 into scratch; meanwhile the caller computes. ``finish()`` adds in
+ascending rank order, ``([4, 4] + [5, 5]) + [3, 3]``, and divides the 2 elements by 3: the output is ``[4, 4]``. No rank
+sends a row to itself.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class Pending(Protocol):
     def finish(self) -> None:
         """Wait, then run the local part (sum, divide); afterwards the result is valid.
 
-        Call it once, on the thread and stream that use the result. On host-waited backends it blocks (with CUDA tensors: makes
-        the current stream wait); on stream-ordered ones everything is already queued on the stream that issued the collective.
-        A second call does nothing. If the wait raises, the result is invalid for good.
+        Call it once, on the thread and stream that use the result. On host-waited backends it blocks (with CUDA
+        tensors: makes the current stream wait); on stream-ordered ones everything is already queued on the stream that
+        issued the collective. A second call does nothing. If the wait raises, the result is invalid for good.
         """
 
     def is_completed(self) -> bool:
@@ -70,7 +71,7 @@ def all_gather(
         if async_op:
             pairs = zip(outputs, inputs, strict=True)
             works = [compat.all_gather_single(output, input_, process_group, True) for output, input_ in pairs]
-            return _Waiting(works, (outputs, inputs))
+            return Works(works, (outputs, inputs))
         if len(outputs) == 1:
             compat.all_gather_single(outputs[0], inputs[0], process_group, False)
         else:
@@ -84,7 +85,7 @@ def all_gather(
         rows = output.view(world_size, input_.numel()).unbind()
         works += start_broadcasts([*rows[:rank], input_, *rows[rank + 1 :]], process_group, async_op)
         _copy_unless_same(rows[rank], input_)
-    return _issued(_Waiting(works, (outputs, inputs)), async_op)
+    return _issued(Works(works, (outputs, inputs)), async_op)
 
 
 def reduce_scatter(
@@ -113,7 +114,7 @@ def reduce_scatter(
     if algorithm == "stock":
         work = compat.reduce_scatter_single(output, input, division.op, process_group, async_op)
         if async_op:
-            return _Waiting([work], (input,), output, division.postdivide)
+            return Works([work], (input,), output, division.postdivide)
         if division.postdivide is not None:
             output.div_(division.postdivide)
         return _DONE
@@ -121,18 +122,18 @@ def reduce_scatter(
     rows = input.view(world_size, output.numel()).unbind()
     if algorithm == "all_reduce":
         work = dist.all_reduce(input, op=division.op, group=process_group, async_op=async_op)
-        return _issued(_Waiting([work], (), output, division.postdivide, (rows[rank],)), async_op)
+        return _issued(Works([work], (), output, division.postdivide, (rows[rank],)), async_op)
     assert division.op == dist.ReduceOp.SUM, f"{algorithm!r} sums locally, but the reduction is {division}"
     if algorithm == "all_to_all":
         received = torch.empty_like(input)
         work = dist.all_to_all_single(received, input, group=process_group, async_op=async_op)
         received_rows: Sequence[Tensor] = received.view(world_size, output.numel()).unbind()
-        return _issued(_Waiting([work], (input,), output, division.postdivide, received_rows), async_op)
+        return _issued(Works([work], (input,), output, division.postdivide, received_rows), async_op)
     # The lowest row of another rank needs no scratch: the output, where the sum will be, receives it.
     others = [output, *(torch.empty_like(output) for _ in range(world_size - 2))]
     received_rows = [*others[:rank], rows[rank], *others[rank:]]
     works = start_exchange(received_rows, rows, process_group, async_op)
-    return _issued(_Waiting(works, (input,), output, division.postdivide, received_rows), async_op)
+    return _issued(Works(works, (input,), output, division.postdivide, received_rows), async_op)
 
 
 def reduce_scatter_together(buffers: Sequence[tuple[Tensor, Tensor, Division]], process_group: dist.ProcessGroup) -> None:
@@ -174,7 +175,7 @@ def all_reduce(
     if algorithm == "stock":
         work = dist.all_reduce(buffer, op=division.op, group=process_group, async_op=async_op)
         if async_op:
-            return _Waiting([work], (), buffer, division.postdivide)
+            return Works([work], (), buffer, division.postdivide)
         if division.postdivide is not None:
             buffer.div_(division.postdivide)
         return _DONE
@@ -182,7 +183,7 @@ def all_reduce(
     gathered = buffer.new_empty(world_size * buffer.numel())
     work = compat.all_gather_single(gathered, buffer, process_group, async_op)
     rows = gathered.view(world_size, buffer.numel()).unbind()
-    return _issued(_Waiting([work], (), buffer, division.postdivide, rows), async_op)
+    return _issued(Works([work], (), buffer, division.postdivide, rows), async_op)
 
 
 def all_reduce_together(buffers: Sequence[tuple[Tensor, Division]], process_group: dist.ProcessGroup) -> None:
@@ -201,7 +202,7 @@ def all_reduce_together(buffers: Sequence[tuple[Tensor, Division]], process_grou
             buffer.div_(division.postdivide)
 
 
-# ---- the parts of these algorithms --------------------------------------------------------------------------------------------
+# --- the parts of these algorithms ---------------------------------------------------------------------------------------
 
 
 def start_broadcasts(rows: Sequence[Tensor], process_group: dist.ProcessGroup, async_op: bool) -> list[dist.Work | None]:
@@ -228,7 +229,7 @@ def start_exchange(
     return works
 
 
-def _issued(pending: _Waiting, async_op: bool) -> Pending:
+def _issued(pending: Works, async_op: bool) -> Pending:
     """``pending`` itself; where streams order collectives, its local part is queued after the collective now."""
     if async_op:
         return pending
@@ -268,15 +269,18 @@ class _Done:
 _DONE = _Done()
 
 
-class _Waiting:
-    """Waits for ``works``; then ``output``, if any, becomes the sum of ``rows``, if any, and is divided."""
+class Works:
+    """A ``Pending`` that waits for ``works``; then ``output`` becomes the sum of ``rows``, if there are any, and is divided.
+
+    buffers: kept alive until then
+    """
 
     __slots__ = ("_buffers", "_finished", "_output", "_postdivide", "_rows", "_works")
 
     def __init__(
         self,
         works: Sequence[dist.Work | None],
-        buffers: Sequence[object],
+        buffers: Sequence[object] = (),
         output: Tensor | None = None,
         postdivide: float | None = None,
         rows: Sequence[Tensor] = (),

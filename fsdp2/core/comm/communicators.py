@@ -1,8 +1,9 @@
 """Collectives for which the user, or the process group's allocator, provides buffers or calls, by upstream's contract.
 
-A custom communicator sees what torch's FSDP2 would show it. All-gather: one buffer for the whole output, (W * n,), whose slice of
-this rank is the input, without gaps between parameters. Reduce-scatter: the input (W * n,), then the output (n,), both allocated by
-the communicator, for just the parameters that have a gradient. So these groups travel packed, and pay copies that others do not.
+A custom communicator sees what torch's FSDP2 would show it. All-gather: one buffer for the whole output, (W * n,),
+whose slice of this rank is the input, without gaps between parameters. Reduce-scatter: the input (W * n,), then the
+output (n,), both allocated by the communicator, for just the parameters that have a gradient. So these groups travel
+packed, and pay copies that others do not.
 """
 
 from __future__ import annotations
@@ -18,33 +19,11 @@ from torch import Tensor
 from ...policy import AllGather, ReduceScatter
 from ...user_warnings import warn
 from .. import torch_compat as compat
-from .collectives import Pending
+from .collectives import Pending, Works
 from .division import Division
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-class CommWork:
-    """A custom communicator's work as a ``collectives.Pending``; ``output`` is divided once it is there."""
-
-    __slots__ = ("_divide", "_output", "_work")
-
-    def __init__(self, work: Any, output: Tensor | None = None, divide: float | None = None) -> None:
-        self._work = work
-        self._output = output
-        self._divide = divide
-
-    def is_completed(self) -> bool:
-        return self._work is None or bool(self._work.is_completed())
-
-    def finish(self) -> None:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        if self._output is not None and self._divide is not None:
-            self._output.div_(self._divide)
-        self._output = None
 
 
 def comm_reduce_scatter(
@@ -54,10 +33,11 @@ def comm_reduce_scatter(
     if division.predivide is not None:
         buffer.div_(division.predivide)
     work = comm(output_tensor=output, input_tensor=buffer, group=process_group, op=division.op)
-    return CommWork(work, output, division.postdivide)
+    return Works([work], (), output, division.postdivide)
 
 
-# --- memory that the process group allocates ------------------------------------------------------------------------------------
+# --- memory that the process group allocates
+# ------------------------------------------------------------------------------------
 
 
 class _ProcessGroupMemory:

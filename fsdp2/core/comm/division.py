@@ -1,7 +1,4 @@
-"""Who divides the gradients, and by what: before, inside or after the collectives of a reduction.
-
-This file refuses to communicate: ``divisions_for`` is pure, and collectives.py does what a ``Division`` says.
-"""
+"""Who divides the gradients, and by what: before, inside or after the collectives of a reduction."""
 
 from __future__ import annotations
 
@@ -66,13 +63,14 @@ def divisions_for(
     predivide: float | None = None
     postdivide: float | None = factor
     if reduce_dtype == torch.float16:
-        # fp16 overflows at 65504 and underflows at 6e-8: divide by about sqrt before, by the rest after. A power of two costs
-        # no bits.
+        # fp16 overflows at 65504 and underflows at 6e-8: divide by about sqrt before, by the rest after. A power of two
+        # costs no bits.
         if factor > 1:
             predivide = 2.0 ** math.ceil(math.log2(factor) / 2)
             postdivide = factor / predivide
     elif averages(backend if shard_ranks > 1 else between) and _averages_well(reduce_dtype, total_ranks) and not sum_only:
-        # Division inside the collective costs no kernel. See Note: what NCCL computes, also for why PREMUL_SUM is not used.
+        # Division inside the collective costs no kernel. See Note: what NCCL computes, also for why PREMUL_SUM is not
+        # used.
         if divide_factor is None:
             all_reduce = _AVG if averages(between) else Division(postdivide=replicate_ranks)
             return Divisions(_AVG if shard_ranks > 1 else SUM, all_reduce if replicate_ranks > 1 else SUM)

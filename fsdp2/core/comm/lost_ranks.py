@@ -1,8 +1,9 @@
 """Which ranks are gone, for the error of a collective that has failed: the backend names an address at most, and no rank.
 
-At its first ``fully_shard`` each rank writes its process into the store of the default process group, under its host. That is all
-that a program without errors sends. When a collective fails, each rank looks which processes of its own host have ended or are stopped,
-and tells what it finds through the store, for ranks on other hosts. A rank that an exception ends tells the exception.
+At its first ``fully_shard`` each rank writes its process into the store of the default process group, under its host.
+That is all that a program without errors sends. When a collective fails, each rank looks which processes of its own
+host have ended or are stopped, and tells what it finds through the store, for ranks on other hosts. A rank that an
+exception ends tells the exception.
 
 Worked example: rank 1 of 4 gets SIGKILL while the others wait for it in a reduce-scatter.
 

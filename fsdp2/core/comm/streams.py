@@ -1,8 +1,8 @@
 """One interface over device streams and events, and over asynchronous collectives on the CPU.
 
-The runtime says on which stream it puts work and what that waits for. On a device, this file makes CUDA streams and events of that; on
-the host nothing, because collectives run on the backend's own threads, and the host waits for them where it needs the result
-(``host_waits``).
+The runtime says on which stream it puts work and what that waits for. On a device, this file makes CUDA streams and
+events of that; on the host nothing, because collectives run on the backend's own threads, and the host waits for them
+where it needs the result (``host_waits``).
 
     compute      the stream that the user's kernels run on: the current one
     copy_in      what comes before an all-gather: casts of shards, and their copies from the host
@@ -12,9 +12,9 @@ the host nothing, because collectives run on the backend's own threads, and the 
     offload      copies of activations to the host and back
     copy_out     copies of gradients to the host, for parameters that live there
 
-Note: buffer lifetime. A block of device memory belongs to the stream that was current when it was allocated. When the last reference
-is dropped, the allocator gives the block to later work of that stream, without waiting. So the runtime keeps a reference until the
-owning stream has been ordered after the last use on any other stream.
+Note: buffer lifetime. A block of device memory belongs to the stream that was current when it was allocated. When the
+last reference is dropped, the allocator gives the block to later work of that stream, without waiting. So the runtime
+keeps a reference until the owning stream has been ordered after the last use on any other stream.
 
 Worked example, an all-gather that compute uses:
 

@@ -25,7 +25,6 @@ from torch import Tensor
 from ...policy import AllGather
 from .. import torch_compat as compat
 from ..comm import backends, collectives
-from ..comm.communicators import CommWork
 from ..comm.streams import Event, Stream, Streams
 from ..plan.layout import Cut, GroupLayout, group_layout
 from .param import storage_view
@@ -447,7 +446,7 @@ class CommGather(Gather):
         assert self._process_group is not None
         work = self._comm(output_tensor=output, input_tensor=own, group=self._process_group, async_op=copy)
         self._packed = output
-        self._pending = CommWork(work)
+        self._pending = collectives.Works([work])
 
 
 def new_gather(

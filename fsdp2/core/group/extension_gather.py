@@ -21,7 +21,6 @@ from torch import Tensor
 from ...policy import AllGather
 from .. import torch_compat as compat
 from ..comm import backends, collectives
-from ..comm.communicators import CommWork
 from ..comm.streams import Event, Stream, Streams
 from ..plan.layout import Cut
 from ..plan.mesh import DataParallelMesh
@@ -182,7 +181,7 @@ class ExtensionGather:
         outputs, inputs = self.to_send(None)
         if self._comm is not None:
             work = self._comm(output_tensor=outputs[0], input_tensor=inputs[0], group=process_group, async_op=async_op)
-            self._pending = CommWork(work)
+            self._pending = collectives.Works([work])
             return
         algorithm = self._algorithm or backends.choose_all_gather(self._backend, self._num_shards, outputs[0].nbytes, self._device.type)
         is_async = not backends.is_stream_ordered(self._backend)

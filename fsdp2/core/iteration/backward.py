@@ -1,13 +1,13 @@
 """One backward of a root: it unshards each unit again, prefetches the one before, and reduces gradients after each.
 
-Note: order of collectives. Everything here is a function of what is equal on all ranks: the module structure, the order of forward
-calls, and which calls a backward reaches. A unit's gradients are reduced when the backward of its last call in this graph has
-passed its inputs, or at the end of backward, in reverse order of the units, if no input needs a gradient. The arrival of a gradient
-decides nothing. (Measured: with a parameter unused on one rank, reducing on arrival lets two groups of equal shapes swap
-their gradients without an error.)
+Note: order of collectives. Everything here is a function of what is equal on all ranks: the module structure, the order
+of forward calls, and which calls a backward reaches. A unit's gradients are reduced when the backward of its last call
+in this graph has passed its inputs, or at the end of backward, in reverse order of the units, if no input needs a
+gradient. The arrival of a gradient decides nothing. (Measured: with a parameter unused on one rank, reducing on arrival
+lets two groups of equal shapes swap their gradients without an error.)
 
-``Backward`` takes the order from this rank's own graph, which is equal on all ranks as long as every loss uses the same outputs.
-``LoggedBackward`` takes it from the log of the forward, which is equal whichever outputs the losses use.
+``Backward`` takes the order from this rank's own graph, which is equal on all ranks as long as every loss uses the same
+outputs. ``LoggedBackward`` takes it from the log of the forward, which is equal whichever outputs the losses use.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Backward:
         self._waited_before = tree.has_unreduced()  # gradients of earlier backwards had not reached the sharded parameters
         self._prefetched: list[Unit] = []
         self._prefetch_behind: dict[Unit, Unit] = {}  # the unit that backward_prefetch="post" gathers after a unit's gradients
-        # Units that are reduced at the end. These are at first the lists of which a re-entrant checkpoint runs modules again while
-        # other modules have a graph: backward does not know at which of those modules the list is done.
+        # Units that are reduced at the end. These are at first the lists of which a re-entrant checkpoint runs modules
+        # again while other modules have a graph: backward does not know at which of those modules the list is done.
         self._to_end = {unit for unit in tree.lists if unit.calls.to_rerun and unit.calls.may_follow()}
         self._recomputed: list[tuple[Unit, int]] = []  # with the number of its forwards under way at that time
 
@@ -129,16 +129,17 @@ class Backward:
     def _may_follow(self, unit: Unit) -> bool:
         """Whether calls of ``unit``, which a re-entrant checkpoint has run again in a backward of its own, may follow after it.
 
-        The checkpoint may have run one module of a list. A unit of one module that runs in several such checkpoints is reduced after
-        each.
+        The checkpoint may have run one module of a list. A unit of one module that runs in several such checkpoints is
+        reduced after each.
         """
         return len(unit.modules) > 1 and unit.calls.may_follow()
 
     def keep_to_end(self, unit: Unit) -> None:
         """Reduce ``unit`` at the end, because a graph that a backward has made needs it.
 
-        On a device, nodes of that graph may run after those that end the unit's calls: the device's thread counts its nodes anew, and
-        the engine prefers nodes of higher numbers. On the CPU one thread counts all nodes, and nodes that were made later run first.
+        On a device, nodes of that graph may run after those that end the unit's calls: the device's thread counts its
+        nodes anew, and the engine prefers nodes of higher numbers. On the CPU one thread counts all nodes, and nodes
+        that were made later run first.
         """
         if not self._tree.streams.host_waits:
             self._to_end.add(unit)
@@ -219,7 +220,8 @@ class Backward:
 class LoggedBackward(Backward):
     """One backward under way, in the order of the logs of its forwards, which is the same on all ranks.
 
-    The engine knows only what this rank's backward reaches. So before each moment, this object does what other ranks have done by then.
+    The engine knows only what this rank's backward reaches. So before each moment, this object does what other ranks
+    have done by then.
     """
 
     def __init__(self, tree: UnitTree, task: int, at_end: Callable[[], None], logs: Sequence[ForwardLog]) -> None:

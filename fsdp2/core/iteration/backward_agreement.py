@@ -1,17 +1,17 @@
 """Before a backward communicates, all ranks compare the order in which they will communicate; if it differs, all of them raise.
 
 Ranks gather and reduce groups one after another, in an order that follows from each rank's own graph. If one rank left
-out a unit that the others have, its next group would meet their last one: a hang, or, between groups of equal size, wrong
-gradients without an error. So a backward begins with one all-gather of eight bytes: a checksum of what the rank will do,
-or -1 if it has a problem to tell (``comm/agreement.py``), which all ranks then raise. Where the checksums differ, ranks
-tell each other what they do with each unit.
+out a unit that the others have, its next group would meet their last one: a hang, or, between groups of equal size,
+wrong gradients without an error. So a backward begins with one all-gather of eight bytes: a checksum of what the rank
+will do, or -1 if it has a problem to tell (``comm/agreement.py``), which all ranks then raise. Where the checksums
+differ, ranks tell each other what they do with each unit.
 
-Ranks may differ in what they do without a collective: how often they call a unit that they need not gather, which frozen
-units they call, whether their data need a gradient. If no rank has to gather a unit that some ranks reduce at the end of
-backward, all ranks reduce it there. A backward that runs through several roots is compared as a whole when the first of
-them begins: a rank that leaves out a root would otherwise not come to compare it. On stream-ordered backends (NCCL) the
-host would have to wait for the device to read the answer, so there ranks compare afterwards what they reduced
-(``late_comparison.py``).
+Ranks may differ in what they do without a collective: how often they call a unit that they need not gather, which
+frozen units they call, whether their data need a gradient. If no rank has to gather a unit that some ranks reduce at
+the end of backward, all ranks reduce it there. A backward that runs through several roots is compared as a whole when
+the first of them begins: a rank that leaves out a root would otherwise not come to compare it. On stream-ordered
+backends (NCCL) the host would have to wait for the device to read the answer, so there ranks compare afterwards what
+they reduced (``late_comparison.py``).
 
 Worked example, units 0 (the root), 1 and 2, sharded; rank 0 did not call unit 1
 
@@ -40,7 +40,8 @@ from .unit import Unit
 
 LEFT_OUT, LAST, IN_MIDDLE, AT_END = range(4)
 """What a backward does with a unit: nothing; it reduces the unit at the end, without gathering it; it reduces the unit when
-its inputs have their gradients; or it may gather the unit, and reduces it at the end, since no input needs a gradient."""
+its inputs have their gradients; or it may gather the unit, and reduces it at the end, since no input needs a
+gradient."""
 
 _SAID = {
     LEFT_OUT: "does not have it",
@@ -102,7 +103,8 @@ class Agreement:
         uses = {unit: [group for group in unit.uses if group.mesh.ranks == mesh.ranks] for unit in units}
         self._uses = {unit: groups for unit, groups in uses.items() if groups}
         self._units = list(self._uses)
-        # A group that other units borrow is reduced at the end of backward, whichever of its units the backward reached.
+        # A group that other units borrow is reduced at the end of backward, whichever of its units the backward
+        # reached.
         own = {unit: [group for group in unit.groups if group in self._uses[unit]] for unit in self._units}
         self._own = {unit: [group for group in groups if group.holders is None] for unit, groups in own.items()}
         self._lent = {unit: [group for group in groups if group.holders is not None] for unit, groups in own.items()}
@@ -149,7 +151,8 @@ class Agreement:
                 other._compared_in = task
         before = self._peers.num_roots
         new = sorted((part.root for part in parts if part.root.number < 0), key=lambda each: each._first_moment(task))
-        # The backward of another rank may go through a root that this rank's does not reach, or that is gone on this rank.
+        # The backward of another rank may go through a root that this rank's does not reach, or that is gone on this
+        # rank.
         if not (new or len(self._units) > 1 or len(parts) > 1 or before > 1 or self._has_files()):
             self._raise_alone()
             return

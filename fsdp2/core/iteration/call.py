@@ -1,8 +1,8 @@
 """One forward call of a unit: when it began and ended, and what backwards have done with it.
 
-A part of autograd's graph belongs to each call: the nodes that its inputs pass through. That part lives as long as the graph, whose
-hooks hold it. The call itself is a record that only refers to the part, so that lists and logs may keep the record without keeping
-the graph.
+A part of autograd's graph belongs to each call: the nodes that its inputs pass through. That part lives as long as the
+graph, whose hooks hold it. The call itself is a record that only refers to the part, so that lists and logs may keep
+the record without keeping the graph.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class Call:
     def will_pass_inputs(self, task: int) -> bool:
         """Whether the backward ``task``, which runs, reaches one of the call's inputs.
 
-        If no input needs a gradient, the graph cannot tell: True for a call that was in no backward before, or has begun in this one.
+        If no input needs a gradient, the graph cannot tell: True for a call that was in no backward before, or has
+        begun in this one.
         """
         part = self.graph()
         if part is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 from ...errors import OrderError
 from .. import torch_compat as compat
@@ -14,12 +14,12 @@ class CommContext:
     """What roots share if their reductions must not mix: each root has its own, or several have one (``share_comm_ctx``).
 
     handle: of a reduction that the user has not waited for yet
-    roots:  the roots that share this object
+    roots:  the ``Schedule`` of each root that shares this object
     """
 
     def __init__(self) -> None:
         self.handle: GradientReductionHandle | None = None
-        self.roots: weakref.WeakSet[Root] = weakref.WeakSet()
+        self.roots: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def refuse_open(self, what: str) -> None:
         """Raise OrderError if a reduction is open."""
@@ -30,7 +30,7 @@ class CommContext:
                 fix="keep the handle, and wait for it before the next forward",
             )
 
-    def refuse_others_work(self, root: Root) -> None:
+    def refuse_others_work(self, root: object) -> None:
         """Raise OrderError if another root is between a forward and the end of its iteration: its backward could precede the wait."""
         if any(other is not root and other.is_open for other in self.roots):
             raise OrderError(
@@ -38,14 +38,6 @@ class CommContext:
                 expected="finalize_backward(async_op=True) after the other roots' iterations have ended",
                 fix="call finalize_backward() without async_op, or end the other roots' backwards first",
             )
-
-
-class Root(Protocol):
-    """The iterations of one root."""
-
-    @property
-    def is_open(self) -> bool:
-        """Whether a forward has run whose iteration has not ended."""
 
 
 class GradientReductionHandle(compat.TorchGradientReductionHandle):

@@ -40,7 +40,7 @@ def adopt(root: ModuleState) -> Schedule:
     require_same_as_neighbors(units)
     schedule = Schedule(root, units)
     if root.schedule is not None:
-        schedule.manual = root.schedule.manual
+        schedule.tree.holds_pending = root.schedule.tree.holds_pending
         schedule.share(root.schedule.comm_ctx)
     varying: set[str] = set()
     for unit in units:
@@ -72,7 +72,7 @@ def _refuse_strange_ties(units: Sequence[Unit]) -> None:
 
 
 def _refuse_manual_children(root: ModuleState, units: Sequence[ModuleState]) -> None:
-    children = [unit.fqn for unit in units if unit is not root and unit.schedule is not None and unit.schedule.manual]
+    children = [unit.fqn for unit in units if unit is not root and unit.schedule is not None and unit.schedule.tree.holds_pending]
     if children:
         raise OrderError(
             f"set_manual_backward_finalization was called on {children}, which are below the root of this forward",

@@ -1,7 +1,7 @@
 """One forward of a root: it unshards each unit as its turn comes, prefetches the next, and reshards after each.
 
-``Forward`` records the order in which units run. The next forward that begins with the same unit prefetches from that record, and
-backward from the reverse of this forward's order.
+``Forward`` records the order in which units run. The next forward that begins with the same unit prefetches from that
+record, and backward from the reverse of this forward's order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Forward:
         self.root = root
         self.log = log
         self._tree = tree
-        # Compute is ordered after this gather last, so that the casts of the next gather follow compute and run alongside this gather.
+        # Compute is ordered after this gather last, so that the casts of the next gather follow compute and run
+        # alongside this gather.
         self._host_waits = tree.streams.host_waits
         self._caller = _Caller()
         self._recorded = tree.records.get(root, [])
@@ -95,8 +96,8 @@ class Forward:
     def end_part(self, unit: Unit) -> bool:
         """One module of the list that ``unit`` is has run, and others of it have not; True if that ends the forward.
 
-        The others may follow in this forward. But if the user called the module by itself, for instance a head on one chunk of tokens,
-        its backward or its next chunk follows.
+        The others may follow in this forward. But if the user called the module by itself, for instance a head on one
+        chunk of tokens, its backward or its next chunk follows.
         """
         if unit is not self.root:
             self._partial.append(unit)
@@ -129,8 +130,8 @@ class Forward:
     def was_interrupted(self) -> bool:
         """Whether something other than an ``Exception``, such as ctrl-C, has ended the forward.
 
-        torch calls no hook then. The hooks of the next forward cannot tell it from a call that the root makes of itself inside its own
-        forward; only the stack differs.
+        torch calls no hook then. The hooks of the next forward cannot tell it from a call that the root makes of itself
+        inside its own forward; only the stack differs.
         """
         return not self._caller.is_running()
 

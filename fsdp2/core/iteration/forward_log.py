@@ -1,9 +1,9 @@
 """The order of a forward's calls, for backwards of which ranks leave out different parts.
 
 A backward runs the nodes of its graph in the reverse of the order in which they were made. So the begin and the end of
-every unit's backward come in the reverse of the order in which its forward ended and began. A rank whose loss ignores an
-output leaves out some of these *moments*, and adds none. From the log of its own forward it knows when the other ranks
-come to them, and what they communicate then.
+every unit's backward come in the reverse of the order in which its forward ended and began. A rank whose loss ignores
+an output leaves out some of these *moments*, and adds none. From the log of its own forward it knows when the other
+ranks come to them, and what they communicate then.
 
 fsdp2 keeps logs only after ``set_reduce_scatter_unused_params(True)``: ranks then also gather and reduce units that no
 rank reaches.
@@ -87,7 +87,8 @@ class ForwardLog:
     def gathers_in_other_order(self, is_gathered: Callable[[Unit], bool]) -> bool:
         """Whether a segment's recomputation gathers units in another order than ranks whose backward leaves the segment out.
 
-        The recomputation gathers in the order of forward. For one unit, or one unit inside another, both orders are equal.
+        The recomputation gathers in the order of forward. For one unit, or one unit inside another, both orders are
+        equal.
         """
         segments: dict[int, list[tuple[Unit, Call]]] = {}
         around: list[Call] = []

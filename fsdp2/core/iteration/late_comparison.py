@@ -1,12 +1,13 @@
 """On stream-ordered backends (NCCL) ranks see afterwards whether all of them reduced the same groups in the same order.
 
-To compare orders before a backward (``backward_agreement.py``), the host would have to wait for the device. Here every reduction
-carries a tag (``core/group/order_tags.py``), which is copied to the host after the backward. The host does not wait for the copy: the
-first forward or backward that finds it complete reads it. By then the optimizer may have written parameters by wrong gradients, so
-the error says that they are wrong. In a graph capture ranks compare nothing, as replays run no Python.
+To compare orders before a backward (``backward_agreement.py``), the host would have to wait for the device. Here every
+reduction carries a tag (``core/group/order_tags.py``), which is copied to the host after the backward. The host does
+not wait for the copy: the first forward or backward that finds it complete reads it. By then the optimizer may have
+written parameters by wrong gradients, so the error says that they are wrong. In a graph capture ranks compare nothing,
+as replays run no Python.
 
-If a rank's last collective waits for one that another rank never starts, the rank learns nothing: it ends when the other rank ends, or
-by NCCL's timeout.
+If a rank's last collective waits for one that another rank never starts, the rank learns nothing: it ends when the
+other rank ends, or by NCCL's timeout.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ranks that gather and reduce together, and the numbers by which all of them know a root or a group.
 
-Ranks may make different models, and run them in different orders as long as nothing is reduced. All of them take part in
-the first backward of a root that they compare, or that reduces: it numbers the root, and the root's groups.
+Ranks may make different models, and run them in different orders as long as nothing is reduced. All of them take part
+in the first backward of a root that they compare, or that reduces: it numbers the root, and the root's groups.
 """
 
 from __future__ import annotations

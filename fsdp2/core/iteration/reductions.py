@@ -101,7 +101,8 @@ class Reductions:
     def finish_later(self) -> None:
         """Leave the gradients in the order of the reduce stream; the next ``finish_all`` orders compute after them.
 
-        But where hooks have run, perhaps an optimizer's, finish now: the next gathers send what they wrote, and wait for compute only.
+        But where hooks have run, perhaps an optimizer's, finish now: the next gathers send what they wrote, and wait
+        for compute only.
         """
         if any(reduction.has_run_hooks for reduction in self._started):
             self.finish()

@@ -1,8 +1,8 @@
 """Before a first forward communicates, each rank looks whether its neighbors gather the same: gloo would abort, NCCL compute nonsense.
 
-A rank writes into the store what its groups gather, and reads what the rank before it and the one after it have written so far. It
-waits for none of them. Of two neighbors at least the later one has both; it raises, its program ends, and the other one, which is in
-the first all-gather by then, raises a LostRankError that quotes it (``comm/lost_ranks.py``).
+A rank writes into the store what its groups gather, and reads what the rank before it and the one after it have written
+so far. It waits for none of them. Of two neighbors at least the later one has both; it raises, its program ends, and
+the other one, which is in the first all-gather by then, raises a LostRankError that quotes it (``comm/lost_ranks.py``).
 
 Worked example: on rank 1 of 2, blocks.0.up.weight has a row more
 
@@ -37,8 +37,9 @@ _num_compared: collections.Counter[str] = collections.Counter()
 def require_same_as_neighbors(units: Sequence[Unit]) -> None:
     """Raise ModuleError if a neighbor has written another model. Collective: no; at most five requests to the store.
 
-    Only ranks that gather together are compared: a forward over a shard axis of one sends nothing, and may run on one rank alone.
-    Groups over other ranks than the first of them are not compared, nor are names: they change nothing of what is sent.
+    Only ranks that gather together are compared: a forward over a shard axis of one sends nothing, and may run on one
+    rank alone. Groups over other ranks than the first of them are not compared, nor are names: they change nothing of
+    what is sent.
     """
     first = next((unit.groups[0] for unit in units if unit.groups), None)
     process_group = None if first is None else first.mesh.shard_group

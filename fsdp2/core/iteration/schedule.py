@@ -1,8 +1,8 @@
 """The life of iterations: forwards and backwards begin, end, and fail.
 
-All units under one root share a ``Schedule``, which begins and ends the root's forwards and backwards: a ``Forward`` or a ``Backward``
-decides when each unit is unsharded, resharded and reduced. The hooks on the user's modules and graphs report here, and the schedule
-ends what an exception has left half done.
+All units under one root share a ``Schedule``, which begins and ends the root's forwards and backwards: a ``Forward`` or
+a ``Backward`` decides when each unit is unsharded, resharded and reduced. The hooks on the user's modules and graphs
+report here, and the schedule ends what an exception has left half done.
 
 Worked example, units a, b, c; the second iteration (R: reduce):
 
@@ -80,18 +80,9 @@ class Schedule:
         return [log for reference in self._logs if (log := reference()) is not None] if self._logs else []
 
     @property
-    def manual(self) -> bool:
-        """Whether the user ends an iteration with ``finalize``, instead of the end of a backward."""
-        return self.tree.holds_pending
-
-    @manual.setter
-    def manual(self, manual: bool) -> None:
-        self.tree.holds_pending = manual
-
-    @property
     def goes_on(self) -> bool:
         """Whether the iteration continues after the next end of backward."""
-        return self.manual or not self.is_last_backward
+        return self.tree.holds_pending or not self.is_last_backward
 
     @property
     def is_open(self) -> bool:
@@ -289,7 +280,7 @@ class Schedule:
             self.backward = LoggedBackward(tree, task, at_end, logs)
         else:
             self.backward = Backward(tree, task, at_end)
-        self._to_finalize = self.manual
+        self._to_finalize = tree.holds_pending
         return self.backward
 
     def _backward_by_hand(self) -> Backward:
@@ -306,7 +297,7 @@ class Schedule:
         if log is not None:
             log.exit("backward", "")
         backward = self.backward or self._backward_by_hand()
-        backward.finish(not self.goes_on, leaves_pending=self.manual)
+        backward.finish(not self.goes_on, leaves_pending=tree.holds_pending)
         if not self.goes_on:
             _last_task = backward.task
         if not self.goes_on or tree.streams.host_waits or backward.task == _last_task:
@@ -352,7 +343,7 @@ class Schedule:
         """
         if self.settled:
             self.check_root(unit, "set_manual_backward_finalization")
-        if manual is self.manual:
+        if manual is self.tree.holds_pending:
             return
         self.comm_ctx.refuse_open("set_manual_backward_finalization")
         if self._to_finalize or compat.current_graph_task() != -1:
@@ -361,7 +352,7 @@ class Schedule:
                 expected="the same mode from the first backward of an iteration to its finalize_backward()",
                 fix="call finalize_backward() or reset_iter_state() on the root before",
             )
-        self.manual = manual
+        self.tree.holds_pending = manual
 
     def finalize(self, is_async: bool) -> GradientReductionHandle:
         """End the iteration: reduce and reshard what is pending, by the flags as they are now. Collective: yes, if anything is pending.
@@ -370,7 +361,7 @@ class Schedule:
         """
         self.comm_ctx.refuse_open("finalizing backward again")
         problem = None
-        if not self.manual:
+        if not self.tree.holds_pending:
             problem = "finalize_backward requires manual backward finalization"
         elif compat.current_graph_task() != -1:
             problem = "finalize_backward was called inside of a backward"
@@ -419,7 +410,8 @@ class Schedule:
     def reset(self) -> None:
         """Make the next iteration valid after an exception.
 
-        A gradient that a failed backward has added to earlier ones cannot be taken out again: then the whole step is dropped.
+        A gradient that a failed backward has added to earlier ones cannot be taken out again: then the whole step is
+        dropped.
         """
         tree = self.tree
         handle = self.comm_ctx.handle

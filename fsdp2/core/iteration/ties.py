@@ -1,8 +1,9 @@
 """Parameters that several modules share, and ties that users make between ``fully_shard`` and the first forward.
 
-``fully_shard`` finds a tie by the original parameter. A loader may tie later: it shards a model on the meta device, reads the files,
-and only then assigns the sharded embedding to the head. Nothing has been gathered by then, so the head's parameter leaves its group,
-and the head's unit borrows the embedding's group, as if the tie had been there from the start.
+``fully_shard`` finds a tie by the original parameter. A loader may tie later: it shards a model on the meta device,
+reads the files, and only then assigns the sharded embedding to the head. Nothing has been gathered by then, so the
+head's parameter leaves its group, and the head's unit borrows the embedding's group, as if the tie had been there from
+the start.
 """
 
 from __future__ import annotations

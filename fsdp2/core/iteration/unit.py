@@ -1,13 +1,13 @@
 """A unit: what one ``fully_shard`` call made, its modules and their parameter groups.
 
-A group belongs to one unit. Another unit *borrows* it if one of its modules is tied to a parameter of the group; the group is then
-unsharded from the first of its users to the last, and reduced once, at the end of backward, when all uses have added their
-gradients.
+A group belongs to one unit. Another unit *borrows* it if one of its modules is tied to a parameter of the group; the
+group is then unsharded from the first of its users to the last, and reduced once, at the end of backward, when all uses
+have added their gradients.
 
 Worked example: an embedding with a unit of its own, and a head in the root that is tied to it:
 
     the root borrows the embedding's group; ``model.head.weight is model.embedding.weight`` at every moment
-    forward: the root unshards it, the embedding's end leaves it alone (the root still needs it), the root's end reshards it
+    forward: the root unshards it, the embedding's end leaves it alone, and the root's end reshards it
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class PrefetchDepth:
     units:      at most so many, 0 for none
     max_nbytes: a bound of their unsharded parameters together, though the next unit always fits
 
-    Worked example: at most three units and 1000 bytes; the next ones have 400, 500 and 300 bytes unsharded: two are gathered.
+    Worked example: at most three units and 1000 bytes; the next ones have 400, 500 and 300 bytes unsharded: two are
+    gathered.
     """
 
     units: int = 1

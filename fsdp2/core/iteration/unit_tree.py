@@ -79,7 +79,7 @@ class UnitTree:
 
     units:         in the order of named_modules(); the root first
     lists:         the units of several modules
-    holds_pending: the user ends iterations, and what a backward has left pending waits for that
+    holds_pending: the user ends iterations with ``finalize``, and what a backward has left pending waits for that
     records:       for each unit whose forward began an iteration, the order in which units ran in the last one
     step:          the one under way
     """
@@ -134,11 +134,12 @@ class UnitTree:
         options = unit.options
         after = options.reshard_after_forward
         if after is True:
-            # Backward needs a root as soon as it begins. If no backward can follow, nothing may stay unsharded, because clipping would
-            # miss those parameters.
+            # Backward needs a root as soon as it begins. If no backward can follow, nothing may stay unsharded, because
+            # clipping would miss those parameters.
             stays = stays or (options.reshard_is_default and unit is self.root and torch.is_grad_enabled())
         else:
-            # If no backward follows to reshard it, a user who looks for gradients must find sharded parameters: reshard it now.
+            # If no backward follows to reshard it, a user who looks for gradients must find sharded parameters: reshard
+            # it now.
             stays = torch.is_grad_enabled() or not unit.has_gradients()
         if not stays:
             unit.reshard()

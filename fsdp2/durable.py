@@ -1,7 +1,6 @@
-"""Files and folders that survive a power failure: their bytes and names are on the disk when these functions return.
+"""Files and folders that survive a power failure: their bytes and names are on disk when these functions return.
 
-A file is always a new one. What has its name goes first, because it may be a link: to write through it would overwrite the file that it
-leads to.
+Files are always new: an existing one is removed first, because writing through a link would overwrite its target.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def durable_file(path: Path) -> Iterator[BinaryIO]:
-    """A new file to be written, on the disk at the end; in place of what may be there."""
+    """A new file to write, in place of any earlier one; on disk when the block ends."""
     path.unlink(missing_ok=True)
     with path.open("xb") as file:
         yield file
@@ -25,7 +24,7 @@ def durable_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def replaced_file(path: Path, partial: Path) -> Iterator[BinaryIO]:
-    """A new file to be written as ``partial``, which becomes ``path`` at once at the end; after an error it is gone."""
+    """A new file to write as ``partial``, renamed to ``path`` when the block ends; removed after an error."""
     try:
         with durable_file(partial) as file:
             yield file
@@ -35,7 +34,7 @@ def replaced_file(path: Path, partial: Path) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until files made, renamed and removed in ``folder`` are so on the disk."""
+    """Wait until the files created, renamed and removed in ``folder`` are so on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import functools
 import os
 import re
 import shutil
 import socket
-import struct
-import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -34,13 +33,6 @@ from pathlib import Path
 from ..durable import replaced_file, sync_folder
 from .dcp_read import METADATA
 from .failures import failure
-
-try:
-    import fcntl
-
-    HAS_LOCKS = True
-except ImportError:  # a system without them
-    HAS_LOCKS = False
 
 WAIT_S = 30.0
 """So long a run that is ending may keep the next one waiting."""
@@ -74,7 +66,7 @@ def take_lock(path: Path) -> Path | None:
             raise failure(
                 f"{path} cannot be written: {error.strerror or error}",
                 expected="a folder that can be written to",
-                fix="name another; nothing was changed",
+                fix="choose another folder; nothing was changed",
                 file=path,
             ) from error
         owner = _locked(file, path)
@@ -89,7 +81,7 @@ def take_lock(path: Path) -> Path | None:
             raise failure(
                 f"another run writes to {path.parent}: {owner}",
                 expected="one run at a time",
-                fix="end that run, which gives up the lock, or give this one a folder of its own; nothing was changed",
+                fix="stop that run, which releases the lock, or give this one its own folder; nothing was changed",
                 file=path,
             )
         if owner:
@@ -101,10 +93,8 @@ _NO_LOCKS = "the file system has no locks"
 
 def _locked(file: int, path: Path) -> str | None:
     """None if the lock is ours now; else its owner, or "" if its last owner has removed the file in between."""
-    if not HAS_LOCKS:
-        return _NO_LOCKS
     try:
-        _set_lock(file)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of the open file: POSIX's lock ends when any other is closed
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EAGAIN):
             return _NO_LOCKS
@@ -118,14 +108,6 @@ def _locked(file: int, path: Path) -> str | None:
         os.ftruncate(file, 0)
         os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     return None
-
-
-def _set_lock(file: int) -> None:
-    """Raises: OSError if another open file has the lock"""
-    if sys.platform == "linux":  # the lock is the open file's: POSIX's is lost when the process closes any other file of that name
-        fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-    else:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 @functools.cache
@@ -210,8 +192,8 @@ class CheckpointFolder:
                 if not (named / METADATA).is_file():
                     raise failure(
                         f"{named}, which is the latest checkpoint, has no {METADATA}",
-                        expected="all files of the checkpoint; some tools leave out those whose names begin with a dot",
-                        fix="copy it again with them, name an earlier checkpoint, or remove this one",
+                        expected="all files of the checkpoint; some copy tools skip names that begin with a dot",
+                        fix="copy it again with these, name an earlier checkpoint, or remove this one",
                         file=named,
                     )
                 return named

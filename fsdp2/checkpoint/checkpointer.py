@@ -1,4 +1,4 @@
-"""``Checkpointer``: saves the state of a training loop, complete or not at all, and restores it.
+"""``Checkpointer``: saves the state of a training loop, completely or not at all, and restores it.
 
     checkpointer = Checkpointer("runs/a", model, optimizer, scheduler, data=loader)
     step = checkpointer.load().step if checkpointer.latest() else 0
@@ -8,8 +8,8 @@
             checkpointer.save(step)  # copies this rank's shards to host memory; a thread writes them while training goes on
     checkpointer.close()
 
-Files are DCP's: ``dcp.load`` reads "model" and "optimizer", laid out as by ``torch.distributed.checkpoint.state_dict.get_state_dict``,
-with any version of FSDP2, any number of ranks, and without ranks.
+The files are DCP's: ``dcp.load`` reads "model" and "optimizer", laid out as by
+``torch.distributed.checkpoint.state_dict.get_state_dict``, with torch's FSDP2 or ours, on any number of ranks or in one process.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Resumed:
-    """The checkpoint that ``Checkpointer.load`` has loaded.
+    """The checkpoint that ``Checkpointer.load`` loaded.
 
-    step:            the step that ``save`` got
+    step:            as passed to ``save``
     path:            of the checkpoint
     world_size:      of the run that saved it
-    random_restored: whether the random number generators continue; False on another number of ranks
+    random_restored: whether the random number generators continue; False if the number of ranks changed
     """
 
     step: int
@@ -89,22 +89,22 @@ class Resumed:
 class Checkpointer:
     """Saves and loads model, optimizer, scheduler, data position, random number generators and step. All methods are collective.
 
-    folder:        of the checkpoints, seen by all ranks. One run at a time: from the first save to
-                   ``close``, its own end or that of its process it keeps other processes from saving there
-    data:          the position in the data: an object with ``state_dict`` and ``load_state_dict``, or a dict; of every rank its own
-    keep_last:     how many checkpoints stay; None for all. While one is being written there is one more
+    folder:        for the checkpoints, visible to all ranks. Only one run may save there at a time: the first save
+                   locks out other processes until ``close``, or until this object or its process ends
+    data:          each rank's position in the data: an object with ``state_dict`` and ``load_state_dict``, or a dict
+    keep_last:     how many checkpoints to keep; None for all. While one is being written there is one more
     asynchronous:  False: ``save`` returns when the checkpoint is complete
     process_group: the ranks that train this model; None: all
 
-    On the same number of ranks a resumed run continues bit for bit, with buffers that differ between ranks (batch norm's running
-    means) as they were on each. On another number, model, optimizer and scheduler continue; such buffers are rank 0's; the data
-    position continues if it was equal on all ranks, else ``load`` raises; random number generators stay as the program has seeded
-    them, since other ranks need other numbers.
+    On the same number of ranks, a resumed run continues bit for bit; buffers that differ between ranks (batch norm's
+    running means) are restored on each. On another number of ranks, model, optimizer and scheduler continue and such
+    buffers are rank 0's; the data position continues if it was equal on all ranks, else ``load`` raises an error;
+    random number generators keep the program's seeds.
 
     Memory:     from ``save`` until the checkpoint is complete, and during ``load``, a copy of this rank's shards of model and
                 optimizer in host memory
-    Collective: the constructor and all methods, over ``process_group``: it makes a gloo group of its own
-    Raises:     CheckpointError on every rank, whichever it happened on, with the earlier checkpoints unchanged
+    Collective: the constructor and all methods, over ``process_group``; the constructor makes a gloo group
+    Raises:     CheckpointError on every rank, with the earlier checkpoints unchanged
 
     Example:
         checkpointer = fsdp2.checkpoint.Checkpointer(folder, model, optimizer)
@@ -156,10 +156,10 @@ class Checkpointer:
 
     @joint
     def save(self, step: int) -> None:
-        """Begin to save the state as it is now; when this returns, training may go on. It first waits for a save under way.
+        """Start saving the current state; training may continue when this returns. Waits for an earlier save first.
 
         step:   counts from 0
-        Raises: CheckpointError, also of the save before
+        Raises: CheckpointError, also from the earlier save
         """
         self.wait()
         with torch.inference_mode(False), torch.no_grad():
@@ -173,9 +173,9 @@ class Checkpointer:
             self.wait()
 
     def wait(self) -> None:
-        """Return when the save under way is complete, if there is one. Raises: CheckpointError if it has failed."""
+        """Wait until the current save, if any, is complete. Raises: CheckpointError if it failed."""
         if self._closed:
-            raise OrderError("this Checkpointer is closed", expected="to be called before close()", fix="make another Checkpointer")
+            raise OrderError("this Checkpointer is closed", expected="to be called before close()", fix="create another Checkpointer")
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -189,14 +189,14 @@ class Checkpointer:
                 "ranks gave Checkpointer.save different steps",
                 items=[f"rank {rank}: {each}" for rank, each in enumerate(steps)],
                 expected="one step on all ranks",
-                fix="count steps alike on all ranks: end the epoch on all of them when the data of one run out",
+                fix="count steps the same way on all ranks: end the epoch on all of them when one runs out of data",
             )
         return state[0]
 
     def _state(self, step: int) -> dict[str, Any]:
         if type(step) is not int or step < 0:
             headline = f"Checkpointer.save got step {step!r}"[:300]
-            raise ArgumentError(headline, expected="a number of steps, an int that is not negative", fix="pass int(step)")
+            raise ArgumentError(headline, expected="an int, 0 or more", fix="pass int(step)")
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
         copied = partial(host_copy, shared=not self._asynchronous)
         state: dict[str, Any] = {"step": step, "world_size": size, "model": copied(named_model_state(self._model))}
@@ -252,19 +252,19 @@ class Checkpointer:
     # --- loading ---
 
     def latest(self) -> Path | None:
-        """The latest complete checkpoint, as rank 0 sees it; None if there is none. Waits for a save under way."""
+        """The latest complete checkpoint, as rank 0 sees it; None if there is none. Waits for the current save."""
         self.wait()
         found = from_rank_0(self._group, f"cannot read {self._folder.path}", self._folder.latest)
         return None if found is None else self._folder.path / found.name  # a rank may see the folder at another path
 
     @joint
     def load(self, checkpoint: str | os.PathLike[str] | None = None, *, verify: bool = False) -> Resumed:
-        """Go on from a checkpoint. Every rank reads and checks all of its part before it changes anything.
+        """Resume from a checkpoint. Every rank reads and checks its whole state before it changes anything.
 
         checkpoint: a folder, or the name of one in ours; None: the latest
-        verify:     compare its files with their digests before, each rank a part of them
-        Memory:     of this rank's part in host memory: model and optimizer, then the model twice
-        Raises:     CheckpointError on every rank, with all but the data's position as it was
+        verify:     compare the files with their digests first; the ranks share the work
+        Memory:     copies of this rank's shards in host memory: model and optimizer, then the model twice
+        Raises:     CheckpointError on every rank, with everything but the data position unchanged
         """
         self.wait()
         path = self._folder.path / from_rank_0(self._group, f"cannot read {self._folder.path}", lambda: self._find(checkpoint))
@@ -289,8 +289,8 @@ class Checkpointer:
         if latest is None:
             raise failure(
                 f"there is no checkpoint in {self._folder.path}",
-                expected="one that a save has finished",
-                fix="start anew, or name another folder",
+                expected="a checkpoint that a save completed",
+                fix="start from scratch, or name another folder",
                 file=self._folder.path,
             )
         return Path(latest.name)
@@ -306,7 +306,7 @@ class Checkpointer:
         return {name for name, each in (("scheduler", self._scheduler), ("data", self._data)) if each is not None}
 
     def _restore(self, restored: Restored, undo: list[Callable[[], object]]) -> None:
-        """Restore all but the data's position. undo: gets what brings back each part, before that part is changed"""
+        """Restore everything but the data position. undo: gets a function that reverts each change, before the change"""
         model, optimizer, scheduler = self._model, self._optimizer, self._scheduler
         if restored.random is not None:
             undo.append(partial(set_random_state, random_state(self._device_type), self._device_type))
@@ -333,7 +333,7 @@ class Checkpointer:
     # --- the end ---
 
     def close(self) -> None:
-        """Wait for the save under way, and end this checkpointer: other methods then raise. A second call is a no-op."""
+        """Wait for the current save and end this checkpointer: other methods then raise an error. May be called twice."""
         if self._closed:
             return
         try:
@@ -370,9 +370,9 @@ def _check(optimizer: Any, scheduler: Any, data: Any, keep_last: Any) -> None:
 _Key = tuple[tuple[int, ...], timedelta | None]
 
 _free: WeakKeyDictionary[dist.ProcessGroup, dict[_Key, list[dist.ProcessGroup]]] = WeakKeyDictionary()
-"""Groups that no thread uses, by the default group, which ends with ``destroy_process_group()``, and by ranks and time-out.
+"""Unused groups, by the default group (which ends with ``destroy_process_group()``), and by ranks and time-out.
 
-They are lent again rather than destroyed: a process group costs five files and three threads as long as the process lives."""
+They are reused rather than destroyed: a process group costs five files and three threads until the process ends."""
 
 
 def borrow_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -380,15 +380,15 @@ def borrow_group(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     if not dist.is_initialized():
         raise OrderError(
             "there is no process group",
-            expected="torch.distributed to be initialized, for one rank as for many",
-            fix="call torch.distributed.init_process_group before",
+            expected="torch.distributed to be initialized, even for a single rank",
+            fix="call torch.distributed.init_process_group first",
         )
     free = _free_for(process_group)
     return free.pop() if free else another_over(_over(process_group), "checkpointer", backend="gloo")
 
 
 def give_back(group: dist.ProcessGroup, process_group: dist.ProcessGroup | None) -> None:
-    """Give it back, on all its ranks alike, with nothing under way in it. If a rank of it is gone, it is not lent again."""
+    """Return it, on all its ranks, with no operation under way. A group with a lost rank is not reused."""
     if dist.is_initialized() and not is_lost(group):
         _free_for(process_group).append(group)
 

@@ -85,7 +85,7 @@ class _Reading:
         if not known >= {"step", "world_size", "random"}:
             raise failure(
                 f"{path} was not saved by a Checkpointer: it has {', '.join(sorted(map(str, known))) or 'nothing with a name'}",
-                expected="step, model, random states and so on",
+                expected="a step, a model and random states",
                 fix="load it with torch.distributed.checkpoint.load",
                 file=path,
             )
@@ -103,8 +103,8 @@ class _Reading:
         if missing:
             raise failure(
                 f"{self.path} has no state of: {', '.join(sorted(missing))}",
-                expected="a checkpoint that was saved with the same",
-                fix="make the Checkpointer without it, or name another checkpoint",
+                expected="a checkpoint that was saved with it",
+                fix="create the Checkpointer without it, or name another checkpoint",
                 file=self.path,
             )
         self._add_model(named_model_state(model))
@@ -232,7 +232,7 @@ class _Reading:
                 f"{self.path} is of another kind of optimizer: it lacks options of {type(optimizer).__name__}",
                 items=lost,
                 expected="the kind of optimizer that was saved",
-                fix="make that, or a Checkpointer without optimizer to load the model alone; nothing was changed",
+                fix="use that kind, or create the Checkpointer without an optimizer to load only the model; nothing was changed",
                 file=self.path,
             )
 
@@ -242,8 +242,8 @@ class _Reading:
             raise failure(
                 f"{self.path} has a data position for each of {self._saved_by} ranks, and they differ; "
                 f"this run has {self._world_size} ranks",
-                expected="as many ranks, or one position for all, such as the number of batches",
-                fix="make the Checkpointer without data, and find the position from the step",
+                expected="the same number of ranks, or one position for all, such as the number of batches",
+                fix="create the Checkpointer without data, and compute the position from the step",
                 file=self.path,
             )
         return mine

@@ -71,7 +71,7 @@ class _MetadataUnpickler(BoundedUnpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(value := getattr(torch, name, None), (torch.dtype, torch.layout, torch.memory_format)):
             return value
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of DCP's metadata")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of DCP's metadata")
 
     def build(self, made: Any, state: Any) -> bool:
         if isinstance(made, type) or not is_dataclass(made):
@@ -95,7 +95,7 @@ def read_metadata(folder: Path) -> Metadata:
     if not path.is_file():
         raise failure(
             f"{folder} is no checkpoint: it has no {METADATA}" if folder.is_dir() else f"{folder} is no folder",
-            expected="a folder that a save has finished; what one has left behind that was interrupted is named 'partial_...'",
+            expected="a folder that a save completed; an interrupted save leaves one named 'partial_...'",
             fix="name another checkpoint, or none for the latest",
             file=path,
         )
@@ -113,7 +113,7 @@ def read_metadata(folder: Path) -> Metadata:
     except CheckpointError:
         raise
     except Exception as error:  # a broken pickle may raise any error
-        raise failure(f"{path} cannot be read: {error}", expected="metadata as dcp.save writes them", file=path) from error
+        raise failure(f"{path} cannot be read: {error}", expected="metadata as dcp.save writes it", file=path) from error
     sizes = {name: (folder / name).stat().st_size if (folder / name).is_file() else None for name in wanted}
     broken = sorted(name for name, (nbytes, _) in wanted.items() if (sizes[name] or 0) < nbytes)
     if broken:
@@ -158,7 +158,7 @@ def pack(value: Any, what: str) -> bytes:
     except Exception as error:
         raise failure(
             f"{what} cannot be saved: {str(error).strip().splitlines()[0]}",
-            expected="tensors, numbers, strings and containers of these, which torch.load(weights_only=True) takes",
+            expected="tensors, numbers, strings and containers of these, which torch.load(weights_only=True) accepts",
             fix="let its state_dict() return such values",
         ) from error
     return buffer.getvalue()
@@ -200,7 +200,9 @@ def check_metadata(path: Path, metadata: Metadata) -> None:
         if not isinstance(name, str) or not is_inside(name):
             raise _refused(path, index.fqn, f"{index.fqn} to be in {name!r}", "names of files in the folder: no absolute path, no '..'")
         if not all(type(each) is int and each >= 0 for each in (info.offset, info.length)):
-            raise _refused(path, index.fqn, f"{index.fqn} at byte {info.offset!r}, {info.length!r} long", "two numbers of bytes")
+            raise _refused(
+                path, index.fqn, f"{index.fqn} at byte {info.offset!r}, {info.length!r} long", "an offset and a length in bytes"
+            )
         stored.add((index.fqn, None if index.offset is None else tuple(index.offset)))
     for key, entry in metadata.state_dict_metadata.items():
         if not isinstance(key, str):
@@ -218,7 +220,7 @@ def _chunks(path: Path, key: str, entry: TensorStorageMetadata) -> list[tuple[in
     boxes = []
     for chunk in entry.chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
-            raise _refused(path, key, f"a chunk of shape {tuple(chunk.sizes)} for {key} {shape}", "as many dims")
+            raise _refused(path, key, f"a chunk of shape {tuple(chunk.sizes)} for {key} {shape}", "the same number of dims")
         boxes.append(box_of(chunk))
     problem = cover_problem(shape, boxes)
     if problem is not None or not isinstance(entry.properties.dtype, torch.dtype):
@@ -231,7 +233,7 @@ def _check_paths(path: Path, metadata: Metadata) -> None:
     places: dict[str, Any] = metadata.planner_data or {}
     for key, place in places.items():
         if not isinstance(place, tuple) or not 0 < len(place) <= MAX_DEPTH or not all(isinstance(part, (str, int)) for part in place):
-            raise _refused(path, str(key), f"{key} at {str(place)[:100]}", f"a place of at most {MAX_DEPTH} keys and numbers")
+            raise _refused(path, str(key), f"{key} at {str(place)[:100]}", f"a path of at most {MAX_DEPTH} keys and indices")
     ordered = sorted(places.items(), key=lambda item: [(isinstance(part, str), part) for part in item[1]])
     for (key, place), (_, following) in itertools.pairwise(ordered):  # what begins with a place comes right after it
         if len(place) < len(following) and following[: len(place)] == place:
@@ -239,7 +241,7 @@ def _check_paths(path: Path, metadata: Metadata) -> None:
 
 
 def _refused(path: Path, key: str, what: str, expected: str) -> Exception:
-    return failure(f"{path} has {what}", expected=expected, fix="copy the checkpoint again, or take another", file=path, key=key)
+    return failure(f"{path} has {what}", expected=expected, fix="copy the checkpoint again, or use another", file=path, key=key)
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------------------
@@ -288,7 +290,10 @@ def read_dcp(folder: Path) -> State:
     metadata = read_metadata(folder)
     if any(getattr(info, "transform_descriptors", None) for info in (metadata.storage_data or {}).values()):
         raise failure(
-            f"{folder} is compressed", expected="files without extensions", fix="load it with DCP, and save it without", file=folder
+            f"{folder} is compressed",
+            expected="files without extensions",
+            fix="load it with DCP and save it again without extensions",
+            file=folder,
         )
     chunks = DcpChunks(folder, metadata)
     return unflatten({key: chunks.value(key) for key in metadata.state_dict_metadata}, metadata)

@@ -80,7 +80,7 @@ def read_digests(folder: Path) -> dict[str, FileDigest] | None:
         told = json.loads(text.decode("utf-8"))
         fields = told["files"]
         if told["crc32"] != _of(fields):
-            raise ValueError("its own CRC-32 is another one")
+            raise ValueError("its own CRC-32 does not match")
         found = {}
         for name, each in fields.items():
             if not is_inside(name):
@@ -91,8 +91,8 @@ def read_digests(folder: Path) -> dict[str, FileDigest] | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise failure(
             f"{path} is damaged: {error}",
-            expected="what the save has written",
-            fix="take another copy; without this file the rest can be compared with the digests that it has itself",
+            expected="the file as the save wrote it",
+            fix="use another copy, or remove this file to check the rest by the digests in the other files",
             file=path,
         ) from error
 
@@ -165,7 +165,7 @@ def compared(root: Path, kind: str, parts: Iterable[Part], share: tuple[int, int
             f"{root} is damaged in {len(damaged)} places",
             items=[f"{_shown(part.file, root)}: {part.name} {why}" for part, why in damaged],
             expected="the bytes that were written",
-            fix="take another copy, or another checkpoint",
+            fix="use another copy or another checkpoint",
             file=first.file,
             key=first.name,
         )
@@ -298,7 +298,7 @@ def _of_zip(path: Path, offset: int, length: int | None, key: str, directory: in
             except zipfile.BadZipFile as error:
                 raise ValueError(f"is no zip, as torch.save of torch 1.6 or later writes: {error}") from error
             if directory == _NOWHERE:
-                raise ValueError(f"is at byte {offset}, where {DIGESTS} has nothing")
+                raise ValueError(f"is at byte {offset}, where {DIGESTS} lists nothing")
             if directory is not None:
                 _equal(directory, _crc(file, offset + zipped.start_dir, nbytes - zipped.start_dir), 0)
             if sum(info.file_size for info in zipped.infolist()) > nbytes:

@@ -94,7 +94,7 @@ def tried(what: str, action: Callable[[], T]) -> tuple[list[T], FSDPError | None
         problem = failure(
             f"{what}: {describe(error)}",
             expected="every rank to succeed",
-            fix="fix the cause; the files that were there before are unchanged",
+            fix="fix the cause; the earlier files are unchanged",
         )
         problem.__cause__ = error
         return [], problem

@@ -136,7 +136,7 @@ class ByteReader:
             raise failure(
                 f"{path} cannot be read at {key}: {error.strerror or error}",
                 expected=f"{len(into)} bytes from byte {offset} on",
-                fix="load it again when the disk is well",
+                fix="load it again once the disk works",
                 file=path,
                 key=key,
             ) from error
@@ -145,7 +145,7 @@ class ByteReader:
             raise failure(
                 f"{path} has become shorter since its header was read: it ends within {key}",
                 expected=f"{len(into)} bytes from byte {offset} on, got {done}",
-                fix="do not write to it while it is loaded",
+                fix="do not write to the file while it is being loaded",
                 file=path,
                 key=key,
             )

@@ -35,7 +35,7 @@ from ..errors import CheckpointError
 from .failures import failure
 from .safetensors_files import INDEX, INDEX_DIGEST, SINGLE, digest_of, read_index, with_digests
 
-UNCHANGED = "make room, or choose another folder; the earlier checkpoint is unchanged"
+UNCHANGED = "free some space, or choose another folder; the earlier checkpoint is unchanged"
 
 
 _NUMBERED = re.compile(r"model(-[0-9a-f]{8})?-[0-9]{5}-of-[0-9]{5}\.safetensors")
@@ -255,7 +255,7 @@ def _reported(path: Path, key: str | None = None) -> Iterator[None]:
         where = f" at {key}" if key else ""
         raise failure(
             f"{path} cannot be written{where}: {error.strerror or error}",
-            expected="a folder that can be written to, and room for the new checkpoint next to the earlier one",
+            expected="a folder that can be written to, and space for the new checkpoint next to the earlier one",
             fix=UNCHANGED,
             file=path,
             key=key,

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 
 from ..errors import ArgumentError
 from .failures import failure
-from .lazy_tensors import Joined, LazyTensor, Narrowed, Permuted, Squeezed, Unsqueezed
+from .lazy_tensors import LazyTensor, Narrowed, joined, permuted, squeezed, unsqueezed
 
 Tensors: TypeAlias = dict[str, LazyTensor]
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
@@ -48,7 +48,7 @@ class KeyRule(ABC):
 
     def inverse(self) -> KeyRule:
         """The rule that undoes this one, for saving. Raises: ArgumentError if there is none"""
-        raise _no_inverse(self, "say how to undo it: write its method inverse()")
+        raise _no_inverse(self, "implement its method inverse()")
 
 
 Renaming: TypeAlias = Callable[[str], str | None]
@@ -92,7 +92,7 @@ def _rules(key_map: KeyMap | None) -> Sequence[Any]:
 
 
 def _no_inverse(rule: Any, fix: str) -> ArgumentError:
-    return ArgumentError(f"key_map has {rule!r}, which cannot be undone to save", expected="rules with an inverse", fix=fix)
+    return ArgumentError(f"key_map has {rule!r}, which saving cannot undo", expected="rules with an inverse", fix=fix)
 
 
 def _renaming(rule: Any) -> Renaming:
@@ -177,7 +177,7 @@ class Concat(KeyRule):
         rest = dict(tensors)
         for texts in _texts_of_any(self.sources, tensors):
             parts = _take(rest, [_filled(source, texts) for source in self.sources], self)
-            _put(rest, _filled(self.target, texts), _joined(parts, self.dim, self))
+            _put(rest, _filled(self.target, texts), _checked_joined(parts, self.dim, self))
         return rest
 
     def inverse(self) -> KeyRule:
@@ -264,7 +264,7 @@ class Stack(KeyRule):
             parts = _take(rest, keys, self)
             if not 0 <= self.dim <= len(parts[0].shape):
                 raise _bad_dim(keys[0], parts[0], self)
-            stacked = _joined([Unsqueezed(part, self.dim) for part in parts], self.dim, self)
+            stacked = _checked_joined([unsqueezed(part, self.dim) for part in parts], self.dim, self)
             _put(rest, _filled(self.target, texts), stacked)
         return rest
 
@@ -295,7 +295,7 @@ class Unstack(KeyRule):
             dim = _checked_dim(whole, self.dim, key, self)
             for number in range(whole.shape[dim]):
                 name = _filled(self.target, (*texts[:before], str(number), *texts[before:]))
-                _put(rest, name, Squeezed(Narrowed(whole, dim, number, 1), dim))
+                _put(rest, name, squeezed(Narrowed(whole, dim, number, 1), dim))
         return rest
 
     def inverse(self) -> KeyRule:
@@ -326,7 +326,7 @@ class Transpose(KeyRule):
         first, second = (_checked_dim(tensor, dim, key, self) for dim in self.dims)
         order = list(range(len(tensor.shape)))
         order[first], order[second] = order[second], order[first]
-        return Permuted(tensor, tuple(order))
+        return permuted(tensor, order)
 
 
 # --- templates --------------------------------------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ def _filled(template: str, texts: Sequence[str]) -> str:
     if len(parts) - 1 != len(texts):
         raise ArgumentError(
             f"key_map has the template {template!r} with {len(parts) - 1} wildcards where {len(texts)} are needed",
-            expected="as many * in each source and target of a rule",
+            expected="the same number of * in each source and target of a rule",
             fix="fix the rule",
         )
     return "".join(part + text for part, text in zip(parts, (*texts, ""), strict=True))
@@ -359,7 +359,7 @@ def _take(tensors: Tensors, keys: Sequence[str], rule: KeyRule) -> list[LazyTens
     missing = [key for key in keys if key not in tensors]
     if missing:
         raise failure(
-            f"there are only {len(keys) - len(missing)} of {len(keys)} tensors that {rule} joins; there is no",
+            f"{rule} joins {len(keys)} tensors, and the checkpoint lacks {len(missing)} of them",
             items=missing,
             expected="all of them, or none",
             fix="fix the rule, or complete the checkpoint; nothing was changed",
@@ -368,19 +368,19 @@ def _take(tensors: Tensors, keys: Sequence[str], rule: KeyRule) -> list[LazyTens
     return [tensors.pop(key) for key in keys]
 
 
-def _joined(parts: Sequence[LazyTensor], dim: int, rule: KeyRule) -> LazyTensor:
+def _checked_joined(parts: Sequence[LazyTensor], dim: int, rule: KeyRule) -> LazyTensor:
     key = next(parts[0].stored()).key
     dim = _checked_dim(parts[0], dim, key, rule)
     rests = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in parts}
     if len(rests) > 1 or len({len(part.shape) for part in parts}) > 1:
         raise failure(
-            f"tensors that {rule} joins have shapes that do not go together",
+            f"tensors that {rule} joins have shapes that do not match",
             items=[f"{next(part.stored()).key} {part.shape}" for part in parts],
-            expected=f"equal shapes but for dim {dim}",
+            expected=f"equal shapes except along dim {dim}",
             fix="fix the rule; nothing was changed",
             key=key,
         )
-    return Joined(tuple(parts), dim)
+    return joined(parts, dim)
 
 
 def _checked_dim(tensor: LazyTensor, dim: int, key: str, rule: KeyRule) -> int:

@@ -3,7 +3,8 @@
 A lazy tensor has a shape and reads any box of itself. So a rank that keeps rows [6, 8) of a fused weight reads just these, from
 the stored tensors that have them.
 
-Worked examples: ``Joined((q, k), dim=0)`` of (4, 8) and (2, 8) has shape (6, 8); its rows [3, 5) are row 3 of q and row 0 of k.
+Worked examples: ``joined((q, k), dim=0)`` of (4, 8) and (2, 8) has shape (6, 8); its rows [3, 5) are row 3 of q and row
+                 0 of k.
 A ``Flat`` (3, 4) weight at elements [6, 18) of a flat parameter that two ranks cut in halves of 10: its rows [1, 2) are elements
 [10, 14), rank 1's first four.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -102,34 +103,6 @@ class Stored(LazyTensor):
 
 
 @dataclass(frozen=True, eq=False)
-class Joined(LazyTensor):
-    """``torch.cat(parts, dim)``; the parts have equal shapes but for ``dim``."""
-
-    parts: tuple[LazyTensor, ...]
-    dim: int
-
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        shape = list(self.parts[0].shape)
-        shape[self.dim] = sum(part.shape[self.dim] for part in self.parts)
-        return tuple(shape)
-
-    def stored(self) -> Iterator[Stored]:
-        for part in self.parts:
-            yield from part.stored()
-
-    def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
-        origin = [0] * len(box.start)
-        for part in self.parts:
-            size = part.shape[self.dim]
-            place = Box.whole(self.shape).with_range(self.dim, origin[self.dim], origin[self.dim] + size)
-            common = box.intersect(place)
-            if common.numel > 0:
-                part.read(common.seen_from(origin), out[common.seen_from(box.start).slices], reader)
-            origin[self.dim] += size
-
-
-@dataclass(frozen=True, eq=False)
 class _View(LazyTensor):
     """A part of ``whole``, or its elements in another order."""
 
@@ -159,50 +132,44 @@ class Narrowed(_View):
 
 
 @dataclass(frozen=True, eq=False)
-class Permuted(_View):
+class Reordered(_View):
+    """The elements of ``whole`` in other dims.
+
+    inside: the box of ``whole`` with the elements of a box
+    seen:   a tensor of the shape of a box as one of the shape of ``inside`` of it, in the same memory
+    """
+
+    shape: tuple[int, ...]
+    inside: Callable[[Box], Box]
+    seen: Callable[[Tensor], Tensor]
+
+    def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
+        self.whole.read(self.inside(box), self.seen(out), reader)
+
+
+def permuted(whole: LazyTensor, order: Sequence[int]) -> LazyTensor:
     """``whole.permute(order)``."""
+    back = [order.index(dim) for dim in range(len(order))]
 
-    order: tuple[int, ...]
+    def inside(box: Box) -> Box:
+        return Box(tuple(box.start[dim] for dim in back), tuple(box.stop[dim] for dim in back))
 
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.whole.shape[dim] for dim in self.order)
-
-    def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
-        back = [self.order.index(dim) for dim in range(len(self.order))]
-        inside = Box(tuple(box.start[dim] for dim in back), tuple(box.stop[dim] for dim in back))
-        self.whole.read(inside, out.permute(back), reader)
+    return Reordered(whole, tuple(whole.shape[dim] for dim in order), inside, lambda out: out.permute(back))
 
 
-@dataclass(frozen=True, eq=False)
-class Unsqueezed(_View):
+def unsqueezed(whole: LazyTensor, dim: int) -> LazyTensor:
     """``whole.unsqueeze(dim)``."""
-
-    dim: int
-
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        return (*self.whole.shape[: self.dim], 1, *self.whole.shape[self.dim :])
-
-    def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
-        inside = Box((*box.start[: self.dim], *box.start[self.dim + 1 :]), (*box.stop[: self.dim], *box.stop[self.dim + 1 :]))
-        self.whole.read(inside, out.squeeze(self.dim), reader)
+    shape = (*whole.shape[:dim], 1, *whole.shape[dim:])
+    return Reordered(whole, shape, lambda box: box.without(dim), lambda out: out.squeeze(dim))
 
 
-@dataclass(frozen=True, eq=False)
-class Squeezed(_View):
+def squeezed(whole: LazyTensor, dim: int) -> LazyTensor:
     """``whole.squeeze(dim)``, of length 1 there."""
 
-    dim: int
+    def inside(box: Box) -> Box:
+        return Box((*box.start[:dim], 0, *box.start[dim:]), (*box.stop[:dim], 1, *box.stop[dim:]))
 
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        return (*self.whole.shape[: self.dim], *self.whole.shape[self.dim + 1 :])
-
-    def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
-        start, stop = box.start, box.stop
-        inside = Box((*start[: self.dim], 0, *start[self.dim :]), (*stop[: self.dim], 1, *stop[self.dim :]))
-        self.whole.read(inside, out.unsqueeze(self.dim), reader)
+    return Reordered(whole, (*whole.shape[:dim], *whole.shape[dim + 1 :]), inside, lambda out: out.unsqueeze(dim))
 
 
 # --- made of pieces ---------------------------------------------------------------------------------------------------------------
@@ -291,6 +258,15 @@ class Assembled(LazyTensor):
             common = box.intersect(place)
             if common.numel > 0 or not self.shape:
                 part.read(common.seen_from(place.start), out[common.seen_from(box.start).slices], reader)
+
+
+def joined(parts: Sequence[LazyTensor], dim: int) -> Assembled:
+    """``torch.cat(parts, dim)``; the parts have equal shapes except along ``dim``."""
+    boxes, stop = [], 0
+    for part in parts:
+        start, stop = stop, stop + part.shape[dim]
+        boxes.append((Box.whole(part.shape).with_range(dim, start, stop), part))
+    return Assembled((*parts[0].shape[:dim], stop, *parts[0].shape[dim + 1 :]), tuple(boxes))
 
 
 @dataclass(frozen=True, eq=False)

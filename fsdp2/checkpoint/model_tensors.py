@@ -74,18 +74,18 @@ class ModelTensor:
         """Why it can be neither read nor written, if so."""
         tensor = self.tensor
         if isinstance(tensor, nn.UninitializedParameter):
-            return "has no shape yet; run a forward pass with an input of the right shape before"
+            return "has no shape yet; run a forward pass first"
         if isinstance(tensor, DTensor):
             if any(placement.is_partial() for placement in tensor.placements):
                 return f"waits for a reduction, with placements {tensor.placements}; redistribute it"
             coordinate = tensor.device_mesh.get_coordinate()
             if coordinate is None:
-                return f"lies on a mesh that this rank is not part of: {tensor.device_mesh}"
+                return f"lies on a mesh without this rank: {tensor.device_mesh}"
             if _has_own_order(tensor) or local_shape_of(tensor.shape, cuts_of(tensor, coordinate)) != compat.local_tensor(tensor).shape:
-                return f"is sharded in a way that its placements {tensor.placements} do not tell; redistribute it"
+                return f"is sharded in a way that its placements {tensor.placements} do not describe; redistribute it"
             tensor = compat.local_tensor(tensor)
         if tensor.layout is not torch.strided or _has_inner_tensors(tensor):
-            return f"is no dense tensor but a {type(tensor).__name__} with {tensor.layout}"
+            return f"is not a dense tensor but a {type(tensor).__name__} with {tensor.layout}"
         return None
 
 
@@ -100,17 +100,14 @@ def cuts_of(tensor: DTensor, coordinate: Sequence[int]) -> list[Cut]:
     for axis, placement in enumerate(tensor.placements):
         dim = compat.shard_dim(placement)
         if dim is not None:
-            cuts.append(Cut(dim, tensor.device_mesh.size(axis), coordinate[axis], _split_factor(placement)))
+            split_factor = int(getattr(placement, "split_factor", 1))  # of a _StridedShard
+            cuts.append(Cut(dim, tensor.device_mesh.size(axis), coordinate[axis], split_factor))
     return in_order(cuts)
 
 
 def is_strided(placement: Placement) -> bool:
     """Whether axes after this one have cut its dim before."""
     return hasattr(placement, "split_factor")
-
-
-def _split_factor(placement: Placement) -> int:
-    return int(getattr(placement, "split_factor", 1))  # of a _StridedShard
 
 
 def _has_inner_tensors(tensor: Any) -> bool:
@@ -148,10 +145,10 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
     problems = [f"{each.name}: {problem}" for each in tensors if (problem := each.problem()) is not None]
     if problems:
         raise ParameterError(
-            f"{len(problems)} parameters or buffers have no place in a safetensors file",
+            f"{len(problems)} parameters or buffers cannot be stored in a safetensors file",
             items=problems,
             expected="dense tensors, and DTensors that are replicated or sharded",
-            fix="change them, or save them in another way",
+            fix="change them, or save them another way",
         )
     return tensors
 
@@ -193,8 +190,13 @@ def give_storage(tensors: Iterable[ModelTensor], units: Sequence[Unit], device: 
     for together in by_unit.values():
         unit = unit_of.get(id(together[0].tensor))
         for each in together:
-            on_host = id(each.tensor) in offloaded
-            _allocate(each, torch.device("cpu") if on_host else unit.device if unit is not None else _device(each, device))
+            if id(each.tensor) in offloaded:
+                place = torch.device("cpu")
+            elif unit is not None:
+                place = unit.device
+            else:
+                place = device if each.mesh is None else compat.current_device(each.mesh.device_type)
+            _allocate(each, place)
         if unit is not None:
             unit.notice_changes()
 
@@ -206,14 +208,6 @@ def take_storage(tensors: Iterable[ModelTensor], units: Sequence[Unit]) -> None:
             _allocate(each, torch.device("meta"))
     for unit in units:
         unit.notice_changes()
-
-
-def _device(each: ModelTensor, device: torch.device) -> torch.device:
-    """The device for a tensor that no unit manages."""
-    tensor = each.tensor
-    if not isinstance(tensor, DTensor):
-        return device
-    return compat.current_device(tensor.device_mesh.device_type)
 
 
 def _allocate(each: ModelTensor, device: torch.device) -> None:

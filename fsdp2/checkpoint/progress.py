@@ -41,23 +41,16 @@ def progress_bar(what: str, nbytes: int, wanted: bool | None) -> Iterator[Callab
     )
     progress = rich.progress.Progress(*columns, console=rich.console.Console(stderr=True))
     task = progress.add_task(what, total=nbytes)
-    begin = time.monotonic()
-    is_shown = False
-
-    def show() -> None:
-        nonlocal is_shown
-        is_shown = True
-        progress.start()
+    shown_from = time.monotonic() + (0 if wanted else _PATIENCE_S)
 
     def advance(done: int) -> None:
         progress.advance(task, done)
-        if not is_shown and time.monotonic() - begin >= _PATIENCE_S:
-            show()
+        if time.monotonic() >= shown_from:
+            progress.start()
 
-    if wanted:
-        show()
+    advance(0)
     try:
         yield advance
     finally:
-        if is_shown:
+        if progress.live.is_started:
             progress.stop()

@@ -231,7 +231,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if missing:
         raise failure(
             f"{found} names {len(missing)} files that are not there",
-            items=[f"{name}: has {keys_of[name][0]}" + _and_more(len(keys_of[name]) - 1) for name in sorted(missing)],
+            items=[f"{name}: {len(keys_of[name])} keys, {keys_of[name][0]} among them" for name in sorted(missing)],
             expected=f"all {len(keys_of)} files in {found.parent}",
             fix="complete the download; nothing was changed",
             file=found.parent / missing[0],
@@ -260,10 +260,6 @@ def _stored(path: Path, header: Header, keys: Iterable[str]) -> dict[str, Stored
     return {key: Stored(path, key, header.entries[key]) for key in keys}
 
 
-def _and_more(count: int) -> str:
-    return f" and {count} more keys" if count > 0 else ""
-
-
 def _find(path: Path) -> Path:
     """The index or the single file that ``path`` means; a single ``model.safetensors`` goes before an index, as in transformers."""
     if path.is_file():
@@ -285,7 +281,7 @@ def _find(path: Path) -> Path:
         f"{path} has no {SINGLE} and no {INDEX}",
         items=[each.name for each in sorted(path.iterdir())][:20],
         expected="one of them, or a single other index or safetensors file",
-        fix="pass the index or the file itself; convert other formats to safetensors first",
+        fix="pass the index or the file; convert other formats to safetensors first",
         file=path,
     )
 
@@ -309,14 +305,14 @@ def read_index(path: Path) -> dict[str, str]:
     """For each key the name of its file; all are names inside the folder. Raises: CheckpointError"""
     weight_map = _fields(path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise failure(f"{path} has no weight_map of keys to files", expected='{"weight_map": {"<key>": "<file>"}}', file=path)
+        raise _no_weight_map(path)
     outside = {key: name for key, name in weight_map.items() if not is_inside(name)}
     if outside:
         raise failure(
             f"{path} names files outside of its folder",
             items=[f"{key}: {name!r}" for key, name in outside.items()],
             expected="names of files in the folder: no absolute path, no '..'",
-            fix="do not trust this checkpoint; nothing was read from there",
+            fix="do not trust this checkpoint; nothing was read from those files",
             file=path,
             key=next(iter(outside)),
         )
@@ -333,5 +329,10 @@ def _fields(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise failure(f"{path} is corrupt: {error}", expected="a JSON object in UTF-8", file=path) from error
     if not isinstance(fields, dict):
-        raise failure(f"{path} has no weight_map of keys to files", expected='{"weight_map": {"<key>": "<file>"}}', file=path)
+        raise _no_weight_map(path)
     return fields
+
+
+def _no_weight_map(path: Path) -> Exception:
+    expected = '{"weight_map": {"<key>": "<file>"}}'
+    return failure(f"{path} has no weight_map of keys to files", expected=expected, file=path)

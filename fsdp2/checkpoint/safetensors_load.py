@@ -1,8 +1,9 @@
-"""``load_safetensors``: from files straight into shards; each rank reads the bytes that it keeps, and gets none from others.
+"""``load_safetensors``: from files straight into shards. Each rank reads the bytes it keeps, and ranks send each other none.
 
-It checks files, headers, names, shapes and dtypes, then gives parameters on the meta device storage, then reads the bytes; those of
-parameters that have values into memory aside. Only when every rank has come so far it overwrites these: a disk may fail on one rank
-alone, and the others would train on, or wait, without it.
+It checks files, headers, names, shapes and dtypes, allocates parameters on the meta device, then reads. Parameters that
+already have
+values are read into a copy first and overwritten only when every rank has read its own: a disk may fail on one rank
+                                                                                         alone.
 
 Worked example, 4 ranks, an (8, 1024) fp32 parameter under Shard(0), stored in bf16: rank 1 reads the 4096 bytes of rows [2, 4), and
 converts them on the way into its shard.
@@ -53,8 +54,8 @@ class Mismatch:
     """A tensor of the checkpoint that does not fit the model's.
 
     name, shape, dtype: of the model's parameter or buffer
-    stored_shape, stored_dtypes: of the checkpoint's, after the key map
-    scale: of a float8 tensor that would be converted without it: the name of the tensor that it would have to be multiplied by
+    stored_shape, stored_dtypes: of the checkpoint's tensor, after the key map
+    scale: for a float8 tensor that would be converted without its scale: the name of that scale
     """
 
     name: str
@@ -76,16 +77,16 @@ class Mismatch:
 
 @dataclass(frozen=True, repr=False)
 class LoadReport:
-    """Lists of a load, by the model's names (the first one of tied tensors); the same on every rank, except ``bytes_read``.
+    """What a load did, by the model's names (the first of tied tensors); equal on all ranks, except ``bytes_read``.
 
     loaded:        read from the checkpoint
-    missing:       parameters and persistent buffers that the checkpoint does not have
-    unexpected:    names that the checkpoint has after the key map, and the model has not
-    mismatched:    of another shape, or of a dtype that cannot be converted
-    initialized:   were on the meta device, not in the checkpoint, and have got values by ``init_fn`` or their module's own reset
-    uninitialized: still are on the meta device: the first forward refuses them by name
-    bytes_read:    of tensors, by this rank
-    header_bytes:  of headers and index, by this rank
+    missing:       parameters and persistent buffers that are not in the checkpoint
+    unexpected:    names in the checkpoint, after the key map, that are not in the model
+    mismatched:    with another shape, or a dtype that cannot be converted
+    initialized:   on the meta device and not in the checkpoint: ``init_fn`` or the module's own reset gave them values
+    uninitialized: still on the meta device: the first forward raises an error that names them
+    bytes_read:    bytes of tensors that this rank read
+    header_bytes:  bytes of headers and index that this rank read
     """
 
     loaded: list[str] = field(default_factory=list)
@@ -98,7 +99,7 @@ class LoadReport:
     header_bytes: int = 0
 
     def __repr__(self) -> str:
-        """Counts, and of what needs a look the first names: a model has hundreds."""
+        """Counts, and the first names of each list that needs a look."""
         parts = [f"{len(self.loaded)} loaded"]
         for kind in ("missing", "unexpected", "mismatched", "initialized", "uninitialized"):
             found = getattr(self, kind)
@@ -109,7 +110,7 @@ class LoadReport:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """Arguments of ``load_safetensors`` that ``load_checkpoint`` has as well."""
+    """The arguments that ``load_safetensors`` and ``load_checkpoint`` share; the former documents them."""
 
     key_map: KeyMap | None
     strict: bool
@@ -122,7 +123,7 @@ class LoadOptions:
 
     @classmethod
     def of(cls, caller: str, given: Mapping[str, Any]) -> LoadOptions:
-        """Those among the arguments that ``caller`` was given. Raises: ArgumentError; others check the device and ``key_map``"""
+        """Pick and check them among ``given``, the arguments of ``caller``. Raises: ArgumentError"""
         options = cls(**{each.name: given[each.name] for each in fields(cls)})
         switches = {name: given[name] for name in ("strict", "ignore_mismatched", "in_place", "verify")}
         require(caller, SWITCH, **switches)
@@ -147,35 +148,35 @@ def load_safetensors(
 ) -> LoadReport:
     """Load a Hugging Face checkpoint into ``model``, sharded (by fsdp2, torch's FSDP2, any DTensors) or not, on the meta device or not.
 
-    path_or_index:     a folder (``model.safetensors``, else ``model.safetensors.index.json`` and what it names), an index, or a file
+    path_or_index:     a folder (with ``model.safetensors`` or ``model.safetensors.index.json``), an index, or a file
     key_map:           from the checkpoint's names to the model's: a function, or rules: ``KeyRule``, or (pattern, replacement)
-    strict:            raise if a key is missing or unexpected, as ``load_state_dict`` does; else report it
-    ignore_mismatched: report tensors of another shape or inconvertible dtype as well, and leave the model's values
-    init_fn:           as in ``materialize``: for what is on the meta device and does not come from the checkpoint, for instance
-                       non-persistent buffers; None calls the modules' own ``reset_parameters``. Seed all ranks alike before.
-                       (Of a transformers model: ``model._init_weights``.)
-    device:            for parameters on the meta device that are not sharded; None: the mesh's device, or the default one
-    in_place:          read over the values that the model has, without a copy aside: if reading fails, it is left partly loaded
-    verify:            compare the checkpoint with its digests before, as ``verify`` does; the ranks of one mesh share that work
-    progress:          a bar on rank 0; None: after a second, where there is a terminal and rich is installed
+    strict:            raise an error if a key is missing or unexpected, as ``load_state_dict`` does; else report it
+    ignore_mismatched: report tensors with another shape or an incompatible dtype too, and keep the model's values
+    init_fn:           as in ``materialize``: for tensors on the meta device that are not in the checkpoint, such as
+                       non-persistent buffers; None calls the modules' own ``reset_parameters``. Give all ranks the same
+                       seed first. For a transformers model: ``model._init_weights``
+    device:            for unsharded parameters on the meta device; None: the mesh's device, or the default one
+    in_place:          read directly over the model's values, without a copy: a failed read leaves the model partly
+                       loaded
+    verify:            compare the checkpoint with its digests first, as ``verify`` does; the ranks of one mesh share
+                       the work
+    progress:          a bar on rank 0; None: after a second, on a terminal, if rich is installed
 
-    Values are converted to the model's dtypes: floating-point ones to any, integers to wider ones; a float8 tensor with a scale next to
-    it (``weight_scale_inv``) to none, since nothing here applies the scale: it is mismatched. Tied parameters are read once, under
-    the first of their names that the checkpoint has.
+    Values are converted to the model's dtypes: floating-point ones to any, integers to wider ones. A float8 tensor with
+    a scale next to it (``weight_scale_inv``) is never converted, because the scale would not be applied: it counts as
+    mismatched. Tied parameters are read once, under the first of their names in the checkpoint.
 
-    Reads:      the bytes of this rank's shards. Under Shard(0) exactly these; Shard(dim > 0) and strided shards
-                have runs of bytes, of which those less than 16 KiB apart are read with what is between them. A replicated parameter is
-                read whole by every rank. In addition, every rank reads all headers.
-    Memory:     in addition to the model, two buffers of 16 MiB; while parameters come from the meta device, one group's shard; of what
-                has values already, a copy of this rank's shards in host memory, unless ``in_place``.
-                No full tensor on any rank, unless a placement replicates it or ``init_fn`` needs it whole
-    Collective: yes, over the meshes that the parameters lie on, so that all ranks succeed or all fail: 8 bytes for each mesh axis when
-                all has been read, and again when values that the model had are replaced or ``init_fn`` has run. No data travels
-                between ranks. A model without DTensors: no.
-                And where ``materialize`` is, for what does not come from the checkpoint
-    Raises:     CheckpointError (with ``file``, ``key`` and ``report``) on all ranks, whichever it happened on, with the model
-                unchanged: parameters on the meta device are there again.
-                MaterializationError if strict and something is left that nothing initializes
+    Reads:      this rank's shards and all headers. Shard(0) reads exactly its bytes; Shard(dim > 0) and strided shards
+                also read gaps of less than 16 KiB between their runs. Every rank reads replicated parameters whole.
+    Memory:     besides the model, two buffers of 16 MiB; one group's shard while parameters leave the meta device; a
+                copy in host memory of this rank's shards that already have values, unless ``in_place``. No full tensor
+                on any rank, unless a placement replicates it or ``init_fn`` needs it whole
+    Collective: yes, over the parameters' meshes, so that all ranks succeed or all fail: 8 bytes per mesh axis after
+                reading, and again after values are replaced or ``init_fn`` has run. No data travels between ranks. For
+                a model without DTensors: no. As ``materialize``, for tensors that are not in the checkpoint
+    Raises:     CheckpointError (with ``file``, ``key`` and ``report``) on all ranks, with the model unchanged:
+                parameters that were on the meta device are there again. MaterializationError if strict and nothing
+                initializes some tensor
 
     Example:
         fsdp2.checkpoint.save_safetensors(model, folder)
@@ -196,7 +197,7 @@ def load_safetensors(
 
 
 def share_of(model: nn.Module) -> tuple[int, int]:
-    """This rank's place among the ranks that load ``model`` together, and their number; (0, 1) if they may not all be there."""
+    """This rank's index among the ranks that load ``model`` together, and their number; (0, 1) if some may be absent."""
     outer = outermost(meshes_of(model))
     if len(outer) != 1:
         return 0, 1
@@ -210,9 +211,9 @@ def load_opened(
     opened: Callable[[], tuple[Path, Tensors, int]],
     options: LoadOptions,
 ) -> LoadReport:
-    """Load lazy tensors of any origin; everything else is as in ``load_safetensors``.
+    """Load lazy tensors of any origin, otherwise as ``load_safetensors``.
 
-    opened: opens ``checkpoint``: its path, its tensors by key, and the number of bytes of headers that were read
+    opened: opens ``checkpoint``; returns its path, its tensors by key, and the bytes of headers that were read
     """
     meshes = meshes_of(model)
 
@@ -273,7 +274,7 @@ class _Look:
 
 
 def _target(each: ModelTensor, in_place: bool) -> Tensor:
-    """The tensor into which this rank's part is read: the part itself, or host memory aside."""
+    """The tensor into which this rank's shard is read: the shard itself, or host memory."""
     return each.local if in_place else torch.empty_like(each.local, device="cpu")
 
 
@@ -330,8 +331,8 @@ def _refuse(report: LoadReport, path: Path, options: LoadOptions) -> None:
         f"{path} does not fit the model: {len(report.missing)} keys missing, {len(report.unexpected)} unexpected, "
         f"{len(report.mismatched)} of another shape or dtype, {len(report.loaded)} fit",
         problems=problems,
-        expected="the model's names, shapes and kinds of dtype",
-        fix="pass key_map to rename, strict=False to take what there is, or ignore_mismatched=True; nothing was changed",
+        expected="the model's names and shapes, and dtypes that can be converted",
+        fix="pass key_map to rename, strict=False to load what fits, or ignore_mismatched=True; nothing was changed",
         file=path,
     )
     error.report = report
@@ -358,7 +359,7 @@ def _read(targets: Sequence[tuple[ModelTensor, LazyTensor, Tensor]], progress: b
 
 
 def _with_the_rest(model: nn.Module, at: _Look, report: LoadReport, options: LoadOptions) -> LoadReport:
-    """Let ``init_fn`` write what the checkpoint does not have."""
+    """Let ``init_fn`` initialize tensors that are not in the checkpoint."""
     todo = list(still_on_meta(at.tensors))
     if not todo:
         return report
@@ -373,7 +374,7 @@ def _with_the_rest(model: nn.Module, at: _Look, report: LoadReport, options: Loa
 
 
 def _reset_if_it_can(module: nn.Module) -> None:
-    """What ``materialize`` does by default, but for modules that cannot: what these own is named at the end."""
+    """As ``materialize`` by default, but skip modules without a reset; the report lists their tensors."""
     for name in RESET_NAMES:
         method = getattr(module, name, None)
         if callable(method):
@@ -393,7 +394,7 @@ def place_of(stored: Stored) -> Place:
 
 
 def scales_of(tensors: Mapping[str, LazyTensor]) -> dict[Place, str]:
-    """The name of the scale of each float8 tensor that has one: programs name it in many ways, all with "scale", and in its module."""
+    """The name of each float8 tensor's scale: programs name it differently, always with "scale", in the same module."""
     found: dict[Place, str] = {}
     scales: dict[str, list[str]] = {}  # by the module, or the tensor, that they are in
     for name in tensors:
@@ -413,6 +414,6 @@ def is_float8(dtype: torch.dtype | None) -> bool:
 
 
 def scale_lost(lazy: LazyTensor, dtype: torch.dtype, scales: Mapping[Place, str]) -> str | None:
-    """The name of the scale without which ``lazy`` would be converted to ``dtype``, if there is one."""
+    """The name of the scale that converting ``lazy`` to ``dtype`` would lose, if any."""
     lost = (scales.get(place_of(part)) for part in lazy.stored() if DTYPES.get(part.entry.dtype) is not dtype)
     return next((scale for scale in lost if scale is not None), None)

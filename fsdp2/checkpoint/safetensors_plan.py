@@ -91,7 +91,7 @@ def written_tensors(tensors: Iterable[ModelTensor], key_map: KeyMap | None) -> T
         names = sorted(name for name in shapes.keys() | again.keys() if shapes.get(name) != again.get(name))
         differing = {name: f"{shapes.get(name, 'not')} in the model, {again.get(name, 'not')} loaded again" for name in names}
         raise failure(
-            f"key_map does not lead back to {len(differing)} of the model's tensors from what would be written",
+            f"key_map would not turn the written checkpoint back into {len(differing)} of the model's tensors",
             problems=differing,
             expected="rules whose inverse undoes them for every name of the model",
             fix="fix key_map; nothing was written",
@@ -111,7 +111,7 @@ def plan_files(
     unknown = {key: ", ".join(names) for key, names in dtypes.items() if not DTYPES.keys() >= set(names) or len(names) > 1}
     if unknown:
         raise failure(
-            f"{len(unknown)} tensors have a dtype that safetensors files do not know, or parts of several dtypes",
+            f"{len(unknown)} tensors have a dtype that safetensors files cannot hold, or parts of several dtypes",
             problems=unknown,
             expected=", ".join(str(each).removeprefix("torch.") for each in NAMES),
             fix="convert them; nothing was written",

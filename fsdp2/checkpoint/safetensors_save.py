@@ -1,7 +1,7 @@
-"""``save_safetensors``: from shards into the files that Hugging Face's libraries open, in a stream.
+"""``save_safetensors``: streams shards into the files that Hugging Face's libraries open.
 
-The header of a file is known before any value is, so the tensors follow it one after another, in bands that ranks send to the
-rank that writes.
+A file's header depends on names, shapes and dtypes alone, so it is written first; ranks then send their tensors in
+bands to the writer.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ BUFFER_NBYTES = 64 << 20
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A checkpoint that ``save_safetensors`` has written; the same on every rank.
+    """A checkpoint that ``save_safetensors`` wrote; equal on all ranks.
 
     files:  names in the folder
     nbytes: of the tensors
@@ -83,25 +83,28 @@ def save_safetensors(
 ) -> SavedCheckpoint:
     """Write parameters and persistent buffers, whole, in Hugging Face's layout; ``load_safetensors`` and ``from_pretrained`` read it.
 
-    folder:         made if it is not there; shared by all ranks that write, and locked against other jobs meanwhile. An earlier
-                    checkpoint in it is replaced in one rename; other files are left alone, but for ``config``'s
-    max_shard_size: of a file, in bytes or like "5GB"; a larger tensor gets a file of its own. With one file there is no index
-    num_writers:    1: rank 0 writes all files; more: as many ranks write different files at the same time; None: all ranks
+    folder:         created if needed; all writing ranks must see it, and other jobs are locked out meanwhile. One
+                    rename replaces an earlier checkpoint in it; files other than ``config``'s are left alone
+    max_shard_size: of a file, in bytes or like "5GB"; a larger tensor gets its own file. A single file has no index
+    num_writers:    1: rank 0 writes all files; N: N ranks write different files at the same time; None: all ranks
     dtype:          to convert floating-point tensors to
-    key_map:        from the checkpoint's names to the model's, as ``load_safetensors`` takes it; here it is undone, so that fused or
-                    renamed weights get the checkpoint's names again. Bare patterns and functions do not say what to undo:
-                    ``Rename`` has both directions, ``Concat`` needs ``sizes``. What it ignores is not written
+    key_map:        from the checkpoint's names to the model's, as for ``load_safetensors``; saving undoes it, so that
+                    fused or renamed weights get the checkpoint's names back. Bare patterns and functions have no
+                    inverse: use ``Rename``, which has both directions; ``Concat`` needs ``sizes``. Keys that it ignores
+                    are not written
     config:         write the ``config.json`` (and ``generation_config.json``) of a transformers model, which ``from_pretrained`` needs
                     next to the weights; None: if ``model.config`` can write one
     process_group:  the ranks that hold the model; None: all
-    progress:       a bar on rank 0; None: after a second, where there is a terminal and rich is installed
+    progress:       a bar on rank 0; None: after a second, on a terminal, if rich is installed
 
-    Of tied parameters, the first name in the model's order is written, once. Non-persistent buffers and ``get_extra_state`` are not.
+    Tied parameters are written once, under their first name. Non-persistent buffers and ``get_extra_state`` are not
+    written.
 
-    Memory:     in addition to the model 2 * 64 MiB on any rank, however large a parameter is: tensors are sent and written in bands
+    Memory:     besides the model, 2 * 64 MiB on any rank, even for the largest parameter: tensors are sent and written
+                in bands
     Collective: yes, over ``process_group``
-    Raises:     on all ranks alike: CheckpointError with ``file`` and ``key`` (the disk is full, the folder cannot be written to, ranks
-                have different models), MaterializationError, ParameterError. The folder is as it was before
+    Raises:     on all ranks: CheckpointError with ``file`` and ``key`` (disk full, folder not writable, different
+                models on different ranks), MaterializationError, ParameterError. The folder is then unchanged
 
     Example:
         saved = fsdp2.checkpoint.save_safetensors(model, folder, dtype=torch.bfloat16)
@@ -141,9 +144,9 @@ def save_safetensors(
 
 
 def _ready(model: nn.Module, group: dist.ProcessGroup | None) -> Ready:
-    """Agreement over ``group``, on each device on which its ranks send (see Note: first collective of a group).
+    """Agreement over ``group``, on each device from which its ranks send; without DTensors none.
 
-    Without sharded tensors they agree only at the end.
+    See Note: first collective of a group.
     """
     devices = dict.fromkeys(device_of(mesh) for mesh in meshes_of(model))
     axes = [(group, device) for device in devices] if group is not None else []
@@ -165,9 +168,9 @@ def _agreed_plan(
     group: dist.ProcessGroup | None,
     lock: contextlib.ExitStack,
 ) -> tuple[list[PlannedFile], Names, dict[str, bytes]]:
-    """The plan, if all ranks can make it and made the same; the names that rank 0 chose, and there the files of ``config``.
+    """The plan, if all ranks made the same one; the names that rank 0 chose; on rank 0 the files of ``config``.
 
-    lock:       on rank 0 it keeps the folder's lock
+    lock:       on rank 0 it holds the folder's lock
     Collective: yes
     """
 
@@ -188,7 +191,7 @@ def _agreed_plan(
     differing = [rank for rank, (print_, _) in enumerate(said) if print_ != said[0][0]]
     if differing:
         raise failure(
-            f"ranks {differing} have other names, shapes or dtypes in their model than rank 0, or other arguments",
+            f"ranks {differing} have a model with names, shapes or dtypes different from rank 0's, or got different arguments",
             expected="the same model and arguments on every rank",
             fix="pass process_group if only some ranks have this model; nothing was written",
         )
@@ -230,7 +233,7 @@ def _refuse_meta(tensors: list[ModelTensor]) -> None:
     on_meta = list(still_on_meta(tensors))
     if on_meta:
         raise MaterializationError(
-            f"{len(on_meta)} parameters or buffers are on the meta device, and have no values to save",
+            f"{len(on_meta)} parameters or buffers are on the meta device and have no values to save",
             items=on_meta,
             expected="values",
             fix="call fsdp2.materialize(model), or load a checkpoint; nothing was written",
@@ -238,7 +241,7 @@ def _refuse_meta(tensors: list[ModelTensor]) -> None:
 
 
 def _refuse_other_ranks(tensors: list[ModelTensor], group: dist.ProcessGroup | None) -> None:
-    """Shards on ranks that take no part could not be had."""
+    """Shards on ranks outside of ``group`` cannot be gathered."""
     present = set(dist.get_process_group_ranks(group)) if group is not None else {0}
     outside = [
         f"{each.name}: {each.tensor.device_mesh}"
@@ -256,7 +259,7 @@ def _refuse_other_ranks(tensors: list[ModelTensor], group: dist.ProcessGroup | N
 
 @contextlib.contextmanager
 def _temporary_files() -> Iterator[list[NewFile]]:
-    """This rank's new files; at the end, those that still have temporary names are removed."""
+    """This rank's new files; those that still have temporary names at the end are removed."""
     new_files: list[NewFile] = []
     try:
         yield new_files
@@ -266,7 +269,7 @@ def _temporary_files() -> Iterator[list[NewFile]]:
 
 
 def _agree_or_remove(group: dist.ProcessGroup | None, problem: FSDPError | None, new_files: list[NewFile]) -> None:
-    """Go on together; or raise together, when no rank has left anything. Collective: yes."""
+    """Continue together, or raise together after every rank has removed its files. Collective: yes."""
     try:
         agree(group, problem, None)
     except FSDPError as error:
@@ -289,7 +292,7 @@ def _write(
 ) -> None:
     """Write this rank's files under their temporary names. Collective: yes, over the ranks of ``ready``.
 
-    Raises: on every rank, what went wrong on one; but for what comes after the last band, which the caller tells
+    Raises: on every rank, the error of one; an error after the last band on its own rank alone, for the caller to share
     """
     me = 0 if group is None else group.rank()
     writers = sorted({file.writer for file in files})
@@ -356,10 +359,10 @@ def has_config(model: nn.Module) -> bool:
 
 
 def config_files(model: nn.Module, dtypes: Collection[torch.dtype]) -> dict[str, bytes]:
-    """Names and contents of the JSON files that transformers needs next to the weights; each config writes itself. Collective: no.
+    """Names and contents of the JSON files that transformers needs next to the weights. Collective: no.
 
-    dtypes: of the weights; if all floating-point ones are of one, the config names it
-    Raises: ArgumentError if the model has no config; CheckpointError if that refuses to be saved
+    dtypes: of the weights; if all floating-point ones are equal, the config names it
+    Raises: ArgumentError if the model has no config; CheckpointError if the config cannot be saved
     """
     if not has_config(model):
         raise ArgumentError(
@@ -388,7 +391,7 @@ def config_files(model: nn.Module, dtypes: Collection[torch.dtype]) -> dict[str,
 
 
 def _describe(config: Any, model: nn.Module, dtypes: Collection[torch.dtype]) -> None:
-    """Write as transformers' own save_pretrained does: the user's class, not the sharded one, and the dtype of the weights."""
+    """As transformers' own save_pretrained: the user's class, not the sharded one, and the dtype of the weights."""
     config.architectures = [_class_of(model).__name__]
     floating = [dtype for dtype in dtypes if dtype.is_floating_point]
     if len(floating) == 1:

@@ -20,6 +20,8 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ..core.plan.layout import rows_of
+
 
 @dataclass(frozen=True, slots=True)
 class Box:
@@ -55,6 +57,9 @@ class Box:
             tuple(start - zero for start, zero in zip(self.start, origin, strict=True)),
             tuple(stop - zero for stop, zero in zip(self.stop, origin, strict=True)),
         )
+
+    def without(self, dim: int) -> Box:
+        return Box((*self.start[:dim], *self.start[dim + 1 :]), (*self.stop[:dim], *self.stop[dim + 1 :]))
 
     def with_range(self, dim: int, start: int, stop: int) -> Box:
         return Box((*self.start[:dim], start, *self.start[dim + 1 :]), (*self.stop[:dim], stop, *self.stop[dim + 1 :]))
@@ -114,11 +119,8 @@ def pieces_of(shape: Sequence[int], cuts: Iterable[Cut]) -> list[Piece]:
 
     One piece, unless a strided cut leaves it several ranges of a dim: ``pieces_of((8,), [Cut(0, 2, 0, 2)])`` has [0, 2) and [4, 6).
     """
-    kept: list[list[Interval]] = [[(0, size)] for size in shape]
-    for cut in cuts:
-        kept[cut.dim] = _joined(_after(kept[cut.dim], cut))
     pieces = []
-    for ranges in itertools.product(*map(_placed, kept)):
+    for ranges in itertools.product(*map(_placed, _kept(shape, cuts))):
         box = Box(tuple(start for start, _, _ in ranges), tuple(stop for _, stop, _ in ranges))
         if box.numel > 0:
             pieces.append(Piece(box, tuple(at for _, _, at in ranges)))
@@ -127,26 +129,25 @@ def pieces_of(shape: Sequence[int], cuts: Iterable[Cut]) -> list[Piece]:
 
 def local_shape_of(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[int, ...]:
     """The shape of the local tensor: ``local_shape_of((7, 3), [Cut(0, 2, 1)]) == (3, 3)``."""
+    return tuple(map(_length, _kept(shape, cuts)))
+
+
+def _kept(shape: Sequence[int], cuts: Iterable[Cut]) -> list[list[Interval]]:
+    """The ranges of each dim."""
     kept: list[list[Interval]] = [[(0, size)] for size in shape]
     for cut in cuts:
-        kept[cut.dim] = _after(kept[cut.dim], cut)
-    return tuple(_length(intervals) for intervals in kept)
+        kept[cut.dim] = _joined(_after(kept[cut.dim], cut))
+    return kept
 
 
 def _after(intervals: list[Interval], cut: Cut) -> list[Interval]:
     found: list[Interval] = []
     length = _length(intervals)
     for part in range(min(cut.split_factor, length)):  # the others are empty
-        first, last = _chunk(length, cut.split_factor, part)
-        start, stop = _chunk(last - first, cut.num_chunks, cut.index)
-        found += _positions(intervals, first + start, first + stop)
+        band = rows_of(length, part, cut.split_factor)
+        own = rows_of(len(band), cut.index, cut.num_chunks)
+        found += _positions(intervals, band.start + own.start, band.start + own.stop)
     return found
-
-
-def _chunk(length: int, num_chunks: int, index: int) -> Interval:
-    """Of 7 in 3 chunks: ``(0, 3), (3, 6), (6, 7)``; the last ones may be empty."""
-    each = -(-length // num_chunks)
-    return min(index * each, length), min((index + 1) * each, length)
 
 
 def _positions(intervals: list[Interval], first: int, last: int) -> Iterator[Interval]:

@@ -41,7 +41,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..core import torch_compat as compat
-from ..errors import CheckpointError, meta_error
+from ..errors import meta_error
 from .dcp_read import chunk_of
 from .failures import failure
 from .file_reading import bytes_of
@@ -112,17 +112,13 @@ def names_in(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
         if id(param) not in known
     ]
     if foreign:
-        raise _foreign_error(foreign)
+        raise failure(
+            f"the optimizer has {len(foreign)} parameters that the model does not have",
+            items=foreign,
+            expected="an optimizer over the model's parameters",
+            fix="make the optimizer after fully_shard, from model.parameters()",
+        )
     return [[known[id(param)] for param in params] for params in groups]
-
-
-def _foreign_error(foreign: list[str]) -> CheckpointError:
-    return failure(
-        f"the optimizer has {len(foreign)} parameters that the model has not",
-        items=foreign,
-        expected="an optimizer over the model's parameters",
-        fix="make the optimizer after fully_shard, of model.parameters()",
-    )
 
 
 def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
@@ -263,7 +259,8 @@ def host_copy(state: Any, *, shared: bool = False) -> Any:
         if shared and value.device.type == "cpu":
             return value.detach()
         devices.add(value.device)
-        return _host_space(value).copy_(value.detach(), non_blocking=True)
+        space = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=value.device.type != "cpu")
+        return space.copy_(value.detach(), non_blocking=True)
 
     result = map_values(copied, state)
     for device in devices:
@@ -280,10 +277,6 @@ def host_space(like: Tensor, dtype: torch.dtype) -> Tensor:
         local = host_space(compat.local_tensor(like), dtype)
         return compat.new_dtensor(local, replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype)))
     return torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
-
-
-def _host_space(like: Tensor) -> Tensor:
-    return torch.empty_like(like, device="cpu", requires_grad=False, pin_memory=like.device.type != "cpu")
 
 
 # --- strided shards ---------------------------------------------------------------------------------------------------------------

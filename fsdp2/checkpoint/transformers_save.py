@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,14 +90,11 @@ def _are_written_as_they_are(model: nn.Module, tensors: list[ModelTensor], *, co
         reverted = theirs.revert_weight_conversion(model, dict(on_meta)) if converted else on_meta
     except Exception:  # it refuses, or another version names it otherwise: its own save_pretrained has the say
         return False
-    return kept.keys() == on_meta.keys() and _are_same(reverted, on_meta)
+    same = kept.keys() == on_meta.keys() == reverted.keys()
+    return same and all(reverted[name] is on_meta[name] for name in on_meta)
 
 
 def _on_one_element(tensors: list[ModelTensor]) -> dict[str, Tensor]:
     """Tensors of these shapes under all names, tied where the model's are, of one element's memory each."""
     stand_ins = [torch.empty(1, dtype=each.tensor.dtype, device="cpu").expand(each.tensor.shape) for each in tensors]
     return {name: stand_in for each, stand_in in zip(tensors, stand_ins, strict=True) for name in each.names}
-
-
-def _are_same(ours: Mapping[str, Any], theirs: Mapping[str, Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(ours[name] is theirs[name] for name in theirs)

@@ -47,8 +47,8 @@ def saving_whole_tensors(inherited: Callable[..., Any]) -> Callable[..., Any]:
         meshes = [param.device_mesh for param in self.parameters() if isinstance(param, DTensor)]
         if any(mesh.size() != dist.get_world_size() for mesh in meshes):
             raise ModuleError(
-                f"save_pretrained: not all ranks have parts of this {type(self).__name__}",
-                expected="a model that is sharded over all ranks, of which rank 0 writes",
+                f"save_pretrained: not all ranks have shards of this {type(self).__name__}",
+                expected="a model that is sharded over all ranks; rank 0 writes",
                 fix="call fsdp2.checkpoint.save_safetensors(model, folder, process_group=...) on the ranks that have it",
             )
         streams = importlib.import_module(

@@ -212,7 +212,7 @@ class ParamGroupNames:
             raise ArgumentError(
                 f"_training_state of {self._unit.fqn or 'the root'} is set to {state}",
                 expected="TrainingState.IDLE, which changes nothing",
-                fix="leave it: fsdp2 keeps account of forward and backward by itself",
+                fix="remove the assignment: fsdp2 tracks forward and backward itself",
             )
 
 

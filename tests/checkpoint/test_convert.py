@@ -306,7 +306,7 @@ def bad(kind: str, path: Path) -> None:
         ("pickle", "cannot be read"),
         ("no model", "has no tensors of a model"),
         ("complex", "complex128"),
-        ("text", "is no checkpoint that is known"),
+        ("text", "is not a checkpoint of a known format"),
         ("absent", "there is no checkpoint"),
         ("optimizer of another model", r"first\.weight: \(10, 7\) in the model, exp_avg \(3, 3\)"),
     ],

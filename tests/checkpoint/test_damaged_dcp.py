@@ -193,7 +193,7 @@ def test_a_tag_of_deepspeed_that_leads_out_of_the_folder_is_not_followed(tmp_pat
     deepspeed(tmp_path, {})
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "latest").write_text("..")
-    with pytest.raises(CheckpointError, match="is no checkpoint that is known"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint of a known format"):
         open_source(tmp_path / "inner")
 
 

@@ -109,7 +109,7 @@ DAMAGES = {
     "integers for floats": (edit_header(lambda fields: fields["1.bias"].update(dtype="I32")), r"1.bias: float32 .* I32 \(2,\)"),
     "a dtype of the future": (edit_header(lambda fields: fields["1.bias"].update(dtype="F4")), r"1.bias: float32 .* F4 \(2,\)"),
     "another name": (edit_index(lambda index: index.update({"2.bias": SECOND})), rf"{SECOND} does not have 1 keys.*\n  2.bias"),
-    "a missing file": (lambda folder: (folder / SECOND).unlink(), rf"names 1 files that are not there\n  {SECOND}: has 1.weight and 1"),
+    "a missing file": (lambda folder: (folder / SECOND).unlink(), rf"that are not there\n  {SECOND}: 2 keys, 1.weight among them"),
     "a folder as file": (edit_index(lambda index: index.update({"0.bias": "."})), r"files (that are not there|outside of)"),
     "a path above": (edit_index(lambda index: index.update({"0.bias": "../x.safetensors"})), r"outside of its folder\n  0.bias: '../x"),
     "an absolute path": (edit_index(lambda index: index.update({"0.bias": "/etc/passwd"})), r"outside of its folder\n  0.bias: '/etc"),

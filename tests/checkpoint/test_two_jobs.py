@@ -302,7 +302,7 @@ def write_into(folder: Path, text: str) -> None:
 
 def test_runs_do_not_meet_where_the_file_system_has_no_locks(tmp_path: Path) -> None:
     first, second = CheckpointFolder(tmp_path, keep_last=2), CheckpointFolder(tmp_path, keep_last=2)
-    with patch.object(checkpoint_folder, "_set_lock", side_effect=OSError(errno.ENOLCK, "No locks available")):
+    with patch("fcntl.flock", side_effect=OSError(errno.ENOLCK, "No locks available")):
         for folder, text in ((first, "first"), (second, "second")):
             write_into(folder.begin(), text)
         paths = {text: folder.commit(1) for folder, text in ((first, "first"), (second, "second"))}

@@ -128,7 +128,7 @@ def test_files_and_metadata_that_were_exchanged_are_noticed(tmp_path: Path) -> N
         told = json.loads((first / "digests.json").read_text())
         told["files"][".metadata"]["nbytes"] += 1
         (first / "digests.json").write_text(json.dumps(told))
-        with pytest.raises(CheckpointError, match="its own CRC-32 is another one"):
+        with pytest.raises(CheckpointError, match="its own CRC-32 does not match"):
             verify(first)
 
 
@@ -210,7 +210,7 @@ def test_what_a_save_has_not_finished_is_no_checkpoint_of_the_folder(tmp_path: P
     with pytest.raises(CheckpointError, match="step_000001 has no checkpoint"):
         verify(run)
     (run / "latest").unlink()
-    with pytest.raises(CheckpointError, match="is no checkpoint that is known"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint of a known format"):
         verify(run)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import math
 import os
 import shutil
@@ -27,7 +28,7 @@ from ...errors import ArgumentError, CheckpointError
 from ...printable import say
 from ..failures import describe, failure
 from ..file_reading import ByteReader
-from ..lazy_tensors import LazyTensor, State, dtype_of, nbytes_of, place_of, tensors_of
+from ..lazy_tensors import State, dtype_of, nbytes_of, place_of, tensors_of
 from ..progress import progress_bar
 from ..safetensors_load import scale_lost, scales_of
 from ..safetensors_plan import check_dtype
@@ -126,7 +127,7 @@ def convert(
     if to == "safetensors" and source.optimizer is not None:
         raise failure(
             f"{source.path} has an optimizer's state, and a safetensors folder holds none",
-            expected="a target for it, or your word that it may be left out",
+            expected="a format that stores optimizer state, or with_optimizer=False to drop it",
             fix="with_optimizer=False (--no-optimizer), or --to dcp or torch",
             file=source.path,
         )
@@ -134,8 +135,8 @@ def convert(
     _refuse_scaled(source, dtype)
     has_optimizer = source.optimizer is not None
     if to == "safetensors":
-        model, unheld = _tensors_alone(source)
-        source.left_out += unheld
+        model = dict(source.tensors)
+        source.left_out += [f"model.{name}" for name in source.model if name not in model]
     state = {"model": model, "optimizer": source.optimizer} if has_optimizer else {"model": model}
     total = sum(nbytes_of(lazy) for _, lazy in tensors_of(state))
     _check_total(state, total)
@@ -154,9 +155,11 @@ def convert(
 
 
 def _refuse_scaled(source: Source, dtype: torch.dtype | None) -> None:
-    model = {name: value for name, value in source.model.items() if isinstance(value, LazyTensor)}
-    scales = scales_of(model) if dtype is not None else {}
-    lost = {name: f"is scaled by {scale}" for name, lazy in model.items() if dtype and (scale := scale_lost(lazy, dtype, scales))}
+    if dtype is None:
+        return
+    tensors = source.tensors
+    scales = scales_of(tensors)
+    lost = {name: f"is scaled by {scale}" for name, lazy in tensors.items() if (scale := scale_lost(lazy, dtype, scales))}
     if lost:
         raise failure(
             f"{source.path} has {len(lost)} float8 tensors whose scales nothing here applies",
@@ -167,29 +170,26 @@ def _refuse_scaled(source: Source, dtype: torch.dtype | None) -> None:
         )
 
 
-def _tensors_alone(source: Source) -> tuple[dict[str, LazyTensor], list[str]]:
-    model = {name: value for name, value in source.model.items() if isinstance(value, LazyTensor)}
-    unheld = [f"model.{name}" for name in source.model if name not in model]
-    return model, unheld
-
-
 def _check_target(src: Path, target: Path, to: str, force: bool) -> None:
     exists = target.exists() and not (target.is_dir() and to != "torch" and not any(target.iterdir()))
     source = Path(os.path.abspath(src))
     if target == source or target in source.parents or source in target.parents:
         raise failure(
             f"{target} is the source of the conversion, contains it, or lies in it",
-            expected="a place of its own",
-            fix="name another",
+            expected="a path outside of the source",
+            fix="choose another",
             file=target,
         )
     if exists and not force:
         raise failure(
-            f"{target} exists", expected="a place where nothing is", fix="name another; or force (--force) replaces it", file=target
+            f"{target} exists",
+            expected="a path that does not exist yet",
+            fix="choose another; force (--force) replaces it",
+            file=target,
         )
     if exists and target.is_dir() is not (to != "torch"):
         kinds = ("a file", "a folder") if to == "torch" else ("a folder", "a file")
-        raise failure(f"{target} is {kinds[1]}", expected=f"{kinds[0]}, which {to} is", fix="name another", file=target)
+        raise failure(f"{target} is {kinds[1]}", expected=f"{kinds[0]}, which {to} is", fix="choose another", file=target)
 
 
 def _check_total(state: State, total: int) -> None:
@@ -205,7 +205,7 @@ def _check_total(state: State, total: int) -> None:
                 f"the source's {len(files)} files have {nbytes} bytes, and their tensors would be {found}",
                 items=[f"{name}: {lazy.shape}" for name, lazy in largest][:20],
                 expected=f"at most {factor} times as much",
-                fix="do not trust this checkpoint; or save its tensors as they are, not expanded",
+                fix="do not trust this checkpoint; or save its tensors without expanding them",
                 file=next(iter(files), None),
             )
 
@@ -228,8 +228,8 @@ def _check_room(nbytes: int, target: Path) -> None:
     if nbytes > free:
         raise failure(
             f"{target} would have {nbytes} bytes, and {place} has {free} bytes free",
-            expected="room for the new checkpoint",
-            fix="make room, or name another place",
+            expected="enough free space for the new checkpoint",
+            fix="free some space, or choose another place",
             file=target,
         )
 
@@ -257,8 +257,8 @@ def _new(target: Path, force: bool) -> Iterator[Path]:
     except Exception as error:
         raise failure(
             f"{target} cannot be written: {describe(error)}",
-            expected="a folder that can be written to, and room",
-            fix="make room, or name another place; nothing was left behind",
+            expected="a folder that can be written to, and enough free space",
+            fix="free some space, or choose another place; nothing was left behind",
             file=target,
         ) from error
     finally:
@@ -283,34 +283,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", metavar="PATH", help="where the optimizer's state is, if it is not in SRC")
     parser.add_argument("--model-key", metavar="KEY", help="where SRC has the model, for instance ema or nets.student")
     parser.add_argument("--optimizer-key", metavar="KEY", help="where SRC has the optimizer's state")
-    parser.add_argument("--no-optimizer", action="store_true", help="leave the optimizer's state out")
+    parser.add_argument("--no-optimizer", dest="with_optimizer", action="store_false", help="leave the optimizer's state out")
     parser.add_argument("--shapes", metavar="FILE", help="JSON of the parameters' names and shapes, for FSDP1's local state dicts")
     parser.add_argument("--dtype", choices=_DTYPES, help="convert the model's floating-point tensors")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (default: 5GB)")
     parser.add_argument("--force", action="store_true", help="replace DST if it exists")
     parser.add_argument("--verify", action="store_true", help="compare SRC with the digests that were written with it, before")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar and no summary")
+    parser.add_argument("--quiet", dest="progress", action="store_const", const=False, help="no progress bar and no summary")
 
 
 def run(options: argparse.Namespace) -> int:
     """Convert, and print a summary."""
-    done = convert(
-        options.src,
-        options.dst,
-        to=options.to,
-        format=options.format,
-        optimizer=options.optimizer,
-        shapes=options.shapes,
-        with_optimizer=not options.no_optimizer,
-        model_key=options.model_key,
-        optimizer_key=options.optimizer_key,
-        dtype=_DTYPES.get(options.dtype),
-        max_shard_size=options.max_shard_size,
-        force=options.force,
-        verify=options.verify,
-        progress=False if options.quiet else None,
-    )
-    if not options.quiet:
+    arguments = {name: getattr(options, name) for name in inspect.signature(convert).parameters}
+    done = convert(**arguments | {"dtype": _DTYPES.get(options.dtype)})
+    if options.progress is None:
         what = f"{done.num_tensors} tensors" + (" and the optimizer" if done.optimizer else "")
         say(f"{done.path}: {what} from {done.source}, {done.nbytes / 1e6:.1f} MB read")
         for each in done.left_out:

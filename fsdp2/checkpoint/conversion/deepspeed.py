@@ -30,7 +30,7 @@ from ..torch_file import read_torch_file, refuse_exchanged
 from .source import Source, missing_numbers, shown
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt$")
-_FIX = "complete the copy: every rank has files of its own"
+_FIX = "complete the copy: every rank has its own files"
 
 
 def read_deepspeed(folder: Path) -> Source:

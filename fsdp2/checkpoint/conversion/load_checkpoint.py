@@ -1,4 +1,4 @@
-"""``load_checkpoint``: reads a checkpoint of any format that has a reader, straight into a sharded model."""
+"""``load_checkpoint``: reads a checkpoint of any known format straight into a sharded model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import nn
 
 from ...hangs.joint_calls import joint
 from ..key_map import KeyMap, Tensors
-from ..lazy_tensors import LazyTensor
 from ..model_tensors import checked_model
 from ..safetensors_load import LoadOptions, LoadReport, load_opened, share_of
 from .open_source import open_source
@@ -35,13 +34,12 @@ def load_checkpoint(
     verify: bool = False,
     progress: bool | None = None,
 ) -> LoadReport:
-    """Load the model's part of a checkpoint that ``open_source`` opens: FSDP1's, DCP's, DeepSpeed's, ``torch.save``'s, safetensors.
+    """Load the model from any checkpoint that ``open_source`` opens: FSDP1, DCP, DeepSpeed, ``torch.save``, safetensors.
 
-    format, shapes: of the checkpoint, see ``open_source``. The other arguments, what is read, memory, errors and which calls are
-                    collective are those of ``load_safetensors``: each rank reads its own parts of whichever ranks' files have them.
-                    (Of a narrower part than whole rows of a flat parameter, whole rows are read.)
-
-    The optimizer's state: convert it to DCP, and load that.
+    format, shapes: of the checkpoint, see ``open_source``
+    Everything else is as in ``load_safetensors``: each rank reads its own shards from the files of any rank. From a
+    flat parameter it reads whole rows, even if it keeps only part of each. For the optimizer's state, convert the
+    checkpoint to DCP first.
 
     Example:
         fsdp2.checkpoint.save_full_state(folder / "full.pt", model)
@@ -54,6 +52,6 @@ def load_checkpoint(
         if verify:
             verify_checkpoint(path, format=format, share=share_of(model))
         source = open_source(path, format=format, shapes=shapes, with_optimizer=False)
-        return source.path, {name: value for name, value in source.model.items() if isinstance(value, LazyTensor)}, 0
+        return source.path, source.tensors, 0
 
     return load_opened(model, path, opened, options)

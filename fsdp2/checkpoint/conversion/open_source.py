@@ -95,7 +95,7 @@ def open_source(
     except Exception as error:  # readers look for what programs write; damage may be anywhere in it
         raise failure(
             f"{path} cannot be understood: {type(error).__name__}: {error}",
-            expected="what the program writes that has this format",
+            expected="files as the program with this format writes them",
             fix="copy it again; nothing was changed",
             file=Path(path),
         ) from error
@@ -180,12 +180,12 @@ def _read(path: Path, kind: str, keys: Keys) -> Source:
         folders = [path] if not dcp_folders(path) else dcp_folders(path)
         return _combined(path, kind, [_picked(folder, kind, read_dcp(folder), keys) for folder in folders])
     together = families(path) if path.is_dir() else [family_meant(path)]
-    return _combined(path, kind, [_picked(each.paths[0], kind, _merged(each), keys) for each in together])
+    return _combined(path, kind, [_picked(each[0], kind, _merged(each), keys) for each in together])
 
 
 def family_meant(path: Path) -> Family:
     """The file alone, or with those of the other ranks if it is only a part."""
-    return family_of(path) if _is_part(path, read_torch_file(path)) else Family((path,))
+    return family_of(path) if _is_part(path, read_torch_file(path)) else (path,)
 
 
 def _is_part(path: Path, root: Any) -> bool:
@@ -202,12 +202,12 @@ def _all_values(tree: Any) -> list[Any]:
 
 
 def _merged(family: Family) -> Any:
-    roots = [(path, read_torch_file(path)) for path in family.paths]
+    roots = [(path, read_torch_file(path)) for path in family]
     if len(roots) > 1 or _is_part(*roots[0]):
         check_complete(family)
-    if len(roots) > 1 and not is_named_part(family.paths[0]):
+    if len(roots) > 1 and not is_named_part(family[0]):
         if any(_is_part(*each) for each in roots):
-            refuse_exchanged(family.paths)
+            refuse_exchanged(family)
         else:
             _refuse_steps(roots)
     return merge(roots)
@@ -230,7 +230,7 @@ def _refuse_steps(roots: list[tuple[Path, Any]]) -> None:
                 f"{path} and {roots[0][0].name} are each a whole state, and differ in {len(differing)} tensors",
                 items=differing[:20],
                 expected="files of the ranks of one save; these look like several steps of a run, or buffers differ between ranks",
-                fix="name the file that is meant, not its folder",
+                fix="name the right file, not its folder",
                 file=path,
                 key=differing[0],
             )
@@ -260,7 +260,7 @@ def _combined(path: Path, kind: str, found: list[Source]) -> Source:
             f"{path} has {len(twice)} {'models' if twice is models else 'optimizers'}",
             items=[str(each.path) for each in twice],
             expected="one model, and at most one optimizer",
-            fix="name the file (of one rank), or the folder, that is meant; and the optimizer's next to it",
+            fix="name one file (of any rank) or one folder; the optimizer's may lie next to it",
             file=path,
         )
     model = models[0] if models else Source(path, kind, {})
@@ -352,8 +352,8 @@ def refuse_one_name(names: Iterable[str]) -> None:
         if first.setdefault(clean_name(name), name) != name:
             raise failure(
                 f"{first[clean_name(name)]} and {name} are one name without the prefixes of wrappers",
-                expected="a value for each parameter: this file has two",
-                fix="remove the one that is not meant, and save the file again",
+                expected="one value for each parameter",
+                fix="remove the wrong one, and save the file again",
                 key=name,
             )
 

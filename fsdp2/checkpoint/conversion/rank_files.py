@@ -151,7 +151,7 @@ def _assembled(files: Sequence[tuple[Path, Any]], key: str) -> LazyTensor:
 def _mixed(key: str, files: Sequence[tuple[Path, Any]], path: Path, got: str) -> Exception:
     return failure(
         f"{key} is not the same tensor in all files: {path} has {got}",
-        expected=f"what {files[0][0].name} has: the files of all ranks of one save",
+        expected=f"the same as in {files[0][0].name}: the files of all ranks of one save",
         fix="remove the files of other saves",
         file=path,
         key=key,

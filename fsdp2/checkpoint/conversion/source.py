@@ -24,7 +24,7 @@ from ..dcp_read import METADATA
 from ..failures import failure
 from ..file_reading import is_inside
 from ..inert_pickle import Inert
-from ..lazy_tensors import Assembled, State, Stored, tensors_of
+from ..lazy_tensors import Assembled, LazyTensor, State, Stored, tensors_of
 from ..torch_file import is_torch_file
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -45,6 +45,11 @@ class Source:
     model: State
     optimizer: State | None = None
     left_out: list[str] = field(default_factory=list)
+
+    @property
+    def tensors(self) -> dict[str, LazyTensor]:
+        """Those of the model."""
+        return {name: value for name, value in self.model.items() if isinstance(value, LazyTensor)}
 
 
 def named(value: Any, key: str) -> Any:
@@ -100,11 +105,8 @@ def check_format(format: str | None) -> None:
         raise ArgumentError(f"format is {format!r}", expected=" or ".join(FORMATS), fix="leave it out to have it detected")
 
 
-@dataclass(frozen=True)
-class Family:
-    """Files that are one state together: of ranks, or of a state dict that was cut in several files."""
-
-    paths: tuple[Path, ...]
+Family = tuple[Path, ...]
+"""Files that are one state together: of ranks, or of a state dict that was cut into several files."""
 
 
 def detect(path: Path) -> str:
@@ -126,10 +128,10 @@ def detect(path: Path) -> str:
     else:
         raise failure(f"there is no checkpoint at {path}", expected="a folder or a file", fix="check the path", file=path)
     raise failure(
-        f"{path} is no checkpoint that is known",
+        f"{path} is not a checkpoint of a known format",
         items=[each.name for each in sorted(path.iterdir())][:20] if path.is_dir() else (),
         expected="a folder or file of DCP, safetensors, torch.save, FSDP1 or DeepSpeed",
-        fix="name the folder that has the files themselves; or pass the format, if the files have other names",
+        fix="name the folder that holds the files, or pass the format if the files have unusual names",
         file=path,
     )
 
@@ -147,12 +149,12 @@ def families(folder: Path) -> list[Family]:
         if path.suffix in _SUFFIXES and path.is_file():
             pattern = _PART.sub(r"-*-of-\2", path.stem) if _PART.search(path.stem) else _LAST_NUMBER.sub("*", path.stem)
             found.setdefault(pattern + path.suffix, []).append(path)
-    return [Family(tuple(sorted(paths, key=_number))) for paths in found.values()]
+    return [tuple(sorted(paths, key=_number)) for paths in found.values()]
 
 
 def family_of(path: Path) -> Family:
     """The files of the other ranks next to ``path``, and itself."""
-    return next((each for each in families(path.parent) if path in each.paths), Family((path,)))
+    return next((each for each in families(path.parent) if path in each), (path,))
 
 
 def is_named_part(path: Path) -> bool:
@@ -162,19 +164,19 @@ def is_named_part(path: Path) -> bool:
 
 def check_complete(family: Family) -> None:
     """Raises: CheckpointError if numbers are missing, or there are not as many files as their names say"""
-    first = family.paths[0]
+    first = family[0]
     parts = _PART.search(first.stem)
     world = re.search(r"world_size_(\d+)_", first.stem)
-    numbers = {_number(path) for path in family.paths}
+    numbers = {_number(path) for path in family}
     start = 1 if parts else 0
     wanted = int(parts[2]) if parts else int(world[1]) if world else max(numbers) + 1
     missing = missing_numbers(numbers, start, wanted + start)
     if missing:
         raise failure(
             f"{first.parent} does not have the files of {'parts' if parts else 'ranks'} {shown(missing)}",
-            items=[path.name for path in family.paths][:20],
+            items=[path.name for path in family][:20],
             expected=f"{wanted} files like {first.name}",
-            fix="add them: each has a part of the parameters that no other has",
+            fix="add them: each holds parameters that no other file has",
             file=first,
         )
 

@@ -58,7 +58,7 @@ def _torch_files(path: Path, kind: str) -> list[Path]:
             raise failure(f"{folder} has no checkpoint", expected=expected, file=folder)
         return found
     together = families(path) if path.is_dir() else [family_meant(path)]
-    return [file for family in together for file in family.paths]
+    return [file for family in together for file in family]
 
 
 # --- the command ------------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ the stored tensors that have them.
 
 Worked examples: ``joined((q, k), dim=0)`` of (4, 8) and (2, 8) has shape (6, 8); its rows [3, 5) are row 3 of q and row
                  0 of k.
-A ``Flat`` (3, 4) weight at elements [6, 18) of a flat parameter that two ranks cut in halves of 10: its rows [1, 2) are elements
+A ``slice_of`` (3, 4) weight at elements [6, 18) of a flat parameter that two ranks cut in halves of 10: its rows [1, 2) are elements
 [10, 14), rank 1's first four.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -270,59 +270,36 @@ def joined(parts: Sequence[LazyTensor], dim: int) -> Assembled:
 
 
 @dataclass(frozen=True, eq=False)
-class Flat(LazyTensor):
-    """``cat(parts)[start : start + prod(shape)].view(shape)`` of 1-D parts."""
+class Flat(_View):
+    """``whole.view(shape)`` of a 1-D tensor."""
 
-    parts: tuple[LazyTensor, ...]
-    start: int
     shape: tuple[int, ...]
-    ends: tuple[int, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        ends, end = [], 0
-        for part in self.parts:
-            end += part.shape[0]
-            ends.append(end)
-        object.__setattr__(self, "ends", tuple(ends))
-
-    def needed(self) -> Iterator[tuple[int, int, LazyTensor]]:
-        """The parts that it needs, each with its range of the concatenation."""
-        first, last = self.start, self.start + math.prod(self.shape)
-        for part, end in zip(self.parts, self.ends, strict=True):
-            if end > first and end - part.shape[0] < last:
-                yield end - part.shape[0], end, part
-
-    def stored(self) -> Iterator[Stored]:
-        for _, _, part in self.needed():
-            yield from part.stored()
-        if not math.prod(self.shape):
-            yield from self.parts[0].stored()
 
     def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
-        """Rows that lie one after another are read straight; of a narrower box, bands of whole rows, from which it is taken."""
+        """Whole rows are read in place; for a narrower box, bands of whole rows are read and it is taken from these."""
         if box.numel == 0:
             return
         row = Box((*box.start[:1], *[0] * (len(self.shape) - 1)), (*box.stop[:1], *self.shape[1:]))
         if row == box and out.is_contiguous():
-            self._read_range(box, out.view(-1), reader)
+            self._read_rows(box, out.view(-1), reader)
             return
-        itemsize = dtype_of(self).itemsize
-        for band in split(row, max(BUFFER_NBYTES // itemsize, 1)):
+        dtype = dtype_of(self)
+        for band in split(row, max(BUFFER_NBYTES // dtype.itemsize, 1)):
             common = band.intersect(box)
             if common.numel > 0:
-                values = torch.empty(band.shape, dtype=dtype_of(self), device="cpu")
-                self._read_range(band, values.view(-1), reader)
+                values = torch.empty(band.shape, dtype=dtype, device="cpu")
+                self._read_rows(band, values.view(-1), reader)
                 out[common.seen_from(box.start).slices].copy_(values[common.seen_from(band.start).slices])
 
-    def _read_range(self, box: Box, out: Tensor, reader: ByteReader) -> None:
+    def _read_rows(self, box: Box, out: Tensor, reader: ByteReader) -> None:
         """Read ``box``, which is one run of elements."""
-        strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
-        first = self.start + sum(start * stride for start, stride in zip(box.start, strides, strict=True))
-        last = first + box.numel
-        for begin, end, part in self.needed():
-            low, high = max(first, begin), min(last, end)
-            if low < high:
-                part.read(Box((low - begin,), (high - begin,)), out[low - first : high - first], reader)
+        first = sum(start * math.prod(self.shape[dim + 1 :]) for dim, start in enumerate(box.start))
+        self.whole.read(Box((first,), (first + box.numel,)), out, reader)
+
+
+def slice_of(parts: Sequence[LazyTensor], start: int, shape: tuple[int, ...]) -> Flat:
+    """``cat(parts)[start : start + prod(shape)].view(shape)`` of 1-D parts."""
+    return Flat(Narrowed(joined(parts, 0), 0, start, math.prod(shape)), shape)
 
 
 def tensors_of(state: Any, prefix: str = "") -> list[tuple[str, LazyTensor]]:
@@ -335,6 +312,12 @@ def tensors_of(state: Any, prefix: str = "") -> list[tuple[str, LazyTensor]]:
     elif isinstance(state, (list, tuple)):
         items = list(enumerate(state))
     return [found for key, each in items for found in tensors_of(each, f"{prefix}.{key}" if prefix else str(key))]
+
+
+def converted(lazy: LazyTensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of ``lazy`` if floating-point tensors become ``dtype``; None: stay what they are."""
+    own = dtype_of(lazy)
+    return dtype if dtype is not None and own.is_floating_point else own
 
 
 def nbytes_of(lazy: LazyTensor) -> int:
@@ -355,7 +338,6 @@ def place_of(lazy: LazyTensor) -> Any:
         case Assembled():
             return lazy.shape, tuple((box, place_of(part)) for box, part in lazy.parts)
         case Flat():
-            needed = list(lazy.needed())
-            return lazy.shape, lazy.start - needed[0][0] if needed else 0, tuple(place_of(part) for _, _, part in needed)
+            return lazy.shape, place_of(lazy.whole)
     stored = list(lazy.stored())
     return (place_of(stored[0]), lazy.shape) if len(stored) == 1 and lazy.shape == stored[0].shape else id(lazy)

@@ -20,7 +20,7 @@ import torch
 from ..errors import ArgumentError
 from .failures import failure
 from .key_map import KeyMap, Tensors, apply_key_map, inverted
-from .lazy_tensors import DTYPES, NAMES, LazyTensor
+from .lazy_tensors import DTYPES, NAMES, LazyTensor, converted
 from .model_tensors import LazyParameter, ModelTensor
 from .safetensors_files import build_header
 from .shard_geometry import Box, split
@@ -116,7 +116,8 @@ def plan_files(
             expected=", ".join(str(each).removeprefix("torch.") for each in NAMES),
             fix="convert them; nothing was written",
         )
-    return in_files((_planned(key, lazy, DTYPES[dtypes[key][0]], dtype) for key, lazy in tensors.items()), max_shard_nbytes, writers)
+    planned = (PlannedTensor(lazy, key, lazy.shape, converted(lazy, dtype)) for key, lazy in tensors.items())
+    return in_files(planned, max_shard_nbytes, writers)
 
 
 def in_files(tensors: Iterable[PlannedTensor], max_nbytes: int, writers: Sequence[int]) -> list[PlannedFile]:
@@ -160,10 +161,6 @@ def fill(tensors: Iterable[PlannedTensor], max_nbytes: int) -> list[list[Planned
     for content in contents:
         content.sort(key=lambda tensor: -tensor.dtype.itemsize)  # each then begins at a multiple of its itemsize
     return contents
-
-
-def _planned(key: str, lazy: LazyTensor, own: torch.dtype, wanted: torch.dtype | None) -> PlannedTensor:
-    return PlannedTensor(lazy, key, lazy.shape, wanted if wanted is not None and own.is_floating_point else own)
 
 
 def fingerprint(files: Iterable[PlannedFile]) -> str:

@@ -28,7 +28,7 @@ from ...errors import ArgumentError, CheckpointError
 from ...printable import say
 from ..failures import describe, failure
 from ..file_reading import ByteReader
-from ..lazy_tensors import State, dtype_of, nbytes_of, place_of, tensors_of
+from ..lazy_tensors import State, converted, nbytes_of, place_of, tensors_of
 from ..progress import progress_bar
 from ..safetensors_load import scale_lost, scales_of
 from ..safetensors_plan import check_dtype
@@ -214,9 +214,7 @@ def _written_nbytes(state: State, to: str, dtype: torch.dtype | None) -> int:
     """Bytes of the target's tensors; DCP alone writes a tied tensor for each of its names."""
     nbytes: dict[Any, int] = {}
     for name, lazy in tensors_of(state):
-        found = dtype_of(lazy)
-        converted = dtype is not None and found.is_floating_point and name.startswith("model.")
-        itemsize = dtype.itemsize if dtype is not None and converted else found.itemsize
+        itemsize = converted(lazy, dtype if name.startswith("model.") else None).itemsize
         nbytes[name if to == "dcp" else place_of(lazy)] = math.prod(lazy.shape) * itemsize
     return sum(nbytes.values())
 

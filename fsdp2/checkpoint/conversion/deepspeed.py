@@ -25,7 +25,7 @@ from typing import Any
 
 from ..failures import failure
 from ..inert_pickle import Inert
-from ..lazy_tensors import Flat, LazyTensor, State
+from ..lazy_tensors import LazyTensor, State, slice_of
 from ..torch_file import read_torch_file, refuse_exchanged
 from .source import Source, missing_numbers, shown
 
@@ -151,8 +151,8 @@ class _Stage3:
 
     def locate(self, name: str, flats: Sequence[Sequence[LazyTensor]]) -> LazyTensor:
         shape = self.shapes[name]
-        each = -(-math.prod(shape) // self._world_size)
-        return Flat(tuple(Flat(tuple(flat), self._at[name], (each,)) for flat in flats), 0, shape)
+        numel = -(-math.prod(shape) // self._world_size)
+        return slice_of([slice_of(each, self._at[name], (numel,)) for each in flats], 0, shape)
 
 
 class _Stage2:
@@ -184,7 +184,8 @@ class _Stage2:
 
     def locate(self, name: str, flats: Sequence[Sequence[LazyTensor]]) -> LazyTensor:
         group, start = self._at[name]
-        return Flat(tuple(flat[group] for flat in flats if flat[group].shape[0]), start, self.shapes[name])
+        parts = [each[group] for each in flats if each[group].shape[0]] or [flats[0][group]]
+        return slice_of(parts, start, self.shapes[name])
 
 
 def _model(models: list[dict[Any, Any]], layout: _Stage3 | _Stage2, flats: list[list[LazyTensor]]) -> State:
@@ -193,7 +194,7 @@ def _model(models: list[dict[Any, Any]], layout: _Stage3 | _Stage2, flats: list[
     found: State = {name: layout.locate(name, flats) for name in layout.shapes}
     for name, shape in (first.get("frozen_param_shapes") or {}).items():
         parts = [each["frozen_param_fragments"][name] for each in models]
-        found[name] = Flat(tuple(parts), 0, tuple(shape)) if isinstance(layout, _Stage3) else parts[0]
+        found[name] = slice_of(parts, 0, tuple(shape)) if isinstance(layout, _Stage3) else parts[0]
     module = first.get("module") or {}
     found |= {name: module[name] for name in first.get("buffer_names", ()) if name in module}
     for name, other in dict(first.get("shared_params") or {}).items():

@@ -20,6 +20,7 @@ from ...errors import FSDPError
 from ..checkpoint_folder import CheckpointFolder
 from ..dcp_read import read_dcp
 from ..failures import failure
+from ..file_reading import ByteReader
 from ..lazy_tensors import DTYPES, LazyTensor, State, Stored, place_of, tensors_of
 from ..safetensors_files import open_checkpoint
 from ..torch_file import read_torch_file, refuse_exchanged
@@ -241,13 +242,12 @@ def _is_float(stored: Stored) -> bool:
     return dtype is not None and dtype.is_floating_point
 
 
-def _ends(stored: Stored, nbytes: int = 4096) -> tuple[bytes, bytes]:
+def _ends(stored: Stored, nbytes: int = 4096) -> list[bytes]:
     entry = stored.entry
-    with stored.path.open("rb") as file:
-        file.seek(entry.offset)
-        first = file.read(min(nbytes, entry.nbytes))
-        file.seek(entry.offset + max(entry.nbytes - nbytes, 0))
-        return first, file.read(min(nbytes, entry.nbytes))
+    count = min(nbytes, entry.nbytes)
+    with ByteReader() as reader:
+        places = entry.offset, entry.offset + entry.nbytes - count
+        return [reader.content(stored.path, stored.key, at, count) for at in places]
 
 
 def _combined(path: Path, kind: str, found: list[Source]) -> Source:

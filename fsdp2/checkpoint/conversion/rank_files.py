@@ -29,7 +29,7 @@ from ...arguments import checked_path
 from ...errors import ArgumentError, got_object
 from ..failures import failure
 from ..inert_pickle import Inert
-from ..lazy_tensors import Assembled, Flat, LazyTensor, Narrowed, State, dtype_of
+from ..lazy_tensors import Assembled, LazyTensor, Narrowed, State, dtype_of, slice_of
 from ..shard_geometry import Box, Cut, cover_problem, in_order, local_shape_of, pieces_of
 from ..training_state import clean_name
 from .source import Shapes, named
@@ -97,7 +97,7 @@ def resolve(value: Any, shape: tuple[int, ...] | None, key: str) -> Any:
         return first
     numels = [math.prod(each.shape) for each in value.values]
     if shape is not None and sum(numels) == math.prod(shape) and all(len(each.shape) == 1 for each in value.values):
-        return Flat(tuple(each for each, numel in zip(value.values, numels, strict=True) if numel) or value.values[:1], 0, shape)
+        return slice_of(tuple(each for each, numel in zip(value.values, numels, strict=True) if numel) or value.values[:1], 0, shape)
     path = next(first.stored()).path
     if shape is None:
         raise failure(
@@ -332,7 +332,8 @@ def _laid_out(params: Shapes, align: int) -> dict[str, Slot]:
 def unflattened(model: State, shapes: Shapes) -> State:
     """``model`` with parameters in place of flat ones, in the order of ``shapes``; the rest after them."""
     units = units_of(model, shapes)
-    found: State = {name: Flat((model[flat],), slot.start, slot.shape) for flat, slots in units.items() for name, slot in slots.items()}
+    placed = [(model[key], name, slot) for key, slots in units.items() for name, slot in slots.items()]
+    found: State = {name: slice_of((whole,), slot.start, slot.shape) for whole, name, slot in placed}
     found |= {name: resolve(each, shapes.get(name), name) for name, each in model.items() if name not in units and name not in found}
     return {name: found[name] for name in [*shapes, *found] if name in found}
 
@@ -374,4 +375,4 @@ def _part_of_flat(value: Any, slot: Slot, total: int, key: str) -> Any:
             expected=f"{total} elements: the files of all ranks",
             key=key,
         )
-    return Flat(tuple(part for part in parts if part.shape[0]), slot.start, slot.shape)
+    return slice_of(tuple(part for part in parts if part.shape[0]) or parts[:1], slot.start, slot.shape)

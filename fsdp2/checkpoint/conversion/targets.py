@@ -31,7 +31,7 @@ from ..dcp_read import box_of, chunk_of
 from ..dcp_write import DigestingWriter
 from ..file_reading import ByteReader, bytes_of
 from ..folder_commit import NewFile, choose_names, commit, make_folder
-from ..lazy_tensors import LazyTensor, State, dtype_of, place_of
+from ..lazy_tensors import LazyTensor, State, converted, dtype_of, place_of
 from ..safetensors_plan import PlannedFile, PlannedTensor, in_files, index_metadata, weight_map
 from ..shard_geometry import Box, split
 from ..torch_file import StoredAs, TensorPickler
@@ -66,12 +66,6 @@ class Stream:
 def bands_of(shape: tuple[int, ...], dtype: torch.dtype, fraction: int = 1) -> Iterator[Box]:
     """Boxes of at most BAND_NBYTES / ``fraction``."""
     return split(Box.whole(shape), BAND_NBYTES // fraction // dtype.itemsize)
-
-
-def converted(lazy: LazyTensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype that it gets."""
-    own = dtype_of(lazy)
-    return dtype if dtype is not None and own.is_floating_point else own
 
 
 # --- safetensors ------------------------------------------------------------------------------------------------------------------

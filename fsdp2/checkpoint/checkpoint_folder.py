@@ -1,18 +1,20 @@
-"""A folder of checkpoints, one of them the latest: only complete checkpoints have their names, whenever a job crashes.
+"""A folder of checkpoints, one of them the latest: a crash never leaves an incomplete checkpoint under a final name.
 
-    runs/a/latest          one line, "step_000200"; replaced in one rename
+    runs/a/latest          one line, "step_000200"; replaced by one rename
     runs/a/step_000100/    complete
     runs/a/step_000200/    complete
     runs/a/partial_1f0c/   being written or removed, or left by a crash; the next save removes it
     runs/a/.lock           held by the run that writes here
 
-``CheckpointFolder`` writes a checkpoint as ``partial_...``, renames it when it is complete, and then names it in ``latest``. It removes
-a checkpoint by renaming it to such a name first. So a checkpoint with a name is whole at every moment.
+``CheckpointFolder`` writes a checkpoint as ``partial_...``, renames it when it is complete, and then names it in
+``latest``. To remove a checkpoint, it first renames it back to such a name. So every folder named ``step_...`` is
+complete at all times.
 
-One run at a time writes to a folder, from its first save until it is closed or dead. It holds the operating system's lock on an open
-file: the kernel releases it when the process ends in any way, also for other hosts of a network file system. A process may take the
-lock several times; its forks do not have it. On a file system without locks every process may write, so every incomplete folder has
-a name of its own, and two runs do not meet even there, nor do two checkpointers of one process.
+Only one run at a time writes to a folder, from its first save until it closes or dies. It holds the operating system's
+lock on an open file, which the kernel releases however the process ends, also for other hosts of a network file system.
+A process may take the lock several times; its forks do not inherit it. Where the file system has no locks, every
+process may write; therefore each incomplete folder has a unique name, and neither two runs nor two checkpointers of one
+process collide.
 """
 
 from __future__ import annotations
@@ -35,20 +37,21 @@ from .dcp_read import METADATA
 from .failures import failure
 
 WAIT_S = 30.0
-"""So long a run that is ending may keep the next one waiting."""
+"""How long the next run waits for one that is ending."""
 
 LOCK = ".lock"
 _POLL_S = 0.05
 _MAX_REPLACED = 100
-"""Another process may remove the file between our opening and locking it; so often in a row, inode numbers tell nothing here."""
+"""Another process may remove the file before we lock it. After so many times, inode numbers are unreliable here."""
 _held: dict[Path, tuple[int, int]] = {}
-"""The open file, and how often it was taken. A path has one name here, without symbolic links."""
+"""The open file and how often it was taken, by path without symbolic links."""
 
 
 def take_lock(path: Path) -> Path | None:
-    """Take the lock at ``path``, whose folder is made. Returns the name for ``give_up_lock``; None where the file system has no locks.
+    """Take the lock at ``path``, creating its folder. Returns the argument of ``give_up_lock``; None if there are no locks.
 
-    Raises: CheckpointError naming its owner, if another process has had it for ``WAIT_S``; or if the file cannot be made
+    Raises: CheckpointError naming the owner if another process still has it after ``WAIT_S``, or if the file cannot be
+            created
     """
     path = Path(os.path.realpath(path.parent)) / path.name
     if path in _held:
@@ -92,7 +95,7 @@ _NO_LOCKS = "the file system has no locks"
 
 
 def _locked(file: int, path: Path) -> str | None:
-    """None if the lock is ours now; else its owner, or "" if its last owner has removed the file in between."""
+    """None if the lock is ours now; else its owner, or "" if its last owner removed the file in the meantime."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of the open file: POSIX's lock ends when any other is closed
     except OSError as error:
@@ -112,7 +115,7 @@ def _locked(file: int, path: Path) -> str | None:
 
 @functools.cache
 def _close_in_forks() -> None:
-    """A fork has the open files of its parent too, and would keep their locks after it."""
+    """A fork inherits its parent's open files and would keep their locks."""
     os.register_at_fork(after_in_child=_close_all)
 
 
@@ -127,7 +130,7 @@ def _close(file: int) -> None:
 
 
 def give_up_lock(path: Path) -> None:
-    """Give the lock back, as often as it was taken. path: the result of ``take_lock``"""
+    """Release the lock once per ``take_lock``. path: the result of ``take_lock``"""
     if path not in _held:
         return  # this process is a fork of the lock's owner
     file, count = _held[path]
@@ -136,7 +139,7 @@ def give_up_lock(path: Path) -> None:
         return
     del _held[path]
     with contextlib.suppress(OSError):
-        os.unlink(path)  # before it is given up: who comes later makes another
+        os.unlink(path)  # before the release: a later process creates a new file
     _close(file)
 
 
@@ -157,16 +160,16 @@ def locked(path: Path) -> Iterator[None]:
 _PARTIAL = re.compile(r"partial(_[0-9a-f]{32})?|latest(_[0-9a-f]{32})?\.partial")
 _STEP = re.compile(r"step_(\d+)(?:_(\d+))?")
 _being_written: set[str] = set()
-"""Partial folders and pointers that this process writes: another ``CheckpointFolder`` of the process must not remove them."""
+"""Partial folders and pointers that this process is writing; its other checkpointers must not remove them."""
 
 
 def is_partial(name: str) -> bool:
-    """Whether a folder of that name is no checkpoint: it is being written or removed, or a crash has left it."""
+    """Whether a folder with that name is not a checkpoint: it is being written or removed, or a crash left it."""
     return _PARTIAL.fullmatch(name) is not None
 
 
 class CheckpointFolder:
-    """For rank 0. keep_last: how many checkpoints stay; None for all"""
+    """For rank 0. keep_last: how many checkpoints to keep; None for all"""
 
     def __init__(self, path: Path, keep_last: int | None) -> None:
         self.path = Path(os.path.abspath(path))  # the process may go to another directory
@@ -177,14 +180,14 @@ class CheckpointFolder:
         self._keep_last = keep_last
 
     def checkpoints(self) -> list[Path]:
-        """The complete ones, oldest first, by the time of their writing."""
+        """The complete ones, in the order in which they were written."""
         found = [each for each in self.path.glob("step_*") if _STEP.fullmatch(each.name) and (each / METADATA).is_file()]
         return sorted(found, key=lambda each: ((each / METADATA).stat().st_mtime_ns, _order(each)))
 
     def latest(self) -> Path | None:
-        """The checkpoint that ``latest`` names; if it is gone, the newest other.
+        """The checkpoint that ``latest`` names; if it is gone, the newest other one.
 
-        Raises: CheckpointError if it is there and not whole
+        Raises: CheckpointError if it exists but is incomplete
         """
         if self._pointer.is_file():
             named = self.path / self._pointer.read_text(errors="replace").strip()
@@ -203,7 +206,7 @@ class CheckpointFolder:
         return self.path / f"partial_{uuid.uuid4().hex}"
 
     def lock(self) -> None:
-        """Keep other runs from writing here, until ``unlock`` or the end of the process. Raises: CheckpointError naming who does"""
+        """Keep other runs from writing here until ``unlock``. Raises: CheckpointError naming the owner"""
         if not self._asked:
             self._lock = take_lock(self.path / LOCK)
             self._asked = True
@@ -214,7 +217,7 @@ class CheckpointFolder:
             give_up_lock(lock)
 
     def begin(self) -> Path:
-        """Make an empty ``partial``, and remove what dead runs have left."""
+        """Create an empty ``partial``, and remove the remains of dead runs."""
         if self._lock is not None and not self._lock.exists():  # somebody has removed the folder
             self.unlock()
         self.lock()
@@ -235,11 +238,11 @@ class CheckpointFolder:
         _being_written.discard(self.partial.name)
 
     def commit(self, step: int) -> Path:
-        """Name the complete ``partial``, and make it the latest."""
+        """Give the complete ``partial`` its final name, and make it the latest."""
         final = self.path / f"step_{step:06d}"
         number = 1
         sync_folder(self.partial)
-        while not _renamed(self.partial, final):  # of another run in this folder, or from before a resume; perhaps it is the latest
+        while not _renamed(self.partial, final):  # another run's, or from before a resume; perhaps it is the latest
             number += 1
             final = self.path / f"step_{step:06d}_{number}"
         _being_written.discard(self.partial.name)
@@ -266,7 +269,7 @@ class CheckpointFolder:
 
 
 def _renamed(folder: Path, to: Path) -> bool:
-    """Whether ``folder`` now is ``to``; False if there is a folder already, which another checkpointer may just have made."""
+    """Whether ``folder`` is ``to`` now; False if that exists: another checkpointer may just have created it."""
     try:
         if not to.exists():
             folder.rename(to)

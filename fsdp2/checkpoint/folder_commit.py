@@ -1,19 +1,21 @@
-"""A folder goes from one checkpoint to the next in one rename, also if a crash comes before or after it.
+"""One rename replaces a folder's checkpoint, even if a crash comes before or after it.
 
-Files are written under temporary names and renamed when all are complete. New files never take the name of one that the earlier
-checkpoint still needs, so that until the decisive rename a reader finds the earlier checkpoint, whole, and the new one from then on:
+Files are written under temporary names and renamed when all are complete. A new file never takes the name of one that
+the earlier checkpoint still needs. So a reader finds the whole earlier checkpoint until the decisive rename, and the
+new one from then on:
 
     new is one file       rename to model.safetensors (readers look for it first); then the old index and its files go
         new is several files  rename these (to names that readers do not look for yet), then the index; then the old files go
         ... over a single     as before, but the decisive step is that the old model.safetensors goes
 
-A ``config.json`` that changes is away meanwhile, so that no reader combines weights with the config of others: after a crash between
-these renames ``from_pretrained`` finds none, and reports that, until the next save gives it back. One that stays the same is left
-alone.
+A ``config.json`` that changes is moved away meanwhile, so that no reader combines weights with another checkpoint's
+config: after a crash between these renames ``from_pretrained`` reports a missing config, until the next save restores
+it. An unchanged one is left alone.
 
-Before the decisive rename, the safetensors library has to open every new file, because readers use that library.
+Before the decisive rename, the safetensors library must open every new file, because readers use that library.
 
-The next save removes what a crash leaves behind. So one save at a time may write to a folder, which ``checkpoint_folder.py`` ensures.
+The next save removes the remains of a crash, so only one save at a time may write to a folder; ``checkpoint_folder.py``
+ensures that.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ def rename(path: Path, to: Path) -> None:
 
 
 def take_away(paths: Iterable[Path], names: Names) -> dict[Path, Path]:
-    """Rename those of ``paths`` that exist; returns where they are now. The next save gives back what a crash leaves there.
+    """Move away those of ``paths`` that exist; returns where they are now. The next save restores them after a crash.
 
     Raises: CheckpointError, with all of them where they were
     """
@@ -90,7 +92,7 @@ def put_back(aside: Mapping[Path, Path]) -> None:
 
 
 def _finish_interrupted(folder: Path) -> None:
-    """Give configs that a crash has left away their places: the earlier ones if the earlier weights are there, else the new ones."""
+    """Restore configs that a crash left moved away: the earlier ones with the earlier weights, else the new ones."""
     for aside in list(folder.iterdir()):
         match = _EARLIER.fullmatch(aside.name)
         if match is None or (folder / match["name"]).exists():
@@ -116,7 +118,7 @@ def _numbered(stem: str, num_files: int) -> tuple[str, ...]:
 
 
 def make_folder(folder: Path) -> None:
-    """Make it, or free it of temporary files that a crash has left."""
+    """Create it, or remove temporary files that a crash left in it."""
     with _reported(folder):
         folder.mkdir(parents=True, exist_ok=True)
         _finish_interrupted(folder)
@@ -126,10 +128,9 @@ def make_folder(folder: Path) -> None:
 
 
 class NewFile:
-    """A safetensors file or another that is being written, piece by piece, without a buffer.
+    """A file that is written in pieces, without a buffer. Raises: CheckpointError naming file and key
 
-    Raises CheckpointError naming file and key.
-    The CRC-32 of each tensor is computed on the way, and put into a safetensors header at the end.
+    The CRC-32 of each tensor is computed on the way and put into a safetensors header at the end.
     """
 
     def __init__(self, path: Path, header: bytes) -> None:
@@ -152,7 +153,7 @@ class NewFile:
                 data = data[os.write(self._file, data) :]
 
     def finish(self) -> None:
-        """Have it all on the disk."""
+        """Wait until it is on disk."""
         with _reported(self.path):
             os.pwrite(self._file, with_digests(self._header, self._crcs), 0)
             os.fsync(self._file)
@@ -183,7 +184,7 @@ def commit(folder: Path, names: Names, nbytes: Sequence[int], weight_map: Mappin
         if found != expected:
             raise failure(
                 f"{path} has {found} bytes",
-                expected=f"{expected} bytes, as its writer has written",
+                expected=f"{expected} bytes, as its writer wrote",
                 fix="save to a folder that all ranks share, or with num_writers=1; the earlier checkpoint is unchanged",
                 file=path,
             )

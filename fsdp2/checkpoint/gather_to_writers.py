@@ -1,14 +1,16 @@
-"""Bands of tensors on their way from the ranks that keep them to the ranks that write them, with bounded memory.
+"""Sends tensors in bands from the ranks that keep them to the ranks that write them, with bounded memory.
 
-In each step every writer gets some bands: the ranks that keep parts of them send these, and the writer lays them side by side. Before
-a rank sends anything all ranks agree that each is ready: an error on one rank, here or in what a writer does with its bands, ends the
-stream on every rank.
+In each step every writer gets some bands: the ranks that keep parts of them send these, and the writer assembles them.
+                                           Before a rank
+sends anything, all ranks agree that each is ready: an error on one rank, while sending or in a writer, ends the stream
+                                                    on every rank.
 
 Worked example, 2 ranks, rank 0 writes, an (8, 4) parameter under Shard(1), bands of 4 rows: in the first step rank 1 sends its
 (4, 2) of rows [0, 4), rank 0 puts it right of its own; in the second the same with rows [4, 8).
 
-Note: first collective of a group. NCCL makes a group's communicator in its first collective, in which all of its ranks have to take
-part; point-to-point operations of some of them are none. The agreement before is one.
+Note: first collective of a group. NCCL creates a group's communicator in its first collective, in which all of its
+      ranks must take
+part; point-to-point operations among some ranks are not one. The agreement before them is.
 """
 
 from __future__ import annotations
@@ -32,20 +34,21 @@ from .shard_geometry import Box, Piece, pieces_of
 
 Receive = Callable[[Band, Tensor], None]
 Ready = Callable[[FSDPError | None], None]
-"""Let all ranks of a stream go on, or raise if a rank has a problem. Collective: yes, over them"""
+"""All ranks of a stream continue, or raise if one has a problem. Collective: yes, over them"""
 
 MAX_BANDS = 64
-"""How many bands a writer takes in one step: with more small tensors at a time, operations cost more than saved agreements."""
+"""How many bands a writer takes per step: with more, the operations cost more than the agreements they save."""
 
 
 class BandStream:
-    """Brings bands to their writers.
+    """Sends bands to their writers.
 
     process_group: whose ranks send to each other
-    ready:         over all ranks that call ``run``. If these are not all of ``process_group``, pairs of ranks talk by themselves
-    step_nbytes:   of a writer's bands in one step; a larger band takes a step of its own
+    ready:         over all ranks that call ``run``; if these are not all of ``process_group``, ranks communicate in
+                   pairs
+    step_nbytes:   of a writer's bands in one step; a larger band gets its own step
 
-    Memory: a writer has the bands of one step, and the parts of them that it receives; a sender its own parts of that step's bands
+    Memory: a writer holds the bands of one step and the parts that it receives; a sender its parts of that step's bands
     """
 
     def __init__(
@@ -65,7 +68,7 @@ class BandStream:
         bands_of_writers: for each writer (global rank) its bands; the same on all ranks
         problem:          of this rank, if it has one already
         Collective:       yes, over the ranks of ``ready``
-        Raises:           on every rank, what went wrong on one: a problem, in preparing a step, or in ``receive``
+        Raises:           on every rank, the error of one: ``problem``, or one in preparing a step or in ``receive``
         """
         steps = self._steps(bands_of_writers)
         while True:
@@ -88,7 +91,7 @@ class BandStream:
             yield [(writer, band) for writer, bands in zip(writers, step, strict=True) for band in bands]
 
     def _together(self, bands: Iterable[Band]) -> Iterator[list[Band]]:
-        """Small bands at a time, in order."""
+        """Small bands in groups, in order."""
         step: list[Band] = []
         filled = 0
         for band in bands:
@@ -101,7 +104,7 @@ class BandStream:
             yield step
 
     def _prepared(self, bands: list[tuple[int, Band]] | None) -> _Step | None:
-        """Everything that may fail before the ranks of a step talk."""
+        """Everything in a step that may fail before its ranks communicate."""
         if bands is None:
             return None
         step = _Step()
@@ -136,7 +139,7 @@ class BandStream:
             work.wait()
 
     def _parts_of(self, band: Band, value: Tensor, writer: int) -> Iterator[tuple[int, _Part]]:
-        """The parts of ``band`` with the rank that sends each, and its place in ``value``; together they are the whole band."""
+        """The parts that together are ``band``, with the rank that sends each and its place in ``value``."""
         numel = 0
         for source, box, out in wanted(band.tensor.lazy, band.box, value):
             for rank, pieces in self._keepers_of(source, band.tensor, writer):
@@ -148,7 +151,7 @@ class BandStream:
         assert numel == band.box.numel, f"the shards of {band.tensor.key} do not add up"
 
     def _keepers_of(self, source: ModelTensor, tensor: PlannedTensor, writer: int) -> list[tuple[int, list[Piece]]]:
-        """Remembered for the tensor that ``writer`` is at."""
+        """``keepers_of``, cached for the current tensor of ``writer``."""
         known = self._keepers.get(writer)
         if known is None or known[0] is not tensor:
             known = self._keepers[writer] = (tensor, {})
@@ -178,7 +181,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Part:
-    """``box`` of a parameter, on its way from ``piece``, which some rank keeps, to ``place`` in a band."""
+    """``box`` of a parameter, to be sent from ``piece``, which some rank keeps, to ``place`` in a band."""
 
     source: ModelTensor
     piece: Piece
@@ -193,7 +196,7 @@ class _Part:
 
 
 def keepers_of(source: ModelTensor, writer: int) -> list[tuple[int, list[Piece]]]:
-    """Ranks that together keep every element of a tensor once, and their pieces; of replicas the writer's own, if it has one."""
+    """Ranks that together keep every element of a tensor once, and their pieces; preferably the writer's replica."""
     tensor = source.tensor
     if not isinstance(tensor, DTensor):
         return [(writer, pieces_of(tensor.shape, ()))]
@@ -212,7 +215,7 @@ def keepers_of(source: ModelTensor, writer: int) -> list[tuple[int, list[Piece]]
 
 
 def _wire_device(source: ModelTensor) -> torch.device:
-    """The device on which parts must be to be sent: the mesh's, even if the host keeps them."""
+    """The device from which parts are sent: the mesh's, even if the host keeps them."""
     tensor = source.tensor
     return device_of(tensor.device_mesh) if isinstance(tensor, DTensor) else torch.device("cpu")
 

@@ -1,7 +1,8 @@
-"""The tensors of a model that a checkpoint keeps: its parameters and persistent buffers, each once, under all of its names.
+"""A model's tensors that a checkpoint keeps: parameters and persistent buffers, each once, with all of its names.
 
-Names are those of ``state_dict`` without the prefixes that wrappers add. This file knows which pieces a rank keeps (``pieces``), and
-gives tensors on the meta device storage without disturbing the objects that hold them.
+Names are those of ``state_dict`` without wrappers' prefixes. This file knows which pieces a rank keeps
+(``own_pieces``), and gives tensors on the meta device storage in place, so that optimizers and modules that hold them
+see it.
 
 Worked example: a tied ``Transformer`` has one ModelTensor with names ``["embedding.weight", "head.weight"]``.
 """
@@ -29,7 +30,7 @@ from .lazy_tensors import NAMES, Entry, LazyTensor, Stored
 from .shard_geometry import Box, Cut, Piece, in_order, local_shape_of, pieces_of
 
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
-"""Names of the submodule in which activation checkpointing, the compiler and FSDP1 keep the module that they wrap."""
+"""The names under which activation checkpointing, the compiler and FSDP1 keep the module that they wrap."""
 
 
 @dataclass(eq=False)
@@ -57,7 +58,7 @@ class ModelTensor:
 
     @property
     def local(self) -> Tensor:
-        """This rank's part, without autograd."""
+        """This rank's shard, without autograd."""
         tensor = self.tensor
         return (compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
 
@@ -71,7 +72,7 @@ class ModelTensor:
         return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
     def problem(self) -> str | None:
-        """Why it can be neither read nor written, if so."""
+        """Why it can be neither read nor written; None if it can."""
         tensor = self.tensor
         if isinstance(tensor, nn.UninitializedParameter):
             return "has no shape yet; run a forward pass first"
@@ -106,7 +107,7 @@ def cuts_of(tensor: DTensor, coordinate: Sequence[int]) -> list[Cut]:
 
 
 def is_strided(placement: Placement) -> bool:
-    """Whether axes after this one have cut its dim before."""
+    """Whether later mesh axes cut its dim earlier."""
     return hasattr(placement, "split_factor")
 
 
@@ -115,7 +116,7 @@ def _has_inner_tensors(tensor: Any) -> bool:
 
 
 def _has_own_order(tensor: DTensor) -> bool:
-    """Whether mesh axes cut a dim in another order than theirs, which torch keeps next to the placements."""
+    """Whether mesh axes cut a dim out of order, which torch records next to the placements."""
     order = getattr(compat.spec_of(tensor), "shard_order", None) or ()
     return any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in order)
 
@@ -127,7 +128,7 @@ def checked_model(model: Any, caller: str) -> nn.Module:
 
 
 def model_tensors(model: nn.Module) -> list[ModelTensor]:
-    """All parameters and buffers, sharded ones sharded: ``reshard`` before.
+    """All parameters and buffers, sharded ones as shards: call ``reshard`` first.
 
     Raises: ParameterError naming the tensors that cannot be read or written
     """
@@ -154,7 +155,7 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
 
 
 def reshard(model: nn.Module) -> list[Unit]:
-    """Let the modules show their sharded parameters; returns the units. Collective: no."""
+    """Make the modules show their sharded parameters; returns the units. Collective: no."""
     for module in model.modules():
         if isinstance(module, compat.TorchFSDPModule) and unit_of(module) is None:
             module.reshard()
@@ -165,7 +166,7 @@ def reshard(model: nn.Module) -> list[Unit]:
 
 
 def meshes_of(model: nn.Module) -> list[DeviceMesh]:
-    """The meshes of its sharded parameters and buffers, in the model's order; also while it shows unsharded ones. Collective: no."""
+    """The meshes of its sharded parameters and buffers, in order, even while it is unsharded. Collective: no."""
     sharded = [param.sharded for unit in units_in(model.modules()) for group in unit.groups for param in group.params]
     shown = itertools.chain.from_iterable((*each._parameters.values(), *each._buffers.values()) for each in model.modules())
     return [each.device_mesh for each in (*sharded, *shown) if isinstance(each, DTensor)]
@@ -175,10 +176,10 @@ def meshes_of(model: nn.Module) -> list[DeviceMesh]:
 
 
 def give_storage(tensors: Iterable[ModelTensor], units: Sequence[Unit], device: torch.device) -> None:
-    """Give each of ``tensors`` that is on the meta device storage, not written; parameters keep their identity.
+    """Allocate those of ``tensors`` that are on the meta device, uninitialized; parameters keep their identity.
 
     device: for tensors that no unit manages and that lie on no mesh
-    Memory: in addition to the storage itself, one group's shard
+    Memory: besides the storage itself, one group's shard
     """
     unit_of = {id(param.sharded): unit for unit in units for group in unit.groups for param in group.params}
     offloaded = {id(param.sharded) for unit in units for group in unit.groups if group.options.offload for param in group.params}
@@ -236,9 +237,9 @@ def still_on_meta(tensors: Iterable[ModelTensor]) -> Iterator[str]:
 
 
 def all_names(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every name of every module, also if a module is below itself: a block that refers to its owner.
+    """Every name of every module, even if a module contains itself, such as a block that refers to its owner.
 
-    torch lists each module once, or, with ``remove_duplicate=False``, follows a cycle for ever.
+    torch lists each module once, or, with ``remove_duplicate=False``, follows a cycle forever.
 
     Worked example: ``model.block.owner`` is ``model``; ``model.other`` is ``model.block``. The names are "", "block" and "other".
     """
@@ -260,9 +261,9 @@ def _below(module: nn.Module, name: str, above: list[nn.Module]) -> Iterator[tup
 
 
 class Wanted(ByteReader):
-    """Notes what would be read.
+    """Records what would be read.
 
-    parts: a parameter, a box of it, and the view of that box's shape that it should fill
+    parts: each a parameter, a box of it, and the view of the box's shape to fill
     """
 
     def __init__(self) -> None:
@@ -272,9 +273,10 @@ class Wanted(ByteReader):
 
 @dataclass(frozen=True, eq=False)
 class LazyParameter(LazyTensor):
-    """A parameter or buffer, whole. The result of a key map is known before any value moves: reading tells what would go where.
+    """A whole parameter or buffer, for key maps, which then tell what goes where before any value moves.
 
-    With ``Split`` of a fused (6, 8) parameter into k of rows [4, 6), the whole of k wants rows [4, 6) of the parameter.
+    With ``Split`` of a fused (6, 8) parameter into k with rows [4, 6), reading all of k records rows [4, 6) of the
+    parameter.
     """
 
     source: ModelTensor
@@ -284,7 +286,7 @@ class LazyParameter(LazyTensor):
         return tuple(self.source.tensor.shape)
 
     def stored(self) -> Iterator[Stored]:
-        """The tensor as a file would have it, with its dtype, for messages."""
+        """The tensor as if stored in a file, for its dtype and for messages."""
         dtype = self.source.tensor.dtype
         yield Stored(Path(), self.source.name, Entry(NAMES.get(dtype, str(dtype)), self.shape, 0, 0))
 
@@ -294,7 +296,7 @@ class LazyParameter(LazyTensor):
 
 
 def wanted(lazy: LazyTensor, box: Box, out: Tensor) -> list[tuple[ModelTensor, Box, Tensor]]:
-    """The parts that make up ``box`` of ``lazy``, and each one's place in ``out``, of the box's shape. Collective: no."""
+    """The parts that make up ``box`` of ``lazy``, and the place of each in ``out``. Collective: no."""
     reader = Wanted()
     lazy.read(box, out, reader)
     return reader.parts

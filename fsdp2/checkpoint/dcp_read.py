@@ -1,15 +1,15 @@
-"""Reads DCP folders, saved by any program, without running what is in them.
+"""Reads DCP folders, saved by any program, without running code from them.
 
-DCP's own reader unpickles a checkpoint's metadata, and every value that is no tensor, without limits: a person who can write a
-checkpoint can run code. Here metadata may name only the classes that DCP makes them of, and values only those of
-``torch.load(weights_only=True)``. Metadata must also describe whole tensors, since readers allocate what the metadata tell and fill
-what the chunks tell: where these differ, a reader would take uninitialized memory for values.
+DCP's own reader unpickles a checkpoint's metadata, and all values except tensors, without limits: anyone who can write
+a checkpoint can run code. Here metadata may name only the classes that DCP uses, and values only those of
+``torch.load(weights_only=True)``. Metadata must also describe whole tensors: readers allocate what it says and fill what
+the chunks cover, so a gap would leave uninitialized memory in place of values.
 
 Worked example: a (4, 2) tensor whose chunks are rows [0, 2) twice, or [0, 2) and [3, 4), is refused; one of [0, 2) and [2, 4) is not.
 
-Note: what a checkpoint can hold. Tensors; numbers, strings, bytes, None; dicts, lists, tuples and sets of these. ``pack`` refuses other
-values when they are saved, rather than when they are needed. It also keeps DCP from taking dicts apart, which would turn int keys into
-strings, tuples into lists, and lose empty ones.
+Note: what a checkpoint can hold. Tensors; numbers, strings, bytes, None; dicts, lists, tuples and sets of these.
+``pack`` raises an error for other values when they are saved, not when they are loaded. It also keeps DCP from
+flattening dicts, which would turn int keys into strings and tuples into lists, and lose empty ones.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _MetadataUnpickler(BoundedUnpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The metadata of a complete checkpoint whose files are all there and long enough.
+    """The metadata of a complete checkpoint, all of whose files exist and are long enough.
 
     Raises: CheckpointError
     """
@@ -129,7 +129,7 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def unflatten(flat: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
-    """The nested state that DCP took apart when it was saved: ``{"a": {"b": [1]}}`` from ``{"a.b.0": 1}``."""
+    """The nested state that DCP flattened when saving: ``{"a": {"b": [1]}}`` from ``{"a.b.0": 1}``."""
     root: dict[Any, Any] = {}
     for key, value in flat.items():
         *path, last = (metadata.planner_data or {}).get(key, (key,))
@@ -141,7 +141,7 @@ def unflatten(flat: Mapping[str, Any], metadata: Metadata) -> dict[str, Any]:
 
 
 def _with_lists(node: Any) -> Any:
-    """A path's string parts are keys; ints from 0 on without a gap are places in lists."""
+    """Strings in a path are keys; ints from 0 on without a gap are indices of lists."""
     if not isinstance(node, dict):
         return node
     if node and all(type(key) is int for key in node) and sorted(node) == list(range(len(node))):
@@ -150,7 +150,7 @@ def _with_lists(node: Any) -> Any:
 
 
 def pack(value: Any, what: str) -> bytes:
-    """``value`` as bytes that ``unpack`` takes. Raises: CheckpointError if it would not."""
+    """``value`` as bytes for ``unpack``. Raises: CheckpointError if ``unpack`` would not accept them"""
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)
@@ -165,7 +165,7 @@ def pack(value: Any, what: str) -> bytes:
 
 
 def unpack(data: bytes) -> Any:
-    """The value in a file of ``torch.save``, which has nothing that inflates. Raises: any error that a broken file may raise"""
+    """The value in a file of ``torch.save`` without compression. Raises: any error that a broken file may raise"""
     with zipfile.ZipFile(io.BytesIO(data)) as zipped:
         inflated = [info.filename for info in zipped.infolist() if info.compress_type != zipfile.ZIP_STORED]
         if inflated:
@@ -192,7 +192,7 @@ def chunk_of(box: Box) -> ChunkStorageMetadata:
 def check_metadata(path: Path, metadata: Metadata) -> None:
     """path: of the metadata, for messages.
 
-    Raises: CheckpointError with the key that is wrong; AttributeError and its like where an object is not what it says
+    Raises: CheckpointError with the key that is wrong; AttributeError and the like for objects of wrong types
     """
     stored = set()
     for index, info in (metadata.storage_data or {}).items():
@@ -229,7 +229,7 @@ def _chunks(path: Path, key: str, entry: TensorStorageMetadata) -> list[tuple[in
 
 
 def _check_paths(path: Path, metadata: Metadata) -> None:
-    """Check the paths of values in the nested state: no path may be both a value and a dict."""
+    """Check the paths of values in the nested state: none may be both a value and a dict."""
     places: dict[str, Any] = metadata.planner_data or {}
     for key, place in places.items():
         if not isinstance(place, tuple) or not 0 < len(place) <= MAX_DEPTH or not all(isinstance(part, (str, int)) for part in place):
@@ -274,7 +274,7 @@ class Chunk(LazyTensor):
         found.read(box, out, reader)
 
     def _as_we_write(self, reader: ByteReader) -> Stored | None:
-        """The stored bytes without opening the file, which costs more than a small tensor: its head is ``DigestingWriter``'s."""
+        """The stored bytes, if the chunk begins as ``DigestingWriter`` writes: parsing costs more than a small read."""
         description = description_of(self.dtype, self.shape)
         nbytes = math.prod(self.shape) * self.dtype.itemsize
         if description is None or head_nbytes(description, nbytes) + nbytes > self.length:
@@ -328,7 +328,7 @@ class DcpChunks:
                 out[common.seen_from(box.start).slices].copy_(value[common.seen_from(place.start).slices])
 
     def content(self, key: str, offsets: tuple[int, ...] = ()) -> bytes:
-        """The bytes of a value that is no tensor, or of a tensor's chunk: a file of ``torch.save``."""
+        """The bytes of a value other than a tensor, or of a tensor's chunk: a file of ``torch.save``."""
         info = self._info(key, offsets)
         path = self._folder / info.relative_path
         with readable(path, key), open_regular(path) as file:

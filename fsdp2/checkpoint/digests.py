@@ -1,9 +1,10 @@
 """Compares a checkpoint's bytes with the digests that were written with them, and writes those of a DCP folder.
 
-Digests are CRC-32s: safetensors files of ``save_safetensors`` and ``convert`` have that of each tensor in their header; files of
-``torch.save`` that of each record in their directory. A DCP folder's chunks are such files, so ``digests.json`` keeps only the rest:
-the CRC-32 of ``.metadata`` and of each chunk's directory, which also shows that files were exchanged. A CRC notices any damage of up
-to 32 bits in a row, and of other damage all but one in four billion cases; it is no protection against an attacker.
+Digests are CRC-32s. Safetensors files of ``save_safetensors`` and ``convert`` have one per tensor in their header;
+files of ``torch.save`` one per record in their directory. A DCP folder's chunks are such files, so ``digests.json``
+holds only the rest: the CRC-32 of ``.metadata`` and of each chunk's directory, which also reveals exchanged files. A
+CRC detects any damage of up to 32 bits in a row, and misses other damage once in four billion cases; it does not
+protect against an attacker.
 
     {"files": {".metadata": {"nbytes": 1310, "crc32": 2845392438}, "__0_0.distcp": {"nbytes": 1620, "directories": {"0": 93746151}}},
      "crc32": 3421780262}
@@ -43,7 +44,7 @@ class FileDigest:
 
 
 def directory_digest(data: bytes | memoryview) -> int | None:
-    """The CRC-32 of the directory of a zip, and of all after it; None if it is no zip."""
+    """The CRC-32 of a zip from its directory to its end; None if ``data`` is not a zip."""
     try:
         start = zipfile.ZipFile(io.BytesIO(data)).start_dir
     except zipfile.BadZipFile:
@@ -52,7 +53,7 @@ def directory_digest(data: bytes | memoryview) -> int | None:
 
 
 def write_digests(folder: Path, files: dict[str, FileDigest], whole: Iterable[str]) -> None:
-    """Write ``digests.json`` of ``files`` and of those named ``whole``, which are read for it."""
+    """Write ``digests.json`` for ``files`` and for those named ``whole``, which are read for it."""
     for name in whole:
         data = (folder / name).read_bytes()
         files[name] = FileDigest(len(data), zlib.crc32(data))
@@ -70,7 +71,7 @@ def _of(fields: dict[str, Any]) -> int:
 
 
 def read_digests(folder: Path) -> dict[str, FileDigest] | None:
-    """The digests of a folder; None if another program wrote it. Raises: CheckpointError if they are damaged themselves"""
+    """The digests of a folder; None if another program wrote it. Raises: CheckpointError if the digests are damaged"""
     path = folder / DIGESTS
     if not path.exists():
         return None
@@ -104,15 +105,15 @@ _PIECE_NBYTES = 16 << 20
 
 
 _NOWHERE = -1
-"""Stands in place of the CRC-32 of a chunk's directory, if ``digests.json`` knows the file and not the chunk."""
+"""In place of a directory's CRC-32: ``digests.json`` lists the file but not the chunk."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """A checkpoint whose bytes are as they were written.
+    """A checkpoint whose bytes match their digests.
 
-    nbytes:    that were read and compared
-    unchecked: names of files without digests
+    nbytes:    read and compared
+    unchecked: names of what has no digest
     """
 
     path: Path
@@ -123,9 +124,9 @@ class Verified:
 
 @dataclass(frozen=True)
 class Part:
-    """``check`` returns the bytes compared, None if there is nothing to compare with. Raises: ValueError, saying what is wrong
+    """``check`` returns the number of bytes compared; None without a digest. Raises: ValueError with the difference
 
-    problem: why the parts of the file cannot be told apart, if so; it has no other part then
+    problem: why the file cannot be divided into parts, if so; this then is its only part
     """
 
     file: Path
@@ -135,7 +136,7 @@ class Part:
 
 
 def compared(root: Path, kind: str, parts: Iterable[Part], share: tuple[int, int]) -> Verified:
-    """Read and compare each ``share[1]``-th of ``parts``, from ``share[0]`` on.
+    """Read and compare every ``share[1]``-th of ``parts``, starting with ``share[0]``.
 
     Raises: CheckpointError naming files and keys that are damaged, missing or cut short
     """
@@ -143,7 +144,7 @@ def compared(root: Path, kind: str, parts: Iterable[Part], share: tuple[int, int
     nbytes, unchecked = 0, []
     damaged: list[tuple[Part, str]] = []
     for number, part in enumerate(parts):
-        if part.problem is not None:  # of every rank: it numbers the parts after otherwise than the ranks that have no problem
+        if part.problem is not None:  # for every rank: ranks without the problem number the later parts differently
             damaged.append((part, str(part.problem).splitlines()[0]))
             continue
         if number % count != index:
@@ -173,7 +174,7 @@ def compared(root: Path, kind: str, parts: Iterable[Part], share: tuple[int, int
 
 
 def safetensors_parts(path: Path) -> Iterator[Part]:
-    """Those of a folder, an index or a file."""
+    """The parts of a folder, an index or a file."""
     opened = open_checkpoint(path)
     if opened.path.suffix == ".json":
         yield _of_index(opened.path)
@@ -197,7 +198,7 @@ def _shown(file: Path, root: Path) -> str:
 
 
 def _or_problem(file: Path, parts: Iterator[Part]) -> Iterator[Part]:
-    """``parts``, as far as they can be told: other files are compared all the same."""
+    """``parts`` up to an error, then that error as a part: other files are still compared."""
     try:
         yield from parts
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Errors of a checkpoint: worded with the file and key they are about, and raised on every rank, so that none waits in vain."""
+"""Checkpoint errors that name file and key, and that every rank raises, so that none waits forever."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def failure(
 
 @contextlib.contextmanager
 def readable(path: Path, key: str | None = None) -> Iterator[None]:
-    """Around reading ``path``, at ``key``: turns an error of the operating system into a CheckpointError."""
+    """Turns an OSError while reading ``path``, at ``key``, into a CheckpointError."""
     try:
         yield
     except OSError as error:
@@ -56,7 +56,7 @@ T = TypeVar("T")
 
 
 def on_every_rank(process_group: dist.ProcessGroup | None, what: str, action: Callable[[], T]) -> T:
-    """``action()``; if it raises on some ranks, every rank raises.
+    """``action()``; if it fails on some ranks, every rank raises an error.
 
     what:       for the message: "cannot read the checkpoint"
     Collective: yes, over ``process_group``; ``action`` itself need not be
@@ -68,7 +68,7 @@ def on_every_rank(process_group: dist.ProcessGroup | None, what: str, action: Ca
 
 
 def from_rank_0(process_group: dist.ProcessGroup | None, what: str, action: Callable[[], T]) -> T:
-    """The result or the error of ``action()`` on rank 0 of the group, on all ranks: they agree even if their views of a disk differ.
+    """The result or the error of ``action()`` on rank 0 of the group, for all ranks, whose views of a disk may differ.
 
     Collective: yes, over ``process_group``
     """
@@ -78,9 +78,9 @@ def from_rank_0(process_group: dist.ProcessGroup | None, what: str, action: Call
 
 
 def tried(what: str, action: Callable[[], T]) -> tuple[list[T], FSDPError | None]:
-    """The result of ``action()``, alone in a list, or its problem: its own FSDPError, or a CheckpointError with the cause.
+    """The result of ``action()`` in a list, or its problem: its own FSDPError, or a CheckpointError with the cause.
 
-    Of what DCP has collected from several ranks, the FSDPError of the lowest.
+    Among errors that DCP collected from several ranks, the FSDPError of the lowest.
     """
     try:
         return [action()], None
@@ -101,7 +101,7 @@ def tried(what: str, action: Callable[[], T]) -> tuple[list[T], FSDPError | None
 
 
 def describe(error: BaseException) -> str:
-    """One line; of an error that DCP has collected, what each rank said."""
+    """One line; for errors that DCP collected, that of each rank."""
     if isinstance(error, CheckpointException):
         return "; ".join(f"rank {rank}: {describe(cause)}" for rank, (cause, _) in sorted(error.failures.items()))
     return f"{type(error).__name__}: {error}"

@@ -1,7 +1,8 @@
-"""Reads stored tensors out of files that a stranger may have named: just the bytes of a box, with bounded memory.
+"""Reads boxes of stored tensors from untrusted paths, with bounded memory.
 
-Worked example: rows [0, 4), columns [8, 16) of a (4, 1024) fp32 tensor are 4 runs of 32 bytes, 4096 bytes apart. Gaps this small
-are read along (a disk reads whole pages anyway) and thrown away: one read of 12320 bytes. Of a (4, 10**6) tensor they are 4 reads.
+Worked example: rows [0, 4), columns [8, 16) of a (4, 1024) fp32 tensor are 4 runs of 32 bytes, 4096 bytes apart. Such
+small gaps are read too and discarded, because a disk reads whole pages anyway: one read of 12320 bytes. For a
+(4, 10**6) tensor: 4 reads.
 
 Source: data sieving, Thakur et al. 1999, "Data Sieving and Collective I/O in ROMIO".
 """
@@ -27,14 +28,15 @@ from .shard_geometry import Box, split
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """``path`` as a file to be read. Raises: OSError, also if it is no regular file"""
+    """Open ``path`` for reading. Raises: OSError, also if it is not a regular file"""
     return os.fdopen(open_descriptor(path), "rb")
 
 
 def open_descriptor(path: Path) -> int:
     """Open it as a descriptor, which the caller closes.
 
-    Opening a named pipe blocks until a process writes to it, and a device may have no end; both can be called ``model.safetensors``.
+    Opening a named pipe blocks until a process writes to it, and a device may be endless; either may be named
+    ``model.safetensors``.
     """
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # not to wait for a pipe's writer
     if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -47,10 +49,10 @@ def open_descriptor(path: Path) -> int:
 
 
 BUFFER_NBYTES = 16 << 20
-"""Memory for what cannot be read straight into place: a dtype to convert, a device to send to, strides, gaps between runs."""
+"""Memory for reads that need conversion, another device, strides, or gaps between runs."""
 
 GAP_NBYTES = 16 << 10
-"""Runs closer than this are read together with the bytes between them."""
+"""Runs closer than this are read in one piece."""
 
 MAX_OPEN_FILES = 8
 
@@ -92,7 +94,7 @@ class ByteReader:
             out[part.seen_from(box.start).slices].copy_(staged.view(dtype).view(part.shape))
 
     def content(self, path: Path, key: str, offset: int, nbytes: int) -> bytes:
-        """So many bytes from ``offset`` on. Raises: as ``read``"""
+        """``nbytes`` bytes from ``offset`` on. Raises: as ``read``"""
         found = bytearray(nbytes)
         self._pread(path, key, offset, memoryview(found))
         return bytes(found)

@@ -5,8 +5,8 @@ the earlier checkpoint still needs. So a reader finds the whole earlier checkpoi
 new one from then on:
 
     new is one file       rename to model.safetensors (readers look for it first); then the old index and its files go
-        new is several files  rename these (to names that readers do not look for yet), then the index; then the old files go
-        ... over a single     as before, but the decisive step is that the old model.safetensors goes
+    new is several files  rename these (to names that readers do not look for yet), then the index; then the old files go
+    ... over a single     as before, but the decisive step is that the old model.safetensors goes
 
 A ``config.json`` that changes is moved away meanwhile, so that no reader combines weights with another checkpoint's
 config: after a crash between these renames ``from_pretrained`` reports a missing config, until the next save restores

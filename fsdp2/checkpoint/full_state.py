@@ -1,7 +1,7 @@
 """Whole tensors on rank 0's CPU: the state of a sharded model and its optimizer as if nothing had been sharded.
 
-Ranks send one tensor after another to rank 0 in bands; no other rank, and no device, ever has a whole one. The result is equal to the
-unsharded model's ``state_dict()`` and its optimizer's, ties included.
+Ranks send one tensor after another to rank 0 in bands; no other rank and no device ever holds a whole one. The result
+equals the unsharded model's ``state_dict()`` and its optimizer's, ties included.
 
 Worked example, a model of 100 equal layers of 1 GB on 8 ranks: rank 0 ends with 100 GB in host memory; in addition to that and its
 shards, a rank holds 128 MiB at a time.
@@ -44,11 +44,12 @@ BAND_NBYTES = 64 << 20
 def full_state_dict(model: nn.Module) -> State:
     """The model's state on rank 0, in host memory; {} on the other ranks.
 
-    It has the form of FSDP1's ``FullStateDictConfig(offload_to_cpu=True, rank0_only=True)``. Tied names share one tensor.
+    The form is that of FSDP1's ``FullStateDictConfig(offload_to_cpu=True, rank0_only=True)``. Tied names share one
+    tensor.
 
     Collective: yes, over the meshes of the parameters
-    Memory:     rank 0's result in host memory; in addition to it and its shards, each rank holds two bands of 64 MiB
-    Raises:     on every rank of these meshes, what went wrong on one
+    Memory:     rank 0's result in host memory; besides that and its shards, each rank holds two bands of 64 MiB
+    Raises:     on every rank of these meshes, the error of one
 
     Example:
         state = fsdp2.checkpoint.full_state_dict(model)  # {} but on rank 0
@@ -60,7 +61,7 @@ def full_state_dict(model: nn.Module) -> State:
 
 
 def entries_on_rank_0(model: nn.Module, names: Collection[str] | None) -> State:
-    """What ``full_state_dict`` gives, of ``names`` alone; None: of all."""
+    """``full_state_dict`` of ``names`` alone; None: of all."""
 
     def take() -> State:
         state = named_model_state(model)
@@ -80,8 +81,8 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, *, by_name
     by_name:    False: what the unsharded model's optimizer takes by ``load_state_dict``, with parameters as numbers;
                 True: with their names, what ``torch.distributed.checkpoint.state_dict.set_optimizer_state_dict`` takes
     Collective: yes, over the meshes of the parameters
-    Memory:     rank 0's result in host memory; in addition to it and its shards, each rank holds two bands of 64 MiB
-    Raises:     on every rank of these meshes, what went wrong on one
+    Memory:     rank 0's result in host memory; besides that and its shards, each rank holds two bands of 64 MiB
+    Raises:     on every rank of these meshes, the error of one
 
     Example:
         state = fsdp2.checkpoint.full_optimizer_state_dict(model, optimizer, by_name=True)  # {} but on rank 0
@@ -102,13 +103,12 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, *, by_name
 def save_full_state(path: str | os.PathLike[str], model: nn.Module, optimizer: Optimizer | None = None) -> None:
     """Write the full state to one file with ``torch.save``, for ``torch.load(path, weights_only=True)``.
 
-    path:       written by rank 0, which makes its folders; the file replaces an earlier one at the end, at once
+    path:       written by rank 0, which creates the folders; a rename at the end replaces an earlier file
     optimizer:  None: the file is the model's state dict alone; else ``{"model": ..., "optimizer": ...}``, the latter with
-                parameters as numbers; in addition to its "state" and "param_groups" are "param_names", by which ``fsdp2 convert``
-                knows them
+                parameters as numbers and, for ``fsdp2 convert``, "param_names" next to "state" and "param_groups"
     Collective: yes, over all ranks and over the meshes of the parameters
-    Memory:     rank 0's result in host memory; in addition to it and its shards, each rank holds two bands of 64 MiB
-    Raises:     CheckpointError on every rank if the file cannot be written; what was there before is still there
+    Memory:     rank 0's result in host memory; besides that and its shards, each rank holds two bands of 64 MiB
+    Raises:     CheckpointError on every rank if the file cannot be written; an earlier file is then unchanged
 
     Example:
         fsdp2.checkpoint.save_full_state(folder / "full.pt", model, optimizer)
@@ -142,11 +142,11 @@ def _write(state: State, path: Path) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def _on_rank_0(model: nn.Module, what: str, take: Callable[[], State]) -> State:
-    """On rank 0 the result of ``take`` with every tensor whole, in host memory, sharing nothing; {} on the other ranks.
+    """On rank 0 the result of ``take`` with copies of whole tensors in host memory; {} on the other ranks.
 
     take:       not collective
-    Collective: yes, over the meshes of the model. A mesh without rank 0 only hears whether all went well
-    Raises:     on every rank of these, what went wrong on one
+    Collective: yes, over the meshes of the model. A mesh without rank 0 only learns whether all succeeded
+    Raises:     on every rank of these, the error of one
     """
     taken, problem = tried(what, lambda: _Gathered(take(), what))
     meshes = meshes_of(model)
@@ -182,7 +182,7 @@ class _Gathered:
                 self._streamed.setdefault(mesh, []).append(planned)
 
     def gather(self) -> FSDPError | None:
-        """The first problem, if there was one. Collective: yes, over every mesh that has rank 0, also after a problem."""
+        """The first problem, if any. Collective: yes, over every mesh with rank 0, even after a problem."""
         problem: FSDPError | None = None
         for mesh, tensors in self._streamed.items():
             bands = (band for tensor in tensors for band in tensor.bands(BAND_NBYTES))
@@ -211,7 +211,7 @@ class _Gathered:
         if not isinstance(leaf, Tensor):
             return copy.deepcopy(leaf)
         if isinstance(leaf, DTensor) and leaf.device_mesh.get_coordinate() is None:
-            return None  # rank 0 has no part of it
+            return None  # rank 0 has no shard of it
         if id(leaf) not in self._whole:
             if isinstance(leaf, DTensor):  # without elements there are no bands
                 self._whole[id(leaf)] = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu")
@@ -221,7 +221,7 @@ class _Gathered:
 
 
 def _stream_over(mesh: DeviceMesh, what: str) -> BandStream:
-    """Its ranks send in a group whose other ranks, if there are some, need not take part (see Note: first collective of a group)."""
+    """A stream among its ranks. Other ranks of the group need not take part: see Note: first collective of a group."""
     group, everybody = default_group(), True
     if group is not None and mesh.size() < group.size():
         everybody = mesh.ndim == 1

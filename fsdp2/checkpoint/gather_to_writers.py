@@ -1,16 +1,14 @@
 """Sends tensors in bands from the ranks that keep them to the ranks that write them, with bounded memory.
 
 In each step every writer gets some bands: the ranks that keep parts of them send these, and the writer assembles them.
-                                           Before a rank
-sends anything, all ranks agree that each is ready: an error on one rank, while sending or in a writer, ends the stream
-                                                    on every rank.
+Before a rank sends anything, all ranks agree that each is ready: an error on one rank, while sending or in a writer,
+ends the stream on every rank.
 
 Worked example, 2 ranks, rank 0 writes, an (8, 4) parameter under Shard(1), bands of 4 rows: in the first step rank 1 sends its
 (4, 2) of rows [0, 4), rank 0 puts it right of its own; in the second the same with rows [4, 8).
 
 Note: first collective of a group. NCCL creates a group's communicator in its first collective, in which all of its
-      ranks must take
-part; point-to-point operations among some ranks are not one. The agreement before them is.
+ranks must take part; point-to-point operations among some ranks are not one. The agreement before them is.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Tensors of a checkpoint that are not read yet: stored ones, and combinations of them.
 
-A lazy tensor has a shape and reads any box of itself. So a rank that keeps rows [6, 8) of a fused weight reads just these, from
-the stored tensors that have them.
+A lazy tensor has a shape and reads any box of itself. A rank that keeps rows [6, 8) of a fused weight reads just these,
+from the stored tensors that hold them.
 
 Worked examples: ``joined((q, k), dim=0)`` of (4, 8) and (2, 8) has shape (6, 8); its rows [3, 5) are row 3 of q and row
-                 0 of k.
-A ``slice_of`` (3, 4) weight at elements [6, 18) of a flat parameter that two ranks cut in halves of 10: its rows [1, 2) are elements
-[10, 14), rank 1's first four.
+0 of k. A ``slice_of`` (3, 4) weight at elements [6, 18) of a flat parameter that two ranks cut in halves of 10: its
+rows [1, 2) are elements [10, 14), rank 1's first four.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Entry:
 
 
 class LazyTensor(ABC):
-    """A tensor to be read in parts."""
+    """A tensor of which boxes can be read."""
 
     if TYPE_CHECKING:  # a field of some, computed by others
 
@@ -104,7 +103,7 @@ class Stored(LazyTensor):
 
 @dataclass(frozen=True, eq=False)
 class _View(LazyTensor):
-    """A part of ``whole``, or its elements in another order."""
+    """Elements of ``whole``."""
 
     whole: LazyTensor
 
@@ -176,7 +175,7 @@ def squeezed(whole: LazyTensor, dim: int) -> LazyTensor:
 
 
 def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements of these strides lie one after another, in order; strides of dims of size 1 say nothing."""
+    """Whether elements with these strides are contiguous; strides of dims of size 1 do not matter."""
     expected = 1
     for size, step in zip(reversed(shape), reversed(stride), strict=True):
         if size == 1:
@@ -226,7 +225,7 @@ class Strided(LazyTensor):
 
 @dataclass(frozen=True, eq=False)
 class Signed(_View):
-    """``whole``, negated ("neg" in ``bits``) or conjugated ("conj"): torch saves such a view as its base's elements and these bits."""
+    """``whole``, negated ("neg" in ``bits``) or conjugated ("conj"): torch saves the base's elements and bits."""
 
     bits: frozenset[str]
 
@@ -244,7 +243,7 @@ class Signed(_View):
 
 @dataclass(frozen=True, eq=False)
 class Assembled(LazyTensor):
-    """A tensor of boxes that together cover it, each element once."""
+    """A tensor made of boxes that cover each element once."""
 
     shape: tuple[int, ...]
     parts: tuple[tuple[Box, LazyTensor], ...]
@@ -303,7 +302,7 @@ def slice_of(parts: Sequence[LazyTensor], start: int, shape: tuple[int, ...]) ->
 
 
 def tensors_of(state: Any, prefix: str = "") -> list[tuple[str, LazyTensor]]:
-    """All lazy tensors of nested dicts and sequences, with their places joined by dots."""
+    """All lazy tensors in nested dicts and sequences, with their paths joined by dots."""
     if isinstance(state, LazyTensor):
         return [(prefix, state)]
     items: Sequence[tuple[Any, Any]] = ()
@@ -325,7 +324,7 @@ def nbytes_of(lazy: LazyTensor) -> int:
 
 
 def place_of(lazy: LazyTensor) -> Any:
-    """Equal for two lazy tensors that are the same bytes of the same files in the same shape: ties."""
+    """Equal for ties: lazy tensors with the same bytes of the same files in the same shape."""
     match lazy:
         case Stored():
             return str(lazy.path), lazy.entry

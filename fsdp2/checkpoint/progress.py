@@ -1,4 +1,4 @@
-"""A progress bar on rank 0, if its output is a terminal, for work that takes longer than a moment."""
+"""A progress bar on rank 0 of a terminal, for work that takes longer than a second."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterator
 import torch.distributed as dist
 
 _PATIENCE_S = 1.0
-"""A user who waits for less than this needs no bar; a bar that flashes up and goes is only noise."""
+"""Work shorter than this needs no bar."""
 
 
 @contextlib.contextmanager
 def progress_bar(what: str, nbytes: int, wanted: bool | None) -> Iterator[Callable[[int], None]]:
-    """A function to call with every number of bytes that are done.
+    """A function to call with the number of bytes done since the last call.
 
-    wanted: None shows it where the error output is a terminal and ``rich`` is installed, once the work has taken a second; True shows
-            it from the start, and needs rich; other ranks never show it
+    wanted: None shows the bar after a second if stderr is a terminal and ``rich`` is installed; True shows it at once
+            and needs rich; other ranks never show it
     """
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     if rank != 0 or wanted is False or (wanted is None and not sys.stderr.isatty()):

@@ -1,9 +1,8 @@
 """``load_safetensors``: from files straight into shards. Each rank reads the bytes it keeps, and ranks send each other none.
 
 It checks files, headers, names, shapes and dtypes, allocates parameters on the meta device, then reads. Parameters that
-already have
-values are read into a copy first and overwritten only when every rank has read its own: a disk may fail on one rank
-                                                                                         alone.
+already have values are read into a copy first and overwritten only when every rank has read its own: a disk may fail on
+one rank alone.
 
 Worked example, 4 ranks, an (8, 1024) fp32 parameter under Shard(0), stored in bf16: rank 1 reads the 4096 bytes of rows [2, 4), and
 converts them on the way into its shard.

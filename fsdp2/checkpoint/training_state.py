@@ -4,17 +4,17 @@ The layout is that of ``torch.distributed.checkpoint.state_dict``; names carry n
 
     {"state": {"head.weight": {"step": tensor(3.), "exp_avg": DTensor}}, "param_groups": [{"lr": 0.1, "params": ["head.weight"]}]}
 
-An optimizer's state is taken as it is: torch's own ``get_optimizer_state_dict`` makes a step of zero gradients if there is no state
-yet, and Adam then counts one step more than the run without a checkpoint.
+An optimizer's state is taken as it is: torch's ``get_optimizer_state_dict`` takes a step with zero gradients if there
+is no state yet, and Adam then counts one step more than a run without a checkpoint.
 
-Plain tensors may differ between ranks: every rank's batch norm sees its own batches. DCP saves such a tensor from any one rank. Here
-the checkpoint holds the lowest rank's value under the tensor's name, and next to it the values of the ranks that differ, which a
-load uses only on the same number of ranks.
+Plain tensors may differ between ranks: each rank's batch norm sees its own batches. DCP saves such a tensor from an
+arbitrary rank. Here the checkpoint holds the lowest rank's value under the tensor's name, and separately the values of
+ranks that differ, which a load uses only on the same number of ranks.
 
-Note: strided shards. Where tensor parallelism and ``fully_shard`` cut one dim, DCP asks torch which rows a rank has. If these do not
-divide evenly over both, the answer is wrong (torch 2.13): chunks overlap, which DCP may notice or may not. DCP asks a local tensor
-instead, if it has ``__create_write_items__`` and similar methods; ``tell_chunks`` gives it these. Of 7 rows over 2 tensor-parallel
-ranks ([0, 4) and [4, 7)), each half over 3 data-parallel ranks, (dp 0, tp 1) has row 4.
+Note: strided shards. If tensor parallelism and ``fully_shard`` cut the same dim, DCP asks torch for a rank's rows. If
+these do not divide evenly over both, the answer is wrong (torch 2.13): chunks overlap, and DCP may not notice. DCP asks
+the local tensor instead if it has ``__create_write_items__`` and similar methods; ``tell_chunks`` adds them. Of 7 rows
+over 2 tensor-parallel ranks ([0, 4) and [4, 7)), each half over 3 data-parallel ranks, (dp 0, tp 1) has row 4.
 
 Source: ``_Checkpointable`` in torch/distributed/checkpoint/_checkpointable.py, which DTensor hands on to its local tensor.
 """
@@ -50,7 +50,7 @@ from .model_tensors import WRAPPERS, cuts_of, is_strided
 from .shard_geometry import Piece, pieces_of
 
 wants_shards: ContextVar[bool] = ContextVar("fsdp2_wants_shards", default=False)
-"""True while ``named_model_state`` asks: modules that otherwise give whole tensors, as FSDP1's do, then give DTensors."""
+"""True inside ``named_model_state``: there FSDP1's modules return DTensors instead of whole tensors."""
 
 
 def clean_name(name: str) -> str:
@@ -79,13 +79,13 @@ def named_model_state(model: nn.Module) -> State:
 
 
 def load_into(model: nn.Module, state: State) -> None:
-    """The other way: the model loads what ``named_model_state`` gave. Collective: no."""
+    """Load a result of ``named_model_state`` into the model. Collective: no."""
     if state:  # torch's refuses an empty one
         set_model_state_dict(model, state)
 
 
 def put_back(model: nn.Module, state: State) -> None:
-    """As ``load_into``, for a model whose own way of loading may just have failed: then its tensors at least get their values."""
+    """As ``load_into``, but if the model's own loading fails, its tensors still get their values."""
     with contextlib.suppress(Exception):
         load_into(model, state)
     for name, tensor in named_model_state(model).items():
@@ -94,14 +94,14 @@ def put_back(model: nn.Module, state: State) -> None:
 
 
 def param_names(model: nn.Module) -> dict[int, str]:
-    """The first name of each parameter, by ``id``. Sharded modules show their sharded parameters: take a state dict before."""
+    """The first name of each parameter, by ``id``. A state dict taken first makes modules show sharded parameters."""
     return {id(param): clean_name(name) for name, param in model.named_parameters()}
 
 
 def names_in(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     """The names of the parameters of each of the optimizer's groups.
 
-    Raises: CheckpointError naming the places of parameters that are not the model's
+    Raises: CheckpointError locating parameters that are not the model's
     """
     known = param_names(model)
     groups = [group["params"] for group in optimizer.param_groups]
@@ -134,7 +134,7 @@ def named_optimizer_state(model: nn.Module, optimizer: Optimizer) -> State:
 
 
 def numbered_optimizer_state(state: State, names: list[list[str]]) -> State:
-    """The argument of ``optimizer.load_state_dict`` for a result of ``named_optimizer_state``; ``names`` are the optimizer's."""
+    """A result of ``named_optimizer_state`` for ``optimizer.load_state_dict``; ``names`` are the optimizer's."""
     number_of: dict[str, int] = {}
     groups = []
     for group, named in zip(state["param_groups"], names, strict=True):
@@ -160,14 +160,14 @@ KeyPath = tuple[Any, ...]
 
 
 def value_digests(state: dict[str, Any]) -> dict[KeyPath, bytes]:
-    """Digests of the plain tensors of ``state``, in host memory, by their path of keys, for ranks to compare."""
+    """Digests of the plain tensors of ``state``, by their path of keys, for ranks to compare."""
     return {path: _digest(tensor) for path, tensor in _plain_tensors(state, ()).items()}
 
 
 def take_per_rank_values(state: dict[str, Any], of_ranks: Sequence[dict[KeyPath, bytes]], rank: int) -> dict[KeyPath, Tensor]:
-    """Take out of ``state`` the tensors that differ from those of the lowest rank that has them; none on that rank itself.
+    """Remove from ``state``, and return, the tensors that differ from those of the lowest rank that has them.
 
-    of_ranks: what ``value_digests`` gave on every rank
+    of_ranks: ``value_digests`` of every rank
     rank:     this one
     """
     first: dict[KeyPath, bytes] = {}
@@ -184,7 +184,7 @@ def take_per_rank_values(state: dict[str, Any], of_ranks: Sequence[dict[KeyPath,
 
 
 def put_per_rank_values(state: dict[str, Any], own: dict[KeyPath, Tensor]) -> None:
-    """Undo ``take_per_rank_values`` on a loaded state, which may be the model's alone."""
+    """Undo ``take_per_rank_values`` on a loaded state, which may hold only the model."""
     for path, tensor in own.items():
         if path[0] not in state:
             continue
@@ -209,9 +209,9 @@ def _digest(tensor: Tensor) -> bytes:
 
 
 def random_state(device_type: str) -> dict[str, Any]:
-    """This rank's generators: Python's, NumPy's if it is imported, torch's; plain values, as ``torch.load(weights_only=True)`` takes.
+    """This rank's random state of Python, NumPy if imported, and torch; for ``torch.load(weights_only=True)``.
 
-    device_type: "cuda" and so on for the generator of the current device as well, "cpu" for none
+    device_type: "cuda" and so on: include the generator of the current device; "cpu": none
     """
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {"python": [version, list(numbers), gauss], "torch": torch.get_rng_state()}
@@ -225,7 +225,7 @@ def random_state(device_type: str) -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any], device_type: str) -> None:
-    """Continue where ``random_state`` was called; generators that it has nothing of stay as they are."""
+    """Restore a result of ``random_state``; generators that it does not have stay unchanged."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"])
@@ -242,12 +242,12 @@ def set_random_state(state: dict[str, Any], device_type: str) -> None:
 
 
 def host_copy(state: Any, *, shared: bool = False) -> Any:
-    """``state`` with every tensor copied; of a DTensor, this rank's part. Waits for the device. Collective: no.
+    """``state`` with every tensor copied; of a DTensor, this rank's shard. Waits for the device. Collective: no.
 
-    Copies from a device are page-locked, so that they overlap each other.
+    Copies from a device are page-locked, so that they overlap.
 
-    shared: tensors that are in host memory are not copied: for a caller that has finished before they change
-    Memory: this rank's part of ``state``, in host memory
+    shared: do not copy tensors in host memory: for a caller that finishes before they change
+    Memory: this rank's shards of ``state``, in host memory
     """
     devices: set[torch.device] = set()
 
@@ -270,7 +270,7 @@ def host_copy(state: Any, *, shared: bool = False) -> Any:
 
 
 def host_space(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Host memory for this rank's part of ``like``, not written."""
+    """Uninitialized host memory for this rank's shard of ``like``."""
     if isinstance(like, DTensor):
         spec = compat.spec_of(like)
         assert spec.tensor_meta is not None
@@ -283,7 +283,7 @@ def host_space(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def tell_chunks(tensor: DTensor) -> DTensor:
-    """``tensor``, whose local tensor says for itself what it has of the whole, if that is sharded in strides. Collective: no."""
+    """``tensor``; if its shards are strided, its local tensor now tells DCP which elements it has. Collective: no."""
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None or not any(map(is_strided, tensor.placements)):
         return tensor
@@ -296,7 +296,7 @@ def tell_chunks(tensor: DTensor) -> DTensor:
 
 
 class _Chunks:
-    """For one local tensor, which holds this object: a strong reference back would keep the tensor until a garbage collection."""
+    """For the local tensor that holds this object; the reference back is weak, so that no cycle keeps it alive."""
 
     def __init__(self, local: Tensor, shape: torch.Size, pieces: Sequence[Piece]) -> None:
         self._local = weakref.ref(local)

@@ -1,7 +1,7 @@
-"""Which calls of transformers' ``save_pretrained`` can be a stream: those after which ``save_safetensors`` leaves the same tensors.
+"""The calls of transformers' ``save_pretrained`` that can stream: ``save_safetensors`` would write the same tensors.
 
-transformers itself is asked which of tied names it keeps, and whether it converts weights; on tensors without memory. Whatever this
-file does not know, it leaves to transformers. It refuses to gather and to write.
+transformers itself is asked, with tensors without memory, which tied names it keeps and whether it converts weights.
+Any other case is left to transformers. Nothing here gathers or writes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WITHOUT_EFFECT = frozenset({"token", "save_peft_format", "save_original_format"
 
 @dataclass(frozen=True)
 class PlainCall:
-    """A call that writes the model as it is; rank 0's is run on all ranks."""
+    """A call that writes the model unchanged; all ranks run rank 0's."""
 
     folder: str
     max_shard_size: int | str
@@ -88,7 +88,7 @@ def _are_written_as_they_are(model: nn.Module, tensors: list[ModelTensor], *, co
         kept = theirs.remove_tied_weights_from_state_dict(_on_one_element(tensors), model)
         on_meta = {each.name: torch.empty(each.tensor.shape, dtype=each.tensor.dtype, device="meta") for each in tensors}
         reverted = theirs.revert_weight_conversion(model, dict(on_meta)) if converted else on_meta
-    except Exception:  # it refuses, or another version names it otherwise: its own save_pretrained has the say
+    except Exception:  # an error, or other names in another version: leave the call to transformers
         return False
     same = kept.keys() == on_meta.keys() == reverted.keys()
     return same and all(reverted[name] is on_meta[name] for name in on_meta)

@@ -1,8 +1,8 @@
-"""Adapters of PEFT: which entries of the model's state their files are made of, and prompt encoders that PEFT runs to save them.
+"""PEFT's adapters: the entries of the model's state that their files need, and the prompt encoders that PEFT runs.
 
-    with_lora.save_pretrained(folder)    # of a base model of 8e9 parameters rank 0 gathers the adapter's 4e6 alone
+    with_lora.save_pretrained(folder)    # rank 0 gathers the adapter's 4e6 parameters, not the base model's 8e9
 
-PEFT itself is asked, with tensors without memory in the place of the model's. This file refuses to gather and to write.
+PEFT itself is asked, with tensors without memory in place of the model's. Nothing here gathers or writes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..core.iteration.module_state import units_in
 from ..errors import ModuleError
 
 PROMPTS = "prompt_encoder"
-"""The module in which PEFT keeps the prompts that a model learns."""
+"""The module in which PEFT keeps learned prompts."""
 
 
 def entries_of_adapters(model: Any, bound: inspect.BoundArguments) -> frozenset[str] | None:
@@ -53,7 +53,7 @@ def entries_of_adapters(model: Any, bound: inspect.BoundArguments) -> frozenset[
 
 @contextlib.contextmanager
 def showing_prompts(model: nn.Module, whole: Mapping[str, Tensor]) -> Iterator[None]:
-    """Inside, the prompt encoders have the parameters of ``whole``: PEFT does not take these from a state, it runs the module.
+    """Inside, the prompt encoders have the parameters of ``whole``: PEFT runs the module instead of reading a state.
 
     Collective: no. Raises: ModuleError if one of them is a unit of its own, which would gather its parameters on all ranks
     """
@@ -83,7 +83,7 @@ def _show(encoders: nn.Module, name: str, param: nn.Parameter) -> None:
 
 
 def _selected(model: Any, bound: inspect.BoundArguments) -> list[str]:
-    """PEFT writes those that the caller names, or all; transformers the active one."""
+    """The adapters to write: with PEFT those that the caller names, or all; with transformers the active ones."""
     if "selected_adapters" in bound.signature.parameters:
         return bound.arguments.get("selected_adapters") or list(model.peft_config)
     return list(model.active_adapters())

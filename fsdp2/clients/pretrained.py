@@ -1,9 +1,10 @@
-"""``save_pretrained`` of transformers and PEFT on a sharded model: they write what they find, and would find shards.
+"""``save_pretrained`` of transformers and PEFT on a sharded model, where by themselves they would write shards.
 
     model.save_pretrained(folder)        # on all ranks; rank 0 writes
 
-A plain call of transformers' streams: ``checkpoint/transformers_save.py`` says which are plain, and no rank holds the model. For others
-rank 0 gets the full tensors on its host, and what is written, and under which names, stays theirs.
+A plain call of transformers' streams the weights, so that no rank holds the model; ``checkpoint/transformers_save.py``
+decides which calls are plain. For others, rank 0 gets the full tensors on its host, and the library decides what to
+write under which names.
 """
 
 from __future__ import annotations
@@ -25,17 +26,18 @@ from .adapters import entries_of_adapters, showing_prompts
 
 
 def saving_whole_tensors(inherited: Callable[..., Any]) -> Callable[..., Any]:
-    """``inherited`` on all ranks, with rank 0's arguments; a call that has tensors of its own (``state_dict``) stays as it is.
+    """``inherited`` on all ranks, with rank 0's arguments; a call with its own tensors (``state_dict``) stays as it is.
 
     A plain call on a model of transformers streams its weights, as ``fsdp2.checkpoint.save_safetensors`` does. Rank 0 calls
     ``inherited`` with full tensors for all where transformers must see the whole model: it has adapters, is quantized, or its weights
     get other names or shapes in the files; ``push_to_hub``, ``variant`` and the like. PEFT's models are never plain.
 
-    Of a model with adapters (PEFT's ``peft_config``), only what the files are made of is gathered: ``adapters.py`` knows which.
+    For a model with adapters (PEFT's ``peft_config``), only the entries that the files need are gathered: see
+    ``adapters.py``.
 
     Memory:     2 * 64 MiB on any rank; for a call that is not plain, in addition the full tensors on rank 0's host
     Collective: yes, over all ranks
-    Raises:     on all ranks: CheckpointError with what went wrong on rank 0, ModuleError for a model that not all ranks have
+    Raises:     on all ranks: CheckpointError with rank 0's error, ModuleError for a model that is not on all ranks
     """
 
     @joint
@@ -80,6 +82,6 @@ def saving_whole_tensors(inherited: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _has_its_own_way(model: nn.Module, arguments: dict[str, Any]) -> bool:
-    """Whether the caller brings the tensors, or transformers itself has sharded the model, and gathers it."""
+    """Whether the caller passes the tensors, or transformers itself sharded the model and gathers it."""
     state_dict = arguments.get("state_dict", arguments.get("kwargs", {}).get("state_dict"))
     return state_dict is not None or getattr(getattr(model, "config", None), "distributed_config", None) is not None

@@ -34,10 +34,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
-from ..arguments import PROCESS_GROUP, SWITCH, require
+from ..arguments import COUNT, OPTIMIZER, PROCESS_GROUP, SWITCH, Kind, require
 from ..core import torch_compat as compat
 from ..core.comm.agreement import agree, another_over, default_group, is_lost
-from ..errors import ArgumentError, FSDPError, LostRankError, OrderError, got
+from ..errors import ArgumentError, FSDPError, LostRankError, OrderError
 from ..hangs.joint_calls import joint
 from ..hangs.records import at_disk
 from .checkpoint_folder import CheckpointFolder
@@ -68,6 +68,14 @@ class Stateful(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+_STATEFUL = Kind(lambda value: isinstance(value, Stateful), "an object with state_dict and load_state_dict", "scheduler")
+_DATA = Kind(
+    lambda value: isinstance(value, (Stateful, MutableMapping)),
+    "a dict, or an object with state_dict and load_state_dict",
+    "loader",
+)
 
 
 @dataclass(frozen=True)
@@ -127,7 +135,10 @@ class Checkpointer:
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         def check() -> tuple[nn.Module, Path]:
-            _check(optimizer, scheduler, data, keep_last)
+            require("Checkpointer", OPTIMIZER.or_none, optimizer=optimizer)
+            require("Checkpointer", _STATEFUL.or_none, scheduler=scheduler)
+            require("Checkpointer", _DATA.or_none, data=data)
+            require("Checkpointer", COUNT.or_none, keep_last=keep_last)
             require("Checkpointer", SWITCH, asynchronous=asynchronous)
             return checked_model(model, "Checkpointer"), Path(folder)
 
@@ -349,19 +360,6 @@ class Checkpointer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
         self.close()
-
-
-def _check(optimizer: Any, scheduler: Any, data: Any, keep_last: Any) -> None:
-    wanted: list[tuple[str, Any, bool, str]] = [
-        ("optimizer", optimizer, isinstance(optimizer, Optimizer), "a torch.optim.Optimizer"),
-        ("scheduler", scheduler, isinstance(scheduler, Stateful), "an object with state_dict and load_state_dict"),
-        ("data", data, isinstance(data, (Stateful, MutableMapping)), "a dict, or an object with state_dict and load_state_dict"),
-        ("keep_last", keep_last, type(keep_last) is int and keep_last > 0, "a positive int, or None for all"),
-    ]
-    for name, value, is_right, expected in wanted:
-        if value is not None and not is_right:
-            headline = got("Checkpointer", name, value)
-            raise ArgumentError(headline, expected=expected, fix=f"pass that as {name}, or leave it out")
 
 
 # --- the process group of the writing thread, which communicates while training does ----------------------------------------------

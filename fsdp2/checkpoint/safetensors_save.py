@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..arguments import PROCESS_GROUP, SWITCH, require
+from ..arguments import COUNT, PROCESS_GROUP, SWITCH, require
 from ..core import torch_compat as compat
 from ..core.comm.agreement import agree, agree_over, default_group
 from ..core.modules.sharded_class import original_class
@@ -113,7 +113,8 @@ def save_safetensors(
 
     def arguments() -> tuple[Path, int]:
         checked_model(model, "save_safetensors")
-        _check(num_writers, dtype)
+        require("save_safetensors", COUNT.or_none, num_writers=num_writers)
+        check_dtype(dtype)
         require("save_safetensors", SWITCH.or_none, config=config, progress=progress)
         return Path(folder), nbytes_of(max_shard_size)
 
@@ -151,12 +152,6 @@ def _ready(model: nn.Module, group: dist.ProcessGroup | None) -> Ready:
     devices = dict.fromkeys(device_of(mesh) for mesh in meshes_of(model))
     axes = [(group, device) for device in devices] if group is not None else []
     return lambda problem: agree_over(axes, problem)
-
-
-def _check(num_writers: int | None, dtype: torch.dtype | None) -> None:
-    if num_writers is not None and (type(num_writers) is not int or num_writers < 1):
-        raise ArgumentError(f"num_writers is {num_writers!r}", expected="1 or more, or None for all ranks", fix="pass 1")
-    check_dtype(dtype)
 
 
 def _agreed_plan(

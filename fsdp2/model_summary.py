@@ -13,7 +13,6 @@ Units that follow each other with equal figures share a row.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,10 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .core.group.param_group import ParamGroup
-from .core.iteration.module_state import ModuleState, unit_of
-from .core.plan.mesh import DataParallelMesh
 from .errors import ArgumentError, ModuleError, got, got_object
+from .inspect import Group, Unit, units
 from .printable import counted, in_bytes
 from .state_bytes import StateBytes, measured_state_bytes
 from .tables import Table
@@ -122,63 +119,53 @@ def summary(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
     given = optimizer
     if not isinstance(given, (torch.optim.Optimizer, type(None))):
         raise ArgumentError(got("summary", "optimizer", optimizer), expected="a torch.optim.Optimizer, or None", fix="leave it out")
-    units: dict[ModuleState, str] = {}
-    for name, module in model.named_modules():
-        unit = unit_of(module)
-        if unit is not None:
-            units.setdefault(unit, name)
-    taken = {id(param.sharded) for unit in units for group in unit.uses for param in group.params}
-    taken |= {id(param.unsharded) for unit in units for group in unit.uses for param in group.params}
-    ranks = frozenset[int]().union(*(group.mesh.ranks for unit in units for group in unit.groups))
+    found = units(model)
+    params = [param for unit in found for group in (*unit.groups, *unit.borrowed) for param in group.params]
+    taken = {id(each) for param in params for each in (param.sharded, param.unsharded())}
+    ranks = frozenset[int]().union(*(group.ranks for unit in found for group in unit.groups))
     return ModelSummary(
         model=type(model).__name__,
         num_ranks=max(len(ranks), 1),
-        units=[_unit_summary(name, unit) for unit, name in units.items()],
+        units=[_unit_summary(unit) for unit in found],
         unsharded=[name for name, param in model.named_parameters() if id(param) not in taken],
         state=measured_state_bytes(model, optimizer),
     )
 
 
-def _unit_summary(name: str, unit: ModuleState) -> UnitSummary:
-    layouts = [(group.plan.layout, group.plan.dtype.itemsize) for group in unit.groups]
-    sharded_nbytes = sum(layout.shard_numel * itemsize for layout, itemsize in layouts)
-    padding_nbytes = sum(slot.gap * itemsize for layout, itemsize in layouts for slot in layout.slots)
+def _unit_summary(unit: Unit) -> UnitSummary:
+    sharded_nbytes = sum(group.sharded_nbytes for group in unit.groups)
     return UnitSummary(
-        name=name,
+        name=unit.name,
         module=" + ".join(type(module).__name__ for module in unit.modules),
-        numel=sum(math.prod(param.spec.cut.shape) for group in unit.groups for param in group.params),
-        dtypes=_joined(_dtypes(group) for group in unit.groups),
+        numel=sum(param.numel for group in unit.groups for param in group.params),
+        dtypes=_joined(map(_dtypes, unit.groups)),
         sharded_nbytes=sharded_nbytes,
-        unsharded_nbytes=sum(group.plan.unsharded_nbytes for group in unit.groups),
-        padding=padding_nbytes / sharded_nbytes if sharded_nbytes else 0.0,
-        placement=_joined(_placement(group) for group in unit.groups),
-        after_forward=_after_forward(name, unit),
+        unsharded_nbytes=sum(group.unsharded_nbytes for group in unit.groups),
+        padding=sum(group.padding_nbytes for group in unit.groups) / sharded_nbytes if sharded_nbytes else 0.0,
+        placement=_joined(map(_placement, unit.groups)),
+        after_forward=_after_forward(unit),
     )
 
 
-def _dtypes(group: ParamGroup) -> str:
-    stored, computed, reduced = (
-        str(dtype).removeprefix("torch.") for dtype in (group.plan.dtype, group.plan.param_dtype, group.plan.reduce_dtype)
-    )
+def _dtypes(group: Group) -> str:
+    stored, computed, reduced = (str(dtype).removeprefix("torch.") for dtype in (group.dtype, group.param_dtype, group.reduce_dtype))
     text = stored if computed == stored else f"{stored} -> {computed}"
     return text if reduced == computed else f"{text}, reduced in {reduced}"
 
 
-def _placement(group: ParamGroup) -> str:
-    dims = sorted({param.spec.cut.dim for param in group.params if param.spec.cut.dim is not None})
-    mesh: DataParallelMesh = group.mesh
-    shards = f"Shard({', '.join(map(str, dims))}) of {mesh.shard_size}" if mesh.shard_axis is not None else ""
-    replicas = f"{mesh.replicate_size} replicas" if mesh.replicate_axis is not None else ""
-    return " x ".join(part for part in (replicas, shards) if part) + (", in host memory" if group.options.offload else "")
+def _placement(group: Group) -> str:
+    dims = sorted({param.dim for param in group.params if param.dim is not None})
+    shards = f"Shard({', '.join(map(str, dims))}) of {group.num_shards}" if group.num_shards is not None else ""
+    replicas = f"{group.num_replicas} replicas" if group.num_replicas is not None else ""
+    return " x ".join(part for part in (replicas, shards) if part) + (", in host memory" if group.is_offloaded else "")
 
 
-def _after_forward(name: str, unit: ModuleState) -> str:
-    options = unit.options
-    if options.reshard_is_default and not name:
+def _after_forward(unit: Unit) -> str:
+    if unit.is_kept_as_root and not unit.name:
         return "kept, as root"
-    if isinstance(options.reshard_after_forward, bool):
-        return "resharded" if options.reshard_after_forward else "kept"
-    return f"over {options.reshard_after_forward} ranks"
+    if isinstance(unit.reshard_after_forward, bool):
+        return "resharded" if unit.reshard_after_forward else "kept"
+    return f"over {unit.reshard_after_forward} ranks"
 
 
 def _rows(units: Sequence[UnitSummary]) -> list[tuple[str, ...]]:

@@ -11,21 +11,17 @@ Worked example, zero1, 1000 parameters, 4 ranks, bf16 compute and reduction, Ada
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from .arguments import COUNT, DTYPE, NATURAL, OPTIMIZER, WORD, require
 from .core import torch_compat as compat
-from .core.group.own_memory import leaves_of
-from .core.iteration.module_state import units_in
 from .core.setup.semantics import chosen_semantics
 from .errors import ArgumentError, ModuleError, got, got_object
-from .optim.flat import FlatOptimizer
+from .inspect import Kind, state_tensors, storages_of, units
 from .strategy import STRATEGIES
 
 Moment = Literal["accumulating", "stepping"]
@@ -67,27 +63,19 @@ def measured_state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | No
             got_object("measured_state_bytes", model), expected="an nn.Module, sharded or not", fix="pass the model itself"
         )
     require("measured_state_bytes", OPTIMIZER.or_none, optimizer=optimizer)
-    compute, gradients, master = _Storages(), _Storages(), _Storages()
-    for unit in units_in(model.modules()):
+    found: dict[Kind | None, dict[int, int]] = {"parameters": {}, "unsharded": {}, "gradients": {}, None: {}}
+    kept: list[tuple[Kind | None, torch.UntypedStorage]] = []
+    for unit in units(model):
         for group in unit.groups:
-            master.add(param.local if group.flat is None else group.flat for param in group.params)
-            if group.unsharded is not None:
-                for storage in group.unsharded.storages():
-                    compute.add_storage(storage)
-            gradients.add(group.gradients.unreduced)
-            shown = [each for param in group.params for each in (param.sharded, param.unsharded) if each is not None]
-            gradients.add(each.grad for each in shown)
-    state = _Storages()
+            kept += group.memory()
     if optimizer is not None:
-        state.add(_state_tensors(optimizer))
-    return StateBytes(compute.nbytes_beside(master), gradients.nbytes, master.nbytes, state.nbytes)
-
-
-def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    if isinstance(optimizer, FlatOptimizer):  # as it keeps them: what it shows may be dequantized
-        return optimizer.state_tensors()
-    pairs = [(owner, each) for owner, values in optimizer.state.items() for each in values.values()]
-    return [each for owner, each in pairs if isinstance(each, Tensor) and each.shape == owner.shape and each.ndim > 0]
+        kept += [(None, storage) for each in state_tensors(optimizer) for storage in storages_of(each)]
+    for kind, storage in kept:
+        if storage.nbytes() > 0:
+            found[kind][compat.address_of(storage)] = storage.nbytes()
+    master = found["parameters"]
+    compute = sum(nbytes for address, nbytes in found["unsharded"].items() if address not in master)
+    return StateBytes(compute, sum(found["gradients"].values()), sum(master.values()), sum(found[None].values()))
 
 
 def expected_state_bytes(
@@ -146,29 +134,3 @@ def expected_state_bytes(
         gradients = numel * dtype.itemsize / ranks[chosen.optimizer]
     owned = numel / ranks[chosen.optimizer]
     return StateBytes(compute, gradients, owned * dtype.itemsize, owned * optimizer_nbytes)
-
-
-class _Storages:
-    """Storages, each once."""
-
-    def __init__(self) -> None:
-        self._found: dict[int, int] = {}
-
-    def add(self, tensors: Iterable[Tensor | None]) -> None:
-        for tensor in tensors:
-            if tensor is None or tensor.is_meta:
-                continue
-            for leaf in leaves_of(compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor):
-                self.add_storage(leaf.untyped_storage())
-
-    def add_storage(self, storage: Any) -> None:
-        if storage.nbytes() > 0:
-            self._found[compat.address_of(storage)] = storage.nbytes()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self._found.values())
-
-    def nbytes_beside(self, other: _Storages) -> int:
-        """Bytes that ``other`` does not count."""
-        return sum(nbytes for address, nbytes in self._found.items() if address not in other._found)

@@ -39,7 +39,7 @@ from ..core import torch_compat as compat
 from ..core.comm.agreement import agree, another_over, default_group, is_lost
 from ..errors import ArgumentError, FSDPError, LostRankError, OrderError
 from ..hangs.joint_calls import joint
-from ..hangs.records import at_disk
+from ..inspect import at_disk
 from .checkpoint_folder import CheckpointFolder
 from .checkpointer_load import Restored, read_state
 from .dcp_read import pack, read_metadata, unpack

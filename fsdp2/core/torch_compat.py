@@ -104,6 +104,8 @@ _torch_fsdp2 = torch_name("torch.distributed.fsdp._fully_shard._fully_shard", to
 _REGISTRY_KEY = torch_name("torch.distributed._composable.contract.REGISTRY_KEY", "_fsdp2_registry")  # torch does not see our calls
 _STATE_KEY = torch_name("torch.distributed._composable.contract.STATE_KEY", "_fsdp2_states")  # torch does not find our states
 _RegistryItem = torch_name("torch.distributed._composable.contract.RegistryItem", object)
+_get_module_state = torch_name("torch.distributed._composable_state._get_module_state", lambda module: None)
+_TorchFSDPState = torch_name("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState")  # torch's own modules are not inspected
 _insert_module_state = torch_name("torch.distributed._composable_state._insert_module_state", lambda module, state: None)
 # Without these, the public ``torch.compiler.disable`` does their work; it imports the compiler, and costs each hook more.
 _eval_frame = "torch._C._dynamo.eval_frame."
@@ -724,3 +726,9 @@ def module_state(module: nn.Module) -> ModuleStateBase | None:
         return None
     found = state.get(_STATE_OWNER)
     return found if isinstance(found, ModuleStateBase) else None
+
+
+def torch_fsdp2_state(module: nn.Module) -> Any:
+    """The state that torch's own ``fully_shard`` has put on a module, or None."""
+    state = _get_module_state(module)
+    return state if isinstance(state, _TorchFSDPState) else None

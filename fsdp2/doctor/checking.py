@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..arguments import SWITCH, require
-from ..core.comm.agreement import agree, default_group
 from ..errors import FSDPError
+from ..inspect import exchange
 from .arguments import checked_ties, ignored_checks
 from .dtypes import dtype_findings
 from .environment import environment_findings
@@ -64,7 +64,7 @@ def check(
         facts = facts_of(inspected)
     except FSDPError as error:
         problem = error
-    said = agree(default_group(), problem, (found, facts))
+    said = exchange((found, facts), problem)
     together = list(replica_findings([each for _, each in said])) if len(said) > 1 else []
     report = report_of([[*local, *together] for local, _ in said], ignored)
     if strict:
@@ -86,4 +86,4 @@ def _local_findings(inspected: Inspected, ties: Ties) -> Iterable[Finding]:
     yield from never_averaged(inspected)
     yield from dtype_findings(inspected)
     yield from wrapping_findings(inspected)
-    yield from environment_findings(os.environ, inspected.groups[0][1].mesh.device_type if inspected.groups else "cpu")
+    yield from environment_findings(os.environ, inspected.groups[0].device.type if inspected.groups else "cpu")

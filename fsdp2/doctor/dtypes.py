@@ -32,7 +32,7 @@ def _pure_low_precision(inspected: Inspected) -> Iterator[Finding]:
     }
     low = [
         param
-        for param, _ in inspected.params
+        for param in inspected.params
         if param.dtype in _LOW and param.sharded.requires_grad and id(param.sharded) not in compensated
     ]
     if low:
@@ -61,17 +61,16 @@ def _casts(inspected: Inspected) -> Iterator[Finding]:
     """Findings where a policy's ``param_dtype`` widens narrow parameters, or narrows wide ones next to others."""
     widened: defaultdict[tuple[torch.dtype, torch.dtype], list[str]] = defaultdict(list)
     narrowed: defaultdict[tuple[torch.dtype, torch.dtype], list[str]] = defaultdict(list)
-    for _, unit in inspected.units:
+    for unit in inspected.units:
         # Frozen bases next to wider adapters are usual, so each kind is looked at by itself.
         kept: defaultdict[tuple[torch.dtype, bool], dict[torch.dtype, list[str]]] = defaultdict(dict)
         for group in unit.groups:
-            plan = group.plan
-            if not plan.dtype.is_floating_point or group.options.param_dtype is None:
+            if not group.dtype.is_floating_point or group.chosen_dtype is None:
                 continue
             for param in group.params:
-                kept[plan.param_dtype, param.sharded.requires_grad].setdefault(plan.dtype, []).append(param.fqn)
-            if plan.param_dtype.itemsize > plan.dtype.itemsize:
-                widened[plan.dtype, plan.param_dtype] += [param.fqn for param in group.params]
+                kept[group.param_dtype, param.sharded.requires_grad].setdefault(group.dtype, []).append(param.fqn)
+            if group.param_dtype.itemsize > group.dtype.itemsize:
+                widened[group.dtype, group.param_dtype] += [param.fqn for param in group.params]
         for (param_dtype, _), found in kept.items():
             widest = max(found, key=lambda dtype: dtype.itemsize)
             if len(found) > 1 and widest.itemsize > param_dtype.itemsize:
@@ -98,21 +97,21 @@ def _casts(inspected: Inspected) -> Iterator[Finding]:
 
 def _root_without_policy(inspected: Inspected) -> Iterator[Finding]:
     """All modules below the root compute in one low dtype, and the root, with the same policy's parameters, does not."""
-    (_, root), *below = inspected.units
-    dtypes = {group.options.param_dtype for _, unit in below for group in unit.groups}
-    own = [group for group in root.groups if group.plan.param_dtype.is_floating_point]
+    root, *below = inspected.units
+    dtypes = {group.chosen_dtype for unit in below for group in unit.groups}
+    own = [group for group in root.groups if group.param_dtype.is_floating_point]
     if len(dtypes) != 1 or not own or root.mp_policy.param_dtype is not None or root.mp_policy.output_dtype is not None:
         return
     (dtype,) = dtypes
-    if dtype is None or all(group.plan.param_dtype is dtype for group in own):
+    if dtype is None or all(group.param_dtype is dtype for group in own):
         return
     yield Finding(
         "root-without-policy",
         "warning",
-        f"the modules below the root compute in {_short(dtype)}, the root's own parameters in {_short(own[0].plan.param_dtype)}",
+        f"the modules below the root compute in {_short(dtype)}, the root's own parameters in {_short(own[0].param_dtype)}",
         "fully_shard(model) takes no policy over from the modules below: what the root computes itself (head, last norm) meets inputs "
         "of another dtype, which fails or is promoted",
-        f"pass the same mp_policy to fully_shard on the root; if it is to compute wider, say so: param_dtype={own[0].plan.param_dtype}",
+        f"pass the same mp_policy to fully_shard on the root; if it is to compute wider, say so: param_dtype={own[0].param_dtype}",
         tuple(param.fqn for group in own for param in group.params),
     )
 

@@ -21,15 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..arguments import POSITIVE
 from ..core import torch_compat as compat
-from ..core.comm.agreement import agree, default_group
-from ..core.comm.collective_log import during
-from ..core.group.param import ShardedParam, own_shard
-from ..core.group.param_group import ParamGroup
 from ..errors import ArgumentError, got
+from ..inspect import Group, Parameter, during, exchange, local_of
 from .finding import Finding, Report, report_of
 from .inspected import Inspected, inspect
 
@@ -109,30 +105,31 @@ def gradient_scales(
     """
     _check_arguments(step, declared, tolerance)
     inspected = inspect(model, None, "gradient_scales")
-    for _, unit in inspected.units:  # so that the unsharded parameters exist
+    for unit in inspected.units:  # so that the unsharded parameters exist
         sharded: Any = unit.modules[0]
         sharded.unshard()
         sharded.reshard()
     model.zero_grad()
     probe = Probe()
-    computed: defaultdict[ShardedParam, Tensor] = defaultdict(lambda: torch.zeros(_NUM_PROJECTIONS, dtype=torch.float64, device="cpu"))
+    computed: defaultdict[Parameter, Tensor] = defaultdict(lambda: torch.zeros(_NUM_PROJECTIONS, dtype=torch.float64, device="cpu"))
     handles = []
-    for param, _ in inspected.params:
-        if param.unsharded is not None and param.sharded.requires_grad:
+    for param in inspected.params:
+        whole = param.unsharded()
+        if whole is not None and param.sharded.requires_grad:
 
-            def hear(grad: Tensor, param: ShardedParam = param) -> None:
+            def hear(grad: Tensor, param: Parameter = param) -> None:
                 computed[param] += _projections(param, grad, cut=False)
 
-            handles.append(param.unsharded.register_hook(hear))  # type: ignore[no-untyped-call]
+            handles.append(whole.register_hook(hear))  # type: ignore[no-untyped-call]
     try:
         step(probe)
     finally:
         for handle in handles:
             handle.remove()
-    divisors = _reductions(inspected, computed)
+    divisors = _reductions(inspected.groups, computed)
     model.zero_grad()
     heard = probe.count, probe.total, probe.num_zero, probe.lowest, probe.highest
-    everyone = agree(default_group(), None, heard)
+    everyone = exchange(heard)
     return _certificate(inspected, divisors, everyone, declared, tolerance)
 
 
@@ -150,29 +147,28 @@ def _check_arguments(step: Any, declared: Any, tolerance: Any) -> None:
         raise ArgumentError(got(caller, "tolerance", tolerance), expected="a relative error above 0", fix="tolerance=0.02")
 
 
-def _projections(param: ShardedParam, grad: Tensor, *, cut: bool) -> Tensor:
+def _projections(param: Parameter, grad: Tensor, *, cut: bool) -> Tensor:
     """(4,): of a whole gradient, or of this rank's piece of it, on random signs that are the same on all ranks."""
-    local = compat.waited_for(compat.local_tensor(grad)) if isinstance(grad, DTensor) else grad
-    shape = param.spec.cut.shape
+    local = compat.waited_for(local_of(grad))
     found = []
     for number in range(_NUM_PROJECTIONS):
         generator = torch.Generator().manual_seed(zlib.crc32(f"{param.fqn} {number}".encode()))
-        signs = param.spec.to_logical(torch.randint(0, 2, shape, generator=generator, dtype=torch.int8, device="cpu"))
-        signs = param.spec.to_logical(own_shard(signs, param.spec, param.rank)) if cut else signs
+        signs = torch.randint(0, 2, param.shape, generator=generator, dtype=torch.int8, device="cpu")
+        signs = param.piece_of(signs) if cut else signs
         found.append(((2 * signs - 1).to(local.device) * local.detach().double()).sum().cpu())
     return torch.stack(found)
 
 
-def _reductions(inspected: Inspected, computed: Mapping[ShardedParam, Tensor]) -> dict[str, float | None]:
+def _reductions(groups: Sequence[Group], computed: Mapping[Parameter, Tensor]) -> dict[str, float | None]:
     """What lies between the sum of all computed gradients and what each parameter got. Collective: yes, over each group's ranks."""
     found: dict[str, float | None] = {}
     nothing = torch.zeros(_NUM_PROJECTIONS, dtype=torch.float64, device="cpu")
-    for _, group in inspected.groups:
+    for group in groups:
         summed = torch.stack([computed.get(param, nothing) for param in group.params])
         got = []
         for param in group.params:
             grad = param.sharded.grad
-            share = param.spec.cut.num_shards if param.spec.cut.dim is None else 1  # what every rank has whole
+            share = param.num_shards if param.dim is None else 1  # what every rank has whole
             got.append(nothing if grad is None else _projections(param, grad, cut=True) / share)
         received = _over(group, torch.stack(got), replicas=False)
         summed = _over(group, summed, replicas=True)
@@ -182,9 +178,9 @@ def _reductions(inspected: Inspected, computed: Mapping[ShardedParam, Tensor]) -
     return found
 
 
-def _over(group: ParamGroup, numbers: Tensor, *, replicas: bool) -> Tensor:
+def _over(group: Group, numbers: Tensor, *, replicas: bool) -> Tensor:
     there = numbers.to(group.device)
-    for process_group in (group.mesh.shard_group, group.mesh.replicate_group if replicas else None):
+    for process_group in (group.shard_group, group.replicate_group if replicas else None):
         if process_group is not None:
             with during("all-reduce of projections", process_group, there):
                 dist.all_reduce(there, group=process_group)

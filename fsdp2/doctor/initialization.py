@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from ..core import torch_compat as compat
+from ..inspect import local_of
 from .finding import Finding
 from .inspected import Inspected
 
@@ -39,7 +38,7 @@ def canaries() -> Iterator[None]:
         usual(self, device=device, recurse=recurse)
         with torch.no_grad():
             for tensor in (*self.parameters(recurse), *self.buffers(recurse)):
-                local = _local(tensor)
+                local = local_of(tensor)
                 if not local.is_meta and type(local) is Tensor and local.dtype is not torch.bool:
                     local.fill_(_canary(local.dtype))
         return self
@@ -52,10 +51,10 @@ def canaries() -> Iterator[None]:
 
 
 def initialization_findings(inspected: Inspected) -> Iterator[Finding]:
-    shown = {id(param.unsharded): param.sharded for param, _ in inspected.params if param.unsharded is not None}
+    shown = {id(param.unsharded()): param.sharded for param in inspected.params}
     tensors: dict[str, Tensor] = {name: shown.get(id(param), param) for name, param in inspected.model.named_parameters()}
     tensors |= inspected.buffers
-    meta = tuple(name for name, tensor in tensors.items() if _local(tensor).is_meta)
+    meta = tuple(name for name, tensor in tensors.items() if local_of(tensor).is_meta)
     if meta:
         yield Finding(
             "on-meta-device",
@@ -65,7 +64,7 @@ def initialization_findings(inspected: Inspected) -> Iterator[Finding]:
             "call fsdp2.materialize(model), or model.to_empty(device=...) and initialize, or load a checkpoint",
             meta,
         )
-    unwritten = tuple(name for name, tensor in tensors.items() if _is_unwritten(_local(tensor)))
+    unwritten = tuple(name for name, tensor in tensors.items() if _is_unwritten(local_of(tensor)))
     if unwritten:
         yield Finding(
             "uninitialized",
@@ -89,7 +88,3 @@ def _is_unwritten(local: Tensor) -> bool:
 
 def _canary(dtype: torch.dtype) -> float | int:
     return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()

@@ -1,4 +1,4 @@
-"""A sharded model as the checks look at it: its units by name, its parameters as optimizers hold them, its buffers."""
+"""A sharded model as the checks look at it: its units, its parameters, its buffers, its optimizers."""
 
 from __future__ import annotations
 
@@ -9,27 +9,25 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..core.group.param import ShardedParam
-from ..core.group.param_group import ParamGroup
-from ..core.iteration.module_state import ModuleState, units_below
 from ..errors import ArgumentError, ModuleError, got, got_object
+from ..inspect import Group, Parameter, Unit, units
 
 
 @dataclass(frozen=True)
 class Inspected:
-    """units: with the name of their first module, the root first; params: those of all groups, by the names that they have now"""
+    """units: the root first"""
 
     model: nn.Module
-    units: list[tuple[str, ModuleState]]
+    units: list[Unit]
     optimizers: tuple[Optimizer, ...]
 
     @property
-    def groups(self) -> list[tuple[str, ParamGroup]]:
-        return [(name, group) for name, unit in self.units for group in unit.groups]
+    def groups(self) -> list[Group]:
+        return [group for unit in self.units for group in unit.groups]
 
     @property
-    def params(self) -> list[tuple[ShardedParam, ParamGroup]]:
-        return [(param, group) for _, group in self.groups for param in group.params]
+    def params(self) -> list[Parameter]:
+        return [param for group in self.groups for param in group.params]
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -39,15 +37,15 @@ class Inspected:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that train on different data, this one among them: those of the root's mesh."""
-        return tuple(sorted(next((group.mesh.ranks for _, group in self.groups), frozenset())))
+        return tuple(sorted(next((group.ranks for group in self.groups), frozenset())))
 
 
 def inspect(model: Any, optimizer: Optimizer | Iterable[Optimizer] | None, caller: str) -> Inspected:
     """Raises: ModuleError if ``model`` is not sharded; ArgumentError for something else than optimizers."""
     if not isinstance(model, nn.Module):
         raise ModuleError(got_object(caller, model), expected="a model that fully_shard was called on", fix="pass the model itself")
-    units = units_below(model)
-    if not units:
+    found = units(model)
+    if not found:
         raise ModuleError(
             f"{caller} got a {type(model).__name__} that is not sharded",
             expected="a model that parallelize or fully_shard was called on",
@@ -60,4 +58,4 @@ def inspect(model: Any, optimizer: Optimizer | Iterable[Optimizer] | None, calle
         raise ArgumentError(
             got(caller, "optimizer", wrong[0]), expected="a torch.optim.Optimizer, or several", fix="pass the optimizer itself"
         )
-    return Inspected(model, units, optimizers)
+    return Inspected(model, found, optimizers)

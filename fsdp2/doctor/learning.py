@@ -5,28 +5,21 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..core import torch_compat as compat
-from ..core.group.param import ShardedParam
-from ..core.group.param_group import ParamGroup
+from ..inspect import Group, Parameter
 from .finding import Finding
 
 
-def local_gradient(param: ShardedParam) -> Tensor | None:
-    grad: Any = param.sharded.grad
-    return None if grad is None else compat.waited_for(compat.local_tensor(grad)).detach()
-
-
-def largest_gradients(params: Iterable[ShardedParam]) -> dict[ShardedParam, float]:
+def largest_gradients(params: Iterable[Parameter]) -> dict[Parameter, float]:
     """The largest magnitude in this rank's piece of each gradient; NaN where it has one. Waits for the device once."""
-    grads = {param: grad for param in params if (grad := local_gradient(param)) is not None and grad.numel() and type(grad) is Tensor}
-    found: dict[ShardedParam, float] = {}
-    by_device: dict[torch.device, list[ShardedParam]] = {}
+    grads = {param: grad for param in params if (grad := param.grad) is not None and grad.numel() and type(grad) is Tensor}
+    found: dict[Parameter, float] = {}
+    by_device: dict[torch.device, list[Parameter]] = {}
     for param, grad in grads.items():
         by_device.setdefault(grad.device, []).append(param)
     for those in by_device.values():
@@ -35,7 +28,7 @@ def largest_gradients(params: Iterable[ShardedParam]) -> dict[ShardedParam, floa
     return found
 
 
-def not_finite(largest: Mapping[ShardedParam, float], is_loss: bool) -> Iterator[Finding]:
+def not_finite(largest: Mapping[Parameter, float], is_loss: bool) -> Iterator[Finding]:
     """largest: of each gradient; is_loss: the loss is not finite either"""
     names = tuple(param.fqn for param, most in largest.items() if not most < float("inf"))
     if names or is_loss:
@@ -61,12 +54,12 @@ def all_zero() -> Finding:
     )
 
 
-def without_scaler(groups: Iterable[tuple[str, ParamGroup]]) -> Iterator[Finding]:
+def without_scaler(groups: Iterable[Group]) -> Iterator[Finding]:
     """Call it from an optimizer's hook, whose callers tell whether a loss scaler runs the step."""
     names = tuple(
         param.fqn
-        for _, group in groups
-        if group.plan.param_dtype is torch.float16
+        for group in groups
+        if group.param_dtype is torch.float16
         for param in group.params
         if param.sharded.requires_grad and param.sharded.grad is not None
     )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..core.group.param import sharded_from
-from ..core.iteration.module_state import sharded_parameters, unit_of
-from ..core.modules.unmanaged_parameters import plain_parameters
+from ..inspect import is_sharded, parameters_of, shard_of, unmanaged_parameters
 from .finding import Finding
 from .inspected import Inspected
 from .learning import stepped_twice
@@ -20,8 +18,9 @@ def optimizer_findings(inspected: Inspected) -> Iterator[Finding]:
     yield from _in_two(inspected)
     held = {id(param): param for optimizer in inspected.optimizers for group in optimizer.param_groups for param in group["params"]}
     names = {id(param): name for name, param in inspected.model.named_parameters()}
-    names |= {id(param.sharded): param.fqn for param, _ in inspected.params}
-    replaced = [sharded for param in held.values() if (sharded := sharded_from(param)) is not None]
+    names |= {id(param.sharded): param.fqn for param in inspected.params}
+    known = parameters_of(held.values())
+    replaced = [param for key, param in known.items() if id(param.sharded) != key]
     if replaced:
         yield Finding(
             "optimizer-before-sharding",
@@ -30,11 +29,12 @@ def optimizer_findings(inspected: Inspected) -> Iterator[Finding]:
             "gradients and values are in the sharded parameters; fsdp2 exchanges them at the optimizer's first step, and raises if "
             "there is state already, but a scheduler, a moving average or an optimizer without step hooks keeps the dead ones",
             "build the optimizer after fully_shard",
-            tuple(sharded.fqn for sharded in replaced),
+            tuple(param.fqn for param in replaced),
         )
     # An optimizer of several models has parameters of others; one that has none of this model's is another's, or has dead ones.
-    others = sharded_parameters().keys() if any(key in names for key in held) else frozenset()
-    dead = [param for key, param in held.items() if key not in names and key not in others and sharded_from(param) is None]
+    if not any(key in names for key in held):
+        known = {key: param for key, param in known.items() if id(param.sharded) != key}
+    dead = [param for key, param in held.items() if key not in names and key not in known]
     if dead:
         yield Finding(
             "optimizer-has-dead-parameters",
@@ -45,8 +45,12 @@ def optimizer_findings(inspected: Inspected) -> Iterator[Finding]:
             "build the optimizer from model.parameters() after the last change of the model (loading with assign=True, adapters, ...)",
             tuple(f"a parameter of shape {tuple(param.shape)}" for param in dead),
         )
-    known = held.keys() | {id(sharded.sharded) for sharded in replaced}
-    missing = [name for name, param in inspected.model.named_parameters() if param.requires_grad and not _is_known(param, known)]
+    steps = held.keys() | {id(param.sharded) for param in replaced}
+    missing = [
+        name
+        for name, param in inspected.model.named_parameters()
+        if param.requires_grad and steps.isdisjoint((id(param), id(shard_of(param))))
+    ]
     if missing:
         yield Finding(
             "optimizer-misses-parameters",
@@ -61,12 +65,9 @@ def optimizer_findings(inspected: Inspected) -> Iterator[Finding]:
 
 def never_averaged(inspected: Inspected) -> Iterator[Finding]:
     """Finding on trainable parameters that no ``fully_shard`` call has, where there are several ranks."""
-    units = [unit for _, unit in inspected.units]
-    if all(len(unit.ranks) < 2 for unit in units):
+    if all(len(unit.ranks) < 2 for unit in inspected.units):
         return
-    known = sharded_parameters()  # those of a unit around the model, too
-    names = tuple(name for name, param in plain_parameters(inspected.model, units).items() if id(param) not in known)
-    if names:
+    if names := tuple(unmanaged_parameters(inspected.model)):
         kind = type(inspected.model).__name__
         yield Finding(
             "never-averaged",
@@ -74,7 +75,7 @@ def never_averaged(inspected: Inspected) -> Iterator[Finding]:
             f"no fully_shard call has {len(names)} trainable parameters",
             "each rank trains its own on its own data: ranks compute different functions, and a checkpoint has those of one rank",
             f"call fully_shard on the {kind} as well, after its blocks"
-            if unit_of(inspected.model) is None
+            if not is_sharded(inspected.model)
             else "add them before fully_shard, call fully_shard on the modules that were added, or freeze them",
             names,
         )
@@ -99,11 +100,6 @@ def _in_two(inspected: Inspected) -> Iterator[Finding]:
         for group in optimizer.param_groups:
             for param in group["params"]:
                 holders.setdefault(id(param), set()).add(groups)
-    names = tuple(param.fqn for param, _ in inspected.params if len(holders.get(id(param.sharded), ())) > 1)
+    names = tuple(param.fqn for param in inspected.params if len(holders.get(id(param.sharded), ())) > 1)
     if names:
         yield stepped_twice(names)
-
-
-def _is_known(param: object, known: set[int]) -> bool:
-    sharded = sharded_from(param)  # type: ignore[arg-type]  # an unsharded one, which is shown now
-    return id(param) in known or (sharded is not None and id(sharded.sharded) in known)

@@ -27,9 +27,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..core.group.param import sharded_from
-from ..core.iteration.module_state import sharded_parameters, unit_of, unit_with
 from ..hangs import watcher
+from ..inspect import is_sharded, parameters_of, root_of
 from ..installation import install
 from ..run import run_script
 from .checking import check, check_alone
@@ -124,7 +123,7 @@ class Patient:
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
             return  # into this graph: the module around it, which runs as Python has it, is the sharded one
-        if self._model is None and unit_of(module) is not None:
+        if self._model is None and is_sharded(module):
             self._model = module
             self.record.has_forward = True
             self.record.write(self._folder)
@@ -185,16 +184,7 @@ class Patient:
 
 def _roots_of(optimizer: Optimizer) -> KeysView[nn.Module]:
     """The roots of the sharded models whose parameters ``optimizer`` has, in its order."""
-    known = sharded_parameters()
-    roots: dict[nn.Module, None] = {}
-    for group in optimizer.param_groups:
-        for held in group["params"]:
-            param = sharded_from(held) or known.get(id(held), (None,))[0]
-            if param is not None:
-                unit = unit_with(param)
-                root = unit if unit.schedule is None else unit.schedule.tree.root
-                roots[root.modules[0]] = None
-    return roots.keys()
+    return dict.fromkeys(map(root_of, parameters_of(_held(optimizer).values()).values())).keys()
 
 
 def _held(optimizer: Optimizer) -> dict[int, Tensor]:
@@ -204,8 +194,8 @@ def _held(optimizer: Optimizer) -> dict[int, Tensor]:
 
 def _plain_parameters(optimizers: list[Optimizer]) -> set[int]:
     """Ids of the parameters of ``optimizers`` that were not sharded."""
-    known = sharded_parameters().keys()
-    return {key for each in optimizers for key, param in _held(each).items() if key not in known and sharded_from(param) is None}
+    held = {key: param for each in optimizers for key, param in _held(each).items()}
+    return held.keys() - parameters_of(held.values()).keys()
 
 
 def _joined(roots: list[nn.Module], plain: set[int]) -> nn.Module:

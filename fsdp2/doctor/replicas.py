@@ -14,9 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
-from ..core import torch_compat as compat
+from ..inspect import local_of
 from .finding import Finding
 from .inspected import Inspected
 
@@ -42,16 +41,15 @@ class Facts:
 
 
 def facts_of(inspected: Inspected) -> Facts:
-    shapes = {param.fqn: f"{tuple(param.sharded.shape)} {param.dtype} {param.sharded.requires_grad}" for param, _ in inspected.params}
-    copies = {}
-    for param, group in inspected.params:
-        process_group = group.mesh.replicate_group
-        local = param.local_now()
-        if process_group is not None and process_group.size() > 1 and not local.is_meta:
-            copies[param.fqn, tuple(dist.get_process_group_ranks(process_group))] = digest(local)
+    shapes = {param.fqn: f"{tuple(param.sharded.shape)} {param.dtype} {param.sharded.requires_grad}" for param in inspected.params}
+    copies: dict[tuple[str, tuple[int, ...]], int] = {}
+    for group in inspected.groups:
+        if group.replicate_group is not None and group.replicate_group.size() > 1:
+            ranks = tuple(dist.get_process_group_ranks(group.replicate_group))
+            copies |= {(param.fqn, ranks): digest(param.local) for param in group.params if not param.local.is_meta}
     buffers = {name: digest(buffer) for name, buffer in inspected.buffers.items() if not buffer.is_meta}
     shapes |= {name: f"{tuple(buffer.shape)} {buffer.dtype}" for name, buffer in inspected.buffers.items()}
-    needs_values = any(group.plan.is_meta for _, group in inspected.groups)
+    needs_values = any(param.local.is_meta for param in inspected.params)
     return Facts(inspected.ranks, shapes, copies, buffers, torch.initial_seed() if needs_values else None)
 
 
@@ -104,7 +102,7 @@ def replica_findings(by_rank: Sequence[Facts]) -> Iterator[Finding]:
 
 def digest(tensor: Tensor) -> int:
     """CRC-32 of the bytes of a tensor, of a DTensor of its local one."""
-    local = compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+    local = local_of(tensor)
     if type(local) is not Tensor:
         return 0  # a subclass with memory of its own, whose bytes we cannot read
     found = zlib.crc32(str((tuple(local.shape), local.dtype)).encode())

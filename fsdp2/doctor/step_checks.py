@@ -10,16 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core import torch_compat as compat
-from ..core.group.param import ShardedParam
-from ..core.iteration.module_state import ModuleState
-from ..core.modules.tensors import find_tensors
+from ..inspect import Parameter, Unit, find_tensors
 from .finding import Finding
 from .learning import Settings
 from .replicas import digest
 
 
-def missing_gradients(params: Iterable[ShardedParam], num_steps: int) -> Iterator[Finding]:
+def missing_gradients(params: Iterable[Parameter], num_steps: int) -> Iterator[Finding]:
     """params: without a gradient in all ``num_steps``"""
     names = tuple(param.fqn for param in params if param.sharded.requires_grad)
     if names:
@@ -34,26 +31,23 @@ def missing_gradients(params: Iterable[ShardedParam], num_steps: int) -> Iterato
         )
 
 
-def accumulation_switches(units: Sequence[tuple[str, ModuleState]]) -> Iterator[Finding]:
+def accumulation_switches(units: Sequence[Unit]) -> Iterator[Finding]:
     """At the end of a backward: switches that some modules have and others do not, or that change nothing."""
-    micro_batches = [(name, unit) for name, unit in units if unit.groups]
-    off = [name or "the root" for name, unit in micro_batches if not unit.micro_batch.reduces]
-    if off and len(off) < len(micro_batches):
+    reduced = [unit for unit in units if unit.groups]
+    off = [unit.name or "the root" for unit in reduced if not unit.reduces()]
+    if off and len(off) < len(reduced):
         yield Finding(
             "accumulation-switch-on-a-part",
             "warning",
-            f"gradient sync is off for {len(off)} of {len(micro_batches)} modules in one backward",
+            f"gradient sync is off for {len(off)} of {len(reduced)} modules in one backward",
             "the others communicate in every micro-batch, which is what the switch was to save",
             "call set_requires_gradient_sync on the root, with recurse=True, or use fsdp2.accumulate(model, last=...)",
             tuple(off),
         )
     idle = [
-        name or "the root"
-        for name, unit in micro_batches
-        if unit.micro_batch.reduces
-        and not unit.micro_batch.all_reduces
-        and not unit.micro_batch.accumulates_shards
-        and all(group.mesh.replicate_group is None for group in unit.groups)
+        unit.name or "the root"
+        for unit in reduced
+        if unit.reduces() and not unit.all_reduces() and all(group.replicate_group is None for group in unit.groups)
     ]
     if idle:
         yield Finding(
@@ -66,9 +60,9 @@ def accumulation_switches(units: Sequence[tuple[str, ModuleState]]) -> Iterator[
         )
 
 
-def gradients_left(units: Sequence[tuple[str, ModuleState]]) -> Iterator[Finding]:
+def gradients_left(units: Sequence[Unit]) -> Iterator[Finding]:
     """Findings before an optimizer's step: gradients that it will not see."""
-    waiting = tuple(param.fqn for _, unit in units for group in unit.groups if group.gradients.has_unreduced for param in group.params)
+    waiting = tuple(param.fqn for unit in units for group in unit.groups if group.has_unreduced() for param in group.params)
     if waiting:
         yield Finding(
             "step-before-reduction",
@@ -80,11 +74,11 @@ def gradients_left(units: Sequence[tuple[str, ModuleState]]) -> Iterator[Finding
         )
     outside = tuple(
         param.fqn
-        for _, unit in units
+        for unit in units
         for group in unit.groups
-        if not group.gradients.has_unreduced
+        if not group.has_unreduced()
         for param in group.params
-        if param.unsharded is not None and param.unsharded.grad is not None
+        if (whole := param.unsharded()) is not None and whole.grad is not None
     )
     if outside:
         yield used_outside(outside)
@@ -233,7 +227,7 @@ SAMPLED = 4096
 """Elements of a gradient that a rank keeps from backward to the optimizer's step."""
 
 
-def sample_of_gradients(params: Iterable[ShardedParam]) -> tuple[ShardedParam, Tensor] | None:
+def sample_of_gradients(params: Iterable[Parameter]) -> tuple[Parameter, Tensor] | None:
     """A parameter, and a sample of its gradient whose magnitudes differ; None if no parameter has one.
 
     Where all magnitudes are equal, a factor cannot be told from ``clip_grad_value_``.
@@ -248,24 +242,23 @@ def sample_of_gradients(params: Iterable[ShardedParam]) -> tuple[ShardedParam, T
     return None
 
 
-def sample_of(param: ShardedParam) -> Tensor | None:
+def sample_of(param: Parameter) -> Tensor | None:
     """Elements of this rank's piece of the gradient, the same at each call; None if it has no gradient, or one that is not finite."""
-    grad: Any = param.sharded.grad
+    grad = param.grad
     if grad is None:
         return None
-    elements = compat.waited_for(compat.local_tensor(grad)).detach().reshape(-1)
+    elements = grad.reshape(-1)
     sample = elements[:: max(1, elements.numel() // SAMPLED)].cpu()
     sample = sample.to(torch.promote_types(sample.dtype, torch.float64), copy=True)
     return sample if sample.isfinite().all() else None
 
 
-def scale_since(param: ShardedParam, before: Tensor) -> Scale | None:
+def scale_since(param: Parameter, before: Tensor) -> Scale | None:
     """None: the gradient is what no single factor makes of ``before``, so noise, a mask or ``clip_grad_value_`` changed it."""
-    after = sample_of(param)
-    if after is None or not after.any():
+    after, grad = sample_of(param), param.grad
+    if after is None or grad is None or not after.any():
         return None
     factor = (after.abs().sum() / before.abs().sum()).item()
-    grad: Any = param.sharded.grad
     limits = torch.finfo(grad.dtype)
     rounding = 4 * limits.eps  # a program may scale twice, for a loss scaler and to clip
     expected = factor * before

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.group.param import sharded_from
 from ..errors import ArgumentError
+from ..inspect import shard_of
 from .finding import Finding
 from .inspected import Inspected
 
@@ -37,7 +37,7 @@ def tie_findings(inspected: Inspected, ties: Ties) -> Iterator[Finding]:
     cut += _declared(model, shown)
     places = {(id(module), name): f"{prefix}.{name}" if prefix else name
               for prefix, module in model.named_modules() for name in module._parameters}  # fmt: skip
-    for param, _ in inspected.params:
+    for param in inspected.params:
         now = [owner.module._parameters.get(owner.name) for owner in param.owners]
         if len({_identity(each) for each in now if each is not None}) > 1:
             cut.append(tuple(places.get((id(owner.module), owner.name), owner.name) for owner in param.owners))
@@ -73,12 +73,12 @@ def _copies(inspected: Inspected) -> Iterator[tuple[str, ...]]:
 
     Two embeddings are not compared: a model may have a copy of another.
     """
-    alone = [param for param, _ in inspected.params if param.sharded.requires_grad and len(param.owners) == 1]
+    alone = [param for param in inspected.params if param.sharded.requires_grad and len(param.owners) == 1]
     embeddings = [param for param in alone if isinstance(param.owners[0].module, nn.Embedding)]
     others = [param for param in alone if not isinstance(param.owners[0].module, nn.Embedding)]
     for embedding in embeddings:
         for param in others:
-            if param.sharded.shape == embedding.sharded.shape and _has_same_values(param.local_now(), embedding.local_now()):
+            if param.sharded.shape == embedding.sharded.shape and _has_same_values(param.local, embedding.local):
                 yield embedding.fqn, param.fqn
 
 
@@ -91,5 +91,4 @@ def _has_same_values(first: Tensor, second: Tensor) -> bool:
 
 def _identity(param: Any) -> int:
     """A key that is equal for all views of one parameter, sharded or not."""
-    sharded = sharded_from(param)
-    return id(param if sharded is None else sharded.sharded)
+    return id(shard_of(param))

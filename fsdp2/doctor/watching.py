@@ -20,10 +20,8 @@ from torch.optim import Optimizer
 
 from ..arguments import COUNT, SWITCH, require
 from ..core import torch_compat as compat
-from ..core.comm.agreement import agree, default_group
-from ..core.group.param import ShardedParam, sharded_from
-from ..core.modules.tensors import find_tensors
 from ..errors import ArgumentError, DoctorError, DoctorWarning
+from ..inspect import Parameter, exchange, find_tensors, shard_of
 from ..user_warnings import warn
 from . import hearing, learning
 from .arguments import ignored_checks
@@ -109,21 +107,21 @@ class Watch:
             )
         self._inspected = inspected
         self._units, self._params, self._ranks = inspected.units, inspected.params, inspected.ranks
-        self._device = inspected.groups[0][1].device if inspected.groups else torch.device("cpu")
+        self._device = inspected.groups[0].device if inspected.groups else torch.device("cpu")
         self._ignored = ignored_checks("watch", ignore)
         require("watch", COUNT, every=every, patience=patience)
         self._every, self._patience = every, patience
         self._tell = tell or (_raise if strict else _warn)
         self._found: dict[tuple[str, tuple[str, ...]], Finding] = {}
         self._num_steps = 0
-        self._no_gradient = [param for param, _ in self._params if param.sharded.requires_grad]
+        self._no_gradient = [param for param in self._params if param.sharded.requires_grad]
         self._close = _Close()
         self._has_gradients = False  # a backward has ended since the last step
         self._saw_backward = False  # in any step: under a compiler that has the whole step, none is seen
         self._repeated: dict[str, set[tuple[int, ...]]] = {}  # what ranks had in common at the last close look
         self._stepped: dict[int, Optimizer] = {}  # which optimizer has stepped a parameter since the last backward
-        self._used: set[ShardedParam] = set()  # one of each optimizer's, with whose gradient it has stepped
-        self._before: tuple[ShardedParam, Tensor, int] | None = None  # a parameter's values, and how many steps have left them so
+        self._used: set[Parameter] = set()  # one of each optimizer's, with whose gradient it has stepped
+        self._before: tuple[Parameter, Tensor, int] | None = None  # a parameter's values, and how many steps have left them so
         self._metric: float | None = None
         self._meeting = Meeting()
         self._undo = contextlib.ExitStack()
@@ -135,9 +133,8 @@ class Watch:
         before = compat.dynamo_disabled(self._before_forward)
         undo.callback(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
         undo.callback(model.register_forward_hook(compat.dynamo_disabled(self._after_forward)).remove)
-        for _, unit in self._units:
-            unit.watchers = (*unit.watchers, self._after_backward)
-            undo.callback(_remove_watcher, unit, self._after_backward)
+        for unit in self._units:
+            undo.callback(unit.on_backward_end(self._after_backward))
         for param in self._no_gradient:
             # Autograd calls it where a graph has the sharded parameter itself, which no reduction does.
             handle = param.sharded.register_hook(functools.partial(self._on_shard, param))  # type: ignore[no-untyped-call]
@@ -212,7 +209,7 @@ class Watch:
         close = self._close
         if close.is_on:
             close.findings += accumulation_switches(self._units)
-            close.gradient = sample_of_gradients(param for param, _ in self._params)
+            close.gradient = sample_of_gradients(self._params)
             self._stepped.clear()
             if not any(module.training for module in self._inspected.model.modules()):
                 close.findings.append(learning.in_eval_mode(self._inspected.model))
@@ -245,7 +242,7 @@ class Watch:
     def _stepping(self, optimizer: Optimizer) -> Iterator[Finding]:
         """Note with which gradients it steps. Finds those with which another has stepped."""
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        own = [param for param, _ in self._params if id(param.sharded) in held and param.sharded.grad is not None]
+        own = [param for param in self._params if id(param.sharded) in held and param.sharded.grad is not None]
         twice = [param.fqn for param in own if not _are_one(self._stepped.get(id(param), optimizer), optimizer)]
         if twice:
             yield learning.stepped_twice(tuple(twice))
@@ -267,7 +264,7 @@ class Watch:
         """Collective: yes."""
         close.findings += gradients_left(self._units)
         close.findings += never_averaged(self._inspected)
-        largest = learning.largest_gradients(param for param, _ in self._params)
+        largest = learning.largest_gradients(self._params)
         if getattr(optimizer, "found_inf", None) is None:  # by a loss scaler, for an optimizer that leaves out such steps itself
             close.findings += learning.not_finite(largest, not close.is_loss_finite)
         scale = None if close.gradient is None else scale_since(*close.gradient)
@@ -284,7 +281,7 @@ class Watch:
         is_zero = bool(largest) and not any(largest.values())
         settings = learning.settings_of(self._inspected.optimizers)
         seen = Observed(self._ranks, close.data, scale, close.losses, random, is_zero, settings, self._metric)
-        said = agree(default_group(), None, (close.findings, seen))
+        said = exchange((close.findings, seen))
         together = self._compared([each for _, each in said])
         close.findings, self._metric = [], None
         self._note(report_of([[*findings, *together] for findings, _ in said]))
@@ -315,15 +312,14 @@ class Watch:
             times = times + 1 if torch.equal(_some_values(param), before) else 0
             if times == 2:
                 yield learning.never_change((param.fqn,), learning.is_rate_zero([optimizer]))
-        sampled = sample_of_gradients(param for param, _ in self._params if id(param.sharded) in held)
+        sampled = sample_of_gradients(param for param in self._params if id(param.sharded) in held)
         self._before = None if sampled is None else (sampled[0], _some_values(sampled[0]), times)
 
     def _on_clip(self, params: Sequence[Tensor]) -> None:
         if not self._close.is_on:
             return
-        whole = {id(cut.sharded) for param in params if (cut := sharded_from(param)) is not None}
-        own = [param for param, _ in self._params if id(param.sharded) in whole.union(map(id, params))]
-        if params and not own:
+        clipped = {id(shard_of(param)) for param in params}
+        if params and not any(id(param.sharded) in clipped for param in self._params):
             return  # another model's
         self._close.is_clipped = True
         if all(param.grad is None for param in params):
@@ -342,18 +338,14 @@ class Watch:
             return
         others = set(dist.get_process_group_ranks(group)).intersection(self._ranks) - {dist.get_rank()}
         storage = _storage_of(tensor)
-        names = [
-            param.fqn
-            for param, _ in self._params
-            if others and (grad := learning.local_gradient(param)) is not None and _storage_of(grad) == storage
-        ]
+        names = [param.fqn for param in self._params if others and (grad := param.grad) is not None and _storage_of(grad) == storage]
         self._close.reduced_again += names
 
     def _on_metric(self, scheduler: Any, metric: Any) -> None:
         if any(_are_one(scheduler.optimizer, each) for each in self._inspected.optimizers):
             self._metric = float(metric)
 
-    def _on_shard(self, param: ShardedParam, grad: Tensor) -> None:
+    def _on_shard(self, param: Parameter, grad: Tensor) -> None:
         self._note_own(used_outside((param.fqn,)))
 
     # --- findings ---
@@ -403,11 +395,11 @@ class _Close:
         self.is_on = is_on
         self.data: int | None = None
         self.findings = list(findings)
-        self.gradient: tuple[ShardedParam, Tensor] | None = None
+        self.gradient: tuple[Parameter, Tensor] | None = None
         self.losses, self.draws, self.is_clipped = 0, False, False
         self.random: int | None = None
         self.is_loss_finite = True  # that of the last backward
-        self.left: dict[ShardedParam, Tensor] = {}
+        self.left: dict[Parameter, Tensor] = {}
         self.reduced_again: list[str] = []
 
 
@@ -429,16 +421,12 @@ def _storage_of(tensor: Tensor) -> int:
     return local.untyped_storage().data_ptr() if type(local) in (Tensor, nn.Parameter) else id(local)
 
 
-def _some_values(param: ShardedParam) -> Tensor:
+def _some_values(param: Parameter) -> Tensor:
     """A few of this rank's values, at the places of ``sample_of``."""
-    elements = param.local_now().detach().reshape(-1)
+    elements = param.local.detach().reshape(-1)
     return elements[:: max(1, elements.numel() // SAMPLED)].cpu().clone()
 
 
 def _warn(finding: Finding) -> None:
     # Of the ranks that do not step, rank 0 may be one.
     warn(str(finding), DoctorWarning, ranks=(dist.get_rank(),) if finding.check == "step-on-some-ranks" else ())
-
-
-def _remove_watcher(unit: Any, watcher: Callable[[], None]) -> None:
-    unit.watchers = tuple(each for each in unit.watchers if each != watcher)

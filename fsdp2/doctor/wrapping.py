@@ -8,13 +8,13 @@ Worked example, 4 blocks of 1 GiB and a root that holds two of them besides its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from ..core.group.param_group import ParamGroup
 from ..grouping.auto import auto_groups
 from ..grouping.module_tree import ModuleTree
+from ..inspect import Group
 from ..printable import in_bytes
 from .finding import Finding
 from .inspected import Inspected
@@ -39,9 +39,9 @@ def wrapping_findings(inspected: Inspected) -> Iterator[Finding]:
 
 
 def _large_root(inspected: Inspected) -> Iterator[Finding]:
-    (_, root), *below = inspected.units
-    own = sum(group.plan.unsharded_nbytes for group in root.groups)
-    others = [unit.unsharded_nbytes for _, unit in below]
+    root, *below = inspected.units
+    own = sum(group.unsharded_nbytes for group in root.groups)
+    others = [unit.unsharded_nbytes for unit in below]
     if own <= ROOT_SHARE * (own + sum(others)) or own < ROOT_SAVES_NBYTES:
         return
     now = _peak(own, others)
@@ -65,10 +65,10 @@ def _peak(root: int, others: list[int]) -> int:
     return root + sum(sorted(others)[-2:])
 
 
-def _apart(model: nn.Module, groups: list[ParamGroup]) -> dict[str, int]:
+def _apart(model: nn.Module, groups: Sequence[Group]) -> dict[str, int]:
     """The modules that automatic wrapping would take out of the root, with the bytes that each then has unsharded."""
-    nbytes = {id(param.sharded): param.spec.cut.numel * group.plan.param_dtype.itemsize for group in groups for param in group.params}
-    shown = {id(param.unsharded): id(param.sharded) for group in groups for param in group.params if param.unsharded is not None}
+    nbytes = {id(param.sharded): param.numel * group.param_dtype.itemsize for group in groups for param in group.params}
+    shown = {id(param.unsharded()): id(param.sharded) for group in groups for param in group.params}
     # A tree that was not sharded: modules below the root that are have bytes of their own.
     unsharded = nn.Sequential() if isinstance(model, (nn.Sequential, nn.ModuleList)) else nn.Module()
     for name, child in model.named_children():
@@ -83,9 +83,9 @@ def _apart(model: nn.Module, groups: list[ParamGroup]) -> dict[str, int]:
 
 
 def _small_groups(inspected: Inspected) -> Iterator[Finding]:
-    sizes = {name: group.plan.unsharded_nbytes for name, group in inspected.groups if name}
+    sizes = {group.name: group.unsharded_nbytes for group in inspected.groups if group.name}
     small = [name for name, nbytes in sizes.items() if nbytes < SMALL_NBYTES]
-    total = sum(group.plan.unsharded_nbytes for _, group in inspected.groups)
+    total = sum(group.unsharded_nbytes for group in inspected.groups)
     if total >= SMALL_MODEL_NBYTES and len(small) >= 2 and len(small) > len(sizes) / 4:
         yield Finding(
             "small-groups",
@@ -99,17 +99,16 @@ def _small_groups(inspected: Inspected) -> Iterator[Finding]:
 
 def _padding(inspected: Inspected) -> Iterator[Finding]:
     padded, uneven, padding = [], [], 0
-    for name, group in inspected.groups:
-        layout, itemsize = group.plan.layout, group.plan.param_dtype.itemsize
-        cuts = [param.spec.cut for param in group.params]
-        numel = sum(cut.numel * (layout.num_shards if cut.dim is None else 1) for cut in cuts)
-        nbytes = (layout.unsharded_numel - numel) * itemsize
-        if nbytes >= PADDED_NBYTES and nbytes > PADDED_SHARE * numel * itemsize:
-            padded.append(name or "the root")
-            uneven += [param.fqn for param in group.params if param.spec.cut.slot_numel * layout.num_shards > param.spec.cut.numel]
+    for group in inspected.groups:
+        copies = group.num_shards or 1
+        own = sum(param.numel * (copies if param.dim is None else 1) for param in group.params) * group.param_dtype.itemsize
+        nbytes = group.unsharded_nbytes - own
+        if nbytes >= PADDED_NBYTES and nbytes > PADDED_SHARE * own:
+            padded.append(group.name or "the root")
+            uneven += [param.fqn for param in group.params if param.dim is not None and param.shape[param.dim] % copies]
             padding += nbytes
     if padded:
-        num_shards = inspected.groups[0][1].mesh.shard_size
+        num_shards = inspected.groups[0].num_shards
         yield Finding(
             "padding",
             "note",

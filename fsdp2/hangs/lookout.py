@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from ..arguments import POSITIVE, require
 from ..core import torch_compat as compat
-from ..core.comm.lost_ranks import lost_ranks, number_of_world
+from ..inspect import lost_ranks, number_of_world
 from . import joint_calls
 from .background import BackgroundThread
 from .joint_calls import JointCall

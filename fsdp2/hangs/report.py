@@ -16,7 +16,7 @@ from types import FrameType
 import torch
 
 from ..core import torch_compat as compat
-from .records import CollectiveLog, Issued, Stage
+from ..inspect import CollectiveLog, Issued, Stage
 
 LAST = 128
 """How many records of each process group a report has."""

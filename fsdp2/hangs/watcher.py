@@ -26,14 +26,12 @@ from typing import Any
 import torch.distributed as dist
 
 from ..core import torch_compat as compat
-from ..core.comm.lost_ranks import lost_ranks
-from ..core.modules.optimizer_steps import STEPS
 from ..errors import ArgumentError, OrderError, short
+from ..inspect import CollectiveLog, lost_ranks, recording
 from ..printable import printable
 from .background import BackgroundThread
 from .explanation import explain, own_account
 from .patience import Patience, Sign
-from .records import CollectiveLog, switched_on
 from .report import MainThread, Report, cpu_time_of_main_thread, report_of
 
 EXIT_STATUS = 75
@@ -264,7 +262,7 @@ def watchdog(timeout: float = 600.0, *, patience: float | None = None) -> Iterat
         )
     _num_made += 1
     store = compat.own_connection_to_the_store(f"fsdp2_watchdog_{_num_made}")
-    with switched_on(lambda: STEPS.begun + 1) as log, _asked_by_signal() as asked:
+    with recording() as log, _asked_by_signal() as asked:
         dog = Watchdog(store, log, timeout, patience)
         dog.look()  # the first sign: it shows that a rank that dies soon after was there
         leaving, left = os.pipe()

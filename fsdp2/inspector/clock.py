@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..core.comm.agreement import agree, default_group
+from ..inspect import exchange
 
 ROUNDS = 8
 
@@ -33,12 +33,12 @@ class Offset:
 
 def measure(clock: Callable[[], int] = time.time_ns) -> Offset:
     """Collective: yes, over all ranks of the job."""
-    group, stamps = default_group(), []
+    stamps: list[tuple[int, int]] = []
     for _ in range(ROUNDS):
         before = clock()
-        agree(group, None, None)
+        exchange(None)
         stamps.append((before, clock()))
-    first = agree(group, None, stamps)[0]
+    first = exchange(stamps)[0]
     return offset_from(stamps, first)
 
 

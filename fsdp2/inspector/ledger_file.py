@@ -83,14 +83,14 @@ class Ledger(StepLines):
         inspected = inspect(model, optimizer, "ledger")
         self._model, self._optimizers = model, inspected.optimizers
         self._tokens, self._plan, self._findings = tokens, plan, findings
-        self._device = inspected.groups[0][1].device if inspected.groups else torch.device("cpu")
+        self._device = inspected.groups[0].device if inspected.groups else torch.device("cpu")
         self._step, self._num_steps = first_step, 0
         self._kept: dict[str, int] = {}
         self._meter = Meter()
         super().__init__("ledger", where)
         self._undo.callback(self._write_run)
         self._write_run()
-        self._begin(self._meter, self._optimizers)
+        self._begin(self._meter, model, self._optimizers)
         forget_allocator_peak(self._device)
         self._began = time.perf_counter()
 

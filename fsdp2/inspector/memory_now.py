@@ -12,17 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
 from ..core import torch_compat as compat
-from ..core.group.all_gather import Gather
-from ..core.group.memory import GroupMemory
-from ..core.group.own_memory import leaves_of
-from ..core.group.reduction import Reduction
-from ..core.iteration.module_state import sharded_parameters
-from ..core.modules.optimizer_steps import optimizers_that_stepped
-from ..optim.flat import FlatOptimizer
+from ..inspect import buffers_of, groups_of_process, local_of, optimizers_that_stepped, state_tensors, storages_of
 from ..planner.recorder import GATHERING, GRADIENTS, OPTIMIZER, PARAMETERS, REDUCING, UNSHARDED
 from ..state_bytes import measured_state_bytes
 
@@ -31,38 +24,27 @@ class MemoryNow:
     """The bytes of collectives. most: by kind, the most bytes at a time since ``forget_most``"""
 
     def __init__(self) -> None:
-        self._groups: dict[int, GroupMemory] = {}
-        self._reductions: dict[int, Reduction] = {}
+        self._owners: dict[int, object] = {}
         self.most: dict[str, int] = {}
 
     def note(self, owner: object) -> None:
         """``owner`` begins a collective: ask it from now on."""
-        if isinstance(owner, GroupMemory):
-            self._groups[id(owner)] = owner
-        elif isinstance(owner, Reduction):
-            self._reductions[id(owner)] = owner
-            self.look()  # now: on a host its input is freed when the backend is done with it, which may be before the next look
+        self._owners[id(owner)] = owner
+        if buffers_of(owner)[2]:  # now: on a host a reduction's input is freed when the backend is done with it, maybe before a look
+            self.look()
 
     def look(self) -> dict[str, int]:
-        """Bytes now; tensors without memory are not asked again."""
+        """Bytes now; owners without memory are not asked again."""
         unsharded = gathering = reducing = 0
-        for key, group in list(self._groups.items()):
-            made = group.unsharded
-            nbytes = 0 if made is None or made.storage is None else made.storage.nbytes()
-            buffers = made.gather.buffer_nbytes if made is not None and isinstance(made.gather, Gather) else 0
-            if nbytes == buffers == 0:
-                self._groups.pop(key, None)
-            unsharded += nbytes
-            gathering += buffers
-        for key, reduction in list(self._reductions.items()):
-            nbytes = reduction.buffer_nbytes
-            if nbytes == 0:
-                self._reductions.pop(key, None)
-            reducing += nbytes
+        for key, owner in list(self._owners.items()):
+            nbytes = buffers_of(owner)
+            if not any(nbytes):
+                del self._owners[key]
+            unsharded, gathering, reducing = unsharded + nbytes[0], gathering + nbytes[1], reducing + nbytes[2]
         now = {UNSHARDED: unsharded, GATHERING: gathering, REDUCING: reducing}
-        for kind, nbytes in now.items():
-            if nbytes > self.most.get(kind, 0):
-                self.most[kind] = nbytes
+        for kind, total in now.items():
+            if total > self.most.get(kind, 0):
+                self.most[kind] = total
         return now
 
     def forget_most(self) -> None:
@@ -79,48 +61,17 @@ def kept_bytes(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) ->
     }
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    return compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-
-
 def all_kept_bytes() -> int:
     """The memory of everything in this process that was sharded, and of every optimizer that has stepped; not of a plan's rehearsal."""
-    real = [group for param, group in sharded_parameters().values() if not isinstance(param.local, compat.FakeTensor)]
-    groups = {id(group): group for group in real}.values()
-    found: dict[int, int] = {}
-
-    def add(tensor: Tensor) -> None:
-        for leaf in leaves_of(local_of(tensor)):
-            add_storage(leaf.untyped_storage())
-
-    def add_storage(storage: torch.UntypedStorage) -> None:
-        try:
-            found[storage.data_ptr()] = storage.nbytes()
-        except RuntimeError:  # a tensor without memory, traced by a compiler or a plan
-            return
-
-    for group in groups:
-        for storage in () if group.unsharded is None else group.unsharded.storages():
-            add_storage(storage)
-        kept = [param.local for param in group.params] if group.flat is None else [group.flat]
-        shown = [each for param in group.params for each in (param.sharded, param.unsharded) if each is not None]
-        kept += [each.grad for each in shown if each.grad is not None]
-        for tensor in [*kept, *group.gradients.unreduced]:
-            add(tensor)
-    for optimizer in optimizers_that_stepped():
-        if isinstance(optimizer, FlatOptimizer):
-            tensors = optimizer.state_tensors()
-        else:
-            tensors = [value for values in optimizer.state.values() for value in values.values() if isinstance(value, Tensor)]
-        for tensor in tensors:
-            if not isinstance(local_of(tensor), compat.FakeTensor):
-                add(tensor)
-    return sum(found.values())
+    storages = [storage for group in groups_of_process() for _, storage in group.memory()]
+    tensors = [each for optimizer in optimizers_that_stepped() for each in state_tensors(optimizer)]
+    storages += [storage for each in tensors if not isinstance(local_of(each), compat.FakeTensor) for storage in storages_of(each)]
+    return sum({compat.address_of(storage): storage.nbytes() for storage in storages}.values())
 
 
 def training_device() -> torch.device:
     """The device of the first unit; the CPU before there is one."""
-    return next((group.device for _, group in sharded_parameters().values()), torch.device("cpu"))
+    return next((group.device for group in groups_of_process()), torch.device("cpu"))
 
 
 def allocator_peak(device: torch.device) -> int | None:

@@ -1,6 +1,6 @@
 """Counts the work of a step: collectives by phase and kind, host time in our hooks, and the part of it that waits.
 
-It hears what ``hangs/records.py`` tells.
+It hears what ``inspect/events.py`` tells.
 
 Worked example: forward of ``layers.0`` begins at 0 ms, its all-gather of 1 MB over 2 ranks is waited for from 1 to 3 ms, and the hook
 returns at 4 ms: forward has 1 all-gather of 1 MB, of which each rank sends 0.5 MB; 2 ms are exposed, and the hooks had 2 ms of
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..hangs.records import Listener, Record
+from ..inspect import Listener, Record
 from ..planner.traffic import sent_by_each
 from .memory_now import MemoryNow
 

@@ -1,6 +1,6 @@
 """The moments of traced steps, as spans of one rank on its own clock: modules that compute, hooks that wait, collectives under way.
 
-It hears what ``hangs/records.py`` tells.
+It hears what ``inspect/events.py`` tells.
 
 Worked example, two layers in forward: ``forward of 0`` computes, a hook waits for ``all-gather of 1``, ``forward of 1`` computes; the
 all-gather of 1 is under way from before ``forward of 0`` to the end of that wait.
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from ..hangs.records import Listener, Record
+from ..inspect import Listener, Record
 from .memory_now import MemoryNow
 from .meter import nbytes_of
 

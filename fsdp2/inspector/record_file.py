@@ -16,9 +16,8 @@ from ..arguments import COUNT, NATURAL, require
 from ..checkpoint.model_tensors import cuts_of
 from ..checkpoint.shard_geometry import Cut, pieces_of
 from ..core import torch_compat as compat
-from ..core.group.param_group import ParamGroup
 from ..doctor.inspected import inspect
-from ..hangs import records
+from ..inspect import Group, Listener
 from .fingerprint import fingerprints
 from .run_folder import Values, folder_of
 from .step_lines import StepLines
@@ -49,7 +48,7 @@ def record(
     return Recording(folder, model, optimizer, every=every, first_step=first_step)
 
 
-class Recording(StepLines, records.Listener):
+class Recording(StepLines, Listener):
     """What ``record`` returns."""
 
     def __init__(
@@ -65,14 +64,14 @@ class Recording(StepLines, records.Listener):
         inspected = inspect(model, optimizer, "record")
         require("record", COUNT, every=every)
         require("record", NATURAL, first_step=first_step)
-        self._units = [unit for _, unit in inspected.units]
+        self._units = inspected.units
         self._every, self._step, self._first = every, first_step, first_step
         self._forward: dict[str, Values] = {}
         self._backward: dict[str, Values] = {}
         self._begun: list[str] = []  # units in the order of this backward
         self._at = ("", "")
         super().__init__("record", where)
-        self._begin(self, inspected.optimizers)
+        self._begin(self, model, inspected.optimizers)
 
     @property
     def _is_on(self) -> bool:
@@ -92,12 +91,12 @@ class Recording(StepLines, records.Listener):
         if phase != "forward" or name in self._forward or not self._is_on or not torch.is_grad_enabled():
             return
         for unit in self._units:
-            if (unit.fqn or "the root") == name:
+            if unit.event_name() == name:
                 self._forward |= _said(
-                    (name, param.fqn, param.unsharded, _coarsest(group, param.unsharded.dtype))
+                    (name, param.fqn, whole, _coarsest(group, whole.dtype))
                     for group in unit.groups
                     for param in group.params
-                    if param.unsharded is not None
+                    if (whole := param.unsharded()) is not None
                 ) or {name: {}}
 
     def leaves(self) -> None:
@@ -105,7 +104,7 @@ class Recording(StepLines, records.Listener):
         if not self._begun or not self._is_on:
             self._begun.clear()
             return
-        found = {unit.fqn or "the root": unit for unit in self._units}
+        found = {unit.event_name(): unit for unit in self._units}
         order = [name for name in self._begun if name in found] + [name for name in found if name not in self._begun]
         self._begun.clear()
         self._backward = _said(
@@ -119,7 +118,7 @@ class Recording(StepLines, records.Listener):
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_on:
             updated = _said(
-                (unit.fqn or "the root", param.fqn, param.sharded, _coarsest(group, param.dtype))
+                (unit.event_name(), param.fqn, param.sharded, _coarsest(group, param.dtype))
                 for unit in self._units
                 for group in unit.groups
                 for param in group.params
@@ -129,9 +128,9 @@ class Recording(StepLines, records.Listener):
         self._step += 1
 
 
-def _coarsest(group: ParamGroup, dtype: torch.dtype) -> float:
+def _coarsest(group: Group, dtype: torch.dtype) -> float:
     """The coarsest rounding unit of the dtypes that a value went through."""
-    dtypes = (dtype, group.plan.param_dtype, group.plan.reduce_dtype)
+    dtypes = (dtype, group.param_dtype, group.reduce_dtype)
     return max(torch.finfo(each).eps for each in dtypes if each.is_floating_point)
 
 

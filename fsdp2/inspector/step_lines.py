@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..core import torch_compat as compat
-from ..core.modules.optimizer_steps import STEPS
-from ..hangs import records
+from ..inspect import Listener, listen
 from .run_folder import Lines, drop_absent_ranks, rank_file
 
 if TYPE_CHECKING:
@@ -31,10 +31,9 @@ class StepLines:
         self._undo = contextlib.ExitStack()
         self._undo.callback(self._lines.close)
 
-    def _begin(self, listener: records.Listener, optimizers: Sequence[Optimizer]) -> None:
+    def _begin(self, listener: Listener, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """optimizers: the last one's step ends a step; if there is none, that of any optimizer"""
-        records.listen(listener, lambda: STEPS.begun + 1)
-        self._undo.callback(records.ignore, listener)
+        self._undo.callback(listen(listener, model))
         end_step = compat.dynamo_disabled(self._end_step)
         register = optimizers[-1].register_step_post_hook if optimizers else register_optimizer_step_post_hook
         self._undo.callback(register(end_step).remove)

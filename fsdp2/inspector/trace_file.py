@@ -15,9 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ..arguments import SWITCH, require
 from ..core import torch_compat as compat
-from ..core.comm.agreement import agree, default_group
-from ..core.modules.optimizer_steps import STEPS
-from ..hangs.records import ignore, listen
+from ..inspect import exchange, listen
 from .chrome import events_of
 from .clock import Offset, measure
 from .memory_now import all_kept_bytes, training_device
@@ -57,7 +55,7 @@ def trace(folder: Any, *, allocations: bool = True) -> Iterator[None]:
         if records is not None:
             moments.samples += _allocated(before, _allocations_in(records))
         write_json(rank_file(where, "trace", rank, "json"), _file_of(rank, moments, offset))
-    agree(default_group(), None, None)
+    exchange(None)
     if rank == 0:
         merge(where)
 
@@ -76,13 +74,13 @@ def _file_of(rank: int, moments: Moments, offset: Offset) -> Values:
 
 @contextlib.contextmanager
 def _listening(moments: Moments) -> Iterator[None]:
-    listen(moments, lambda: STEPS.begun + 1)
+    ignore = listen(moments)
     before = register_optimizer_step_pre_hook(compat.dynamo_disabled(lambda *_: moments.begin_optimizer()))
     behind = register_optimizer_step_post_hook(compat.dynamo_disabled(lambda *_: moments.end_optimizer()))
     try:
         yield
     finally:
-        ignore(moments)
+        ignore()
         before.remove()
         behind.remove()
 

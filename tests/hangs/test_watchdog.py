@@ -22,8 +22,9 @@ from fsdp2 import fully_shard
 from fsdp2.checkpoint import Checkpointer
 from fsdp2.core.comm import collective_log
 from fsdp2.core.modules.optimizer_steps import STEPS
-from fsdp2.hangs import records, watcher
+from fsdp2.hangs import watcher
 from fsdp2.hangs.watcher import EXIT_STATUS, Watchdog
+from fsdp2.inspect import events
 from harness import on_ranks
 
 PROGRAM = Path(__file__).with_name("hanging_program.py")
@@ -73,7 +74,7 @@ def test_a_rank_that_does_not_come_is_named_with_the_unit_where_the_other_waits(
         store.set("explained", "1")
         done.set()
 
-    with records.switched_on(lambda: STEPS.begun + 1) as log:
+    with events.switched_on(lambda: STEPS.begun + 1) as log:
         dog = Watchdog(store_of("dog"), log, 60, 600, clock=clock, tell=tell, end=lambda: None)
         thread = look_beside(dog, clock, done, 0.05)
         if dist.get_rank() == 1:
@@ -128,7 +129,7 @@ def test_a_slow_step_an_evaluation_on_rank_0_and_a_checkpoint_are_no_hangs(tmp_p
             store.wait([f"looked {number} {rank}" for rank in range(2)])
             looks.release()
 
-    with records.switched_on(lambda: STEPS.begun + 1) as log:
+    with events.switched_on(lambda: STEPS.begun + 1) as log:
         dog = Watchdog(store_of("slow"), log, 40, 4000, clock=clock, tell=said.append, end=lambda: None)
         thread = threading.Thread(target=look_in_rounds)
         thread.start()
@@ -183,7 +184,7 @@ def test_arguments_that_cannot_be_are_refused():
 def test_an_ask_is_answered_between_looks_without_the_ranks_that_do_not_answer_in_ten_seconds():
     """Ranks listen in an order that the test's store holds; nobody looks again, and no clock but the test's moves."""
     store, clock, said = store_of("listening"), Clock(), []
-    with records.switched_on(lambda: 1) as log:
+    with events.switched_on(lambda: 1) as log:
         dog = Watchdog(store_of("dog that listens"), log, 600, 6000, clock=clock, tell=said.append, end=lambda: None)
         dog.look()
         dist.barrier()
@@ -227,7 +228,7 @@ class StoreThatGoes:
 def test_a_rank_that_waits_ends_after_rank_0_has_left_with_an_exception(store_goes_too):
     """The main thread of rank 1 waits for a thread, as it would in a collective; its watchdog looks a thousand times at most."""
     store, clock, said, ended = store_of(f"rank 0 leaves {store_goes_too}"), Clock(), [], []
-    with records.switched_on(lambda: 1) as log:
+    with events.switched_on(lambda: 1) as log:
         dogs_store = StoreThatGoes(store_of(f"dog of those who stay {store_goes_too}"))
         dog = Watchdog(dogs_store, log, 60, 600, clock=clock, tell=said.append, end=lambda: ended.append(True))
         dog.look()

@@ -15,7 +15,7 @@ from fsdp2 import doctor
 from fsdp2.arguments import COUNT
 from fsdp2.core.comm import collective_log
 from fsdp2.errors import ArgumentError, DoctorWarning
-from fsdp2.hangs import records
+from fsdp2.inspect import events
 from fsdp2.inspector.expected import LEDGER_LINE
 from fsdp2.inspector.meter import Meter
 from fsdp2.inspector.run_folder import Lines, rank_files, read_lines
@@ -76,7 +76,7 @@ def test_nothing_listens_behind_a_ledger_whoever_leaves_first(world_size):
         assert collective_log.current is watched
         assert watched.records
     assert collective_log.current is None
-    assert records.listeners == ()
+    assert events.listeners == ()
 
 
 def test_a_path_that_is_a_file_is_refused(tmp_path):
@@ -97,7 +97,7 @@ def test_of_a_line_that_was_cut_off_nothing_is_read(tmp_path):
 def test_the_meter_tells_waiting_from_the_time_of_hooks():
     now = [0.0]
     meter = Meter(clock=lambda: now[0])
-    record = records.Record(1, "world", "all-gather", "layers.0", "forward", 1, 250, "float32")
+    record = events.Record(1, "world", "all-gather", "layers.0", "forward", 1, 250, "float32")
 
     def at(ms: float, told: Any, *args: Any) -> None:
         now[0] = ms

@@ -1,7 +1,7 @@
 """The one place where a reader hears of this rank's collectives, and of the units that its forwards and backwards enter.
 
 ``current`` is None unless somebody reads, and testing that is all that a step pays otherwise.
-``fsdp2/hangs/records.py`` puts a log there.
+``fsdp2/inspect/events.py`` puts a log there.
 """
 
 from __future__ import annotations

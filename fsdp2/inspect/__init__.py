@@ -1,0 +1,250 @@
+"""What tools may know of a sharded model: its units, groups and parameters, the bytes that they keep, and events as they happen.
+
+    for unit in fsdp2.inspect.units(model):
+        print(unit.name, [(param.fqn, param.shape, param.dim) for group in unit.groups for param in group.params])
+
+    undo = fsdp2.inspect.listen(listener)  # its methods are called at each collective, and where units begin and end
+
+``units`` takes modules that ``fsdp2.fully_shard`` sharded and those of torch's own FSDP2, and fills the same values for both. Values
+are those of the moment of the call; what changes from step to step is a function (``param.unsharded()``). Views are made anew by
+each call: compare them by ``param.sharded``.
+
+The doctor, the inspector, the hang tools and the summary know the core by this file alone. Nothing here communicates but ``exchange``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..core import torch_compat as compat
+from ..core.comm import agreement
+from ..core.comm.collective_log import during
+from ..core.comm.lost_ranks import lost_ranks, number_of_world
+from ..core.group.all_gather import Gather
+from ..core.group.memory import GroupMemory
+from ..core.group.param import Owner, ShardedParam, own_shard, sharded_from, shards
+from ..core.group.param_group import ParamGroup
+from ..core.group.reduction import Reduction
+from ..core.iteration.module_state import ModuleState, sharded_parameters, unit_with, units_below
+from ..core.iteration.module_state import unit_of as _unit_of
+from ..core.modules.optimizer_steps import STEPS, optimizers_that_stepped
+from ..core.modules.tensors import find_tensors
+from ..core.modules.unmanaged_parameters import plain_parameters
+from ..errors import FSDPError
+from . import events, torch_fsdp2
+from .events import CollectiveLog, Issued, Listener, Record, Stage, at_disk
+from .views import Group, Kind, Parameter, Unit, local_of, storages_of
+
+__all__ = [
+    "CollectiveLog",
+    "Group",
+    "Issued",
+    "Kind",
+    "Listener",
+    "Owner",
+    "Parameter",
+    "Record",
+    "Stage",
+    "Unit",
+    "at_disk",
+    "buffers_of",
+    "current_step",
+    "during",
+    "exchange",
+    "find_tensors",
+    "groups_of_process",
+    "is_sharded",
+    "listen",
+    "local_of",
+    "lost_ranks",
+    "number_of_world",
+    "optimizers_that_stepped",
+    "parameters_of",
+    "recording",
+    "root_of",
+    "shard_of",
+    "state_tensors",
+    "storages_of",
+    "units",
+    "unmanaged_parameters",
+]
+
+T = TypeVar("T")
+
+
+def units(model: nn.Module) -> list[Unit]:
+    """The units in the tree of ``model``, in the order of ``named_modules()``; none if nothing in it is sharded. Collective: no
+
+    Example:
+        [unit.name for unit in fsdp2.inspect.units(model)]
+    """
+    return [_unit(name, unit) for name, unit in units_below(model)] + torch_fsdp2.units(model)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether a ``fully_shard`` call was made on this very module."""
+    return _unit_of(module) is not None or compat.torch_fsdp2_state(module) is not None
+
+
+# --- modules of fsdp2.fully_shard ---------------------------------------------------------------------------------------------------
+
+
+def _unit(name: str, unit: ModuleState) -> Unit:
+    def on_backward_end(call: Callable[[], None]) -> Callable[[], None]:
+        unit.watchers = (*unit.watchers, call)
+        return lambda: setattr(unit, "watchers", tuple(each for each in unit.watchers if each != call))
+
+    return Unit(
+        name=name,
+        event_name=lambda: unit.fqn or "the root",
+        modules=unit.modules,
+        groups=[_group(name, group) for group in unit.groups],
+        borrowed=[_group(name, group) for group in unit.borrowed],
+        mp_policy=unit.mp_policy,
+        reshard_after_forward=unit.options.reshard_after_forward,
+        is_kept_as_root=unit.options.reshard_is_default,
+        reduces=lambda: unit.micro_batch.reduces,
+        all_reduces=lambda: unit.micro_batch.all_reduces or unit.micro_batch.accumulates_shards,
+        on_backward_end=on_backward_end,
+    )
+
+
+def _group(name: str, group: ParamGroup) -> Group:
+    mesh, plan = group.mesh, group.plan
+    return Group(
+        name=name,
+        params=[_parameter(param) for param in group.params],
+        device=group.device,
+        ranks=mesh.ranks,
+        num_shards=None if mesh.shard_axis is None else mesh.shard_size,
+        num_replicas=None if mesh.replicate_axis is None else mesh.replicate_size,
+        shard_group=mesh.shard_group,
+        replicate_group=mesh.replicate_group,
+        dtype=plan.dtype,
+        param_dtype=plan.param_dtype,
+        reduce_dtype=plan.reduce_dtype,
+        chosen_dtype=group.options.param_dtype,
+        is_offloaded=group.options.offload,
+        sharded_nbytes=plan.layout.shard_numel * plan.dtype.itemsize,
+        padding_nbytes=sum(slot.gap for slot in plan.layout.slots) * plan.dtype.itemsize,
+        unsharded_nbytes=plan.unsharded_nbytes,
+        has_unreduced=lambda: group.gradients.has_unreduced,
+        memory=lambda: _memory(group),
+    )
+
+
+def _parameter(param: ShardedParam) -> Parameter:
+    spec = param.spec
+    return Parameter(
+        fqn=param.fqn,
+        owners=param.owners,
+        sharded=param.sharded,
+        shape=spec.cut.shape if spec.order is None else tuple(spec.cut.shape[spec.order.index(dim)] for dim in range(len(spec.order))),
+        dim=spec.dim,
+        num_shards=spec.cut.num_shards,
+        unsharded=lambda: param.unsharded,
+        piece_of=lambda whole: spec.to_logical(own_shard(whole, spec, param.rank)),
+    )
+
+
+def _memory(group: ParamGroup) -> Iterator[tuple[Kind, torch.UntypedStorage]]:
+    shards = [param.local for param in group.params] if group.flat is None else [group.flat]
+    shown = [each for param in group.params for each in (param.sharded, param.unsharded) if each is not None]
+    grads = [*group.gradients.unreduced, *(each.grad for each in shown if each.grad is not None)]
+    yield from (("parameters", storage) for shard in shards for storage in storages_of(shard))
+    yield from (("unsharded", storage) for storage in ([] if group.unsharded is None else group.unsharded.storages()))
+    yield from (("gradients", storage) for grad in grads for storage in storages_of(grad))
+
+
+def parameters_of(tensors: Iterable[Tensor]) -> dict[int, Parameter]:
+    """The parameters that ``tensors`` stand for, by the id of each: a shard, an unsharded parameter, or the original of one."""
+    known = sharded_parameters()
+    found = {id(each): sharded_from(each) or known.get(id(each), (None,))[0] for each in tensors}
+    return {key: _parameter(param) for key, param in found.items() if param is not None}
+
+
+def shard_of(tensor: Tensor) -> Tensor:
+    """The sharded parameter if ``tensor`` is its unsharded parameter or its original; else ``tensor`` itself."""
+    param = sharded_from(tensor)
+    return tensor if param is None else param.sharded
+
+
+def root_of(param: Parameter) -> nn.Module:
+    """The module whose forward begins the steps in which ``param`` takes part."""
+    unit = unit_with(shards()[id(param.sharded)])
+    return (unit if unit.schedule is None else unit.schedule.tree.root).modules[0]
+
+
+def groups_of_process() -> list[Group]:
+    """All living groups in this process but those of a planner's rehearsal, which have no memory."""
+    groups = {id(group): group for param, group in sharded_parameters().values() if not isinstance(param.local, compat.FakeTensor)}
+    return [_group(group.fqn, group) for group in groups.values()]
+
+
+def unmanaged_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters of ``model``, by name, that no ``fully_shard`` call took, nor another way of torch to average them."""
+    known = sharded_parameters()  # those of a unit around the model, too
+    plain = plain_parameters(model, [unit for _, unit in units_below(model)])
+    return {name: param for name, param in plain.items() if id(param) not in known}
+
+
+def state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """The tensors of its state that have the shape of their parameter, as it keeps them; step counters have none."""
+    asks = getattr(optimizer, "state_tensors", None)  # of our flat optimizers: their ``state`` may be dequantized
+    if asks is not None:
+        return list(asks())
+    pairs = [(owner, each) for owner, values in optimizer.state.items() for each in values.values()]
+    return [each for owner, each in pairs if isinstance(each, Tensor) and each.shape == owner.shape and each.ndim > 0]
+
+
+# --- events -------------------------------------------------------------------------------------------------------------------------
+
+
+def listen(listener: Listener, model: nn.Module | None = None) -> Callable[[], None]:
+    """Call ``listener`` from now on at each event of every module that fsdp2 sharded, and of ``model`` if it is torch's FSDP2.
+
+    Returns:    a function that ends it; a second call does nothing
+    Collective: no. Costs nothing while nobody listens: each hook checks a flag
+
+    Example:
+        undo = fsdp2.inspect.listen(fsdp2.inspect.Listener())
+        model(x).sum().backward()
+        undo()
+    """
+    undo = ExitStack()
+    events.listen(listener, current_step)
+    undo.callback(events.ignore, listener)
+    for unit in [] if model is None else torch_fsdp2.states(model):
+        undo.enter_context(torch_fsdp2.heard(*unit, listener))
+    return undo.close
+
+
+def recording() -> AbstractContextManager[CollectiveLog]:
+    """Inside, keep records of collectives, which are numbered from here on, equally on all ranks."""
+    return events.switched_on(current_step)
+
+
+def current_step() -> int:
+    """How many steps of any optimizer have begun, plus 1."""
+    return STEPS.begun + 1
+
+
+def buffers_of(owner: object) -> tuple[int, int, int]:
+    """Bytes that the owner of a collective has allocated: unsharded parameters, buffers of all-gathers, buffers of reductions."""
+    if isinstance(owner, Reduction):
+        return 0, 0, owner.buffer_nbytes
+    made = owner.unsharded if isinstance(owner, GroupMemory) else None
+    if made is None:
+        return 0, 0, 0
+    return 0 if made.storage is None else made.storage.nbytes(), made.gather.buffer_nbytes if isinstance(made.gather, Gather) else 0, 0
+
+
+def exchange(said: T, problem: FSDPError | None = None) -> list[T]:
+    """What each rank of the job has ``said``, by rank. Collective: yes. Raises: the first rank's ``problem``, on every rank"""
+    return agreement.agree(agreement.default_group(), problem, said)

@@ -1,9 +1,9 @@
-"""Unpickle what ``torch.save`` wrote without running anything that is in it.
+"""Unpickles files of ``torch.save`` without running code from them.
 
-A pickle names classes and functions, and calls them. Here containers and dtypes are themselves, ``tensor_of`` makes tensors of their
-description, and every other name becomes a class without behavior (``Inert``) that remembers its arguments. So files with classes
-of DeepSpeed, FSDP1 or the user's own can be read where these are not installed, and none of their code runs. The bytes that are read
-bound the cost of reading, see ``pickle_limits.py``.
+A pickle names classes and functions, and calls them. Here containers and dtypes are the real ones, ``tensor_of`` makes
+tensors from their descriptions, and every other name becomes a class without behavior (``Inert``) that records its
+arguments. So files with classes of DeepSpeed, FSDP1 or the user can be read where these are not installed, and none of
+their code runs. The cost of reading is bounded by the length of the file, see ``pickle_limits.py``.
 
 Worked example: ``ds.ZeroStageEnum(2)`` comes out as an Inert with ``path == "ds.ZeroStageEnum"`` and ``args == (2,)``.
 """
@@ -36,11 +36,11 @@ STORAGE_DTYPES = {
     "UntypedStorage": torch.uint8,
 }
 _MAX_CLASSES = 10_000
-"""How many classes a file may name. A class takes five bytes to name and two thousand to make."""
+"""How many classes a file may name: naming one takes five bytes, making it two thousand."""
 
 
 class Inert:
-    """An object of a class or the result of a function that was not run; ``path`` is its full name."""
+    """Stands for an object, or the result of a call, that was not made; ``path`` names the class or function."""
 
     path = ""
     args: tuple[Any, ...]
@@ -55,7 +55,7 @@ class Inert:
         return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Takes what the real class would."""
+        """Accepts the arguments of the real class."""
 
     def append(self, item: Any) -> None:
         self.items.append(item)

@@ -1,7 +1,8 @@
 """From the names and shapes of a checkpoint to those of a model, and back: renamed, fused, split, stacked and transposed weights.
 
-A key map is a list of rules. Each rule, in order, turns the present tensors into others; it reads none. In the templates of the
-rules ``*`` stands for any text, and the n-th ``*`` of a target is the text that the n-th ``*`` of the source stands for.
+A key map is a list of rules, applied in order; each turns tensors into others without reading them. In a rule's
+templates ``*`` matches any text, and the n-th ``*`` of a target stands for the text that the n-th ``*`` of the source
+matched.
 
 Worked example, separate projections of a checkpoint into one fused parameter, weights and biases alike:
 
@@ -34,7 +35,7 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
 class KeyRule(ABC):
-    """A rule of a key map. Subclass it where ``Concat``, ``Split``, ``Stack`` and ``Transpose`` do not suffice.
+    """A rule of a key map. Subclass it if ``Concat``, ``Split``, ``Stack`` and ``Transpose`` are not enough.
 
     Example:
         class Student(fsdp2.checkpoint.KeyRule):
@@ -47,7 +48,7 @@ class KeyRule(ABC):
         """The tensors by their new names. ``shapes`` are the model's, by its own names. Raises: CheckpointError"""
 
     def inverse(self) -> KeyRule:
-        """The rule that undoes this one, for saving. Raises: ArgumentError if there is none"""
+        """The rule that undoes this one when saving. Raises: ArgumentError if there is none"""
         raise _no_inverse(self, "implement its method inverse()")
 
 
@@ -60,7 +61,7 @@ regular expression and what to replace it by wherever it is found (None: ignore 
 def apply_key_map(tensors: Mapping[str, LazyTensor], shapes: Shapes, key_map: KeyMap | None) -> Tensors:
     """``tensors`` under the model's names. Collective: no.
 
-    Raises: ArgumentError for an invalid rule; CheckpointError if two tensors get one name, or parts do not go together
+    Raises: ArgumentError for an invalid rule; CheckpointError if two tensors get one name, or parts do not match
     """
     mapped = dict(tensors)
     if key_map is None:
@@ -333,7 +334,7 @@ class Transpose(KeyRule):
 
 
 def _texts_of_any(sources: Iterable[str], keys: Iterable[str]) -> list[tuple[str, ...]]:
-    """The texts for the wildcards, once for each way in which a key matches one of ``sources``, in the order of the keys."""
+    """The texts that wildcards match, once per match of a key with one of ``sources``, in the order of the keys."""
     keys = list(keys)
     patterns = [
         re.compile("".join({"*": "(.+)", "#": "([0-9]+)"}.get(part, re.escape(part)) for part in re.split(r"([*#])", source)))

@@ -1,13 +1,13 @@
-"""Which elements of a tensor a rank keeps, as boxes of integers; and how a box is walked in pieces of bounded size.
+"""The elements of a tensor that a rank keeps, as boxes of integers, and how to split a box into pieces of bounded size.
 
 Worked example: 7 rows, cut first over 2 tensor-parallel ranks ([0, 4) and [4, 7)), then each half over 2 data-parallel ranks,
 which DTensor writes as ``(_StridedShard(0, split_factor=2), Shard(0))`` on the mesh (dp, tp):
 
     (dp 0, tp 0) keeps rows [0, 2), (dp 1, tp 0) [2, 4), (dp 0, tp 1) [4, 6), (dp 1, tp 1) [6, 7)
 
-Note: order of cuts. A strided placement says that axes after it have cut first. Read from left to right instead, as a strided cut
-that leaves several intervals, it means the same where chunks are even; of 9 rows over (4, 2) dp rank 3 would have the last row on
-tp rank 0, where cutting twice leaves it on tp rank 1. So cuts are put in order where that is possible.
+Note: order of cuts. A strided placement means that later axes cut first. Read from left to right, as a strided cut that
+leaves several intervals, it gives the same result for even chunks only: for 9 rows over (4, 2), dp rank 3 would have
+the last row on tp rank 0, but cutting twice leaves it on tp rank 1. So cuts are put in order where possible.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Box:
         return tuple(map(slice, self.start, self.stop))
 
     def intersect(self, other: Box) -> Box:
-        """The elements that both have; if there are none, empty ranges, never negative ones."""
+        """The common elements; empty ranges, never negative ones, if there are none."""
         start = tuple(map(max, self.start, other.start))
         return Box(start, tuple(max(low, min(pair)) for low, *pair in zip(start, self.stop, other.stop, strict=True)))
 
@@ -69,7 +69,7 @@ class Box:
 class Cut:
     """One mesh axis cuts ``dim`` into ``num_chunks`` as ``torch.chunk`` does, and this rank keeps chunk ``index``.
 
-    split_factor: other axes, this many ranks together, cut before (``_StridedShard``): each of their pieces is cut
+    split_factor: ranks of axes that cut earlier (``_StridedShard``): this axis cuts each of their pieces
     """
 
     dim: int
@@ -80,14 +80,14 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements ``box`` of the whole tensor, which lie at ``at`` and after in the local one."""
+    """Elements ``box`` of the whole tensor, which start at ``at`` in the local one."""
 
     box: Box
     at: tuple[int, ...]
 
     @property
     def local(self) -> Box:
-        """Where in the local tensor the piece lies."""
+        """The piece's box in the local tensor."""
         return Box(self.at, tuple(start + size for start, size in zip(self.at, self.box.shape, strict=True)))
 
 
@@ -97,8 +97,8 @@ Interval = tuple[int, int]
 def in_order(cuts: Sequence[Cut]) -> list[Cut]:
     """``cuts``, which are by mesh axis, in the order in which they were made: each strided cut after those that it follows.
 
-    A strided cut is plain then. One that names no such axes stays strided, and all cuts of its dim stay in place. See Note: order of
-    cuts.
+    A strided cut then becomes plain. If its factor matches no axes, it stays strided, and all cuts of its dim keep
+    their order. See Note: order of cuts.
     """
     ordered: list[Cut] = []
     for dim in dict.fromkeys(cut.dim for cut in cuts):
@@ -115,9 +115,10 @@ def in_order(cuts: Sequence[Cut]) -> list[Cut]:
 
 
 def pieces_of(shape: Sequence[int], cuts: Iterable[Cut]) -> list[Piece]:
-    """The pieces that a rank keeps of a tensor of ``shape`` after ``cuts``, applied one after another; none if its shard is empty.
+    """The pieces of a tensor of ``shape`` that a rank keeps after ``cuts``, in order; none if its shard is empty.
 
-    One piece, unless a strided cut leaves it several ranges of a dim: ``pieces_of((8,), [Cut(0, 2, 0, 2)])`` has [0, 2) and [4, 6).
+    One piece, unless a strided cut leaves several ranges of a dim: ``pieces_of((8,), [Cut(0, 2, 0, 2)])`` has [0, 2)
+    and [4, 6).
     """
     pieces = []
     for ranges in itertools.product(*map(_placed, _kept(shape, cuts))):
@@ -199,7 +200,7 @@ _PRIME = 2**127 - 1
 
 
 def cover_problem(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
-    """Why ``boxes`` are not every element of ``shape`` once, if so: one reaches beyond, two meet, or elements are in none.
+    """Why ``boxes`` do not cover every element of ``shape`` once (out of bounds, overlap, gap); None if they do.
 
     Write element (i, j) as x**i * y**j. The elements of a box then add up to the product over dims of (x**start - x**stop) / (1 - x),
     and those of boxes that cover the shape once to that of the shape. Both sides are compared at a random place, modulo a prime: in a

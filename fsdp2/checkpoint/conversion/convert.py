@@ -2,7 +2,7 @@
 
     fsdp2 convert runs/fsdp1/model_rank0.pt out --to dcp --optimizer runs/fsdp1/optim_rank0.pt
 
-The target is written next to its place and renamed into it when it is whole.
+The target is written next to its final path and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from .targets import Stream, write_dcp, write_safetensors, write_torch
 from .verify import verify as verify_checkpoint
 
 _MAX_EXPANSION, _MAX_TIES, _FREE_NBYTES = 16, 64, 1 << 30
-"""Conversion may write so many times more than it reads: where tensors repeat elements, and where they have many names."""
+"""How much more than it reads conversion may write: for repeated elements; for ties; in any case."""
 
 TARGETS = ("dcp", "safetensors", "torch")
 
 
 @dataclass(frozen=True)
 class Converted:
-    """A conversion that ``convert`` has made.
+    """The result of ``convert``.
 
     source:      the format that was found
     num_tensors: of the model
-    nbytes:      that were read, of all tensors
+    nbytes:      of tensors that were read
     optimizer:   whether the target has the optimizer's state
     left_out:    entries of the source that the target lacks
     """
@@ -90,13 +90,14 @@ def convert(
     dtype:          to convert the model's floating-point tensors to; the optimizer's stay
     max_shard_size: of a safetensors file
     force:          replace ``dst``, at the end; False: an error if it exists
-    verify:         compare the source with its digests before, as ``fsdp2.checkpoint.verify`` does
-    progress:       a bar; None: after a second, where there is a terminal and rich is installed
+    verify:         compare the source with its digests first, as ``fsdp2.checkpoint.verify`` does
+    progress:       a bar; None: after a second, on a terminal, if rich is installed
 
-    Memory:     in addition to descriptions of the tensors, bands of 64 MiB together and three buffers of 16 MiB; a tensor that was
-                saved with other strides than contiguous ones is read whole
+    Memory:     besides descriptions of the tensors, bands of 64 MiB in all and three buffers of 16 MiB; a tensor that
+                was saved with non-contiguous strides is read whole
     Collective: no
-    Raises:     CheckpointError naming file and key; ArgumentError. ``dst`` is then as it was, and nothing is left next to it
+    Raises:     CheckpointError naming file and key; ArgumentError. ``dst`` is then unchanged, and nothing is left next
+                to it
 
     Example:
         fsdp2.checkpoint.save_safetensors(model, folder / "model")
@@ -193,7 +194,7 @@ def _check_target(src: Path, target: Path, to: str, force: bool) -> None:
 
 
 def _check_total(state: State, total: int) -> None:
-    """Whether ``total`` bytes are what the source's files could mean. Raises: CheckpointError"""
+    """Check that ``total`` bytes are plausible for the source's files. Raises: CheckpointError"""
     tensors = tensors_of(state)
     distinct = {place_of(lazy): nbytes_of(lazy) for _, lazy in tensors}
     files = {stored.path for _, lazy in tensors for stored in lazy.stored()}
@@ -211,7 +212,7 @@ def _check_total(state: State, total: int) -> None:
 
 
 def _written_nbytes(state: State, to: str, dtype: torch.dtype | None) -> int:
-    """Bytes of the target's tensors; DCP alone writes a tied tensor for each of its names."""
+    """Bytes of the target's tensors; only DCP writes a tied tensor once per name."""
     nbytes: dict[Any, int] = {}
     for name, lazy in tensors_of(state):
         itemsize = converted(lazy, dtype if name.startswith("model.") else None).itemsize
@@ -220,7 +221,7 @@ def _written_nbytes(state: State, to: str, dtype: torch.dtype | None) -> int:
 
 
 def _check_room(nbytes: int, target: Path) -> None:
-    """Whether ``nbytes`` fit on the disk. Raises: CheckpointError"""
+    """Check that ``nbytes`` fit on the disk. Raises: CheckpointError"""
     place = next(each for each in target.parents if each.is_dir())
     free = shutil.disk_usage(place).free
     if nbytes > free:
@@ -234,7 +235,7 @@ def _check_room(nbytes: int, target: Path) -> None:
 
 @contextlib.contextmanager
 def _new(target: Path, force: bool) -> Iterator[Path]:
-    """A place next to ``target``, renamed to it at the end; after an error it is gone, and ``target`` as it was."""
+    """A path next to ``target``, renamed to it at the end; after an error it is removed and ``target`` unchanged."""
     partial = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.partial")
     aside = partial.with_suffix(".replaced")
     try:
@@ -274,10 +275,10 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``fsdp2 convert``."""
-    parser.add_argument("src", help="folder or file; one file of FSDP1's or FSDP2's ranks stands for all")
+    parser.add_argument("src", help="folder or file; one rank's file of FSDP1 or FSDP2 stands for all")
     parser.add_argument("dst", help="what to write: a folder (dcp, safetensors) or a file (torch)")
     parser.add_argument("--to", required=True, choices=TARGETS)
-    parser.add_argument("--from", dest="format", choices=FORMATS, help="the format of SRC, where it is not what the files look like")
+    parser.add_argument("--from", dest="format", choices=FORMATS, help="the format of SRC, if its files suggest another")
     parser.add_argument("--optimizer", metavar="PATH", help="where the optimizer's state is, if it is not in SRC")
     parser.add_argument("--model-key", metavar="KEY", help="where SRC has the model, for instance ema or nets.student")
     parser.add_argument("--optimizer-key", metavar="KEY", help="where SRC has the optimizer's state")
@@ -286,7 +287,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=_DTYPES, help="convert the model's floating-point tensors")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (default: 5GB)")
     parser.add_argument("--force", action="store_true", help="replace DST if it exists")
-    parser.add_argument("--verify", action="store_true", help="compare SRC with the digests that were written with it, before")
+    parser.add_argument("--verify", action="store_true", help="compare SRC with its digests first")
     parser.add_argument("--quiet", dest="progress", action="store_const", const=False, help="no progress bar and no summary")
 
 

@@ -1,8 +1,9 @@
 """``open_source``: a checkpoint of any format as one ``Source``: names and lazy tensors of model and optimizer.
 
-It finds the format, lets its reader read the descriptions, and picks model and optimizer out of them. An optimizer's state is by name
-in the end. Names come from the state itself (DCP, FSDP1's ``optim_state_dict`` and its older forms), from ``param_names`` (of its
-groups, or next to them in a file of ``save_full_state``), or, where parameters are numbers, from the model's order.
+It finds the format, has its reader read the descriptions, and picks model and optimizer from them. An optimizer's state
+ends up by name. Names come from the state itself (DCP, FSDP1's ``optim_state_dict`` and its older forms), from
+``param_names`` (in the groups, or next to them in a file of ``save_full_state``), or, where parameters are numbers,
+from the model's order.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _AROUND = ("app", "state")
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of a file's model and optimizer; those of nested dicts joined by dots; None: under a usual name."""
+    """The keys of a file's model and optimizer, joined by dots for nested dicts; None: under a usual name."""
 
     model: str | None = None
     optimizer: str | None = None
@@ -69,15 +70,16 @@ def open_source(
 
     path:           a folder or file; one file of FSDP1's stands for those of all ranks, a ``Checkpointer``'s folder for its latest
     format:         None: by what the files are
-    optimizer:      where the optimizer's state is, if it is not in ``path`` and not next to its files
+    optimizer:      the optimizer's files, if they are neither in ``path`` nor next to it
     shapes:         the parameters' names and shapes, in order, for local state dicts of FSDP1: a model (not wrapped, also on the meta
                     device), a dict, or a JSON file of ``write_shapes``
-    with_optimizer: False: leave the optimizer's state alone
+    with_optimizer: False: ignore the optimizer's state
     model_key, optimizer_key: where a file has them, for instance "ema" or "nets.student"; None: under one of the usual names
 
     Collective: no
-    Memory:     descriptions of the tensors: some hundred bytes for each shard
-    Raises:     CheckpointError naming file and key: cut short, a rank's file missing, files of different saves, nothing known
+    Memory:     descriptions of the tensors: some hundred bytes per shard
+    Raises:     CheckpointError naming file and key: truncated, a rank's file missing, files of different saves, unknown
+                format
 
     Example:
         fsdp2.checkpoint.save_safetensors(model, folder)
@@ -121,7 +123,7 @@ def _opened(
 
 
 def _finished(source: Source, shapes: Shapes | None) -> Source:
-    """Names without wrappers' prefixes, parameters for flat parameters, the optimizer by name."""
+    """Without wrappers' prefixes, with parameters in place of flat ones, the optimizer by name."""
     model: State = {clean_name(name): value for name, value in source.model.items()}
     refuse_one_name(source.model)
     optimizer = source.optimizer
@@ -185,12 +187,12 @@ def _read(path: Path, kind: str, keys: Keys) -> Source:
 
 
 def family_meant(path: Path) -> Family:
-    """The file alone, or with those of the other ranks if it is only a part."""
+    """The file, with those of the other ranks if it holds only a part."""
     return family_of(path) if _is_part(path, read_torch_file(path)) else (path,)
 
 
 def _is_part(path: Path, root: Any) -> bool:
-    """Whether what ``path`` holds is not all of a state: a number in its name alone may be that of an epoch."""
+    """Whether ``path`` holds only part of a state. A number in its name does not tell: it may be an epoch."""
     tensors = _all_values(root)
     return is_named_part(path) or any(is_sharded(each) for each in tensors) or all(len(each.shape) == 1 for each in tensors)
 
@@ -215,9 +217,9 @@ def _merged(family: Family) -> Any:
 
 
 def _refuse_steps(roots: list[tuple[Path, Any]]) -> None:
-    """Files whose names differ in a number alone, each with all of a state: copies of one, or of several steps of a run.
+    """Reject whole states of several steps, whose file names differ in a number; copies of one state are fine.
 
-    Raises: CheckpointError if their values differ, at the beginning or the end of a floating-point tensor
+    Raises: CheckpointError if a floating-point tensor differs at its beginning or end
     """
     of_files = [{name: next(lazy.stored()) for name, lazy in tensors_of(root) if lazy.shape} for _, root in roots]
     shapes = [{name: each.shape for name, each in tensors.items()} for tensors in of_files]
@@ -251,7 +253,7 @@ def _ends(stored: Stored, nbytes: int = 4096) -> list[bytes]:
 
 
 def _combined(path: Path, kind: str, found: list[Source]) -> Source:
-    """One source of the parts that were in several places. Raises: CheckpointError if two have a model"""
+    """One source from several files or folders. Raises: CheckpointError if two have a model or an optimizer"""
     models = [each for each in found if each.model]
     optimizers = [each for each in found if each.optimizer is not None]
     if len(models) > 1 or len(optimizers) > 1:
@@ -313,7 +315,7 @@ def _at(path: Path, root: Any, key: str) -> Any:
 
 
 def _as_optimizer(value: Any) -> State | None:
-    """The optimizer's state, also in a list of one."""
+    """The optimizer's state, even in a list of one; else None."""
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
     if looks_like_optimizer(value):
@@ -346,7 +348,7 @@ def nested(flat: State) -> State:
 
 
 def refuse_one_name(names: Iterable[str]) -> None:
-    """Raises: CheckpointError if two differ only in prefixes of wrappers, so that one would take the place of the other"""
+    """Raises: CheckpointError if two differ only in wrappers' prefixes, so that one would replace the other"""
     first: dict[str, str] = {}
     for name in names:
         if first.setdefault(clean_name(name), name) != name:
@@ -363,9 +365,9 @@ def is_flattened(value: Any) -> bool:
 
 
 def by_name(optimizer: State, model: State) -> State:
-    """``optimizer`` with names for parameters; those of each group in the order of ``model``, as ``model.parameters()`` has them.
+    """``optimizer`` with names for parameters; each group in the order of ``model``, as in ``model.parameters()``.
 
-    Raises: CheckpointError if parameters are numbers and it cannot be told which they are
+    Raises: CheckpointError if parameters are numbers that cannot be mapped to names
     """
     groups = [dict(group) for group in optimizer["param_groups"]]
     keys = [*optimizer["state"], *(param for group in groups for param in group["params"])]
@@ -410,7 +412,7 @@ def _names_of_numbers(optimizer: State, model: State) -> dict[Any, str]:
 
 
 def _check_shapes(state: State, model: State) -> None:
-    """Raise if a moment is larger than its parameter: it belongs to another parameter."""
+    """Raise an error if a moment's shape is not its parameter's: it belongs to another parameter."""
     wrong: dict[str, str] = {}
     for name, values in state.items():
         param = model.get(name)

@@ -1,12 +1,13 @@
-"""One state out of the files of many ranks: FSDP1's local and sharded state dicts, FSDP2's, and full ones of every rank.
+"""One state from the files of many ranks: FSDP1's local and sharded state dicts, FSDP2's, and full ones of every rank.
 
-A ShardedTensor tells where its shards lie, a DTensor its mesh, placements and coordinate; both are read as inert objects, without
-process group or mesh. Plain tensors of several ranks stay a ``Ranks``, until the reader knows what they are parts of.
+A ShardedTensor records the position of its shards, a DTensor its mesh, placements and coordinate; both are read as
+inert objects, without process group or mesh. Plain tensors of several ranks stay ``Ranks`` until the whole tensor's
+shape is known.
 
-A local state dict of FSDP1 has one 1-D tensor for each FSDP instance, ``<module>._flat_param``, without names and shapes. Both are
-those of the module's parameters that no FSDP instance below it has, one after another, in the order of ``named_parameters``; so with
-the model, or its names and shapes in this order, a reader can take the tensor apart. (The order matters, so the header of a
-safetensors file, which is sorted, cannot stand for it.)
+A local state dict of FSDP1 has one 1-D tensor per FSDP instance, ``<module>._flat_param``, without names and shapes. It
+concatenates the module's parameters, except those of FSDP instances below it, in the order of ``named_parameters``; so
+a reader needs the model, or its names and shapes in this order. (A safetensors header will not do, because it is
+sorted.)
 
 Worked examples: rank 0 has rows [0, 5) of a (9, 4) ShardedTensor, rank 1 rows [5, 9): an Assembled (9, 4) of two stored boxes. Of
 parameters first.weight (10, 7), first.bias (10,), blocks.0.scale (1,), last.weight (5, 10), and flat parameters ``_flat_param`` and
@@ -37,7 +38,7 @@ from .source import Shapes, named
 
 @dataclass(frozen=True)
 class Ranks:
-    """Plain tensors that several ranks have saved under one name, in the order of the ranks."""
+    """Plain tensors that several ranks saved under one name, in order of rank."""
 
     values: tuple[LazyTensor, ...]
 
@@ -48,7 +49,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class _Shard:
-    """A part of a tensor: its box, and its file."""
+    """A shard of a tensor: its box, values and file."""
 
     box: Box
     value: LazyTensor
@@ -60,9 +61,9 @@ def is_sharded(value: Any) -> bool:
 
 
 def merge(files: Sequence[tuple[Path, Any]], key: str = "") -> Any:
-    """The trees of all ranks as one.
+    """Merge the trees of all ranks into one.
 
-    files:  of each rank that has this key, in order
+    files:  of each rank with this key, in order
     Raises: CheckpointError naming key and file
     """
     first = files[0][1]
@@ -85,9 +86,9 @@ def merge(files: Sequence[tuple[Path, Any]], key: str = "") -> Any:
 
 
 def resolve(value: Any, shape: tuple[int, ...] | None, key: str) -> Any:
-    """The tensor that the ``Ranks`` are parts or copies of; anything else as it is.
+    """The whole tensor of ``Ranks``, which are its parts or copies; anything else unchanged.
 
-    shape: of the whole tensor; None if it is unknown: then they have to be copies
+    shape: of the whole tensor; None if unknown: then they must be copies
     Raises: CheckpointError naming ``key``
     """
     if not isinstance(value, Ranks):
@@ -162,7 +163,7 @@ _Found = tuple[tuple[int, ...], list[_Shard], dict[Box, str]]
 
 
 def _of_sharded_tensor(value: Inert, path: Path) -> _Found:
-    """The shape, the shards in this file, and the boxes of all ranks' shards with their ranks."""
+    """The shape, this file's shards, and the boxes of all ranks' shards with their ranks."""
     local, metadata = value.state[0], value.state[1].fields
     shards = [_Shard(_box(each.fields["metadata"]), each.fields["tensor"], path) for each in local]
     expected = {_box(each): f"of rank {each.fields['placement'].fields.get('_rank')}" for each in metadata["shards_metadata"]}
@@ -208,7 +209,7 @@ def _part(whole: LazyTensor, box: Box) -> LazyTensor:
 
 
 def _coordinate(mesh: Inert) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The saving rank's place in its mesh, and the mesh's shape, in the forms of several torch versions."""
+    """The saving rank's coordinate in its mesh, and the mesh's shape, as several torch versions save them."""
     fields = mesh.fields
     coordinate = fields.get("_coordinate_on_dim")
     layout = fields.get("_layout")
@@ -236,7 +237,7 @@ def _flat(value: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class Slot:
-    """A parameter's place in a flat one: from element ``start`` on."""
+    """A parameter's place in a flat parameter: from element ``start`` on."""
 
     start: int
     shape: tuple[int, ...]
@@ -246,9 +247,9 @@ FLAT_NAMES = ("_flat_param", "flat_param")
 
 
 def write_shapes(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write names and shapes of the model's parameters, in order, as JSON: what local state dicts of FSDP1 need to be read.
+    """Write names and shapes of the model's parameters, in order, as JSON, for reading local state dicts of FSDP1.
 
-    model: not wrapped, as it was before FSDP1; may be on the meta device
+    model: unwrapped, as before FSDP1; may be on the meta device
 
     Example:
         if dist.get_rank() == 0:
@@ -330,7 +331,7 @@ def _laid_out(params: Shapes, align: int) -> dict[str, Slot]:
 
 
 def unflattened(model: State, shapes: Shapes) -> State:
-    """``model`` with parameters in place of flat ones, in the order of ``shapes``; the rest after them."""
+    """``model`` with parameters in place of flat ones, in the order of ``shapes``, then the rest."""
     units = units_of(model, shapes)
     placed = [(model[key], name, slot) for key, slots in units.items() for name, slot in slots.items()]
     found: State = {name: slice_of((whole,), slot.start, slot.shape) for whole, name, slot in placed}
@@ -339,7 +340,7 @@ def unflattened(model: State, shapes: Shapes) -> State:
 
 
 def unflattened_optimizer(optimizer: State, model: State, shapes: Shapes) -> State:
-    """The state by name, from each rank's ``optimizer.state_dict()``: of flat parameters, or of its parts of the original ones."""
+    """The state by name, from each rank's ``optimizer.state_dict()``, of flat parameters or shards of originals."""
     count = sum(len(group["params"]) for group in optimizer["param_groups"])
     if count == len(shapes):
         params_of = [{name: Slot(0, shape)} for name, shape in shapes.items()]

@@ -1,12 +1,12 @@
-"""Finds the files of a checkpoint, their format and which belong together; ``Source`` is the result of reading them.
+"""Finds a checkpoint's files, their format and which belong together; ``Source`` is the result of reading them.
 
-    folder with .metadata                         DCP, also one each for model and optimizer in folders below
+    folder with .metadata                         DCP; also subfolders for model and optimizer
     folder with *_optim_states.pt, or ``latest``  DeepSpeed
     folder with *.safetensors                     Hugging Face
-    *.pt, *.pth, *.bin, *.ckpt                    torch.save: one file, or one for each rank, whose number is the last in its name
+    *.pt, *.pth, *.bin, *.ckpt                    torch.save: one file, or one per rank, named by its last number
 
-Numbers of ranks and parts come from names that a stranger may have chosen: a folder with ``model-00001-of-99999999999.bin`` alone
-misses more numbers than fit in memory, so a hundred are listed.
+Numbers of ranks and parts come from untrusted names: a folder with only ``model-00001-of-99999999999.bin`` lacks more
+numbers than fit in memory, so at most about a hundred are listed.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass
 class Source:
-    """A checkpoint that is opened, not read.
+    """A checkpoint that is open but not read.
 
     format:    "safetensors", "dcp", "torch", "fsdp1" or "deepspeed"
     model:     by name, each a LazyTensor or, if it is extra state, another value
     optimizer: ``{"state": {name: {key: LazyTensor or value}}, "param_groups": [{..., "params": [names]}]}``, or None
-    left_out:  what else the files have
+    left_out:  other contents of the files
     """
 
     path: Path
@@ -53,7 +53,7 @@ class Source:
 
 
 def named(value: Any, key: str) -> Any:
-    """``value`` with its stored parts called ``key``, as errors of reading will say."""
+    """``value`` with its stored parts named ``key``, for error messages."""
     if isinstance(value, Stored):
         return replace(value, key=key)
     if isinstance(value, Assembled):
@@ -62,7 +62,7 @@ def named(value: Any, key: str) -> Any:
 
 
 def cleaned(value: Any, where: str, left_out: list[str]) -> Any:
-    """``value`` without its inert parts, whose places go into ``left_out``; None if no part is left."""
+    """``value`` without its inert parts, whose paths are added to ``left_out``; None if nothing is left."""
     if isinstance(value, Inert):
         left_out.append(f"{where}: {value.path}")
         return None
@@ -75,7 +75,7 @@ def cleaned(value: Any, where: str, left_out: list[str]) -> Any:
 
 
 def checked_source(source: Source) -> Source:
-    """``source``, if it has a model all of whose values a target can hold. Raises: CheckpointError"""
+    """``source`` with only values that a target can hold. Raises: CheckpointError if it has no model"""
     if not tensors_of(source.model):
         raise failure(
             f"{source.path} has no tensors of a model",
@@ -106,11 +106,11 @@ def check_format(format: str | None) -> None:
 
 
 Family = tuple[Path, ...]
-"""Files that are one state together: of ranks, or of a state dict that was cut into several files."""
+"""Files that form one state: one per rank, or parts of a state dict."""
 
 
 def detect(path: Path) -> str:
-    """The format; "torch" also for FSDP1's files, which only their content shows. Raises: CheckpointError"""
+    """The format; "torch" also for FSDP1's files, which only their content reveals. Raises: CheckpointError"""
     if path.is_dir():
         if (path / METADATA).is_file() or dcp_folders(path):
             return "dcp"
@@ -137,13 +137,13 @@ def detect(path: Path) -> str:
 
 
 def dcp_folders(path: Path) -> list[Path]:
-    """Folders of DCP right below, as accelerate lays out model and optimizer, without those of unfinished saves."""
+    """Direct subfolders of DCP, as accelerate lays out model and optimizer, except unfinished saves."""
     found = sorted(each.parent for each in path.glob(f"*/{METADATA}"))
     return [each for each in found if not each.name.startswith(".") and not is_partial(each.name)]
 
 
 def families(folder: Path) -> list[Family]:
-    """All files of torch.save in ``folder``, those together whose names differ in their last number only."""
+    """All files of torch.save in ``folder``, grouped if their names differ only in the last number."""
     found: dict[str, list[Path]] = {}
     for path in sorted(folder.iterdir()):
         if path.suffix in _SUFFIXES and path.is_file():
@@ -158,12 +158,12 @@ def family_of(path: Path) -> Family:
 
 
 def is_named_part(path: Path) -> bool:
-    """Whether its name says that there are others: ``pytorch_model-00001-of-00002.bin``."""
+    """Whether its name implies other parts: ``pytorch_model-00001-of-00002.bin``."""
     return _PART.search(path.stem) is not None
 
 
 def check_complete(family: Family) -> None:
-    """Raises: CheckpointError if numbers are missing, or there are not as many files as their names say"""
+    """Raises: CheckpointError if numbers are missing, or names promise more files"""
     first = family[0]
     parts = _PART.search(first.stem)
     world = re.search(r"world_size_(\d+)_", first.stem)
@@ -187,7 +187,7 @@ def _number(path: Path) -> int:
 
 
 def missing_numbers(numbers: Collection[int], start: int, stop: int) -> list[int]:
-    """Numbers from ``start`` to ``stop`` that are not in ``numbers``: at most a few more than these, however large a file's number."""
+    """Numbers in [start, stop) that are not in ``numbers``; at most 100 more than ``numbers`` has."""
     return list(itertools.islice((number for number in range(start, stop) if number not in numbers), len(numbers) + 100))
 
 
@@ -197,7 +197,7 @@ def shown(numbers: Sequence[int]) -> str:
 
 
 def find_deepspeed(path: Path) -> Path | None:
-    """The folder with the states in or below ``path``, if it is DeepSpeed's: below it, the one that its file ``latest`` names."""
+    """DeepSpeed's folder of states: ``path`` itself, or the subfolder that its file ``latest`` names; else None."""
     if not path.is_dir():
         return None
     if any(path.glob("*_model_states.pt")) or any(path.glob("*_optim_states.pt")):

@@ -1,4 +1,4 @@
-"""``verify``: whether a checkpoint's bytes are the ones that were written; ``fsdp2 verify PATH``. ``digests.py`` compares."""
+"""``verify``: whether a checkpoint's bytes are those that were written; ``fsdp2 verify PATH``. ``digests.py`` compares."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _SHARE = Kind(
 
 
 def verify(path: str | os.PathLike[str], *, format: str | None = None, share: tuple[int, int] = (0, 1)) -> Verified:
-    """Read a checkpoint and compare it with the digests that it has; of a folder of ``Checkpointer``, all checkpoints in it.
+    """Read a checkpoint and compare it with its digests; in a ``Checkpointer``'s folder, all checkpoints.
 
     path, format: as for ``open_source``
-    share:        (index, count) compares every ``count``-th part alone, from ``index`` on: ranks share the work
+    share:        (index, count) compares only every ``count``-th part, from ``index`` on: ranks share the work
 
     Collective: no
-    Memory:     a piece of 16 MiB, and the descriptions of the files
+    Memory:     16 MiB, and the descriptions of the files
     Raises:     CheckpointError naming files and keys that are damaged, missing or cut short
 
     Example:
@@ -67,7 +67,7 @@ def _torch_files(path: Path, kind: str) -> list[Path]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``fsdp2 verify``."""
     parser.add_argument("path", help="folder or file")
-    parser.add_argument("--from", dest="format", choices=FORMATS, help="the format of PATH, where it is not what the files look like")
+    parser.add_argument("--from", dest="format", choices=FORMATS, help="the format of PATH, if its files suggest another")
 
 
 def run(options: argparse.Namespace) -> int:

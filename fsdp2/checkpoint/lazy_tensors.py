@@ -50,20 +50,6 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a file.
-
-    dtype:  the format's name for it, a key of ``DTYPES`` or one that torch has no dtype for (``F4``, ...)
-    offset: of its first byte, from the beginning of the file
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
 class LazyTensor(ABC):
     """A tensor of which boxes can be read."""
 
@@ -84,21 +70,24 @@ class LazyTensor(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Stored(LazyTensor):
-    """A tensor as it lies in a file."""
+    """A tensor as it lies in a file.
+
+    dtype:  the format's name for it, a key of ``DTYPES`` or one that torch has no dtype for (``F4``, ...)
+    offset: of its first byte, from the beginning of the file
+    """
 
     path: Path
     key: str
-    entry: Entry
-
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        return self.entry.shape
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
 
     def stored(self) -> Iterator[Stored]:
         yield self
 
     def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
-        reader.read(self.path, self.key, self.entry.offset, self.shape, DTYPES[self.entry.dtype], box, out)
+        reader.read(self.path, self.key, self.offset, self.shape, DTYPES[self.dtype], box, out)
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,10 +181,10 @@ def dtype_of(lazy: LazyTensor) -> torch.dtype:
     Raises: CheckpointError if torch has no such dtype
     """
     part = next(lazy.stored())
-    found = DTYPES.get(part.entry.dtype)
+    found = DTYPES.get(part.dtype)
     if found is None:
         raise failure(
-            f"{part.path} has {part.key} in {part.entry.dtype[:100]}",
+            f"{part.path} has {part.key} in {part.dtype[:100]}",
             expected=", ".join(DTYPES),
             fix="convert it with a library that knows this dtype",
             file=part.path,
@@ -327,7 +316,7 @@ def place_of(lazy: LazyTensor) -> Any:
     """Equal for ties: lazy tensors with the same bytes of the same files in the same shape."""
     match lazy:
         case Stored():
-            return str(lazy.path), lazy.entry
+            return str(lazy.path), lazy.dtype, lazy.shape, lazy.offset
         case Strided():
             return place_of(lazy.span), lazy.shape, lazy.stride
         case Signed():

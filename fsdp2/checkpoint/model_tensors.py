@@ -26,7 +26,7 @@ from ..core.iteration.module_state import unit_of, units_in
 from ..core.iteration.unit import Unit
 from ..errors import ArgumentError, ParameterError, got_object
 from .file_reading import ByteReader
-from .lazy_tensors import NAMES, Entry, LazyTensor, Stored
+from .lazy_tensors import NAMES, LazyTensor, Stored
 from .shard_geometry import Box, Cut, Piece, in_order, local_shape_of, pieces_of
 
 WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
@@ -288,7 +288,7 @@ class LazyParameter(LazyTensor):
     def stored(self) -> Iterator[Stored]:
         """The tensor as if stored in a file, for its dtype and for messages."""
         dtype = self.source.tensor.dtype
-        yield Stored(Path(), self.source.name, Entry(NAMES.get(dtype, str(dtype)), self.shape, 0, 0))
+        yield Stored(Path(), self.source.name, NAMES.get(dtype, str(dtype)), self.shape, 0, 0)
 
     def read(self, box: Box, out: Tensor, reader: ByteReader) -> None:
         assert isinstance(reader, Wanted), "values of a model are brought by gather_to_writers.py"

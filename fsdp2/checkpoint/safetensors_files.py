@@ -32,7 +32,7 @@ import torch
 
 from .failures import failure, readable
 from .file_reading import is_inside, open_regular
-from .lazy_tensors import DTYPES, NAMES, Entry, Stored
+from .lazy_tensors import DTYPES, NAMES, Stored
 
 MAX_HEADER_NBYTES = 100_000_000
 """The limit of the reference implementation, against files that make a reader allocate."""
@@ -42,7 +42,7 @@ MAX_HEADER_NBYTES = 100_000_000
 class Header:
     """A file's description of itself; ``nbytes`` is the length of header and its length field, where the tensors begin."""
 
-    entries: dict[str, Entry]
+    entries: dict[str, Stored]
     metadata: dict[str, str]
     nbytes: int
 
@@ -101,7 +101,7 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-def _entry(path: Path, key: str, fields: Any, start: int) -> Entry:
+def _entry(path: Path, key: str, fields: Any, start: int) -> Stored:
     match fields:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]} if (
             all(type(value) is int and value >= 0 for value in (*shape, begin, end)) and begin <= end
@@ -114,7 +114,7 @@ def _entry(path: Path, key: str, fields: Any, start: int) -> Entry:
     if known is not None and math.prod(shape) * known.itemsize != end - begin:
         wanted = math.prod(shape) * known.itemsize
         _refuse(path, f"gives {key} {end - begin} bytes", f"{wanted} for {dtype} of shape {tuple(shape)}", key)
-    return Entry(dtype, tuple(shape), start + begin, end - begin)
+    return Stored(path, key, dtype, tuple(shape), start + begin, end - begin)
 
 
 def _refuse(path: Path, problem: str, expected: str, key: str | None = None) -> NoReturn:
@@ -222,7 +222,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     found = _find(Path(path))
     if found.suffix != ".json":
         header = read_header(found)
-        return Checkpoint(found, _stored(found, header, header.entries), header.nbytes)
+        return Checkpoint(found, header.entries, header.nbytes)
     weight_map = read_index(found)
     keys_of: dict[str, list[str]] = {}
     for key, name in weight_map.items():
@@ -251,13 +251,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
                 file=file,
                 key=absent[0],
             )
-        tensors |= _stored(file, header, keys_of[name])
+        tensors |= {key: header.entries[key] for key in keys_of[name]}
         header_bytes += header.nbytes
     return Checkpoint(found, tensors, header_bytes)
-
-
-def _stored(path: Path, header: Header, keys: Iterable[str]) -> dict[str, Stored]:
-    return {key: Stored(path, key, header.entries[key]) for key in keys}
 
 
 def _find(path: Path) -> Path:

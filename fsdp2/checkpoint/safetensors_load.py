@@ -293,7 +293,7 @@ def _match(
             report.missing.append(each.name)
             continue
         lazy = stored[known[0]]
-        dtypes = tuple(dict.fromkeys(part.entry.dtype for part in lazy.stored()))
+        dtypes = tuple(dict.fromkeys(part.dtype for part in lazy.stored()))
         shape, dtype = tuple(each.tensor.shape), each.tensor.dtype
         scale = scale_lost(lazy, dtype, scales)
         if lazy.shape != shape or not all(can_convert(stored_dtype, dtype) for stored_dtype in dtypes) or scale is not None:
@@ -347,7 +347,7 @@ def _device(units: Sequence[Unit], device: torch.device | str | None) -> torch.d
 def _read(targets: Sequence[tuple[ModelTensor, LazyTensor, Tensor]], progress: bool | None) -> int:
     """Read this rank's pieces of each tensor into its target, in the order of the files; returns the number of bytes."""
     work: list[tuple[LazyTensor, Tensor, list[Piece]]] = [(lazy, local, own_pieces(each.tensor)) for each, lazy, local in targets]
-    work.sort(key=lambda item: min((str(stored.path), stored.entry.offset) for stored in item[0].stored()))
+    work.sort(key=lambda item: min((str(stored.path), stored.offset) for stored in item[0].stored()))
     total = sum(piece.box.numel * local.itemsize for _, local, pieces in work for piece in pieces)
     with ByteReader() as reader, progress_bar("loading", total, progress) as advance:
         for lazy, local, pieces in work:
@@ -389,7 +389,7 @@ Place = tuple[str, int]
 
 
 def place_of(stored: Stored) -> Place:
-    return str(stored.path), stored.entry.offset
+    return str(stored.path), stored.offset
 
 
 def scales_of(tensors: Mapping[str, LazyTensor]) -> dict[Place, str]:
@@ -404,7 +404,7 @@ def scales_of(tensors: Mapping[str, LazyTensor]) -> dict[Place, str]:
         near = [each for each in (*scales.get(name, ()), *scales.get(name.rpartition(".")[0], ())) if each != name]
         if near:
             scale = next((each for each in near if each.startswith(name)), near[0])
-            found |= {place_of(part): scale for part in lazy.stored() if is_float8(DTYPES.get(part.entry.dtype))}
+            found |= {place_of(part): scale for part in lazy.stored() if is_float8(DTYPES.get(part.dtype))}
     return found
 
 
@@ -414,5 +414,5 @@ def is_float8(dtype: torch.dtype | None) -> bool:
 
 def scale_lost(lazy: LazyTensor, dtype: torch.dtype, scales: Mapping[Place, str]) -> str | None:
     """The name of the scale that converting ``lazy`` to ``dtype`` would lose, if any."""
-    lost = (scales.get(place_of(part)) for part in lazy.stored() if DTYPES.get(part.entry.dtype) is not dtype)
+    lost = (scales.get(place_of(part)) for part in lazy.stored() if DTYPES.get(part.dtype) is not dtype)
     return next((scale for scale in lost if scale is not None), None)

@@ -107,7 +107,7 @@ def plan_files(
     dtype: for floating-point tensors; None: their own
     Raises: CheckpointError naming tensors of a dtype that the format does not have
     """
-    dtypes = {key: list(dict.fromkeys(stored.entry.dtype for stored in lazy.stored())) for key, lazy in tensors.items()}
+    dtypes = {key: list(dict.fromkeys(stored.dtype for stored in lazy.stored())) for key, lazy in tensors.items()}
     unknown = {key: ", ".join(names) for key, names in dtypes.items() if not DTYPES.keys() >= set(names) or len(names) > 1}
     if unknown:
         raise failure(

@@ -37,7 +37,7 @@ from ..errors import CheckpointError
 from .failures import failure, readable
 from .file_reading import open_regular
 from .inert_pickle import STORAGE_DTYPES, SavedTensor, unpickle
-from .lazy_tensors import NAMES, Entry, LazyTensor, Signed, Stored, Strided, is_contiguous
+from .lazy_tensors import NAMES, LazyTensor, Signed, Stored, Strided, is_contiguous
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # its first bytes, and the lengths of the name and the extra fields that follow
 _MAX_EXPANDED_NBYTES = 1 << 30
@@ -198,7 +198,7 @@ def _lazily(path: Path, find: Callable[[str], _Record]) -> Callable[[SavedTensor
 
 
 def stored(path: Path, key: str, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Stored:
-    return Stored(path, key, Entry(NAMES[dtype], shape, offset, math.prod(shape) * dtype.itemsize))
+    return Stored(path, key, NAMES[dtype], shape, offset, math.prod(shape) * dtype.itemsize)
 
 
 # --- descriptions -----------------------------------------------------------------------------------------------------------------

@@ -240,15 +240,14 @@ def _refuse_steps(roots: list[tuple[Path, Any]]) -> None:
 
 
 def _is_float(stored: Stored) -> bool:
-    dtype = DTYPES.get(stored.entry.dtype)
+    dtype = DTYPES.get(stored.dtype)
     return dtype is not None and dtype.is_floating_point
 
 
 def _ends(stored: Stored, nbytes: int = 4096) -> list[bytes]:
-    entry = stored.entry
-    count = min(nbytes, entry.nbytes)
+    count = min(nbytes, stored.nbytes)
     with ByteReader() as reader:
-        places = entry.offset, entry.offset + entry.nbytes - count
+        places = stored.offset, stored.offset + stored.nbytes - count
         return [reader.content(stored.path, stored.key, at, count) for at in places]
 
 

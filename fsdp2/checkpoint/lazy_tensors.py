@@ -10,6 +10,7 @@ rows [1, 2) are elements [10, 14), rank 1's first four.
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -287,7 +288,11 @@ class Flat(_View):
 
 def slice_of(parts: Sequence[LazyTensor], start: int, shape: tuple[int, ...]) -> Flat:
     """``cat(parts)[start : start + prod(shape)].view(shape)`` of 1-D parts."""
-    return Flat(Narrowed(joined(parts, 0), 0, start, math.prod(shape)), shape)
+    begins = list(itertools.accumulate((part.shape[0] for part in parts), initial=0))
+    stop = start + math.prod(shape)
+    needed = [index for index in range(len(parts)) if begins[index + 1] > start and begins[index] < stop] or [0]
+    whole = joined([parts[index] for index in needed], 0)
+    return Flat(Narrowed(whole, 0, start - begins[needed[0]], stop - start), shape)
 
 
 def tensors_of(state: Any, prefix: str = "") -> list[tuple[str, LazyTensor]]:

@@ -184,8 +184,7 @@ class _Stage2:
 
     def locate(self, name: str, flats: Sequence[Sequence[LazyTensor]]) -> LazyTensor:
         group, start = self._at[name]
-        parts = [each[group] for each in flats if each[group].shape[0]] or [flats[0][group]]
-        return slice_of(parts, start, self.shapes[name])
+        return slice_of([each[group] for each in flats], start, self.shapes[name])
 
 
 def _model(models: list[dict[Any, Any]], layout: _Stage3 | _Stage2, flats: list[list[LazyTensor]]) -> State:

@@ -98,7 +98,7 @@ def resolve(value: Any, shape: tuple[int, ...] | None, key: str) -> Any:
         return first
     numels = [math.prod(each.shape) for each in value.values]
     if shape is not None and sum(numels) == math.prod(shape) and all(len(each.shape) == 1 for each in value.values):
-        return slice_of(tuple(each for each, numel in zip(value.values, numels, strict=True) if numel) or value.values[:1], 0, shape)
+        return slice_of(value.values, 0, shape)
     path = next(first.stored()).path
     if shape is None:
         raise failure(
@@ -376,4 +376,4 @@ def _part_of_flat(value: Any, slot: Slot, total: int, key: str) -> Any:
             expected=f"{total} elements: the files of all ranks",
             key=key,
         )
-    return slice_of(tuple(part for part in parts if part.shape[0]) or parts[:1], slot.start, slot.shape)
+    return slice_of(parts, slot.start, slot.shape)

@@ -1,7 +1,6 @@
 """The values that an FSDP1 script chooses: enums and dataclasses of ``torch.distributed.fsdp.api``, with their names and defaults.
 
-Objects of torch's own classes are accepted wherever these are, and the other way round nobody needs to know: enums are told by
-their names, dataclasses by their fields.
+Objects of torch's own classes are accepted wherever these are: enums are recognized by their names, dataclasses by their fields.
 
     MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
     # reduce_dtype is None, so gradients are reduced in param_dtype, as FSDP1 does
@@ -22,7 +21,7 @@ from ..errors import ArgumentError, got
 
 
 class ShardingStrategy(Enum):
-    """What is sharded over which ranks. ``_ZERO2``: parameters are kept from forward to backward."""
+    """The tensors to shard, and over which ranks. ``_ZERO2``: parameters are kept from forward to backward."""
 
     FULL_SHARD = auto()
     SHARD_GRAD_OP = auto()

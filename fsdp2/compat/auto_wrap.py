@@ -1,8 +1,8 @@
 """Which modules an ``auto_wrap_policy`` chooses, and in which order they are wrapped: children before their parents.
 
 Worked example, ``Sequential(Linear(4, 4), Sequential(Linear(4, 4), Linear(4, 4)))`` with
-``size_based_auto_wrap_policy`` and ``min_num_params=40``: the inner Sequential alone, for a Linear has 20 elements, and what is left
-for the root as well.
+``size_based_auto_wrap_policy`` and ``min_num_params=40``: the inner Sequential alone, since each Linear has 20 elements; the root
+takes the first Linear.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def chosen_modules(
 ) -> Chosen:
     """The modules below ``root`` to wrap, each with the arguments that differ from the root's.
 
-    Containers without a forward and what MultiheadAttention consists of are passed over: their forward never runs.
-    Raises: ModuleError if there are FSDP modules below ``root`` already; ArgumentError if ``policy`` is none.
+    Containers without a forward and the children of MultiheadAttention are passed over: their forward never runs.
+    Raises: ModuleError if there are FSDP modules below ``root`` already; ArgumentError if ``policy`` is not a policy.
     """
     wrapped = [name or "the root" for name, module in root.named_modules() if unit_of(module) is not None]
     if wrapped:

@@ -2,13 +2,14 @@
 
 ``FSDP(module, ...)`` shards ``module`` in place and returns it: it keeps its class (below a new one of the same name), its attributes
 and the names of its parameters, which are DTensors between steps. ``isinstance(module, FSDP)`` is true, and ``module.module`` is the
-same module as an object that is no FSDP. A subclass of FSDP comes in front of the module's class, too: ``Mine(module)`` is ``module``,
-with the methods of both.
+same module as an object that is not an FSDP. A subclass of FSDP comes in front of the module's class, too:
+``Mine(module)`` is ``module``, with the methods of both.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 from abc import ABCMeta
 from collections.abc import Callable, Iterable
@@ -66,7 +67,7 @@ class _Wrapping(ABCMeta):
             _modules.pop(id(made), None)
         if module is None:
             raise ModuleError(
-                f"{cls.__name__}.__init__ has not called that of FullyShardedDataParallel",
+                f"{cls.__name__}.__init__ did not call FullyShardedDataParallel.__init__",
                 expected="super().__init__(module, ...), which shards the module",
                 fix="call it with the module to shard",
             )
@@ -100,7 +101,7 @@ class FullyShardedDataParallel(FSDP1Module, nn.Module, metaclass=_Wrapping):
     device_id:          where the module is moved; None: its own device, or the current accelerator, or the CPU
     sync_module_states: broadcast parameters and buffers from the first rank
     forward_prefetch, limit_all_gathers: of no effect. Forward always gathers the next unit while this one runs, in the order of the
-                        last iteration, whatever that of this one is; and never more than that one.
+                        last iteration, and never more than that one.
     use_orig_params:    of no effect: parameters are always the original ones, DTensors between steps
     device_mesh:        instead of ``process_group``; for hybrid strategies 2-D (replicate, shard)
     Returns:            ``module``, for which ``isinstance(module, FSDP)`` is true
@@ -130,26 +131,13 @@ class FullyShardedDataParallel(FSDP1Module, nn.Module, metaclass=_Wrapping):
         *,
         fsdp_auto_wrap_policy: Any = None,
     ) -> None:
-        options = Options(
-            process_group=process_group,
-            sharding_strategy=sharding_strategy,
-            cpu_offload=cpu_offload,
-            auto_wrap_policy=fsdp_auto_wrap_policy if auto_wrap_policy is None else auto_wrap_policy,
-            backward_prefetch=backward_prefetch,
-            mixed_precision=mixed_precision,
-            ignored_modules=ignored_modules,
-            param_init_fn=param_init_fn,
-            device_id=device_id,
-            sync_module_states=sync_module_states,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            use_orig_params=use_orig_params,
-            ignored_states=ignored_states,
-            device_mesh=device_mesh,
-        )
+        given = locals()
+        options = Options(**{each.name: given[each.name] for each in dataclasses.fields(Options)})
+        if auto_wrap_policy is None:
+            options = dataclasses.replace(options, auto_wrap_policy=fsdp_auto_wrap_policy)
         subclass = None if type(self) is FullyShardedDataParallel else type(self)
         wrap_module(module, options, subclass or FSDP1Module, FSDP1Module)
-        # From here on ``self`` is the module: what the __init__ of a subclass has set and will set on it is the module's.
+        # From here on ``self`` is the module: attributes that the __init__ of a subclass sets, before or after, are the module's.
         vars(module).update(vars(self))
         with contextlib.suppress(TypeError):  # the module's class lays out its instances otherwise: ``self`` then lacks its methods
             set_class(self, type(module))

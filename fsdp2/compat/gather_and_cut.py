@@ -1,4 +1,4 @@
-"""Between the pieces that ranks keep and whole tensors: gathering DTensors, and cutting whole tensors like a parameter."""
+"""Gathering DTensors into whole tensors, and cutting whole tensors like a parameter."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..core.plan.mesh import DataParallelMesh
 
 @torch.no_grad()
 def whole(value: Tensor) -> Tensor:
-    """The whole of which ``value`` is a part, on the device that collectives run on; shares nothing. Collective: yes, for DTensors."""
+    """``value`` gathered, on the device that collectives run on; shares no memory with it. Collective: yes, for DTensors."""
     value = value.detach()
     if not isinstance(value, DTensor):
         return value.clone()
     local = compat.local_tensor(value)
     kind = value.device_mesh.device_type
-    if local.device.type != kind:  # offloaded: the mesh cannot gather what lies in host memory
+    if local.device.type != kind:  # offloaded: the mesh cannot gather from host memory
         value = compat.new_dtensor(local.to(kind), compat.spec_of(value))
     gathered = value.full_tensor()
     return gathered.clone() if compat.storage_key(gathered) == compat.storage_key(local) else gathered

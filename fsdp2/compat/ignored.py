@@ -1,4 +1,4 @@
-"""``ignored_modules`` and ``ignored_states``: what an FSDP module leaves alone."""
+"""``ignored_modules`` and ``ignored_states``: modules and parameters that an FSDP module leaves alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def read_ignored(module: nn.Module, options: Options) -> tuple[set[nn.Module], s
     """The modules in the trees of ignored modules, and all parameters to ignore: theirs, those named, those of FSDP modules below.
 
     FSDP modules inside of an ignored module are not ignored, and neither are the modules below them.
-    Raises: ArgumentError if both arguments are given, or contain something else than they should, or an FSDP module.
+    Raises: ArgumentError if both arguments are given, or contain objects of another type, or an FSDP module.
     """
     if options.ignored_modules is not None and options.ignored_states is not None:
         raise ArgumentError(

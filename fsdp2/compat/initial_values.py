@@ -68,7 +68,7 @@ def materialize_own(own: Own, param_init_fn: Callable[[nn.Module], None] | None,
     """Give tensors on the meta device values, module by module: by ``param_init_fn``, or ``to_empty`` and ``reset_parameters``.
 
     Parameters stay the objects that they are, so that tied ones stay tied. Modules whose tensors have values are left alone.
-    Raises: ArgumentError if ``param_init_fn`` is no function; MaterializationError naming what cannot be given values.
+    Raises: ArgumentError if ``param_init_fn`` is not a function; MaterializationError naming tensors that get no values.
     """
     if param_init_fn is not None and not callable(param_init_fn):
         raise ArgumentError(

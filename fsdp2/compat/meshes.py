@@ -136,7 +136,7 @@ def _hybrid_mesh(strategy: ShardingStrategy, process_group: Any, device_type: st
 def read_device(device_id: Any, device_mesh: Any, tensors: Iterable[torch.Tensor]) -> torch.device:
     """Where a module lives: ``device_id``, else where the mesh is, else where its tensors are, else the accelerator or the CPU.
 
-    An int is the index of an accelerator; where there is none, it says nothing. Raises: ArgumentError for anything else.
+    An int is the index of an accelerator; without accelerators it is ignored. Raises: ArgumentError for anything else.
     """
     default = compat.default_device_type()
     if isinstance(device_id, int) and not isinstance(device_id, bool):

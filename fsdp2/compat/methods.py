@@ -2,8 +2,8 @@
 
 The class is mixed into the module's own, in front of it (``core/modules/sharded_class.py``).
 
-``model.module`` is a second object over the same attributes, hooks and parameters (one ``__dict__``), of a class that is no FSDP and
-has no ``module``. So both ``model.module.head`` and loops that unwrap, ``while isinstance(m, FSDP): m = m.module``, do as they did.
+``model.module`` is a second object over the same attributes, hooks and parameters (one ``__dict__``), of a class that is not FSDP and
+has no ``module``. So both ``model.module.head`` and loops that unwrap, ``while isinstance(m, FSDP): m = m.module``, work as before.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class WrappedModule(FSDPModule):
         """Inside, ``module`` shows whole parameters, plain tensors in their own dtype. Forward may run, without autograd.
 
         recurse:        those of FSDP modules below, too
-        writeback:      keep what the program wrote to them
+        writeback:      keep values that the program wrote to them
         rank0_only:     only the first rank gets them, the others keep theirs; not with ``writeback``
         offload_to_cpu: in host memory
         with_grads:     with whole gradients, which are written back as well

@@ -1,10 +1,10 @@
 """``state_dict`` and ``load_state_dict`` of FSDP modules, by the state dict type that is set for them.
 
-FULL (the default, as in FSDP1): whole tensors, gathered one after another. SHARDED and LOCAL: the DTensors themselves. Any of them
-can be loaded whatever the type, since a value says itself whether it is whole.
+FULL (the default, as in FSDP1): whole tensors, gathered one after another. SHARDED and LOCAL: the DTensors themselves. All of them
+can be loaded under any type, since a value itself shows whether it is whole.
 
-Each FSDP module converts what lies under its own prefix, so that it works below plain modules, too. The type decides, whoever asks,
-``torch.distributed.checkpoint.state_dict`` included; only ``fsdp2.checkpoint`` gets DTensors whatever the type.
+Each FSDP module converts the entries under its own prefix, so that it works below plain modules, too. The type decides for every
+caller, ``torch.distributed.checkpoint.state_dict`` included; only ``fsdp2.checkpoint`` always gets DTensors.
 """
 
 from __future__ import annotations
@@ -112,16 +112,16 @@ def fsdp_modules_of(module: nn.Module) -> list[tuple[nn.Module, Settings]]:
 
 
 _Gathered = dict[int, tuple[Tensor, Tensor | None]]
-"""By storage, what was gathered already (with what it was gathered from, which keeps the storage): tied parameters are gathered once on
-every rank, and become one tensor.
+"""By storage, the tensors gathered so far, with their sources, which keep the storage: tied parameters are gathered once on every rank,
+and become one tensor.
 """
 
 _gathered: ContextVar[_Gathered | None] = ContextVar("fsdp2_compat_gathered", default=None)
-"""What the outermost ``state_dict()`` call under way has gathered so far."""
+"""The tensors that the outermost ``state_dict()`` call has gathered so far."""
 
 
 def state_dict_of(module: nn.Module, make: Callable[[], State], prefix: str) -> State:
-    """What ``module.state_dict()`` returns; ``make()`` is what its class makes, under ``prefix``.
+    """The result of ``module.state_dict()``; ``make()`` gives that of its class, under ``prefix``.
 
     Collective: yes for FULL_STATE_DICT, over the meshes of the parameters
     Memory:     in addition to the result, one whole tensor
@@ -140,7 +140,7 @@ def state_dict_of(module: nn.Module, make: Callable[[], State], prefix: str) -> 
 
 
 def _convert(module: nn.Module, state: State, prefix: str, gathered: _Gathered) -> None:
-    """Make what ``state`` has under ``prefix`` what the state dict type of ``module`` says, in place."""
+    """Convert the entries of ``state`` under ``prefix`` to the state dict type of ``module``, in place."""
     settings = settings_of(module)
     assert settings is not None
     config = settings.state_dict.state_dict_config
@@ -201,7 +201,7 @@ def place_for_loading(module: nn.Module, state: State, prefix: str) -> None:
 
 
 def _from_shards(shards: list[Tensor], param: DTensor) -> Tensor | None:
-    """This rank's shard of one of FSDP1's ShardedTensors as a DTensor, if it was saved by as many ranks."""
+    """This rank's shard of one of FSDP1's ShardedTensors as a DTensor, if the same number of ranks saved it."""
     local = compat.local_tensor(param)
     shard = shards[0] if shards else local.new_empty(local.shape)
     if len(shards) > 1 or shard.shape != local.shape:

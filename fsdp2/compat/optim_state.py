@@ -111,7 +111,7 @@ def to_load(
 ) -> State:
     """What ``optim.load_state_dict`` takes, of a state by name (or of an unsharded optimizer's, by number).
 
-    optim_input: what the optimizer was made of, if ``optim`` is None; None as well: ``model.parameters()``
+    optim_input: the parameters or groups the optimizer was made of, if ``optim`` is None; both None: ``model.parameters()``
     from_first:  only the first rank of ``group`` (None: all ranks) has ``state``; tensors are broadcast one at a time
     named:       keys of the result are names
     Collective:  if ``from_first``, over ``group``; else only for DTensors placed otherwise than the parameters
@@ -202,7 +202,7 @@ def _fitting_groups(state: State, names: list[list[str]]) -> list[State]:
 
 def _refuse_unexpected(state: State, names: list[list[str]], params: dict[str, Any]) -> None:
     known = {name for group in names for name in group}
-    wrong = [f"{name} is no parameter of the optimizer" for name in state["state"] if name not in known]
+    wrong = [f"{name} is not a parameter of the optimizer" for name in state["state"] if name not in known]
     for name, values in state["state"].items():
         if name not in known:
             continue
@@ -277,7 +277,7 @@ def rekeyed(state: State, key_type: Any, model: nn.Module, optim_input: Any, opt
 
 
 def _input_names(model: nn.Module, optim_input: Any) -> list[list[str]]:
-    """Names of the parameters in what an optimizer was made of: parameters, or groups of them."""
+    """Names of the parameters that an optimizer was made of; ``optim_input`` has parameters, or groups of them."""
     given = list(model.parameters() if optim_input is None else optim_input)
     groups: list[Iterable[Tensor]] = [given]
     if given and isinstance(given[0], dict):
@@ -287,7 +287,7 @@ def _input_names(model: nn.Module, optim_input: Any) -> list[list[str]]:
         return [[known[id(param)] for param in params] for params in groups]
     except KeyError:
         raise failure(
-            "optim_input has parameters that the model has not",
+            "optim_input has parameters that are not the model's",
             expected="the model's parameters, or groups of them",
             fix="pass the optimizer as optim",
         ) from None

@@ -1,7 +1,7 @@
 """``FSDP.summon_full_params``: inside, modules show whole parameters in their own dtype; afterwards writes are kept, or not.
 
 The whole parameters are new tensors, gathered one after another; the sharded ones, which the optimizer holds, are untouched until the
-end. Forward runs with what is shown, without autograd.
+end. Forward runs with the shown parameters, without autograd.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .gather_and_cut import is_first_rank, whole
 
 @dataclass
 class _Shown:
-    """A parameter and what modules show in its place; None on ranks that get none."""
+    """A parameter, and the whole one that modules show in its place; None on ranks that get no whole parameters."""
 
     param: ShardedParam
     instead: nn.Parameter | None
@@ -44,7 +44,7 @@ def summoned(
     if writeback and rank0_only:
         raise ArgumentError(
             "summon_full_params got writeback=True and rank0_only=True",
-            expected="at most one of them: what one rank writes the others do not have",
+            expected="at most one of them: the other ranks do not have values that one rank writes",
             fix="pass writeback=False, or rank0_only=False",
         )
     units = _units(module, recurse)

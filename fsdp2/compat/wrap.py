@@ -73,7 +73,7 @@ def lambda_auto_wrap_policy(module: nn.Module, recurse: bool, nonwrapped_numel: 
 
 
 def _or_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[PolicyFunction]) -> bool:
-    """Wrap what one of ``policies`` wraps. Private in FSDP1, and all the same in every recipe for adapters."""
+    """Wrap what one of ``policies`` wraps. Private in FSDP1, though every recipe for adapters uses it."""
     return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
 
 
@@ -87,7 +87,7 @@ class _Policy(abc.ABC):
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
-        """The modules to wrap, each with its arguments: ``root_kwargs``, and what the policy changes of them."""
+        """The modules to wrap, each with its arguments: ``root_kwargs``, with the policy's changes."""
 
 
 class ModuleWrapPolicy(_Policy):
@@ -148,7 +148,7 @@ def enable_wrap(*, wrapper_cls: Callable[..., nn.Module], **wrapper_kwargs: Any)
         raise OrderError(
             "enable_wrap was called inside of enable_wrap",
             expected="one context at a time",
-            fix="pass what differs to wrap(module, ...)",
+            fix="pass the arguments that differ to wrap(module, ...)",
         )
     token = _enabled.set((wrapper_cls, wrapper_kwargs))
     try:

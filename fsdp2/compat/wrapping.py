@@ -1,6 +1,7 @@
 """The work of ``FSDP(module, ...)``: reads its arguments, wraps the modules that the policy chooses, makes the values, shards in place.
 
-Worked example: FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block})) calls itself on each Block, then shards what is left.
+Worked example: FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block})) calls itself on each Block, then
+shards the remaining parameters.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def wrap_module(module: nn.Module, options: Options, mixin: type, mixin_below: t
             mp_policy=mp_policy,
             offload_policy=offload_policy,
             ignored_params=ignored_params,
-            semantics="2.13",  # FSDP1 reduces in ``param_dtype``, whatever torch's FSDP2 does
+            semantics="2.13",  # FSDP1 reduces in ``param_dtype``, unlike torch's FSDP2 from 2.15 on
         )
     for buffer, data in zip(left_alone, before, strict=True):
         compat.set_data(buffer, data)
@@ -112,7 +113,7 @@ def _overridden(options: Options, overrides: dict[str, Any]) -> Options:
 
 
 def _read_mixed_precision(given: Any) -> MixedPrecision | None:
-    """``given``, or what torch's class of the same name says; checked."""
+    """``given``, or the values of torch's class of the same name; checked."""
     if given is None:
         return None
     names = [each.name for each in dataclasses.fields(MixedPrecision)]

@@ -128,7 +128,7 @@ class _Converter:
             return _STRATEGIES[int(value) - 1]
         name = str(value).upper().removeprefix("_")
         if name not in _STRATEGIES:
-            self._say(key, f"{key}: {value} is none of {', '.join(_STRATEGIES)}; nothing is changed", Kind.LEFT)
+            self._say(key, f"{key}: {value} is not one of {', '.join(_STRATEGIES)}; nothing is changed", Kind.LEFT)
             return None
         return name
 
@@ -150,7 +150,7 @@ class _Converter:
         """The 2-D layout, in ``parallelism_config``; returns comments for the strategy's line."""
         machines, processes = self._config.get("num_machines", 1), self._config.get("num_processes", 1)
         if not isinstance(machines, int) or not isinstance(processes, int) or machines < 1 or processes % machines:
-            text = f"{strategy}: num_processes / num_machines is no whole number; write dp_replicate and dp_shard sizes yourself"
+            text = f"{strategy}: num_processes / num_machines is not a whole number; write dp_replicate and dp_shard sizes yourself"
             self._say(key, text, Kind.LEFT)
             return [self._note(key, text)]
         if machines == 1:

@@ -5,8 +5,8 @@
                                                              buffer.data = buffer.data.to(torch.bfloat16)
                                                      model = fsdp2.parallelize(net, wrap=None, mp_policy=bf16)
 
-Left as they are, buffers in fp32 meet activations in bf16, and the next layer raises. Which precision a call gets is read from the
-file; where that is not to be seen, the file stays on ``fsdp2.compat``, which casts.
+Left as they are, buffers in fp32 meet activations in bf16, and the next layer raises. The file shows
+which precision a call gets; otherwise it stays on ``fsdp2.compat``, which casts.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _of_key(names: Names, kwargs: cst.BaseExpression) -> cst.BaseExpression | No
 
 
 def _precisions(names: Names, node: cst.BaseExpression, depth: int = 0) -> Iterator[cst.CSTNode | None]:
-    """The calls of MixedPrecision, or None, that ``node`` may be; itself, if that is not to be seen."""
+    """The calls of MixedPrecision, or None, that ``node`` may be; ``node`` itself if the file does not show them."""
     if is_none(node):
         yield None
     elif isinstance(node, cst.IfExp) and depth < 5:

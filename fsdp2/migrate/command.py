@@ -34,18 +34,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance",
         type=word_of(POSITIVE, float),
-        help="with --parity: the largest relative difference that counts as equal (default: 1e-4, and 2e-2 in bf16 and fp16)",
+        help="with --parity: largest relative difference that counts as equal (default: 1e-4; 2e-2 in bf16 and fp16)",
     )
+    parser.add_argument("--in-place", action="store_true", help="with --parity: run in the current folder, not in copies of it")
     parser.add_argument(
-        "--in-place", action="store_true", help="with --parity: run in the current folder, not in a copy of it for each run"
-    )
-    parser.add_argument(
-        "--timeout", type=word_of(POSITIVE, float), default=600, help="with --parity: seconds that each run may take (default: 600)"
+        "--timeout", type=word_of(POSITIVE, float), default=600, help="with --parity: time limit of each run in seconds (default: 600)"
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """0: everything is rewritten, or the runs are the same. 1: something is left to do, or they differ. Both are listed."""
+    """0: everything is rewritten, or the runs are the same. 1: something is left to do, or they differ; both are listed."""
     _require_extra()
     if options.parity is not None:
         from .parity import compare
@@ -64,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
             fix="check the path",
         )
     for path in links_out:
-        say(f"{path}: left: it leads out of the folder; name the file itself to have it migrated")
+        say(f"{path}: left: the link leads out of the folder; name its target to migrate it")
     complete = not links_out
     for path, result in migrate_files(files).items():
         complete &= result.is_complete
@@ -80,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _files(paths: Iterable[Path], links_out: list[Path]) -> Iterable[Path]:
-    """links_out: gets the links in folders that lead out of these. They are left, since nobody named the files that they lead to."""
+    """links_out: receives links that lead out of their folder. Nobody named their targets, so these are left."""
     for path in paths:
         if path.is_dir():
             for each in sorted(path.rglob("*")):
@@ -97,7 +95,7 @@ def _files(paths: Iterable[Path], links_out: list[Path]) -> Iterable[Path]:
             notebook = path.suffix == ".ipynb"
             raise ArgumentError(
                 f"{path} is a notebook" if notebook else f"there is no file or folder {path}",
-                expected=f"a file or a folder that exists; notebooks are not read, .py and {', '.join(CONFIGS)} are",
+                expected=f"a file or a folder that exists; .py and {', '.join(CONFIGS)}, not notebooks",
                 fix="save its code as a .py file first" if notebook else "check the path",
             )
 

@@ -47,7 +47,7 @@ class Plan:
 
 
 def from_dict(node: cst.Dict) -> Any:
-    """A dict display as a dict, with ``Text`` for values that are no literals."""
+    """A dict display as a dict, with ``Text`` for values that are not literals."""
     found: dict[str, Any] = {}
     for each in node.elements:
         key = string_of(each.key) if isinstance(each, cst.DictElement) else None
@@ -73,7 +73,7 @@ def _value(node: cst.BaseExpression) -> Any:
 
 
 def from_file(path: Path) -> Any:
-    """A JSON file as a dict; None if it is none."""
+    """A JSON file as a dict; None if it cannot be read."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -94,19 +94,19 @@ def plan_of(config: dict[str, Any]) -> Plan:
         plan.clip = _text(clip)
     plan.micro_batches = _text(config.get("gradient_accumulation_steps", 1))
     if "gradient_accumulation_steps" not in config and "train_batch_size" in config and "train_micro_batch_size_per_gpu" in config:
-        plan.refused.append("gradient_accumulation_steps follows from the number of ranks: say it in the configuration")
+        plan.refused.append("gradient_accumulation_steps follows from the number of ranks: write it into the configuration")
     size = config.get("train_micro_batch_size_per_gpu")
     plan.micro_batch_size = None if size is None else _text(size)
     for key in config:
         if key not in _SILENT and config[key]:
-            plan.notes.append(f"{key} of the DeepSpeed configuration dropped: there is no such option; see docs/migrating.md.")
+            plan.notes.append(f"{key} of the DeepSpeed configuration dropped: fsdp2 has no such option; see docs/migrating.md.")
     return plan
 
 
 def _zero(plan: Plan, zero: dict[str, Any]) -> None:
     stage = zero.get("stage", 0)
     if stage not in STAGES:
-        plan.refused.append(f"stage {_text(stage)}: known only when it runs; strategies are ddp, zero1, zero2, zero3")
+        plan.refused.append(f"stage {_text(stage)}: known only at run time; strategies are ddp, zero1, zero2, zero3")
         return
     plan.strategy = STAGES[stage]
     devices = {}
@@ -117,10 +117,10 @@ def _zero(plan: Plan, zero: dict[str, Any]) -> None:
         plan.refused.append("offload to nvme: fsdp2 offloads to host memory")
     elif "cpu" in devices.values():
         plan.policies.append("offload_policy=fsdp2.CPUOffloadPolicy()")
-        plan.notes.append("offload to the CPU is of parameters, gradients and optimizer state together.")
+        plan.notes.append("offload to the CPU moves parameters, gradients and optimizer state together.")
     for name in ("zero_quantized_weights", "zero_quantized_gradients", "mics_shard_size"):
         if zero.get(name):
-            plan.refused.append(f"{name}: there is no such option")
+            plan.refused.append(f"{name}: fsdp2 has no such option")
     hpz = zero.get("zero_hpz_partition_size", 1)
     if hpz != 1:
         plan.strategy = "hsdp_global"
@@ -134,7 +134,7 @@ def _precision(plan: Plan, config: dict[str, Any]) -> None:
         plan.refused.append("fp16 with its loss scale: use bf16, or write torch.amp.GradScaler around the steps")
     enabled = bf16.get("enabled", False)
     if isinstance(enabled, Text):
-        plan.refused.append(f"bf16 enabled by {enabled.text}: known only when it runs")
+        plan.refused.append(f"bf16 enabled by {enabled.text}: known only at run time")
     elif enabled:
         plan.policies.append("mp_policy=fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)")
         plan.notes.append("bf16: parameters stay fp32 and are used in bf16; gradients are reduced and accumulated in fp32.")

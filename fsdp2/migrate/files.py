@@ -1,4 +1,4 @@
-"""Rewrites several files at once: each by the rules of its kind, and files that import one another alike."""
+"""Rewrites several files at once: each by the rules of its kind; files that import one another stay on FSDP1 together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_BRACKETS = 1000
 
 
 def migrate_files(files: Iterable[Path]) -> dict[Path, Migrated]:
-    """The results for files that are read, by path; those with a syntax error have a finding that says so. Nothing is written.
+    """The results for files that are read, by path; those with a syntax error get a finding. Nothing is written.
 
     Files that import each other stay on FSDP1's names together, because values that one makes are arguments in the other.
     """

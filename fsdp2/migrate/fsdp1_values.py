@@ -65,7 +65,7 @@ def strategy_name(editor: Editor, old: cst.Attribute, new: cst.BaseExpression) -
         editor.note(
             old,
             f'{name} is "{STRATEGIES[name]}": a 2-D mesh of nodes and the LOCAL_WORLD_SIZE ranks of each; '
-            "shard_size= or a 2-D mesh= says otherwise.",
+            "shard_size= or a 2-D mesh= overrides it.",
         )
     return cst.SimpleString(f'"{STRATEGIES[name]}"')
 
@@ -125,7 +125,7 @@ def mixed_precision(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExp
     if casts == {"False"}:
         kept.append(keyword("cast_forward_inputs", cst.Name("False")))
     elif not casts <= {"True", "False"}:
-        editor.refuse("fsdp1", old, "MixedPrecision: whether inputs are cast is known only when it runs")
+        editor.refuse("fsdp1", old, "MixedPrecision: only the run shows whether inputs are cast")
     if given.text("keep_low_precision_grads", "False") != "False":
         editor.refuse("fsdp1", old, "keep_low_precision_grads: sharded gradients have the parameter's dtype in FSDP2")
     if "_module_classes_to_ignore" in given.by_name:
@@ -134,7 +134,8 @@ def mixed_precision(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExp
     if buffers is not None and not is_none(buffers):
         editor.note(
             old,
-            f"buffer_dtype={code(buffers)} is a cast of the buffers next to parallelize; state dicts have them in that dtype, too.",
+            f"buffer_dtype={code(buffers)} is a loop next to parallelize that casts the buffers; "
+            "state dicts have them in that dtype, too.",
         )
     return with_args(new, kept).with_changes(func=editor.make("fsdp2.MixedPrecisionPolicy"))
 

@@ -1,8 +1,8 @@
 """``FSDP(model, ...)`` becomes ``fsdp2.parallelize(model, ...)``, argument by argument; so do kwargs dicts, ``partial(FSDP, ...)``,
 ``enable_wrap`` and ``wrap``.
 
-An argument is kept under its new name, or dropped with a comment that says why and what to do instead. What neither is right for
-makes the file stay on ``fsdp2.compat``.
+An argument is kept under its new name, or dropped with a comment that says why and what to do instead. If neither is right, the file
+stays on ``fsdp2.compat``.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ It looks at the new text only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import libcst as cst
 
@@ -18,15 +18,18 @@ from .report import Finding, Kind
 from .syntax_trees import code, dotted, statement, without
 
 _MAX_LINE = 100
+_Import = TypeVar("_Import", cst.Import, cst.ImportFrom)
 
 
 class _Used(cst.CSTVisitor):
     """Names and dotted names outside of import lines."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: Any) -> None:
+        super().__init__()
         self.names: set[str] = set()
         self.dotted: set[str] = set()
         self.bound: set[str] = set()  # by imports
+        module.visit(self)
 
     def visit_Import(self, node: cst.Import) -> bool:  # noqa: N802 (libcst's names)
         for alias in node.names:
@@ -69,14 +72,8 @@ def _local(alias: cst.ImportAlias) -> str:
     return dotted(alias.name).split(".")[0]
 
 
-def names_used(module: cst.Module) -> set[str]:
-    used = _Used()
-    module.visit(used)
-    return used.names
-
-
 class _Imports(cst.CSTTransformer):
-    """Rewrites the import lines of a module; ``moved`` are lines to add, ``place`` says after how many statements of the module."""
+    """Rewrites the import lines of a module; ``moved`` are lines to add."""
 
     def __init__(self, used: _Used, old_names: set[str], keep_unused: bool) -> None:
         super().__init__()
@@ -97,13 +94,9 @@ class _Imports(cst.CSTTransformer):
             found = self._import(small)
         else:
             return updated_node
-        if found is small:
-            return updated_node
-        if found is None and _from_functools(small):
-            return _marker(updated_node, "functools")
-        if found is None:
-            return _marker(updated_node)
-        return updated_node.with_changes(body=[found])
+        if found is not None:
+            return updated_node if found is small else updated_node.with_changes(body=[found])
+        return _marker(updated_node, "functools" if _from_functools(small) else "framework")
 
     def _import_from(self, node: cst.ImportFrom) -> cst.ImportFrom | None:
         module = dotted(node.module)
@@ -136,13 +129,11 @@ class _Imports(cst.CSTTransformer):
     def _became_unused(self, local: str) -> bool:
         return local in self.old_names and local not in self.used.names
 
-    def _kept(self, node: cst.ImportFrom, kept: Sequence[cst.ImportAlias]) -> cst.ImportFrom | None:
-        if not isinstance(node.names, cst.ImportStar) and len(kept) == len(node.names):
+    def _kept(self, node: _Import, kept: Sequence[cst.ImportAlias]) -> _Import | None:
+        assert not isinstance(node.names, cst.ImportStar)
+        if len(kept) == len(node.names):
             return node
-        if not kept:
-            return None
-        last = node.names[-1].comma if not isinstance(node.names, cst.ImportStar) else cst.MaybeSentinel.DEFAULT
-        return node.with_changes(names=[*kept[:-1], kept[-1].with_changes(comma=last)])
+        return node.with_changes(names=[*kept[:-1], kept[-1].with_changes(comma=node.names[-1].comma)]) if kept else None
 
     def _star(self, node: cst.ImportFrom, module: str) -> cst.ImportFrom | None:
         names = star_names(module)
@@ -170,11 +161,7 @@ class _Imports(cst.CSTTransformer):
                 kept.append(alias)
             else:
                 self.moved.add(f"import {module.split('.')[0]}")
-        if len(kept) == len(node.names):
-            return node
-        if not kept:
-            return None
-        return node.with_changes(names=[*kept[:-1], kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)])
+        return self._kept(node, kept)
 
 
 def _has_framework_module(node: cst.ImportFrom) -> bool:
@@ -187,7 +174,7 @@ def _has_framework_module(node: cst.ImportFrom) -> bool:
 _MARKER = "__import_that_is_gone__"
 
 
-def _marker(node: cst.SimpleStatementLine, kind: str = "framework") -> cst.SimpleStatementLine:
+def _marker(node: cst.SimpleStatementLine, kind: str) -> cst.SimpleStatementLine:
     """A line that stands for imports that are gone; ``_place`` removes it."""
     return cst.SimpleStatementLine([cst.Expr(cst.Name(f"{_MARKER}{kind}"))], leading_lines=node.leading_lines)
 
@@ -206,12 +193,9 @@ def fix_imports(
     new: cst.Module, old: cst.Module, needed: Iterable[str], keep_unused: bool, star_lines: Mapping[str, int]
 ) -> tuple[cst.Module, list[Finding]]:
     """``new`` with the imports it needs and without those it no longer does. star_lines: of ``from module import *``."""
-    used = _Used()
-    new.visit(used)
-    rewriter = _Imports(used, names_used(old), keep_unused)
+    rewriter = _Imports(_Used(new), _Used(old).names, keep_unused)
     marked = new.visit(rewriter)
-    after = _Used()
-    marked.visit(after)
+    after = _Used(marked)
     lines = {line for line in {*needed, *rewriter.moved} if _is_wanted(line, after)}
     placed = _place(marked, _statements(lines))
     return placed, [Finding(star_lines.get(module, 1), Kind.CHANGED, text) for module, text in rewriter.findings]

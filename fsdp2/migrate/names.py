@@ -1,4 +1,4 @@
-"""What the names of one file stand for: the import of each, and which hold a sharded model, an optimizer, a policy.
+"""The meaning of names in one file: the import of each, and which hold a sharded model, an optimizer, a policy.
 
 Values are followed by the text of their names, through assignments, the arguments and results of functions of the same file, and
 attributes; so that in ``def save(net): ...`` and ``save(self.model)`` the name ``net`` is known. Two things of the same name in one
@@ -303,7 +303,7 @@ class Names(cst.CSTVisitor):
             return _MAKES[made_by]
         if made_by == "functools.partial" and node.args:
             return self.tag_of(node.args[0].value) or self._made_by(node.args[0].value)
-        if made_by == "getattr" or code(node.func) == "getattr":
+        if code(node.func) == "getattr":
             return "strategy" if node.args and self.origin_of(node.args[0].value) == "fsdp:ShardingStrategy" else ""
         if made_by.startswith(("torch.optim.", "deepspeed:ops.")) and "lr_scheduler" not in made_by:
             return "optimizer"
@@ -322,8 +322,8 @@ class Names(cst.CSTVisitor):
                 self._returned[name] = next((tag for value in self.returns.get(name, ()) if (tag := self._tag(value))), "")
             return self._returned[name]
         if any(isinstance(each, cst.Call) and self.origin_of(each.func) == "functools.partial" for each in self.values_of(name)):
-            return self.tag_of(node.func)  # of what the partial makes
-        return self.tags.get(f"{name}()", "")
+            return self.tag_of(node.func)  # the partial has the tag of its results
+        return ""
 
     def _conclude(self) -> None:
         """Follow values until nothing new is known."""

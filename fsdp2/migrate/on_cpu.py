@@ -2,11 +2,8 @@
 
     torch.cuda.set_device(rank); net.cuda(); dist.init_process_group("nccl"); DDP(net, device_ids=[rank])
 
-run as if each had said CPU and gloo. Both sides of ``--parity`` run so, and differ in nothing but what was rewritten. A script that
-asks ``torch.cuda.is_available()`` is told the truth. Streams, events and
-extensions of CUDA stay errors.
-
-Worked example, ``torch.ones(2, device="cuda:1").to(0)``: a mode sees both functions of torch, and puts ``cpu`` for ``"cuda:1"`` and 0.
+run as if each had said CPU and gloo. Both sides of ``--parity`` run so, and differ only in what was rewritten. A script that asks
+``torch.cuda.is_available()`` is told the truth. Streams, events and extensions of CUDA stay errors.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,15 +36,14 @@ def stand_in() -> None:
     for name in _IS_ZERO:
         setattr(cuda, name, lambda *_, **__: 0)
     cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # so that `rank % device_count()` is the rank
-    torch_dist: Any = dist
-    for name in ("init_process_group", "new_group"):
-        setattr(torch_dist, name, _with_gloo(getattr(dist, name)))
-    mesh: Any = torch_dist.device_mesh
-    mesh.init_device_mesh = torch_dist.init_device_mesh = _of_cpus(mesh.init_device_mesh)
-    mesh.DeviceMesh.__init__ = _of_cpus(mesh.DeviceMesh.__init__)
-    torch.autocast.__init__ = _of_cpus(torch.autocast.__init__)  # type: ignore[method-assign]
-    nn.Module.to = _of_modules(nn.Module.to)  # type: ignore[method-assign]  # it reads its arguments itself
-    _with_arguments(nn.parallel.DistributedDataParallel, device_ids=None, output_device=None)
+    _change(dist, "init_process_group", device_id=None)
+    _change(dist, "new_group", device_id=None)
+    _change(dist, "init_device_mesh")
+    _change(dist.device_mesh, "init_device_mesh")
+    _change(dist.device_mesh.DeviceMesh, "__init__")
+    _change(torch.autocast, "__init__")
+    _change(nn.Module, "to", numbers_are_gpus=True)  # it reads its arguments itself
+    _change(nn.parallel.DistributedDataParallel, "__init__", device_ids=None, output_device=None)
     mode: Any = _OnCPU()
     mode.__enter__()
 
@@ -57,11 +52,11 @@ def let_fsdp1_run() -> None:
     """Without an accelerator, FSDP1 runs if it is told that its device is the CPU; otherwise it looks for one, and raises."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    _with_arguments(FullyShardedDataParallel, device_id=_CPU)
+    _change(FullyShardedDataParallel, "__init__", device_id=_CPU)
 
 
 class _OnCPU(TorchFunctionMode):
-    """Puts the CPU for GPUs among the arguments of torch's functions."""
+    """Puts the CPU for GPUs among the arguments of torch's functions: of ``torch.ones(2, device="cuda:1").to(0)``, in both."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -69,69 +64,32 @@ class _OnCPU(TorchFunctionMode):
             return args[0]
         if func is torch.device:
             named = args[0] if args else kwargs.get("type")
-            return _CPU if type(named) is int or type(_cpu_for(named)) is torch.device else func(*args, **kwargs)
-        args = [_cpu_for(each) for each in args]
+            return _CPU if type(named) is int or isinstance(_on_cpu(named), torch.device) else func(*args, **kwargs)
+        args = [_on_cpu(each) for each in args]
         if func is Tensor.to and len(args) > 1 and type(args[1]) is int:
             args[1] = _CPU
-        for name, value in kwargs.items():
-            kwargs[name] = _CPU if name == "device" and type(value) is int else _cpu_for(value)
-        return func(*args, **kwargs)
+        return func(*args, **{name: _on_cpu(value, name == "device") for name, value in kwargs.items()})
 
 
-def _cpu_for(value: Any) -> Any:
-    if isinstance(value, torch.device) and value.type == "cuda":
-        return _CPU
-    return _CPU if type(value) is str and _NAMES_A_GPU.fullmatch(value) else value
+def _on_cpu(value: Any, numbers_are_gpus: bool = False) -> Any:
+    if isinstance(value, torch.device):
+        is_gpu = value.type == "cuda"
+    else:
+        is_gpu = (type(value) is int and numbers_are_gpus) or (type(value) is str and _NAMES_A_GPU.fullmatch(value) is not None)
+    return _CPU if is_gpu else value
 
 
-def _of_cpus(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, whose arguments may name the device type "cuda"."""
+def _change(owner: Any, name: str, numbers_are_gpus: bool = False, **given: Any) -> None:
+    """Let a function take the CPU and gloo where the script passes GPUs and NCCL, and ``given`` in place of the script's arguments."""
+    before = getattr(owner, name)
 
-    @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        args = tuple("cpu" if _is_cuda(each) else each for each in args)
-        return function(*args, **{name: "cpu" if _is_cuda(value) else value for name, value in kwargs.items()})
-
-    return called
-
-
-def _of_modules(to: Callable[..., Any]) -> Callable[..., Any]:
-    """``nn.Module.to``, which also takes a GPU's number."""
-
-    @functools.wraps(to)
-    def called(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(_CPU if type(each) is int else each for each in args)
-        return to(self, *args, **{name: _CPU if name == "device" and type(value) is int else value for name, value in kwargs.items()})
-
-    return called
-
-
-def _is_cuda(value: Any) -> bool:
-    return type(value) is str and value == "cuda"
-
-
-def _with_gloo(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which makes a process group, of gloo where it names NCCL, and bound to no device."""
-
-    @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        kwargs.pop("device_id", None)
-        args = tuple("gloo" if _is_nccl(each) else each for each in args)
-        return function(*args, **{name: "gloo" if _is_nccl(value) else value for name, value in kwargs.items()})
-
-    return called
-
-
-def _is_nccl(value: Any) -> bool:
-    return type(value) is str and "nccl" in value
-
-
-def _with_arguments(cls: Any, **given: Any) -> None:
-    """Let ``cls`` get ``given`` instead of what the script passes for them."""
-    before = cls.__init__
+    def changed(value: Any) -> Any:
+        if type(value) is str and ("nccl" in value or value == "cuda"):
+            return "gloo" if "nccl" in value else "cpu"
+        return _on_cpu(value, numbers_are_gpus)
 
     @functools.wraps(before)
-    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
-        before(self, *args, **kwargs | given)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return before(*map(changed, args), **{each: changed(value) for each, value in kwargs.items()} | given)
 
-    cls.__init__ = initialize
+    setattr(owner, name, called)

@@ -1,8 +1,9 @@
 """``fsdp2 migrate --parity``: the old script and the rewritten one run for a few steps; the first difference is shown with its place.
 
-Both run on CPU processes (gloo), also a script that asks for GPUs and NCCL (``on_cpu.py``). Compared are, at each optimizer step and in
-this order: the loss of every rank, the norm of the gradients, each whole gradient and parameter (``differences.py``). A run that takes
-too long is ended, and counts as a difference.
+Both run on CPU processes (gloo), also a script that asks for GPUs and NCCL (``on_cpu.py``). Compared at each optimizer
+step, in this order: the loss of every rank, the norm of the gradients, each whole gradient and parameter
+(``differences.py``). Each side runs in a copy of the script's folders, so that no save harms the user's files, and no
+side resumes from the other's. A run that takes too long is ended, and counts as a difference.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -20,7 +22,12 @@ from ..printable import say
 from ..run import command_of_ranks, environment_of_ranks
 from .differences import Run, first_difference
 from .files import imported_names, migrate_files
-from .working_copy import working_copies
+
+MAX_NBYTES = 2 << 30
+_LEFT_OUT = shutil.ignore_patterns(".git", "__pycache__", ".venv*", "venv", "*.egg-info", ".*_cache", "node_modules")
+_GRACE_S = 60
+"""The ranks end themselves at the time limit, which they know from the moment at which they have imported torch. This is for those that
+can't, torchrun itself first of all."""
 
 
 def compare(
@@ -37,18 +44,23 @@ def compare(
         folder = Path(name)
         overlay = folder / "overlay"
         overlay.mkdir()
-        new_source, listing = _rewrite(script, overlay)
-        sys.stdout.writelines(listing)
+        new_source = _rewrite(script, overlay)
         if new_source is None:
             say(f"{script}: nothing to migrate")
             return 0
         places = {
-            side: (Path.cwd(), script) if in_place else working_copies(script, folder / f"{side} copy") for side in ("old", "new")
+            side: (Path.cwd(), script) if in_place else _working_copies(script, folder / f"{side} copy") for side in ("old", "new")
         }
-        old = _run(folder / "old", script, places["old"], folder, arguments, num_steps, num_ranks, timeout)
+
+        def run(side: str, source: Path) -> Run:
+            here, claimed = places[side]
+            probe = [str(num_steps), str(timeout), str(source.resolve()), str(claimed), str(overlay if side == "new" else folder)]
+            return _run(folder / side, here, claimed, [*probe, *arguments], num_ranks, timeout)
+
+        old = run("old", script)
         found = _failure("old", old)
         if not found:
-            new = _run(folder / "new", new_source, places["new"], overlay, arguments, num_steps, num_ranks, timeout)
+            new = run("new", new_source)
             found = _failure("new", new) or first_difference(old, new, tolerance)
     if found:
         say(f"{script}: different: {found}")
@@ -57,89 +69,89 @@ def compare(
     return 0
 
 
-def _rewrite(script: Path, overlay: Path) -> tuple[Path | None, list[str]]:
-    """Rewritten copies of the script and of the modules next to it, and what the migration says."""
-    results = migrate_files(each for each in sorted(script.resolve().parent.glob("*.py")) if _may_matter(each, script))
-    listing = []
+def _rewrite(script: Path, overlay: Path) -> Path | None:
+    """Write rewritten copies of the script and of the modules next to it that it imports; prints the findings."""
+    imported = imported_names(script.read_text())
+    beside = sorted(script.resolve().parent.glob("*.py"))
+    results = migrate_files(path for path in beside if path.name == script.name or path.stem in imported)
     changed = False
     for path, result in results.items():
         if result.new != result.old:
             changed = True
             (overlay / path.name).write_text(result.new)
-        listing += [f"{finding.shown(path.name)}\n" for finding in result.findings]
+        sys.stdout.writelines(f"{finding.shown(path.name)}\n" for finding in result.findings)
     own = overlay / script.name
     if changed and not own.exists():
         own.write_text(script.read_text())
-    return (own if changed else None), listing
+    return own if changed else None
 
 
-def _may_matter(path: Path, script: Path) -> bool:
-    return path.name == script.name or path.stem in imported_names(script.read_text())
+def _working_copies(script: Path, side: Path) -> tuple[Path, Path]:
+    """Copy the current folder below ``side``, and the script's own if it is elsewhere: the copied current folder, the copied script."""
+    here, script = Path.cwd(), script.resolve()
+    folder = _copied(here, side / "here")
+    if script.is_relative_to(here):
+        return folder, folder / script.relative_to(here)
+    return folder, _copied(script.parent, side / "there") / script.name
 
 
-def _run(
-    folder: Path,
-    source: Path,
-    runs_as: tuple[Path, Path],
-    overlay: Path,
-    arguments: list[str],
-    num_steps: int,
-    num_ranks: int,
-    timeout: float,
-) -> Run:
-    """runs_as: the current folder of the run, and the file that ``source`` is taken for"""
+def _copied(source: Path, target: Path) -> Path:
+    """Raises: ArgumentError if there is more to copy than ``MAX_NBYTES``."""
+    nbytes = 0
+
+    def ignored(folder: str, names: list[str]) -> set[str]:
+        nonlocal nbytes
+        left_out = _LEFT_OUT(folder, names)
+        files = (Path(folder) / name for name in {*names} - left_out)
+        nbytes += sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
+        if nbytes > MAX_NBYTES:
+            raise ArgumentError(
+                f"--parity: {source} has more than {MAX_NBYTES >> 20} MiB, and each of the two runs gets a copy",
+                expected=f"at most {MAX_NBYTES >> 20} MiB",
+                fix="go to a folder with only the files that the script needs, or pass --in-place to run in the folder itself",
+            )
+        return left_out
+
+    shutil.copytree(source, target, symlinks=True, ignore=ignored, ignore_dangling_symlinks=True)
+    return target
+
+
+def _run(folder: Path, here: Path, claimed: Path, arguments: list[str], num_ranks: int, timeout: float) -> Run:
+    """here: the current folder of the run. claimed: the file that the script is taken for. arguments: the probe's, after its folder."""
     folder.mkdir()
-    here, claimed = runs_as
-    probe = ["-m", "fsdp2.migrate.probe", str(folder), str(num_steps), str(timeout), str(source.resolve()), str(claimed), str(overlay)]
-    package = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
     env = environment_of_ranks(hides_devices=True) | {"PYTHONPATH": path}
+    command = command_of_ranks(num_ranks, "-m", "fsdp2.migrate.probe", str(folder), *arguments)
     printed, said = folder / "stdout", folder / "stderr"
+    is_late = False
     with printed.open("wb") as stdout, said.open("wb") as stderr:
         # Not the terminal's input: a script that waits for some would wait for ever.
-        command = command_of_ranks(num_ranks, *probe, *arguments)
         process = subprocess.Popen(command, cwd=here, env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
-        is_late = _ends_late(process, timeout)
-    ranks = []
-    for rank in range(num_ranks):
-        file = folder / f"rank{rank}.jsonl"
-        ranks.append([json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [])
+        try:
+            process.wait(timeout + _GRACE_S)
+        except subprocess.TimeoutExpired:
+            is_late = True
+        finally:
+            process.terminate()  # torchrun ends its ranks then
+            try:
+                process.wait(_GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+    files = [folder / f"rank{rank}.jsonl" for rank in range(num_ranks)]
+    ranks = [[json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [] for file in files]
     stacks = {rank: file.read_text() for rank in range(num_ranks) if (file := folder / f"rank{rank}.stack").exists()}
     hangs = ""
     if is_late or any(stack.startswith("Timeout") for stack in stacks.values()):
         places = [f"rank {rank} is in {place}" for rank, stack in stacks.items() if (place := _place(stack, claimed))]
         last = [line.strip() for line in printed.read_text(errors="replace").splitlines() if line.strip()]
-        where = "; ".join(places) or "it has not come to the script yet, or left it"
+        where = "; ".join(places) or "no rank is inside the script"
         output = f"last output: {' | '.join(last[-3:])}" if last else "it has printed nothing"
         hangs = f"had not ended after {timeout:g} s (--timeout): {where}; {output}"
     return Run(folder, process.returncode, said.read_text(errors="replace"), ranks, hangs)
 
 
-_GRACE_S = 60
-"""The ranks end themselves at the time limit, which they know from the moment at which they have imported torch. This is for those that
-can't, torchrun itself first of all."""
-
-
-def _ends_late(process: subprocess.Popen[bytes], timeout: float) -> bool:
-    """Wait for ``process``; end it, and let it end its ranks, if it is not done long after the time limit."""
-    try:
-        process.wait(timeout + _GRACE_S)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        try:
-            process.wait(_GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        return True
-    except BaseException:
-        process.terminate()
-        raise
-    return False
-
-
 def _place(stack: str, script: Path) -> str:
-    """The innermost line of the script, or of a file next to it, in what ``faulthandler`` wrote; else the innermost of all."""
+    """The innermost line of the script, or of a file next to it, in a stack that ``faulthandler`` wrote; else the innermost of all."""
     frames = [(Path(file), line) for file, line in re.findall(r'File "(.*)", line (\d+) in', stack)]
     own = [frame for frame in frames if frame[0].parent in (script.parent, script.resolve().parent)]
     return next((f"{file.name}:{line}" for file, line in own or frames), "")

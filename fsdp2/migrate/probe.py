@@ -8,19 +8,21 @@ through hooks of torch on every optimizer and every module, and by wrapping ``Te
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
 import signal
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -73,7 +75,7 @@ class Probe:
     def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._optimizers_deep == 0 and self._losses:
             self._norm = _gradient_norm(self._models)
-            self._gradients = dict(_whole_gradients(self._models))
+            self._gradients = _whole_tensors(self._models, gradients=True)
         self._optimizers_deep += 1
 
     def _after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -82,7 +84,7 @@ class Probe:
         if self._optimizers_deep or not self._losses:
             return
         self._step += 1
-        params = dict(_whole_parameters(self._models))
+        params = _whole_tensors(self._models, gradients=False)
         rank = dist.get_rank() if dist.is_initialized() else 0
         with (self._folder / f"rank{rank}.jsonl").open("a") as file:
             line = {"step": self._step, "losses": self._losses, "norm": self._norm, "narrow": self._is_narrow}
@@ -97,50 +99,32 @@ class Probe:
             os._exit(0)
 
 
-def _is_fsdp1(module: nn.Module) -> bool:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return isinstance(module, FullyShardedDataParallel)
-
-
 @torch.no_grad()
 def _gradient_norm(models: list[nn.Module]) -> float:
     """The norm of the gradients of all models' trainable parameters. Collective."""
     total = 0.0
     for model in models:
-        if _is_fsdp1(model):
-            norm = model.clip_grad_norm_(float("inf"))  # type: ignore[operator]  # it clips nothing, and knows which shards count
+        if isinstance(model, FullyShardedDataParallel):
+            norm = model.clip_grad_norm_(float("inf"))  # it clips nothing, and knows which shards count
         else:
-            grads = [param.grad for param in model.parameters() if param.grad is not None]
-            norm = get_total_norm(grads)
+            norm = get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
         total += float(norm) ** 2
     return float(total**0.5)
 
 
 @torch.no_grad()
-def _whole_parameters(models: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """Names without wrappers, and values in host memory. Collective."""
+def _whole_tensors(models: list[nn.Module], *, gradients: bool) -> dict[str, Tensor]:
+    """Parameters or gradients in host memory, by names without wrappers; FSDP1 shows no whole gradients. Collective."""
+    found = {}
     for index, model in enumerate(models):
-        prefix = f"model {index}: " if index else ""
-        if _is_fsdp1(model):
-            from torch.distributed.fsdp import FullyShardedDataParallel
-
-            with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-                found = [(name, param.detach().cpu().clone()) for name, param in model.named_parameters()]
-        else:
-            found = [(name, _whole(param)) for name, param in model.named_parameters()]
-        for name, value in found:
-            yield prefix + _unwrapped(name), value
-
-
-@torch.no_grad()
-def _whole_gradients(models: list[nn.Module]) -> Iterator[tuple[str, Tensor]]:
-    """As ``_whole_parameters``. Not for FSDP1's, which lie in flat tensors. Collective."""
-    for index, model in enumerate(models):
-        prefix = f"model {index}: " if index else ""
-        for name, param in () if _is_fsdp1(model) else model.named_parameters():
-            if param.grad is not None:
-                yield prefix + _unwrapped(name), _whole(param.grad)
+        is_fsdp1 = isinstance(model, FullyShardedDataParallel)
+        summon = FullyShardedDataParallel.summon_full_params(model, writeback=False) if is_fsdp1 else contextlib.nullcontext()
+        with summon:
+            for name, param in model.named_parameters():
+                value = (None if is_fsdp1 else param.grad) if gradients else param
+                if value is not None:
+                    found[(f"model {index}: " if index else "") + _unwrapped(name)] = _whole(value)
+    return found
 
 
 def _unwrapped(name: str) -> str:

@@ -3,9 +3,9 @@
     rank == 0                                        FIRST
     dist.get_node_local_rank() == 0                  SEVERAL: as many as there are nodes
     rank == 0, after rank = int(os.environ["LOCAL_RANK"])  SEVERAL
-    lora_rank == 0                                   None: no rank of a process
+    lora_rank == 0                                   None: not the rank of a process
 
-What a name is worth is looked up where it is assigned in this file; where that says nothing, its words do.
+An assignment in this file decides about a name; without one, the words of the name do.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _VARIABLES = {
     "SLURM_NODEID": Which.SEVERAL,
     "OMPI_COMM_WORLD_LOCAL_RANK": Which.SEVERAL,
 }
-"""Ranks in the environment, and the ranks of which their 0 is the first."""
+"""Ranks in the environment, and the ranks whose first has the value 0."""
 
 _OF_ALL = re.compile(r"rank|global|world|my|this|current|cur|dist|ddp|fsdp|process|proc|worker|mpi|get|is|main|trainer|the|self")
 _OF_SOME = re.compile(
@@ -98,7 +98,7 @@ def _flag(names: Names, test: cst.BaseExpression, depth: int) -> Which | None:
 
 
 def rank_of(names: Names, node: cst.BaseExpression, depth: int = 0) -> Which | None:
-    """If an expression is a rank: the ranks of which its 0 is the first. None: it is no rank of a process."""
+    """If an expression is a rank: the ranks whose first has its value 0. None: it is not the rank of a process."""
     if depth > 5:
         return None
     if isinstance(node, cst.Call):

@@ -1,7 +1,7 @@
-"""``if rank == 0: torch.save(model.state_dict())``: what DDP lets one rank do alone, all ranks have to do together.
+"""``if rank == 0: torch.save(model.state_dict())``: under DDP one rank can do it alone, here all ranks have to do it together.
 
 The state is taken before the ``if``, on every rank, and used inside of it. Which ranks pass is read from where the value comes from
-(``rank_conditions.py``): under ``if local_rank == 0`` one of each node does, so each rank is given the state.
+(``rank_conditions.py``): under ``if local_rank == 0`` one rank of each node does, so every rank gets the state.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def on_every_rank(editor: Editor, old: cst.Call, state: Callable[[bool], str], n
             editor.left(
                 call,
                 f"{code(call)} {outer.test} takes a state dict, which all ranks have to do together: call it on every rank, "
-                "and move the condition to what it writes",
+                "and put only the writing under the condition",
             )
         return expression(state(False))
     value = state(guard.which is Which.FIRST)
@@ -56,7 +56,7 @@ def on_every_rank(editor: Editor, old: cst.Call, state: Callable[[bool], str], n
         editor.left(old, f"a state dict {guard.test}: call {value} on every rank")
         return expression(value)
     if guard.which is Which.SEVERAL:
-        editor.note(old, f"{guard.test} holds on several ranks, one of each node or group, so every rank is given the whole state.")
+        editor.note(old, f"{guard.test} holds on several ranks, one in each node or group, so every rank gets the whole state.")
     variable = _unused(editor, name)
     editor.before(f"{variable} = {value} if {guard.rest} else None" if guard.rest else f"{variable} = {value}", guard.at)
     return expression(variable)

@@ -1,4 +1,4 @@
-"""What a migration found: new text, and findings with the line they are about."""
+"""The result of a migration: new text, and findings with their lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 class Kind(Enum):
     """How much of the reader's attention a finding needs."""
 
-    CHANGED = "changed"  # rewritten; what the new code does otherwise is in a comment
+    CHANGED = "changed"  # rewritten; a comment names any difference
     COMPAT = "compat"  # works, under FSDP1's names, on fsdp2.compat
     LEFT = "left"  # as it was; someone has to rewrite it
 

@@ -26,7 +26,7 @@ def migrate_source(text: str, path: Path | None = None, *, off: Collection[str] 
 
     path:    where it is: a DeepSpeed configuration is looked for next to it, and an ``__init__.py`` keeps imports it does not use
     off:     frameworks that stay as they are, even if this file uses them; "fsdp1" then goes to fsdp2.compat
-    Raises:  libcst.ParserSyntaxError if it is no Python
+    Raises:  libcst.ParserSyntaxError if it is not Python
     """
     wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=False)
     names = Names(wrapper)

@@ -127,7 +127,7 @@ def unwrap_with(editor: Editor, old: cst.With, new: cst.With) -> cst.BaseStateme
 
 
 def set_type(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression:
-    """``FSDP.set_state_dict_type`` as a statement: it says for the whole file what ``model.state_dict()`` is."""
+    """``FSDP.set_state_dict_type`` as a statement: it sets the kind of ``model.state_dict()`` for the whole file."""
     if isinstance(editor.names.parent_of(old), cst.Expr) and isinstance(editor.statement, cst.SimpleStatementLine):
         editor.note(old, "set_state_dict_type dropped: each call below names its kind.")
         editor.instead()
@@ -246,15 +246,15 @@ def load_optimizer(editor: Editor, call: Method) -> cst.BaseExpression | None:
 
 
 def _model_of(editor: Editor, call: Method, instead: str) -> str:
-    """The sharded model that the function around the call names, or the first one of the file, if it can be seen from there. If there
-    is none, the call is listed with ``instead``, the text for it."""
+    """The sharded model that the function around the call names, or the first one of the file, if it is visible there; otherwise
+    the call is listed with the text ``instead``."""
     models, function = editor.names.model(), editor.names.function_of(call.old)
     if function is not None:
         named = [each for each in models if re.search(rf"\b{re.escape(each)}(?!\w)", code(function))]
         everywhere = [dotted(target) for target, _, inside in editor.names.assigned if inside is None]
         models = named or [each for each in models if each in everywhere or each.startswith("self.")]
     if not models and editor.names.rewritten:
-        text = "which model this optimizer belongs to is not seen from here; if it is sharded: "
+        text = "this function does not show the model of this optimizer; if that is sharded: "
         editor.left(call.old, text + instead.replace("{optimizer}", call.text))
     return models[0] if models else ""
 

@@ -33,7 +33,7 @@ def private_name(editor: Editor, old: cst.Name, new: cst.BaseExpression) -> cst.
 
 
 def mixed_precision(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression | None:
-    """``reduce_dtype=None`` means what it means for the installed torch's own FSDP2."""
+    """``reduce_dtype=None`` has the meaning of the installed torch's own FSDP2."""
     given = arguments(new.args, ("param_dtype", "reduce_dtype"))
     computed, reduced = given.value("param_dtype"), given.value("reduce_dtype")
     if computed is not None and not is_none(computed) and (reduced is None or is_none(reduced)):

@@ -1,8 +1,8 @@
 """Uses that only a wrapped model has, of a value that is unknown: ``state.model.no_sync()``, ``things["net"].state_dict()``.
 
 Values are followed by the text of their names (``names.py``), so a model that comes out of a container, an object or another file is
-not seen. Each such use is listed: it may need to be rewritten. What plainly is something else, an optimizer, a sampler, a module that
-is never wrapped, is not.
+not found. Each such use is listed: it may need to be rewritten. Uses of an optimizer, a sampler, or a module that is
+never wrapped are not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OTHER_THINGS = re.compile(
     r"|^(args|cfg|config|hparams|options|spec|record|frame)$",
     re.IGNORECASE,
 )
-"""Names of objects that have a state dict, or an attribute ``module``, and are no model."""
+"""Names of objects that have a state dict, or an attribute ``module``, and are not models."""
 
 
 def find(names: Names) -> Iterator[tuple[cst.CSTNode, str]]:
@@ -107,7 +107,7 @@ def _last_word(node: cst.BaseExpression) -> str:
 
 
 def _may_be_a_model(names: Names, node: cst.Attribute) -> bool:
-    """Whether ``self`` may inherit the name from a class that is no part of the file."""
+    """Whether ``self`` may inherit the name from a class of another file."""
     inside = next((each for each in names.ancestors(node) if isinstance(each, cst.ClassDef)), None)
     return inside is not None and bool(inside.bases) and not _defines(inside, node.attr.value)
 

@@ -149,5 +149,5 @@ def test_a_subclass_that_shards_nothing_is_an_error() -> None:
         def __init__(self) -> None:
             self.width = 3
 
-    with pytest.raises(ModuleError, match=r"Mine.__init__ has not called[\s\S]*fix: "):
+    with pytest.raises(ModuleError, match=r"Mine.__init__ did not call[\s\S]*fix: "):
         Mine()

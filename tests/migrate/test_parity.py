@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsdp2.cli import main
-from fsdp2.migrate import working_copy
+from fsdp2.migrate import parity
 from fsdp2.migrate.differences import Run, first_difference
 
 SCRIPT = """
@@ -63,7 +63,7 @@ def test_a_script_that_saves_and_resumes_harms_no_file_and_begins_alike_on_both_
 def test_a_folder_that_is_too_large_to_copy_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(working_copy, "MAX_NBYTES", 100)
+    monkeypatch.setattr(parity, "MAX_NBYTES", 100)
     (tmp_path / "train.py").write_text(SCRIPT)
     assert main(["migrate", "--parity", "train.py"]) == 2
     assert "--in-place" in capsys.readouterr().err

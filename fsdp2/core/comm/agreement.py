@@ -69,7 +69,7 @@ def _told(process_group: dist.ProcessGroup, problem: FSDPError | None, said: T) 
 
 def _packed(problem: FSDPError | None, said: object) -> bytes:
     """Both as bytes that every rank can read; if pickling fails, that becomes this rank's problem."""
-    if problem is not None and type(problem).__module__ != errors.__name__:  # a class of the user's, which other ranks may not have
+    if problem is not None and type(problem).__module__ != errors.__name__:  # a user's class: other ranks may lack it
         problem = CheckpointError(str(problem))
     try:
         return pickle.dumps((problem, said))
@@ -81,7 +81,7 @@ def _packed(problem: FSDPError | None, said: object) -> bytes:
 
 @contextlib.contextmanager
 def reached(process_group: dist.ProcessGroup | None, problem: FSDPError | None = None) -> Iterator[None]:
-    """Around something collective: turns the backend's error about a lost rank into a LostRankError, now and at each later use.
+    """Around a collective: the backend's error about a lost rank becomes a LostRankError, now and at each later use.
 
     problem: this rank's own, which the error reports as well
     """
@@ -106,7 +106,7 @@ def is_lost(process_group: dist.ProcessGroup | None) -> bool:
 
 
 def tell_later(problem: FSDPError) -> None:
-    """Note a problem that this rank has found where ranks do not meet: the next agreement of any kind tells it to all of its ranks.
+    """Note a problem that this rank has found where ranks do not meet: the next agreement tells it to all of its ranks.
 
     Until then this rank takes part in all collectives, so that none of the others waits for it.
     """

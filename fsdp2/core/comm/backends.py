@@ -21,7 +21,7 @@ _GLOO = {"gloo", "fake_gloo"}
 
 
 def declare_backend(backend: str, *, averages: bool) -> None:
-    """Treat a backend that was registered with torch as NCCL is treated: ordered by the caller's stream, with coalescing.
+    """Treat a backend that was registered with torch as NCCL: ordered by the caller's stream, with coalescing.
 
     averages: it knows AVG, as NCCL computes it
     """
@@ -48,7 +48,7 @@ def backend_of(process_group: dist.ProcessGroup | None, device_type: str) -> str
 
 
 def is_stream_ordered(backend: str) -> bool:
-    """Whether collectives are ordered by the caller's stream (pass ``async_op=False``) rather than by waiting on a Work.
+    """Whether the caller's stream orders collectives (pass ``async_op=False``), rather than waiting for a Work.
 
     Backends that we do not know are waited for, which is right everywhere.
     """

@@ -1,4 +1,4 @@
-"""The one place where a reader hears of this rank's collectives, and of the units that its forwards and backwards enter.
+"""The one place where a reader hears of this rank's collectives, and of units whose forward or backward begins.
 
 ``current`` is None unless somebody reads, and testing that is all that a step pays otherwise.
 ``fsdp2/inspect/events.py`` puts a log there.
@@ -29,7 +29,7 @@ class CollectiveLog(Protocol):
         """The host is about to wait for the collective."""
 
     def done(self, owner: object, kind: str, streams: Streams | None = None, stream: Stream = None) -> None:
-        """The collective is complete for the host; on a device, once the work that ``stream`` has been given so far has run."""
+        """The collective is complete for the host; on a device, once what ``stream`` has been given so far has run."""
 
     def enter(self, phase: str, unit: str) -> None:
         """The main thread begins with ``phase`` of ``unit``."""
@@ -41,7 +41,7 @@ class CollectiveLog(Protocol):
         """The hook that called ``enter`` or ``exit`` returns."""
 
     def fail(self, phase: str, unit: str) -> None:
-        """An exception has ended ``phase`` of ``unit``. The phase around it calls this as well when the exception reaches it."""
+        """An exception has ended ``phase`` of ``unit``. The phase around it calls this too, when the exception reaches it."""
 
     def leave(self) -> None:
         """The forward, or the backward, of the root has ended."""

@@ -36,7 +36,7 @@ class Pending(Protocol):
         """
 
     def is_completed(self) -> bool:
-        """Whether ``finish`` would return at once; differs between ranks, so nothing that other ranks see may depend on it."""
+        """Whether ``finish`` would return at once. Ranks differ in it: nothing that other ranks see may depend on it."""
 
 
 # The dtypes that every backend knows; others travel as bytes.
@@ -137,7 +137,7 @@ def reduce_scatter(
 
 
 def reduce_scatter_together(buffers: Sequence[tuple[Tensor, Tensor, Division]], process_group: dist.ProcessGroup) -> None:
-    """``reduce_scatter`` of several (output, input, division), of any dtypes, in one launch; stream-ordered backends only.
+    """``reduce_scatter`` of several (output, input, division), of any dtypes, in one launch; on stream-ordered backends.
 
     Collective: yes. When it returns, all work is queued on the current stream.
     """
@@ -159,7 +159,7 @@ def all_reduce(
     algorithm: AllReduceAlgorithm,
     async_op: bool,
 ) -> Pending:
-    """Reduce ``buffer`` over all ranks in place; all ranks get bitwise the same. "all_gather" adds in ascending rank order.
+    """Reduce ``buffer`` over all ranks in place, to the same bits on each. "all_gather" adds in ascending rank order.
 
     buffer:     (N,), reduce dtype, contiguous
     async_op:   ``not is_stream_ordered(backend)``
@@ -206,16 +206,16 @@ def all_reduce_together(buffers: Sequence[tuple[Tensor, Division]], process_grou
 
 
 def start_broadcasts(rows: Sequence[Tensor], process_group: dist.ProcessGroup, async_op: bool) -> list[dist.Work | None]:
-    """Every rank sends its own row to all others, which receive it in place: the all-gather "broadcast". Collective: yes."""
+    """The all-gather "broadcast": every rank sends its row to all others, which receive it in place. Collective: yes."""
     return [dist.broadcast(row, group=process_group, async_op=async_op, group_src=source) for source, row in enumerate(rows)]
 
 
 def start_exchange(
     received: Sequence[Tensor], rows: Sequence[Tensor], process_group: dist.ProcessGroup, async_op: bool
 ) -> list[dist.Work | None]:
-    """``rows[d]`` goes to rank d, ``received[s]`` comes from rank s, and nothing from a rank to itself: "pairwise". Collective: yes.
+    """ "pairwise": ``rows[d]`` goes to rank d, ``received[s]`` comes from rank s, and nothing from a rank to itself.
 
-    In round k every rank sends to the k-th rank after it.
+    In round k every rank sends to the k-th rank after it. Collective: yes.
     """
     rank, world_size = process_group.rank(), process_group.size()
     works = []
@@ -244,7 +244,7 @@ def _copy_unless_same(target: Tensor, source: Tensor) -> None:
 
 
 def _sum_rows(rows: Sequence[Tensor], output: Tensor, postdivide: float | None) -> None:
-    """output = (rows[0] + rows[1] + ...) / postdivide, in that order; ``output`` may be any of the rows; overwrites rows[0]."""
+    """output = (rows[0] + rows[1] + ...) / postdivide, in that order. Overwrites rows[0]; ``output`` may be any row."""
     partial, *more = rows
     if more:
         for row in more[:-1]:

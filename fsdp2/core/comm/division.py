@@ -13,7 +13,7 @@ from .backends import averages
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How one collective reduces: divide the input in place, sum (or average) over the ranks, divide the output in place."""
+    """How a collective reduces: divide the input in place, sum (or average) over the ranks, divide the output in place."""
 
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM  # SUM or AVG
     predivide: float | None = None
@@ -41,7 +41,7 @@ def divisions_for(
     sum_only: bool = False,
     all_reduce_backend: str = "",
 ) -> Divisions:
-    """Divide a gradient by ``divide_factor`` (by default all data-parallel ranks) over reduce-scatter and all-reduce together.
+    """Divide by ``divide_factor`` (by default all data-parallel ranks) over reduce-scatter and all-reduce together.
 
     backend:            of the reduce-scatter
     all_reduce_backend: of the all-reduce; "": the same
@@ -86,5 +86,5 @@ def divisions_for(
 
 
 def _averages_well(dtype: torch.dtype, num_ranks: int) -> bool:
-    """Whether AVG is as exact as a sum that is divided: NCCL rounds 1 / ranks to ``dtype`` and multiplies each input by it."""
+    """Whether AVG is as exact as a divided sum: NCCL rounds 1 / ranks to ``dtype`` and multiplies each input by it."""
     return num_ranks > 1 and (dtype.itemsize >= 4 or num_ranks.bit_count() == 1)

@@ -1,4 +1,4 @@
-"""Which ranks are gone, for the error of a collective that has failed: the backend names an address at most, and no rank.
+"""Which ranks are gone, for the error of a failed collective: the backend names an address at most, and no rank.
 
 At its first ``fully_shard`` each rank writes its process into the store of the default process group, under its host.
 That is all that a program without errors sends. When a collective fails, each rank looks which processes of its own
@@ -7,7 +7,7 @@ exception ends tells the exception.
 
 Worked example: rank 1 of 4 gets SIGKILL while the others wait for it in a reduce-scatter.
 
-    rank 0      gloo: Connection reset by peer; /proc says that rank 1's process has ended; writes that into the store; raises
+    rank 0      gloo: Connection reset by peer; /proc says that rank 1's process has ended; tells the store; raises
     rank 2      on another host: reads it there, and raises the same LostRankError
 """
 
@@ -31,11 +31,11 @@ from ...errors import FSDPError, LostRankError
 from .. import torch_compat as compat
 
 PATIENCE = 1.0
-"""Seconds for which a rank whose collective has failed looks for one that is gone: the system may still be ending its process."""
+"""Seconds for which a rank whose collective has failed looks for one that is gone: its process may still be ending."""
 
 
 def raise_lost(error: Exception, what: str, problem: FSDPError | None = None) -> NoReturn:
-    """Raise the LostRankError that ``error`` of a collective means; errors of another kind as they are. Local: it waits for no rank.
+    """Raise the LostRankError that ``error`` of a collective means; errors of another kind as they are. Collective: no.
 
     what:    the collective: "the all-gather of layers.3"
     problem: this rank's own, which the error reports as well
@@ -66,7 +66,7 @@ def lost_ranks() -> dict[int, str]:
 
 
 def number_of_world() -> int:
-    """How many default process groups this program has had, equal on all ranks: each has keys of its own in the store."""
+    """How many default process groups this program has had, equal on all ranks. Each has its own keys in the store."""
     return _num_made
 
 
@@ -102,7 +102,7 @@ class _Roll:
         self._append(self._host, f"{self._rank} {os.getpid()} {_stat(os.getpid())[1]}")
 
     def look(self) -> dict[int, str]:
-        """Why ranks are gone, the first to go first; empty if that does not show within ``PATIENCE``. Tells the other ranks."""
+        """Why ranks are gone, the first first; empty if that does not show within ``PATIENCE``. Tells the other ranks."""
         try:
             deadline = time.monotonic() + PATIENCE
             while not (lost := self.known()) and time.monotonic() < deadline:

@@ -87,7 +87,7 @@ class Streams(Protocol):
         """Whether a graph of compute's work is being captured."""
 
     def join_capture(self, stream: Stream) -> None:
-        """Let ``stream`` take part in the graph that is being captured, if there is one: others may then wait for its events."""
+        """Let ``stream`` take part in the graph that is being captured, if any: others may then wait for its events."""
 
 
 class HostStreams:
@@ -182,7 +182,7 @@ _streams: dict[torch.device, Streams] = {}
 
 
 def streams_of(device: torch.device) -> Streams:
-    """The one set of streams of ``device`` in this process: roots that share streams do not fragment each other's memory."""
+    """This process's one set of streams of ``device``: roots that share streams do not fragment each other's memory."""
     found = _streams.get(device)
     if found is None:
         found = _streams[device] = HostStreams() if device.type == "cpu" else DeviceStreams(device)

@@ -32,23 +32,23 @@ class Backward:
     """
 
     def __init__(self, tree: UnitTree, task: int, at_end: Callable[[], None] | None) -> None:
-        """at_end: called by the graph task at its end. Only that task holds it, and the engine drops it if backward fails."""
+        """at_end: called by the graph task at its end; only that task holds it, and the engine drops it if backward fails"""
         self.task = task
         self._tree = tree
         self._host_waits = tree.streams.host_waits  # see ``Forward``
         self._at_end = None if at_end is None else weakref.ref(at_end)
-        self._waited_before = tree.has_unreduced()  # gradients of earlier backwards had not reached the sharded parameters
+        self._waited_before = tree.has_unreduced()  # gradients of earlier backwards
         self._prefetched: list[Unit] = []
-        self._prefetch_behind: dict[Unit, Unit] = {}  # the unit that backward_prefetch="post" gathers after a unit's gradients
+        self._prefetch_behind: dict[Unit, Unit] = {}  # what backward_prefetch="post" gathers after a unit's gradients
         # Units that are reduced at the end. These are at first the lists of which a re-entrant checkpoint runs modules
         # again while other modules have a graph: backward does not know at which of those modules the list is done.
         self._to_end = {unit for unit in tree.lists if unit.calls.to_rerun and unit.calls.may_follow()}
         self._recomputed: list[tuple[Unit, int]] = []  # with the number of its forwards under way at that time
 
     def has_failed(self) -> bool:
-        """Whether an exception ended this backward: the engine then dropped the callback ``at_end``, maybe a moment later.
+        """Whether an exception ended this backward: then the engine dropped ``at_end``, though maybe a moment later.
 
-        Only another backward has to ask: its graph task may be inside this one.
+        Only another backward asks, because its graph task may be inside this one.
         """
         return self._at_end is not None and self._at_end() is None
 
@@ -59,7 +59,7 @@ class Backward:
     # --- moments ---
 
     def begin(self, unit: Unit, call: Call) -> None:
-        """The gradient of an output of ``call`` has arrived: unshard ``unit``, prefetch the unit before it. Collective: yes."""
+        """The gradient of an output of ``call`` has arrived: unshard ``unit``, prefetch the one before. Collective: yes."""
         tree = self._tree
         log = collective_log.current
         if log is not None:
@@ -127,7 +127,7 @@ class Backward:
             self._pause(unit)
 
     def _may_follow(self, unit: Unit) -> bool:
-        """Whether calls of ``unit``, which a re-entrant checkpoint has run again in a backward of its own, may follow after it.
+        """A re-entrant checkpoint has run ``unit`` again in a backward of its own: may other calls of it follow?
 
         The checkpoint may have run one module of a list. A unit of one module that runs in several such checkpoints is
         reduced after each.
@@ -150,7 +150,7 @@ class Backward:
             unit.reshard()
 
     def reduce(self, unit: Unit, at_end: bool = False) -> None:
-        """Reduce the gradients of the unit's own groups: now those that no other unit borrows, at the end of backward the others."""
+        """Reduce the gradients of the unit's own groups: those that other units borrow only ``at_end``."""
         if not at_end and (unit.calls.to_rerun or unit in self._to_end):
             return
         taken = [
@@ -182,7 +182,7 @@ class Backward:
         self._recomputed.append((unit, len(unit.calls.running)))
 
     def end_recomputations(self) -> None:
-        """End recomputations that non-reentrant checkpointing left as soon as it had what it needs: their post-hooks never run."""
+        """End recomputations that non-reentrant checkpointing left early, once it had enough: their post-hooks never run."""
         for unit, num_running in self._recomputed:
             del unit.calls.running[num_running:]
         self._recomputed.clear()
@@ -226,7 +226,8 @@ class LoggedBackward(Backward):
 
     def __init__(self, tree: UnitTree, task: int, at_end: Callable[[], None], logs: Sequence[ForwardLog]) -> None:
         super().__init__(tree, task, at_end)
-        self._to_end = {unit for unit in tree.lists if unit.calls.to_rerun}  # whose graphs are alive may differ between ranks
+        # Which graphs are alive may differ between ranks, so that does not count here.
+        self._to_end = {unit for unit in tree.lists if unit.calls.to_rerun}
         self._reading = Reading(task, logs)
 
     def begin(self, unit: Unit, call: Call) -> None:

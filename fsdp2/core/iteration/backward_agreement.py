@@ -1,4 +1,4 @@
-"""Before a backward communicates, all ranks compare the order in which they will communicate; if it differs, all of them raise.
+"""Before a backward communicates, all ranks compare in which order they will; if the orders differ, all of them raise.
 
 Ranks gather and reduce groups one after another, in an order that follows from each rank's own graph. If one rank left
 out a unit that the others have, its next group would meet their last one: a hang, or, between groups of equal size,
@@ -39,9 +39,8 @@ from .peers import peers_on
 from .unit import Unit
 
 LEFT_OUT, LAST, IN_MIDDLE, AT_END = range(4)
-"""What a backward does with a unit: nothing; it reduces the unit at the end, without gathering it; it reduces the unit when
-its inputs have their gradients; or it may gather the unit, and reduces it at the end, since no input needs a
-gradient."""
+"""What a backward does with a unit: nothing; it reduces the unit at the end, without gathering it; it reduces the unit
+when its inputs have their gradients; it gathers the unit, and reduces it at the end, as no input needs a gradient."""
 
 _SAID = {
     LEFT_OUT: "does not have it",
@@ -60,11 +59,11 @@ class _Part:
 
     root:   the root
     ways:   what it does with each unit
-    timed:  moments of forward, which the engine goes through from the last to the first: it gathers a unit there, or
-            (True) reduces it
+    timed:  moments of forward, the last of them first in a backward, with a unit that it gathers (True: reduces) there
     last:   the units that it reduces when the graph has run
-    lent:   units with groups that other units borrow, if the backward reduces these groups when the graph has run
-    recomputed: the calls that the backward reaches of each forward whose recomputation matters
+    lent:   units with groups that other units borrow and that it reduces when the graph has run
+    is_reached: it goes through a unit that communicates
+    recomputed: for each forward whose recomputation may gather in another order: the calls that it reaches
     """
 
     root: Agreement
@@ -72,7 +71,7 @@ class _Part:
     timed: list[tuple[int, int, bool]]
     last: list[int]
     lent: list[int] = field(default_factory=list)
-    is_reached: bool = False  # the backward goes through a unit that communicates
+    is_reached: bool = False
     recomputed: list[list[int]] = field(default_factory=list)
 
 
@@ -86,7 +85,7 @@ class Agreement:
     """
 
     def __init__(self, units: Sequence[Unit], logs: Callable[[], Sequence[ForwardLog]]) -> None:
-        """logs: returns, in order, those of forwards whose backward may come, if ranks may leave parts of a forward out of it"""
+        """logs: returns those of forwards whose backward may come, in order; none if the root keeps no logs"""
         self.number = -1
         self._all_units = units
         self._logs = logs
@@ -103,8 +102,7 @@ class Agreement:
         uses = {unit: [group for group in unit.uses if group.mesh.ranks == mesh.ranks] for unit in units}
         self._uses = {unit: groups for unit, groups in uses.items() if groups}
         self._units = list(self._uses)
-        # A group that other units borrow is reduced at the end of backward, whichever of its units the backward
-        # reached.
+        # A group that other units borrow is reduced at the end of backward, whichever of its units that reached.
         own = {unit: [group for group in unit.groups if group in self._uses[unit]] for unit in self._units}
         self._own = {unit: [group for group in groups if group.holders is None] for unit, groups in own.items()}
         self._lent = {unit: [group for group in groups if group.holders is not None] for unit, groups in own.items()}
@@ -128,13 +126,11 @@ class Agreement:
                     peers_on(group.mesh).number(group)
 
     def check(self) -> None:
-        """Raise OrderError on every rank if this backward, which has just begun, communicates in another order on one of them.
+        """Raise OrderError on all ranks if this backward, which has just begun, communicates in another order on one of them.
 
-        Collective: yes, over the shard axis, then the replicate axis; no if the root communicates nothing or was already
-                    compared with an earlier root, or if it is the only unit that these ranks have ever compared, without
-                    parameters in files
-        Raises:     as well what ranks were to tell later (``tell_later``), on every rank; where ranks compare nothing,
-                    this rank alone
+        Collective: yes, over the shard axis, then the replicate axis; no if the root communicates nothing or was compared
+                    with an earlier root, or if these ranks have compared only this root, of one unit without files
+        Raises:     also what ranks were to tell later (``tell_later``): on all ranks, or, if ranks compare nothing, here
         """
         self.number_groups()  # for the tags, by which ranks compare afterwards
         if not self._process_groups:
@@ -151,8 +147,7 @@ class Agreement:
                 other._compared_in = task
         before = self._peers.num_roots
         new = sorted((part.root for part in parts if part.root.number < 0), key=lambda each: each._first_moment(task))
-        # The backward of another rank may go through a root that this rank's does not reach, or that is gone on this
-        # rank.
+        # Another rank's backward may go through a root that this rank's does not reach, or that is gone on this rank.
         if not (new or len(self._units) > 1 or len(parts) > 1 or before > 1 or self._has_files()):
             self._raise_alone()
             return
@@ -161,7 +156,8 @@ class Agreement:
         parts.sort(key=lambda part: (part.root is not self, part.root.number))
         try:
             if not self._have_one_order(parts):
-                agree_over([(group, torch.device("cpu")) for group in self._process_groups], None)  # raises what ranks were to tell
+                axes = [(group, torch.device("cpu")) for group in self._process_groups]
+                agree_over(axes, None)  # raises what ranks were to tell
                 self._join_or_refuse(parts)
         except BaseException:
             for root in new:
@@ -185,7 +181,7 @@ class Agreement:
         return any(group.options.folder is not None for groups in self._uses.values() for group in groups)
 
     def _have_one_order(self, parts: Sequence[_Part]) -> bool:
-        """Whether all ranks communicate in the order of this rank's ``parts``, and none has a problem to tell. Collective: yes."""
+        """Whether all ranks communicate in the order of ``parts``, and none has a problem to tell. Collective: yes."""
         numbered = [(part.root.number if len(parts) > 1 else 0, part) for part in parts]
         timed = sorted(((at, number, *what) for number, part in numbered for at, *what in part.timed), reverse=True)
         order = [what for _, *what in timed]
@@ -207,7 +203,7 @@ class Agreement:
         return first >= 0 and all(other == first for other in others)
 
     def _join_or_refuse(self, parts: Sequence[_Part]) -> None:
-        """The ranks' orders differ: if it makes them equal that ranks reduce what they leave out at the end, do so; else raise."""
+        """The orders differ: reduce what this rank leaves out at the end, if that makes them equal, or raise. Collective: yes."""
         first_roots, ways = self._gather_ways(parts)
         # Those ranks may run no backward through the other root, so there would be no end at which to reduce it.
         joined = []
@@ -229,7 +225,8 @@ class Agreement:
         used: set[ParamGroup] = set()
         all_logs = self._logs()
         logs = [log for log in all_logs if log.is_in_this_backward()] or (all_logs[-1:] if is_first else [])
-        part.recomputed = [log.reached() for log in logs if log.gathers_in_other_order(lambda unit: not self._is_resident(unit))]
+        differ = [log for log in logs if log.gathers_in_other_order(lambda unit: not self._is_resident(unit))]
+        part.recomputed = [log.reached() for log in differ]
         for index, unit in enumerate(self._units):
             if not self._communicates(unit) and all(group.holders is None for group in self._uses[unit]):
                 part.ways.append(LEFT_OUT)
@@ -256,7 +253,7 @@ class Agreement:
         return part
 
     def _add_lent(self, part: _Part, used: set[ParamGroup]) -> None:
-        """Add the groups that others borrow and that are reduced when the graph has run. used: by units that the backward reaches"""
+        """Add the groups that others borrow and that are reduced when the graph has run. used: by units that it reaches"""
         for index, unit in enumerate(self._units):
             lent = self._lent[unit]
             is_reduced = _reduces(unit, lent) and any(group in used or group.gradients.is_due for group in lent)
@@ -294,7 +291,7 @@ class Agreement:
         return _reduces(unit, self._own[unit]) or _reduces(unit, self._lent[unit]) or not self._is_resident(unit)
 
     def _is_resident(self, unit: Unit) -> bool:
-        """Whether the unit's parameters are unsharded when backward begins, so that ranks can differ only in its reductions."""
+        """Whether the unit is unsharded when backward begins, so that ranks can differ only in its reductions."""
         return self._keeps(unit) or all(
             group.mesh.shard_size == 1 or any(map(self._keeps, self._users.get(group, ()))) for group in self._uses.get(unit, unit.uses)
         )
@@ -318,7 +315,7 @@ class Agreement:
         return AT_END, [*begins, min(opened)], ends
 
     def _gives_gradients(self, unit: Unit) -> bool:
-        """Whether parameters in its modules' trees get gradients. This shows that a loss uses a call whose inputs need none."""
+        """Whether parameters in its modules' trees get gradients: then a loss uses a call whose inputs need none."""
         below = self._below.get(unit)
         if below is None:
             modules = {each for module in unit.modules for each in module.modules()}

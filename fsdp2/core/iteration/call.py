@@ -21,12 +21,14 @@ next_moment = itertools.count().__next__
 
 
 class GraphPart(list[Any]):
-    """The graph nodes that a call's inputs pass through: one for each input that needs a gradient; it runs when that gradient is done.
+    """The graph nodes that a call's inputs pass through: one for each input that needs a gradient.
+
+    A node runs when the gradient of its input is done.
 
     call:    the call that they belong to
-    bottoms: nodes below the call's outputs; every backward that reaches one of the outputs runs at least one of them. Kept only if
-             there is a log, and only of a call that began the forward or has no input that needs a gradient. The outputs' own nodes are
-             not among them, because those hold this object.
+    bottoms: nodes below the call's outputs; every backward that reaches one of the outputs runs at least one of them.
+             Kept only if there is a log, and only of a call that began the forward or has no input that needs a
+             gradient. The outputs' own nodes are not among them, because those hold this object.
     log:     the log of the forward, if there is one: it lives as long as the graph
     """
 
@@ -41,7 +43,7 @@ class Call:
     """One forward call of a unit; for a list of modules, one pass through them.
 
     graph:          its part of the graph; a dead reference once the graph is gone
-    entered, left:  moments of forward (the engine goes through the latest first); for a list, ``left`` is when its last module ended
+    entered, left:  moments of forward; a backward goes through the latest first. A list is left when its last module is
     begun, ended:   the graph task (one ``backward()``) in which its backward last began and ended on this rank
     again:          the backward made a graph of its own, through which a later backward may come back
     is_watched:     an output needs a gradient, so that its backward will begin; False while forward runs
@@ -100,7 +102,7 @@ class Call:
         return self.ended != task and bool(self.graph()) and self.will_pass_inputs(task)
 
     def passes_last_input(self, task: int) -> bool:
-        """A node of the call runs: is it the call's last node in this backward? True as well if the graph was freed while it ran."""
+        """A node of the call runs: is it the call's last in this backward? True also if the graph was freed meanwhile."""
         part = self.graph()
         if part is None or len(part) == 1:
             return True
@@ -111,7 +113,7 @@ class Call:
         return self._inputs_left == 0
 
     def is_in_this_backward(self) -> bool:
-        """Whether the backward that runs on this rank reaches the call's inputs, or its outputs if no input needs a gradient."""
+        """Whether the backward that runs on this rank reaches the call's inputs, or, if none needs a gradient, outputs."""
         part = self.graph()
         return part is not None and any(map(compat.will_run_in_this_backward, (*part, *part.bottoms)))
 
@@ -123,7 +125,7 @@ class UnitCalls:
     awaiting: calls whose backward may come, for the first time or again
     to_run:   modules of a list that have not run in this pass yet
     shared:   the call of all modules of a list that run in this pass
-    to_rerun: how often backward may run modules of a list again that ran without a graph, because of a re-entrant checkpoint
+    to_rerun: how often backward may run modules of a list again that a re-entrant checkpoint ran without a graph
     """
 
     __slots__ = ("awaiting", "running", "shared", "to_rerun", "to_run")
@@ -154,7 +156,7 @@ class UnitCalls:
         self.awaiting = [call for call in alive if in_backward or call.begun == -1 or call.again]
 
     def note_run(self, module: nn.Module, has_graph: bool, in_backward: bool) -> None:
-        """``module``, one of a list, runs: a backward that comes later, or is under way, may run it again to make its graph."""
+        """``module``, one of a list, runs: a later backward, or the one under way, may run it again to make its graph."""
         times = self.to_rerun[module]
         if not in_backward:
             times += not has_graph

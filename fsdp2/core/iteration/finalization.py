@@ -1,4 +1,4 @@
-"""Ending an iteration by hand: the handle of ``finalize_backward(async_op=True)``, and which roots have to wait for it."""
+"""Ending an iteration by hand: the handle of ``finalize_backward(async_op=True)``, and which roots wait for it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CommContext:
             )
 
     def refuse_others_work(self, root: object) -> None:
-        """Raise OrderError if another root is between a forward and the end of its iteration: its backward could precede the wait."""
+        """Raise OrderError if another root has run a forward and not ended its iteration: its backward could precede the wait."""
         if any(other is not root and other.is_open for other in self.roots):
             raise OrderError(
                 "asynchronous gradient finalization cannot overlap work of another root that shares the communication context",

@@ -1,4 +1,4 @@
-"""The first forward of a root: all units below its module share one schedule from then on, and errors name what cannot work."""
+"""The first forward of a root: all units below its module share one schedule from then on; errors name what cannot work."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .unit import Unit
 def adopt(root: ModuleState) -> Schedule:
     """The first forward: ``root`` and all units below its module share one schedule from now on.
 
-    Raises: OrderError if ``root`` is a list of modules; MaterializationError if parameters are on the meta device; ModuleError if
-            another rank is known to have another model
+    Raises: OrderError if ``root`` is a list of modules; MaterializationError if parameters are on the meta device;
+            ModuleError if another rank is known to have another model
     """
     if len(root.modules) > 1:
         raise OrderError(

@@ -137,7 +137,7 @@ class Forward:
 
 
 class _Caller:
-    """The frame that called our pre-forward hook: that of ``nn.Module.__call__``, or of a method registered as a forward."""
+    """The frame that called our pre-forward hook: that of ``nn.Module.__call__``, or of a registered forward method."""
 
     __slots__ = ("_frame",)
 

@@ -45,7 +45,7 @@ class _WithoutGraph(NamedTuple):
 
 
 class ForwardLog:
-    """The calls of one forward of a root that has a graph. It lives as long as the graph of one of its calls, which refers to it."""
+    """The calls of one forward of a root that has a graph. The graph of each call holds it, and nothing else does."""
 
     def __init__(self) -> None:
         self.calls: dict[Unit, list[Call]] = {}
@@ -75,7 +75,8 @@ class ForwardLog:
 
     def in_order(self) -> list[tuple[Unit, Call]]:
         """All calls, in the order in which they began."""
-        return sorted(((unit, call) for unit, calls in self.calls.items() for call in calls), key=lambda each: each[1].entered)
+        pairs = [(unit, call) for unit, calls in self.calls.items() for call in calls]
+        return sorted(pairs, key=lambda pair: pair[1].entered)
 
     def moments(self) -> list[Moment]:
         """When backwards of the calls begin and end, the last of them first in a backward."""
@@ -85,7 +86,7 @@ class ForwardLog:
         return sorted(begins + ends, key=lambda moment: moment.at)
 
     def gathers_in_other_order(self, is_gathered: Callable[[Unit], bool]) -> bool:
-        """Whether a segment's recomputation gathers units in another order than ranks whose backward leaves the segment out.
+        """Whether recomputing a segment gathers units in another order than on ranks whose backward leaves it out.
 
         The recomputation gathers in the order of forward. For one unit, or one unit inside another, both orders are
         equal.
@@ -106,7 +107,7 @@ class ForwardLog:
         )
 
     def _gathers_more(self, segments: dict[int, list[tuple[Unit, Call]]], is_gathered: Callable[[Unit], bool]) -> bool:
-        """Whether recomputations of these segments gather units that ran without a graph, to whose backward no rank comes.
+        """Whether recomputing these segments gathers units that ran without a graph, to whose backward no rank comes.
 
         All ranks gather such a unit, by prefetching, after the one unit with a graph that it is a part of.
         """
@@ -167,7 +168,7 @@ class Reading:
         self._done.add((call, is_end))
 
     def before_recomputation(self, unit: Unit) -> Iterator[Moment]:
-        """``unit`` runs again, maybe before its backward begins: yields the moments before it that this rank has left out."""
+        """``unit`` runs again, maybe before its backward begins: yields the earlier moments that this rank has left out."""
         for log in reversed(self._logs):
             for call in reversed(log.calls.get(unit, ()) if log in self._to_come else ()):
                 if not call.may_rerun or not call.is_watched or not self._may_run_again(unit, call):
@@ -204,7 +205,7 @@ class Reading:
             yield from self._left_out(log, -1, in_graph=False)
 
     def _left_out(self, log: ForwardLog, stop: int, in_graph: bool) -> Iterator[Moment]:
-        """The moments of ``log`` after ``stop``; with ``in_graph``, only those before the next that the graph reaches."""
+        """The moments of ``log`` after ``stop``; with ``in_graph``, only until the next that the graph reaches."""
         to_come = self._to_come.get(log, [])
         while to_come and to_come[-1].at > stop:
             moment = to_come[-1]
@@ -216,6 +217,6 @@ class Reading:
             to_come.pop()
 
     def calls_left(self, unit: Unit) -> list[Call]:
-        """The calls of ``unit`` in this backward that have not ended, or may not have because no input needs a gradient."""
+        """The calls of ``unit`` in this backward that have not ended; or nobody knows, as no input needs a gradient."""
         calls = [call for log in self._to_come for call in log.calls.get(unit, ())]
         return [call for call in calls if call.is_watched and not self.is_done(call, is_end=True)]

@@ -27,8 +27,8 @@ from ..group.reduction import Reduction
 from .peers import peers_on
 
 MAX_UNREAD = 64
-"""How many backwards may be unread. Each takes pinned memory. A host is never so many backwards ahead of its device, because the
-device's queue is full before; if it were, the oldest one would be forgotten."""
+"""How many backwards may be unread. Each takes pinned memory. A host is never so many backwards ahead of its device, as
+the device's queue is full before; if it were, the oldest one would be forgotten."""
 
 
 class _Unread(NamedTuple):

@@ -1,4 +1,4 @@
-"""Ranks that gather and reduce together, and the numbers by which all of them know a root or a group.
+"""Ranks that gather and reduce together, and the numbers by which all of them know a model, a root or a group.
 
 Ranks may make different models, and run them in different orders as long as nothing is reduced. All of them take part
 in the first backward of a root that they compare, or that reduces: it numbers the root, and the root's groups.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import weakref
 from typing import Any
+
+import torch.distributed as dist
 
 from ..group.param_group import ParamGroup
 from ..plan.mesh import DataParallelMesh
@@ -20,6 +22,7 @@ class Peers:
     num_roots:  how many roots were in a backward that these ranks have compared; equal on all of them
     groups:     living groups by their numbers
     num_groups: how many groups have had a number; equal on all of these ranks
+    num_models: how many models they have begun to run; first forwards gather, so these ranks run them in one order
     """
 
     def __init__(self) -> None:
@@ -27,6 +30,7 @@ class Peers:
         self.num_roots = 0
         self.groups: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
         self.num_groups = 0
+        self.num_models = 0
 
     def number(self, group: ParamGroup) -> None:
         """Give ``group`` the next number, unless it has one."""
@@ -40,6 +44,10 @@ _peers: dict[tuple[str, ...], Peers] = {}
 
 
 def peers_on(mesh: DataParallelMesh) -> Peers:
-    """Those of the ranks of ``mesh``."""
-    names = [group.group_name for group in (mesh.shard_group, mesh.replicate_group) if group and group.size() > 1]
+    """Those over both axes of ``mesh``."""
+    return peers_in(mesh.shard_group, mesh.replicate_group)
+
+
+def peers_in(*process_groups: dist.ProcessGroup | None) -> Peers:
+    names = [group.group_name for group in process_groups if group is not None and group.size() > 1]
     return _peers.setdefault(tuple(names), Peers())

@@ -46,7 +46,7 @@ class Reductions:
         return len(self._holding)
 
     def note_compute(self) -> None:
-        """Gradients will be computed on the stream that is compute now: autograd runs each node on the stream of its forward."""
+        """Gradients will be computed on what is compute now: autograd runs each node on the stream of its forward."""
         self._computed_on.add(self._streams.compute)
 
     def poll(self) -> None:
@@ -107,7 +107,7 @@ class Reductions:
         if any(reduction.has_run_hooks for reduction in self._started):
             self.finish()
             return
-        self._order(self._streams.reduce)  # held memory goes back to this stream; without that order it would add up over micro-batches
+        self._order(self._streams.reduce)  # held memory goes back to this stream, and must not add up over micro-batches
         if any(reduction.is_in_place for reduction in self._started):  # held memory of these goes back to compute
             self._order(self._streams.compute)
         for reduction in self._started:
@@ -124,7 +124,7 @@ class Reductions:
                     streams.order(stream, event)
 
     def _give_back(self) -> None:
-        """Order the user's side streams, on which gradients and reduce inputs were allocated, after what compute does with them."""
+        """Order the user's side streams, which own gradients and reduce inputs, after what compute does with them."""
         streams = self._streams
         for stream in self._computed_on:
             if stream != streams.compute:
@@ -143,7 +143,7 @@ class Reductions:
 
 
 def _hand_out_late(reductions: Sequence[Reduction]) -> None:
-    """Hand out gradients of parameters that only other ranks used. The host reads from the device, once for all, which those are."""
+    """Hand out gradients of parameters that only other ranks used; the host reads once from the device which those are."""
     by_device: dict[torch.device, list[tuple[Reduction, Tensor]]] = {}  # gradients may be offloaded
     for reduction in reductions:
         flags = reduction.late_flags
@@ -156,7 +156,7 @@ def _hand_out_late(reductions: Sequence[Reduction]) -> None:
 
 
 def read_flags(flags: Sequence[Tensor]) -> list[float]:
-    """The values of the flags, on the host. The planner's tensors have no values, so it puts a function of its own here."""
+    """The values of the flags, on the host. The planner's tensors have none, so it puts a function of its own here."""
     read: list[float] = torch.cat(list(flags)).tolist()
     return read
 

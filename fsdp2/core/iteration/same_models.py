@@ -1,4 +1,6 @@
-"""Before a first forward communicates, each rank looks whether its neighbors gather the same: gloo would abort, NCCL compute nonsense.
+"""Before a first forward communicates, each rank checks that its neighbors gather the same.
+
+If they do not, gloo aborts, and NCCL computes nonsense.
 
 A rank writes into the store what its groups gather, and reads what the rank before it and the one after it have written
 so far. It waits for none of them. Of two neighbors at least the later one has both; it raises, its program ends, and
@@ -10,12 +12,11 @@ Worked example: on rank 1 of 2, blocks.0.up.weight has a row more
     rank 1    writes, reads; ModuleError: models differ between ranks: blocks.0.up.weight
                                rank 0: blocks.0.up.weight: (13, 10), torch.float32, gathered in torch.float32
                                rank 1: blocks.0.up.weight: (14, 10), torch.float32, gathered in torch.float32
-    rank 0    LostRankError: rank 1: its program has ended with ModuleError: models differ between ranks: blocks.0.up.weight ...
+    rank 0    LostRankError: rank 1: its program has ended with ModuleError: models differ between ranks: blocks.0.up...
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import itertools
 import json
@@ -28,10 +29,8 @@ from ...errors import ModuleError
 from .. import torch_compat as compat
 from ..comm import backends
 from ..comm.lost_ranks import number_of_world
+from .peers import peers_in
 from .unit import Unit
-
-_num_compared: collections.Counter[str] = collections.Counter()
-"""Models compared so far, by the name of their shard group: first forwards gather, so its ranks run them in one order."""
 
 
 def require_same_as_neighbors(units: Sequence[Unit]) -> None:
@@ -54,13 +53,13 @@ def require_same_as_neighbors(units: Sequence[Unit]) -> None:
         if group.mesh.ranks == first.mesh.ranks
         for param in group.params
     ]
-    name = process_group.group_name
-    _num_compared[name] += 1
+    peers = peers_in(process_group)
+    peers.num_models += 1
     ranks, rank = dist.get_process_group_ranks(process_group), dist.get_rank()
     at = ranks.index(rank)
     written: dict[int, bytes] = {}
     with contextlib.suppress(RuntimeError):  # a store that keeps nothing, or that is gone: the next collective tells
-        store = compat.keys_of_the_store(f"fsdp2_models_{number_of_world()}/{name}/{_num_compared[name]}")
+        store = compat.keys_of_the_store(f"fsdp2_models_{number_of_world()}/{process_group.group_name}/{peers.num_models}")
         store.set(str(rank), zlib.compress(json.dumps(facts).encode()))
         for neighbor in {ranks[at - 1], ranks[(at + 1) % len(ranks)]} - {rank}:
             if store.check([str(neighbor)]):

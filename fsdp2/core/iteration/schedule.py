@@ -35,7 +35,7 @@ from .unit import Unit
 from .unit_tree import Step, UnitTree
 
 _last_task = -2
-"""The graph task in which a root's last backward ended. A backward of another root that contains it may end after it."""
+"""The graph task in which a root's last backward ended. A backward of another root may contain it, and end after it."""
 
 
 class Schedule:
@@ -68,12 +68,13 @@ class Schedule:
         context.roots.add(self)
 
     def choose_max_reductions(self) -> None:
-        """Set the limit of inputs in flight: one list holds those of all units, so the largest limit of the units counts."""
+        """Set the limit of inputs in flight: one list holds those of all units, so the largest limit counts."""
         self.tree.reductions.limit = max(unit.options.max_reductions for unit in self.tree.units)
 
     def choose_logs(self) -> None:
-        """Keep logs if any unit asks for unused parameters: each rank then knows the order of backward, whatever it leaves out."""
-        self._logs_forwards = any(group.gradients.options.reduce_unused for unit in self.tree.units for group in unit.groups)
+        """Keep logs if any unit asks for unused parameters: each rank then knows the order of backward in any case."""
+        groups = [group for unit in self.tree.units for group in unit.groups]
+        self._logs_forwards = any(group.gradients.options.reduce_unused for group in groups)
 
     def alive_logs(self) -> list[ForwardLog]:
         """The logs of forwards whose backward may come, in order."""
@@ -142,7 +143,7 @@ class Schedule:
 
     def end_forward(self, unit: Unit) -> None:
         """``unit`` has run. After a recomputation, backward frees what it does not need."""
-        if unit.calls.running or compat.current_graph_task() != -1:  # with ``running``, this call was inside another call of the unit
+        if unit.calls.running or compat.current_graph_task() != -1:  # ``running``: the call was inside another one
             return
         forward = self.forward
         if forward is None:  # the user reset it while it ran
@@ -179,9 +180,9 @@ class Schedule:
         self._input_read = None
 
     def end_failed_forward(self, unit: Unit) -> None:
-        """The forward of ``unit`` raised: keep or free its parameters as if it had returned, as it may have on other ranks.
+        """The forward of ``unit`` raised: keep or free its parameters as if it had returned. Collective: no.
 
-        Collective: no.
+        On other ranks it may have returned.
         """
         if unit.calls.running or compat.current_graph_task() != -1:
             return
@@ -198,7 +199,7 @@ class Schedule:
                 self._finish_forward(self.forward, failed=True)
 
     def end_interrupted_forward(self) -> None:
-        """End a forward that something other than an ``Exception``, such as ctrl-C, has ended: torch calls no hook then."""
+        """End a forward that something other than an ``Exception`` has ended, such as ctrl-C: torch calls no hook then."""
         if self.forward is None or compat.current_graph_task() != -1 or not self.forward.was_interrupted():
             return
         for unit in reversed(self.tree.units):  # the root last
@@ -211,7 +212,10 @@ class Schedule:
     # --- between forward and backward ---
 
     def unshard_for_weights(self) -> None:
-        """The user set flags of the next backward: see Note: weights differentiated apart. Collective: yes, over the shard axis."""
+        """The user set flags of the next backward: see Note: weights differentiated apart.
+
+        Collective: yes, over the shard axis.
+        """
         if not self.goes_on or self.forward is not None or compat.current_graph_task() != -1:
             return
         positions = self.tree.step.positions
@@ -224,7 +228,7 @@ class Schedule:
 
     @compat.dynamo_disabled
     def before_listing(self) -> None:
-        """The user is about to list parameters, maybe on one rank alone: show the sharded ones, which have the gradients.
+        """The user lists parameters, maybe on one rank alone: show the sharded ones, which have the gradients.
 
         See ``FSDPModule.named_parameters``.
         """
@@ -251,7 +255,10 @@ class Schedule:
         backward.begin(unit, call)
 
     def end_backward_of(self, call: Call, unit: Unit) -> None:
-        """Autograd has computed the gradient of an input of ``call``. Collective: yes, if it was its unit's last in this backward."""
+        """Autograd has computed the gradient of an input of ``call``.
+
+        Collective: yes, if the call was its unit's last in this backward.
+        """
         task = compat.current_graph_task()
         log = collective_log.current
         if log is not None:
@@ -261,7 +268,7 @@ class Schedule:
             log.resume()
 
     def _backward_of(self, task: int) -> Backward:
-        """The backward under way, of which ``task`` may be an inner graph task; a new one if none is, or if the last one failed."""
+        """The backward under way, which may contain ``task``; a new one if there is none, or if the last one failed."""
         if self.backward is not None and self.backward.task != task and self.backward.has_failed():
             self._end_failed_backward()
         if self.backward is not None:
@@ -290,7 +297,7 @@ class Schedule:
         return Backward(self.tree, -1, None)
 
     def end_of_backward(self) -> None:
-        """Reduce what has not been reduced, and finish; a pipeline schedule calls it when sync is on again. Collective: yes."""
+        """Reduce what has not been reduced. Pipeline schedules call it when sync is on again. Collective: yes."""
         global _last_task
         tree = self.tree
         log = collective_log.current
@@ -313,9 +320,10 @@ class Schedule:
             watcher()
 
     def _end_failed_backward(self) -> None:
-        """Drop the gradients that a failed backward has not handed out: ``zero_grad`` cannot reach them, and a retry would add to them.
+        """Drop gradients that a failed backward has not handed out. Collective: no.
 
-        Collective: no.
+        ``zero_grad`` cannot reach them, and a retry would add to them.
+
         Raises: OrderError if gradients of earlier micro-batches are among them, because the user may still want those.
         """
         assert self.backward is not None
@@ -355,8 +363,9 @@ class Schedule:
         self.tree.holds_pending = manual
 
     def finalize(self, is_async: bool) -> GradientReductionHandle:
-        """End the iteration: reduce and reshard what is pending, by the flags as they are now. Collective: yes, if anything is pending.
+        """End the iteration: reduce and reshard what is pending, by the flags as they are now.
 
+        Collective: yes, if anything is pending.
         Raises: OrderError outside of manual mode, inside of a backward, or while all-reduce is off
         """
         self.comm_ctx.refuse_open("finalizing backward again")
@@ -437,7 +446,7 @@ class Schedule:
 
 
 def _compiled_autograd_error() -> CompileError:
-    """That engine writes a parameter's gradient only after the end of backward: fsdp2 would not reduce it, and no error would tell."""
+    """That engine writes gradients of parameters after the end of backward: fsdp2 would silently not reduce them."""
     return CompileError(
         "backward runs under compiled autograd",
         expected="torch.compile on modules, whose backward is compiled with them; the rest of backward by the usual engine",

@@ -26,14 +26,15 @@ from .module_state import ModuleState
 def tie_differences(
     group: ParamGroup, param: ShardedParam, mesh: DataParallelMesh, options: GroupOptions, dim: int | None
 ) -> list[str]:
-    """Why ``param`` of ``group`` can't also be the parameter of a module that is to be sharded over ``mesh`` with ``options``.
+    """Why ``param`` of ``group`` can't also be the parameter of a module that is sharded over ``mesh`` with ``options``.
 
     dim: the dim on which the other module's parameter is cut; None for a parameter that is not cut
     """
     theirs = group.options
+    dtypes = (options.param_dtype, options.reduce_dtype)
     differ = {
         "another mesh": not group.mesh.same_ranks(mesh),
-        "another param_dtype or reduce_dtype": (theirs.param_dtype, theirs.reduce_dtype) != (options.param_dtype, options.reduce_dtype),
+        "another param_dtype or reduce_dtype": (theirs.param_dtype, theirs.reduce_dtype) != dtypes,
         "another offload policy": (theirs.offload, theirs.folder) != (options.offload, options.folder),
         "another placement": param.spec.dim not in (None, dim),
     }
@@ -41,7 +42,7 @@ def tie_differences(
 
 
 def adopt_late_ties(units: Sequence[ModuleState]) -> None:
-    """Tie the parameters that ``units`` hold in separate places and that the user has made one. Collective: no; all ranks call it.
+    """Tie the parameters that ``units`` hold in separate places and that the user has made one. Collective: no.
 
     A group that has been unsharded before keeps its parameters: the tie is refused by name at its next unshard.
 
@@ -85,7 +86,7 @@ def _tie(unit: ModuleState, group: ParamGroup, param: ShardedParam, to_group: Pa
         )
     group.registry.remove(param)
     group.params.remove(param)
-    to_group.registry.verify(to_group.plan.has_own_memory)  # adopts the parameter if a loader has replaced that of both places
+    to_group.registry.verify(to_group.plan.has_own_memory)  # adopts what a loader has put into both places
     for owner in param.owners:
         to_group.registry.add_owner(to, owner)
     if group.params:

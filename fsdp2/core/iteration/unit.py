@@ -69,9 +69,10 @@ class UnitOptions:
     unshard_in_backward:   backward needs the parameters
     accumulates_whole:     over micro-batches gradients stay unsharded, without communication
     max_reductions:        reduce-scatter inputs in flight; the largest of all units under a root counts
-    prefetch_forward, prefetch_backward: the units to gather after this one, in the place of the next ones of the recorded order
+    prefetch_forward, prefetch_backward: the units to gather after this one, instead of the next ones recorded
     forward_depth, backward_depth: how many units of that order to gather ahead
-    backward_prefetch:     when to gather the unit before this one: before this one's gradients are computed, after that, or not at all
+    backward_prefetch:     when to gather the unit before this one: before this one's gradients are computed, after
+                           that, or not at all
     """
 
     reshard_after_forward: bool | int = True
@@ -99,7 +100,7 @@ class Unit:
     max_norm_weights: embeddings that shrink their rows in forward
     ignored:          where the parameters are that the user manages
     fqn:              the name of its first module, from the root
-    summoned:         its modules show whole parameters that ``summon_full_params`` put there; forward uses them as they are
+    summoned:         its modules show whole parameters from ``summon_full_params``, which forward uses as they are
     watchers:         functions that a root calls at each end of backward
     """
 
@@ -168,7 +169,7 @@ class Unit:
                 if group.holders is not None:
                     group.holders.add(self)
         except BaseException:
-            if together and self._streams.host_waits:  # other ranks may send more in that one collective: this one sends nothing
+            if together and self._streams.host_waits:  # other ranks may send more in that collective: send nothing
                 together = None
                 self.release()
             raise
@@ -187,7 +188,7 @@ class Unit:
             raise
 
     def can_be_gathered_anew(self, versions: Sequence[tuple[int, int]]) -> bool:
-        """Whether a gather needs nothing that compute has done since its shards had ``versions``: no memory, and no values."""
+        """Whether a gather needs no memory or values from what compute has done since its shards had ``versions``."""
         for group, version in zip(self.uses, versions, strict=True):
             if (
                 group.state is not GroupState.SHARDED
@@ -215,7 +216,7 @@ class Unit:
                 group.release()
 
     def reshard(self, to_smaller: bool = False) -> None:
-        """Reshard the groups that no other unit holds; each to its smaller mesh, if ``to_smaller`` and the group has one."""
+        """Reshard the groups that no other unit holds. to_smaller: each to its smaller mesh, if it has one"""
         for group in self.uses:
             if group.holders is not None:
                 group.holders.discard(self)
@@ -238,7 +239,7 @@ class Unit:
             group.await_host_read()
 
     def hide(self) -> None:
-        """Let the user's modules show sharded parameters, and keep what is unsharded so for a backward that may come."""
+        """Let the user's modules show sharded parameters, and keep what is unsharded for a backward that may come."""
         for group in self.uses:
             group.hide()
 
@@ -254,8 +255,8 @@ class Unit:
     def notice_changes(self, more_may_come: bool = False) -> None:
         """Parameters may have been moved or cast: take them over now, so that memory holds at most one group more.
 
-        more_may_come: the modules of a list are cast one after another; a group that is half cast waits for its last module. If
-                       that never comes, the next unshard refuses it.
+        more_may_come: the modules of a list are cast one after another; a group that is half cast waits for its last
+                       module. If that never comes, the next unshard refuses it.
         Raises:        ParameterError naming the parameters of a group that is half cast
         """
         for group in self.groups:

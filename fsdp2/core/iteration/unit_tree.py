@@ -42,7 +42,7 @@ class Kept(NamedTuple):
 
 
 class Step:
-    """What forwards leave to the backward and the forward that follow. A new ``Step`` replaces it when it is used up or dropped.
+    """What forwards leave to the backward and the forward that follow. A new ``Step`` replaces one that is used up.
 
     order:     units in the order in which their forward calls ended since the last backward, for backward prefetch
     positions: the places of each unit in ``order``, the last one last
@@ -96,7 +96,7 @@ class UnitTree:
         self._offloaded = [group for unit in units for group in unit.groups if group.options.offload]
 
     def leave_unsharded(self, unit: Unit, for_user: bool = False) -> None:
-        """Leave ``unit`` unsharded until the next forward, unless its shards are written before. for_user: who asked for it."""
+        """Leave ``unit`` unsharded until the next forward, unless its shards are written before. for_user: who asked"""
         for group in unit.uses:
             self.step.unsharded[group] = Kept(group.shards_version(), group.unsharded_version(), for_user)
 
@@ -118,7 +118,7 @@ class UnitTree:
             wrote_whole = group.unsharded_version() != kept.unsharded
             if wrote_whole and not kept.for_user:
                 lost[group] = [param.fqn for param in group.params]
-            elif group.is_out_of_date(kept.shards):  # equal on all ranks, while HIDDEN may depend on which rank listed parameters
+            elif group.is_out_of_date(kept.shards):  # equal on all ranks; HIDDEN depends on which rank lists parameters
                 group.reshard_for_all()
                 del unsharded[group]
             elif not wrote_whole and (unseen := group.written_unseen()):
@@ -150,7 +150,7 @@ class UnitTree:
             unit.reshard(to_smaller=True)
 
     def hide_what_forward_left(self) -> None:
-        """No backward can follow: show the sharded parameters, so that what the user writes now is not lost at the next reshard."""
+        """No backward can follow: show the sharded parameters, so that the next reshard loses nothing that the user writes."""
         for unit in self.step.left_by_forward:
             unit.hide()
 

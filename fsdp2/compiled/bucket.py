@@ -24,7 +24,8 @@ from torch import Tensor
 from ..core.comm import backends, collectives
 from ..core.comm.division import Division
 from ..core.group.param import ShardedParam
-from ..core.plan.layout import Cut, Slot, rows_of
+from ..core.group.rank_pieces import assemble, disassemble
+from ..core.plan.layout import Cut, Slot
 from . import operators
 from . import torch_compat as compiler
 from .stand_ins import Face, Landing
@@ -179,27 +180,16 @@ def _assembled(columns: Tensor, cut: Cut) -> Tensor:
     if cut.is_row_major:
         # A copy even of a single column, which could be a view: one saved for backward would keep the whole bucket.
         return columns.contiguous().view(-1)[: cut.numel].view(cut.shape)
-    assert cut.dim is not None
-    pieces = []
-    for rank in range(cut.num_shards):
-        shape = cut.shard_shape(rank)
-        pieces.append(columns[rank, : torch.Size(shape).numel()].view(shape))
-    return torch.cat(pieces, dim=cut.dim)
+    whole = columns.new_empty(cut.shape)
+    assemble(columns, cut, whole)
+    return whole
 
 
 def _rank_major(whole: Tensor, cut: Cut) -> Tensor:
     """The reverse: (num_shards, slot_numel), padded with zeros."""
-    if cut.dim is None:
-        return whole.reshape(1, -1).expand(cut.num_shards, -1)
-    if cut.is_row_major:
-        flat = whole.reshape(-1)
-        return F.pad(flat, (0, cut.num_shards * cut.slot_numel - cut.numel)).view(cut.num_shards, -1)
-    pieces = []
-    for rank in range(cut.num_shards):
-        rows = rows_of(cut.shape[cut.dim], rank, cut.num_shards)
-        piece = whole.narrow(cut.dim, rows.start, len(rows)).reshape(-1)
-        pieces.append(F.pad(piece, (0, cut.slot_numel - piece.numel())))
-    return torch.stack(pieces)
+    if cut.dim is None or not cut.is_row_major:
+        return disassemble(whole, cut)
+    return F.pad(whole.reshape(-1), (0, cut.num_shards * cut.slot_numel - cut.numel)).view(cut.num_shards, -1)
 
 
 def _has_operators(tensor: Tensor) -> bool:

@@ -1,7 +1,8 @@
 """Memory-mapped files without names: a crash at any moment leaves no file, and the system gives their disk space back.
 
 Pages come into memory when they are touched, or asked for before, and leave it when they are let go. So a crash leaves no half-written
-state that a later run could take for good; only checkpoints outlive a process. ``ReadAhead`` knows which file is touched next.
+state that a later run could take for good; only checkpoints outlive a process. ``ReadAhead`` knows which file is touched next;
+``WriteBehind`` has a thread write what was changed.
 
 Worked example, parameters of units a, b, c, one ahead; the second forward and backward
 
@@ -18,6 +19,7 @@ import tempfile
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -98,12 +100,21 @@ def mapped(folder: str, tensors: Iterable[Tensor], what: str) -> tuple[MappedFil
     spans = [0 if t.numel() == 0 else 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) for t in found]
     starts = [0]
     for tensor, span in zip(found, spans, strict=True):
-        starts.append(starts[-1] - (-span * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT)
+        starts.append(starts[-1] + _aligned(span * tensor.element_size()))
     file = MappedFile(folder, starts[-1], what)
     return file, [
         (tensor, file.tensor(tensor.dtype, span, start).as_strided(tensor.shape, tensor.stride()).copy_(tensor))
         for tensor, start, span in zip(found, starts, spans, strict=False)
     ]
+
+
+def nbytes_in_file(tensors: Iterable[Tensor]) -> int:
+    """The size of a file that ``mapped`` makes for ``tensors``, each contiguous."""
+    return sum(_aligned(tensor.nbytes) for tensor in tensors)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _unnamed_file(folder: str) -> int:
@@ -142,19 +153,40 @@ def _check_folder(folder: str) -> None:
         ) from error
 
 
-class ReadAhead:
-    """Asks for the files that come next: those that followed the last two files when these were read before.
-
-    in_memory, peak: bytes of the files in memory, which were asked for or read and not let go yet; the most so far
-    """
+class _FilesInMemory:
+    """Counts the files that were asked for or read and not given up yet. in_memory, peak: their bytes; the most so far"""
 
     def __init__(self) -> None:
+        self._files_there: set[MappedFile] = set()
+        self.in_memory = self.peak = 0
+
+    def _enter(self, file: MappedFile) -> bool:
+        """Count ``file``; False if it is there already."""
+        if file in self._files_there:
+            return False
+        self._files_there.add(file)
+        self.in_memory += file.nbytes
+        self.peak = max(self.peak, self.in_memory)
+        return True
+
+    def _leave(self, file: MappedFile) -> bool:
+        """Count ``file`` no more; False if it was not there."""
+        if file not in self._files_there:
+            return False
+        self._files_there.discard(file)
+        self.in_memory -= file.nbytes
+        return True
+
+
+class ReadAhead(_FilesInMemory):
+    """Asks for the files that come next: those that followed the last two files when these were read before."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._next: dict[tuple[int, int], int] = {}
         self._last = (-1, -1)
         self._files: weakref.WeakValueDictionary[int, MappedFile] = weakref.WeakValueDictionary()
         self._asked: deque[MappedFile] = deque()  # files that were asked for and not read yet
-        self._in_memory: set[MappedFile] = set()
-        self.in_memory = self.peak = 0
 
     def begin(self, file: MappedFile, num_ahead: int) -> None:
         """``file`` is read now; ask for the next ``num_ahead`` files."""
@@ -163,7 +195,7 @@ class ReadAhead:
         self._last = (self._last[1], file.number)
         if file in self._asked:
             self._asked.remove(file)
-        self._count(file)
+        self._enter(file)
         last = self._last
         for _ in range(num_ahead):
             number = self._next.get(last)
@@ -171,26 +203,44 @@ class ReadAhead:
             if number is None or following is None:
                 return
             last = (last[1], number)
-            if following not in self._in_memory:
+            if following not in self._files_there:
                 while len(self._asked) >= num_ahead:  # the order has changed
                     self.end(self._asked.popleft())
                 following.ask_for()
                 self._asked.append(following)
-                self._count(following)
-
-    def _count(self, file: MappedFile) -> None:
-        if file not in self._in_memory:
-            self._in_memory.add(file)
-            self.in_memory += file.nbytes
-            self.peak = max(self.peak, self.in_memory)
+                self._enter(following)
 
     def end(self, file: MappedFile) -> None:
         """``file`` has been read: let it go."""
-        if file in self._in_memory:
-            self._in_memory.discard(file)
-            self.in_memory -= file.nbytes
+        if self._leave(file):
             file.let_go()
 
 
 READ_AHEAD = ReadAhead()
 """For the flat shards that this process keeps in files."""
+
+
+class WriteBehind(_FilesInMemory):
+    """Files that a thread writes, at most ``max_files`` at a time: the faster side waits."""
+
+    def __init__(self, max_files: int) -> None:
+        super().__init__()
+        self._max_files = max_files
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fsdp2-optimizer-state")
+        self._under_way: deque[tuple[Future[None], MappedFile]] = deque()
+
+    def ask_for(self, file: MappedFile) -> None:
+        if self._enter(file):
+            file.ask_for()
+
+    def write(self, file: MappedFile) -> None:
+        """If more than ``max_files`` are under way now, wait for the oldest. Raises: FSDPError if the disk does not take it."""
+        self._under_way.append((self._thread.submit(file.write_back), file))
+        self.wait(self._max_files)
+
+    def wait(self, max_files: int = 0) -> None:
+        """Wait until at most ``max_files`` are under way."""
+        while len(self._under_way) > max_files:
+            done, file = self._under_way.popleft()
+            done.result()
+            self._leave(file)

@@ -11,7 +11,7 @@ from ..errors import ModuleError
 from .around_forward import around_forward, put_around_forward
 from .budget import Budget
 from .checkpoint import Checkpoint
-from .policy import checked_policy, chosen_modules, overloads
+from .policy import checked_policy, chosen_modules, is_below, overloads
 
 
 def apply_activation_checkpointing(model: nn.Module, policy: Any = "full") -> list[str]:
@@ -45,18 +45,21 @@ def apply_activation_checkpointing(model: nn.Module, policy: Any = "full") -> li
 
 def _refuse_twice(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
     """Raise ModuleError if a module would be computed more than twice."""
+    by_others, by_us = [], []
+    for name, module in sorted(model.named_modules(), key=lambda item: item[0]):
+        if "_checkpoint_wrapped_module" in module._modules or getattr(module, "gradient_checkpointing", False) is True:
+            by_others.append(name)
+        if around_forward(module).inner is not None:
+            by_us.append(name)
     twice = []
-    by_others = {name for name, module in model.named_modules() if "_checkpoint_wrapped_module" in module._modules}
-    for name, module in model.named_modules():
-        if getattr(module, "gradient_checkpointing", False) is True:
-            by_others.add(name)
-    by_us = {name for name, module in model.named_modules() if _is_checkpointed(module)}
     for name in chosen:
-        near = [other or "the model" for other in sorted(by_others) if _is_inside(name, other) or _is_inside(other, name)]
-        twice += [f"{name}: {other} is checkpointed by other means" for other in near]
-        near = [other or "the model" for other in sorted(by_us) if _is_inside(name, other) or _is_inside(other, name)]
-        twice += [f"{name}: apply_activation_checkpointing has taken {other} before" for other in near]
-        twice += [f"{name}: it is inside of {other}, which is to be checkpointed as well" for other in chosen if _is_below(name, other)]
+        for taken, said in (
+            (by_others, "{} is checkpointed by other means"),
+            (by_us, "apply_activation_checkpointing has taken {} before"),
+        ):
+            near = [other for other in taken if name == other or is_below(name, other) or is_below(other, name)]
+            twice += [f"{name}: {said.format(other or 'the model')}" for other in near]
+        twice += [f"{name}: it is inside of {other}, which is to be checkpointed as well" for other in chosen if is_below(name, other)]
     if twice:
         raise ModuleError(
             f"apply_activation_checkpointing would have {len(twice)} modules checkpointed twice",
@@ -64,15 +67,3 @@ def _refuse_twice(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
             expected="each module below one checkpoint at most: two compute it three times",
             fix="choose other modules, or leave out the other checkpoint (checkpoint_wrapper, gradient_checkpointing_enable)",
         )
-
-
-def _is_checkpointed(module: nn.Module) -> bool:
-    return around_forward(module).inner is not None
-
-
-def _is_below(name: str, other: str) -> bool:
-    return name != other and (other == "" or name.startswith(f"{other}."))
-
-
-def _is_inside(name: str, other: str) -> bool:
-    return name == other or _is_below(name, other)

@@ -14,7 +14,7 @@ from ..core import torch_compat as compat
 from ..errors import ModuleError
 from .around_forward import around_forward, put_around_forward
 from .on_host import Call, HostMemory
-from .policy import chosen_modules
+from .policy import chosen_modules, is_below
 
 
 def apply_activation_offload(
@@ -80,11 +80,9 @@ def _refuse_twice(model: nn.Module, chosen: dict[str, nn.Module]) -> None:
     taken = {name for name, module in model.named_modules() if around_forward(module).outer is not None}
     twice = [f"{name}: it is offloaded already" for name in chosen if name in taken]
     for name in chosen:
-        others = [other for other in {*taken, *chosen} if f"{name}.".startswith(f"{other}.") and other != name]
-        twice += [f"{name}: it is inside of {other}, which is offloaded too" for other in others]
+        twice += [f"{name}: it is inside of {other}, which is offloaded too" for other in {*taken, *chosen} if is_below(name, other)]
     for name in taken:
-        others = [other for other in chosen if f"{name}.".startswith(f"{other}.") and other != name]
-        twice += [f"{other}: {name}, which is inside of it, is offloaded already" for other in others]
+        twice += [f"{other}: {name}, which is inside of it, is offloaded already" for other in chosen if is_below(name, other)]
     if twice:
         raise ModuleError(
             "apply_activation_offload would send what modules save to the host twice",

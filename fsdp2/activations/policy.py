@@ -125,5 +125,10 @@ def chosen_modules(caller: str, model: nn.Module, modules: Any) -> dict[str, nn.
     return dict(sorted(names.items(), key=lambda item: order[item[0]]))
 
 
+def is_below(name: str, other: str) -> bool:
+    """Whether the module called ``name`` is inside of the one called ``other``, and another one."""
+    return name != other and (other == "" or name.startswith(f"{other}."))
+
+
 def _has_parts(module: nn.Module) -> bool:
     return next(module.children(), None) is not None

@@ -3,7 +3,7 @@
 ``flat`` lets any element-wise optimizer of torch's kind step on the flat shards of groups: ``elementwise`` finds out whether one is fit
 for that, ``runs`` says which parameters become one tensor. ``AnyPrecisionAdamW`` keeps its states in chosen dtypes. ``GradScaler`` lets
 all ranks skip the same steps. ``Muon`` makes matrices orthogonal on one rank each, by ``whole_matrices``.
-``offloaded`` steps on the host (``host_runs``) and has its states there, in memory or in files (``state_files``) that it reads ahead,
+``offloaded`` steps on the host (``host_runs``) and has its states there, in memory or in files (``mapped_file``) that it reads ahead,
 after backward or alongside it (``in_backward``).
 """
 

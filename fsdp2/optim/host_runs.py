@@ -22,10 +22,9 @@ from torch.optim import Optimizer
 
 from ..core import torch_compat as compat
 from ..core.comm.streams import Event, streams_of
-from ..mapped_file import MappedFile
+from ..mapped_file import MappedFile, WriteBehind, mapped
 from ..policy import CPUOffloadPolicy, DiskOffloadPolicy
 from .runs import Run, is_elementwise
-from .state_files import StateFile, WriteBehind
 from .torch_compat import step_unheard
 
 State = dict[str, Any]
@@ -38,14 +37,15 @@ class HostRun:
 
     data:  of the run, on a device or on the host
     state: of the optimizer for it
-    file:  where the state is; None: in memory, or there is none yet
+    file:  where the state is; None: in memory, or there is none yet. in_file: its entries there
     param_file: where ``data`` is; None: in memory
     """
 
     def __init__(self, run: Run, state: State, pin_memory: bool) -> None:
         self.data = run.data
         self.state = state
-        self.file: StateFile | None = None
+        self.file: MappedFile | None = None
+        self.in_file: State = {}
         self.param_file: MappedFile | None = None
         self.is_sent = False
         self._is_here = run.data.device in _HOST
@@ -146,8 +146,10 @@ class HostStates:
         values = run.values()
         if not values:
             return
-        if run.file is None or any(value is not run.file.tensors.get(key) for key, value in values.items()):
-            run.file = StateFile(self.folder, values)
-            run.state.update(run.file.tensors)
+        if run.file is None or any(value is not run.in_file.get(key) for key, value in values.items()):
+            run.file, copies = mapped(self.folder, values.values(), "optimizer state")
+            places = {id(value): copy for value, copy in copies}
+            run.in_file = {key: places[id(value)] for key, value in values.items()}
+            run.state.update(run.in_file)
             self.files.ask_for(run.file)
         self.files.write(run.file)

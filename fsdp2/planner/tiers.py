@@ -16,9 +16,9 @@ from torch import nn
 
 from ..core.iteration.module_state import units_in
 from ..errors import ArgumentError
+from ..mapped_file import nbytes_in_file
 from ..optim import FlatOptimizer, OffloadedOptimizer, offloaded
 from ..optim.host_runs import HostRun
-from ..optim.state_files import nbytes_in_file
 from ..policy import CPUOffloadPolicy, DiskOffloadPolicy, OffloadPolicy
 from .memory import FileBytes, rounded_to_power_of_two
 
@@ -101,7 +101,7 @@ def files_of(model: nn.Module, optimizer: torch.optim.Optimizer, offload: Offloa
         return FileBytes()
     flats = [group.flat.nbytes for unit in units_in(model.modules()) for group in unit.groups if group.flat is not None]
     flats = flats if offload == "disk" else []
-    states = [nbytes_in_file(run.values()) for run in host_runs_of(optimizer)]
+    states = [nbytes_in_file(run.values().values()) for run in host_runs_of(optimizer)]
     params = [run.data.nbytes if offload == "disk" else 0 for run in host_runs_of(optimizer)]
     in_step = sum(sorted(map(sum, zip(states, params, strict=True)), reverse=True)[: 1 + 2 * READ_AHEAD])
     largest = sorted(flats, reverse=True)

@@ -1,7 +1,6 @@
-"""How long a step that was written down would take on a card: a model (docs/step_clock.md says what it leaves out, and its error).
+"""The time that a recorded step would take on a card, by a model: docs/step_clock.md has its error and what it leaves out.
 
- The host's time above torch's dispatcher is not counted: a host that is slow makes steps
-longer.
+The host's time above torch's dispatcher is not counted, so a slow host takes longer.
 """
 
 from __future__ import annotations

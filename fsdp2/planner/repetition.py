@@ -13,8 +13,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from .rehearsal import GroupFacts
 from .traffic import Traffic
 from .workload import Workload
 
+_Part = TypeVar("_Part")
 _TOLERANCE = 1e-3
 """The tolerance of durations: some blocks pass until one stream has caught up with another."""
 
@@ -110,180 +111,90 @@ def _longest_run(values: Sequence[object]) -> tuple[int, int]:
 
 def a_group_grows(small: Figures, large: Figures) -> bool:
     """Whether a group holds parameters of all blocks, as a root may. Its storages are rounded up, so bytes do not fall on a line."""
-    half, added = len(small.groups) // 2, len(large.groups) - len(small.groups)
-    same = zip(small.groups, [*large.groups[:half], *large.groups[half + added :]], strict=False)
-    return any(a.numel != b.numel for a, b in same)
+    return any(a.numel != b.numel for a, b in _ends(small.groups, large.groups))
 
 
 def figures_of_more(small: Figures, large: Figures, repeated: str, times: int) -> Figures:
-    """Of a model with ``times`` blocks more than ``large``, which has one more than ``small``. Raises: NotAlikeError"""
-    state = [_on(a, b, times) for a, b in zip(_parts(small.state), _parts(large.state), strict=True)]
+    """With ``times`` blocks more than ``large``, which has one more than ``small``. Raises: NotAlikeError"""
+
+    def on_line(a: Any, b: Any) -> Any:
+        return _joined(a, b, lambda a, b: b + times * (b - a), repeated)
+
+    phases, of_small = _phases(large.visits), _phases(small.visits)
+    if [phase for phase, _ in phases] != [phase for phase, _ in of_small]:
+        raise NotAlikeError
+    visits = [_extended(few, several, repeated, times) for (_, few), (_, several) in zip(of_small, phases, strict=True)]
     return Figures(
-        numel=_on(small.numel, large.numel, times),
-        state=StateBytes(*state),
-        groups=_groups(small.groups, large.groups, repeated, times),
-        visits=_visits(small.visits, large.visits, repeated, times),
-        traffic=_traffic(small.traffic, large.traffic, times),
-        duration=_duration(small.duration, large.duration, times),
-        files=FileBytes(
-            nbytes=_on(small.files.nbytes, large.files.nbytes, times),
-            in_memory=_on(small.files.in_memory, large.files.in_memory, times),
-        ),
+        numel=on_line(small.numel, large.numel),
+        state=on_line(small.state, large.state),
+        groups=tuple(_extended(small.groups, large.groups, repeated, times)),
+        visits=list(itertools.chain(*visits)),
+        traffic=on_line(small.traffic, large.traffic),
+        duration=_duration(small.duration, large.duration, on_line),
+        files=on_line(small.files, large.files),
     )
 
 
-_Number = TypeVar("_Number", int, float)
+def _joined(first: Any, last: Any, number: Callable[[Any, Any], Any], repeated: str) -> Any:
+    """One value from two of the same form: ``number`` of their numbers, and of the blocks' in names such as "blocks.5.experts"."""
+
+    def join(a: Any, b: Any) -> Any:
+        if isinstance(b, (int, float)):
+            return number(a, b)
+        if isinstance(b, dict):
+            return {key: number(a.get(key, 0), b.get(key, 0)) for key in {**a, **b}}
+        if isinstance(b, tuple) and len(a) == len(b):
+            return tuple(map(join, a, b))
+        if is_dataclass(b) and not isinstance(b, type):
+            return replace(b, **{each.name: join(getattr(a, each.name), getattr(b, each.name)) for each in fields(b)})
+        if a == b:
+            return b
+        names = [re.match(rf"({re.escape(repeated)}\.)(\d+)(.*)", each) for each in (a, b) if isinstance(each, str)]
+        before, after = names if len(names) == 2 else (None, None)
+        if before is None or after is None or before[3] != after[3]:
+            raise NotAlikeError
+        return f"{before[1]}{number(int(before[2]), int(after[2]))}{before[3]}"
+
+    return join(first, last)
 
 
-def _on(small: _Number, large: _Number, times: int) -> _Number:
-    return large + times * (large - small)
+def _ends(small: Sequence[_Part], large: Sequence[_Part]) -> list[tuple[_Part, _Part]]:
+    """The begin and the end of both; ``large`` has more in between."""
+    half, added = len(small) // 2, len(large) - len(small)
+    return list(zip(small, [*large[:half], *large[half + added :]], strict=False))
 
 
-def _parts(state: StateBytes) -> tuple[float, ...]:
-    return state.compute, state.gradients, state.master, state.optimizer
+def _extended(small: Sequence[_Part], large: Sequence[_Part], repeated: str, times: int) -> list[_Part]:
+    """What is at the begin of both, then that of the blocks that both leave out, then what is at the end.
 
-
-def _by_key(small: Mapping[str, _Number], large: Mapping[str, _Number], times: int) -> dict[str, _Number]:
-    nothing = 0
-    return {key: _on(small.get(key, nothing), large.get(key, nothing), times) for key in {**small, **large}}
-
-
-def _name(small: str, large: str, repeated: str, times: int) -> str:
-    """blocks.5 and blocks.6 -> blocks.128; names that are equal stay."""
-    if small == large:
-        return large
-    head, before, rest = _numbered(small, repeated)
-    _, after, other = _numbered(large, repeated)
-    if after != before + 1 or rest != other:
-        raise NotAlikeError
-    return f"{head}{after + times}{rest}"
-
-
-def _numbered(name: str, repeated: str) -> tuple[str, int, str]:
-    """blocks.5.experts -> "blocks.", 5, ".experts" """
-    found = re.match(rf"({re.escape(repeated)}\.)(\d+)(.*)", name)
-    if found is None:
-        raise NotAlikeError
-    return found[1], int(found[2]), found[3]
-
-
-def _groups(small: Sequence[GroupFacts], large: Sequence[GroupFacts], repeated: str, times: int) -> tuple[GroupFacts, ...]:
-    """Those at the begin and at the end grow where they hold parameters of all blocks, as the root holds norms; then the blocks'."""
+    Values of the blocks in between grow, or fall, by the same from block to block.
+    """
     half, added = len(small) // 2, len(large) - len(small)
     if not 0 <= added <= half:
         raise NotAlikeError
-    ends = [_extended_group(*pair, repeated, times) for pair in zip(small, [*large[:half], *large[half + added :]], strict=True)]
-    period = large[half : half + added]
+    ends = [_joined(a, b, lambda a, b: b + times * (b - a), repeated) for a, b in _ends(small, large)]
+    head, tail, of = ends[:half], ends[half:], times + 2
 
-    def later(group: GroupFacts, by: int) -> GroupFacts:
-        begin, number, rest = _numbered(group.name, repeated)
-        return replace(group, name=f"{begin}{number + by}{rest}")
+    def at(step: int) -> Callable[[int, int], int]:
+        return lambda a, b: a + (b - a) * step // of
 
-    between = [later(group, number) for number in range(times + 1) for group in period]
-    return (*ends[:half], *between, *ends[half:])
-
-
-def _extended_group(small: GroupFacts, large: GroupFacts, repeated: str, times: int) -> GroupFacts:
-    return GroupFacts(
-        name=_name(small.name, large.name, repeated, times),
-        dtype=large.dtype,
-        numel=_on(small.numel, large.numel, times),
-        sharded=_on(small.sharded, large.sharded, times),
-        unsharded=_on(small.unsharded, large.unsharded, times),
-        padding=_on(small.padding, large.padding, times),
-    )
-
-
-def _visits(small: Sequence[Visit], large: Sequence[Visit], repeated: str, times: int) -> list[Visit]:
-    """Phase by phase those at its begin, then those of the blocks that both leave out, then those at its end."""
-    phases, of_small = _phases(large), _phases(small)
-    if [phase for phase, _ in phases] != [phase for phase, _ in of_small]:
-        raise NotAlikeError
-    found: list[Visit] = []
-    for (_, several), (_, few) in zip(phases, of_small, strict=True):
-        added, half = len(several) - len(few), len(few) // 2
-        if not 0 <= added <= half:
-            raise NotAlikeError
-        ends = [_extended_visit(*pair, repeated, times) for pair in zip(few, [*several[:half], *several[half + added :]], strict=True)]
-        head, tail = ends[:half], ends[half:]
-        periods = times + 1  # between the last one of the head and the first one of the tail
-        between = [
-            _visit_between(head[half - added + number], tail[number], repeated, period, periods + 1)
-            for period in range(1, periods + 1)
-            for number in range(added)
-        ]
-        found += [*head, *between, *tail]
-    return found
+    between = [_joined(head[half - added + each], tail[each], at(step), repeated) for step in range(1, of) for each in range(added)]
+    return [*head, *between, *tail]
 
 
 def _phases(visits: Iterable[Visit]) -> list[tuple[str, list[Visit]]]:
     return [(phase, list(each)) for phase, each in itertools.groupby(visits, key=lambda visit: visit.phase)]
 
 
-def _extended_visit(small: Visit, large: Visit, repeated: str, times: int) -> Visit:
-    return Visit(
-        phase=small.phase,
-        where=_name(small.where, large.where, repeated, times),
-        moments=tuple(_by_key(a, b, times) for a, b in zip(small.moments, large.moments, strict=True)),
-        most=_by_key(small.most, large.most, times),
-        host=_on(small.host, large.host, times),
-    )
-
-
-def _visit_between(first: Visit, last: Visit, repeated: str, number: int, of: int) -> Visit:
-    """Bytes grow, or fall, by the same from block to block: ``number`` of ``of`` steps from ``first`` to ``last``."""
-
-    def at(a: int, b: int) -> int:
-        return a + (b - a) * number // of
-
-    def each_at(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
-        return {key: at(a.get(key, 0), b.get(key, 0)) for key in {**a, **b}}
-
-    return Visit(
-        phase=first.phase,
-        where=_name_between(first.where, last.where, repeated, number, of),
-        moments=tuple(each_at(a, b) for a, b in zip(first.moments, last.moments, strict=True)),
-        most=each_at(first.most, last.most),
-        host=at(first.host, last.host),
-    )
-
-
-def _name_between(first: str, last: str, repeated: str, number: int, of: int) -> str:
-    """blocks.2 and blocks.126 -> blocks.64, half way."""
-    if first == last:
-        return first
-    head, at_first, rest = _numbered(first, repeated)
-    _, at_last, other = _numbered(last, repeated)
-    if rest != other or (at_last - at_first) % of:
-        raise NotAlikeError
-    return f"{head}{at_first + (at_last - at_first) // of * number}{rest}"
-
-
-def _traffic(small: Sequence[Traffic], large: Sequence[Traffic], times: int) -> tuple[Traffic, ...]:
-    if [(each.phase, each.kind, each.ranks) for each in small] != [(each.phase, each.kind, each.ranks) for each in large]:
-        raise NotAlikeError
-    return tuple(
-        replace(
-            after,
-            launches=_on(before.launches, after.launches, times),
-            sent=_on(before.sent, after.sent, times),
-            leaves_host=_on(before.leaves_host, after.leaves_host, times),
-        )
-        for before, after in zip(small, large, strict=True)
-    )
-
-
-def _duration(small: Duration | None, large: Duration | None, times: int) -> Duration | None:
+def _duration(small: Duration | None, large: Duration | None, on_line: Callable[[Any, Any], Any]) -> Duration | None:
     if small is None or large is None:
         return None
-    step = _on(small.step, large.step, times)
+    found: Duration = on_line(small, large)
     return replace(
-        large,
-        step=step,
-        computing=_on(small.computing, large.computing, times),
-        exposed={phase: max(seconds, 0.0) for phase, seconds in _by_key(small.exposed, large.exposed, times).items()},
-        idle=max(_on(small.idle, large.idle, times), 0.0),
-        mfu=_on(small.mfu * small.step, large.mfu * large.step, times) / step,
+        found,
+        exposed={phase: max(seconds, 0.0) for phase, seconds in found.exposed.items()},
+        idle=max(found.idle, 0.0),
+        mfu=on_line(small.mfu * small.step, large.mfu * large.step) / found.step,
     )
 
 

@@ -21,7 +21,8 @@ from torch import nn
 from ..arguments import POSITIVE, require
 from ..errors import ArgumentError, FSDPError, got
 from ..printable import in_bytes
-from ..strategy import STRATEGIES, StrategyName
+from ..state_bytes import expected_state_bytes
+from ..strategy import StrategyName
 from ..testing.clock.cards import Card
 from ..wrap import by_class
 from .api import card_of, plan_of
@@ -139,14 +140,18 @@ def searched(
 
 
 def _least_kept(asked: Plan, setting: Setting) -> float:
-    """Bytes of a rank's parameters without padding, and of states as much for each of these bytes as ``asked`` has."""
+    """Bytes of a rank's parameters without padding, and of states in the proportion that ``asked`` has."""
     if setting.offload in (True, "disk"):
         return 0.0
-    shards = {"nobody": 1, "node": setting.node_size or 1, "world": setting.world_size}[STRATEGIES[setting.strategy].optimizer]
-    # An optimizer of the user's may keep states that no rank shards.
+    # A user's own optimizer may keep states that no rank shards.
     has_states = isinstance(setting.optimizer, str) and not setting.offload and asked.state.master > 0
     states = asked.state.optimizer / asked.state.master if has_states else 0.0
-    return sum(group.numel * group.dtype.itemsize for group in asked.groups) * (1 + states) / shards
+    ranks, node = setting.world_size, setting.node_size
+    kept = (
+        expected_state_bytes(setting.strategy, group.numel, world_size=ranks, shard_size=node, dtype=group.dtype)
+        for group in asked.groups
+    )
+    return sum(each.master for each in kept) * (1 + states)
 
 
 def _too_large(proposal: Proposal) -> Dropped:

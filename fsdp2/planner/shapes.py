@@ -50,7 +50,7 @@ def named(model: str, inputs: str | None = None) -> Workload:
     """A shape by name; ``hf:CONFIG.json``: transformers' model of that configuration; ``package.module:function``: what it returns.
 
     The function returns a module, or a Workload, and is called without arguments on the meta device.
-    inputs: ``package.module:function`` from batch and sequence to what the model is called with; None: token numbers
+    inputs: ``package.module:function`` from batch and sequence to what the model is called with; None: token ids
     Raises: ArgumentError if there is no such thing
     """
     found = _named(model)

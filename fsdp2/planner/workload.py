@@ -32,7 +32,7 @@ class Workload:
 
 
 def tokens(batch: int, sequence: int) -> tuple[Any, ...]:
-    """(batch, sequence) numbers of words."""
+    """Token ids (batch, sequence)."""
     return (torch.zeros(batch, sequence, dtype=torch.long),)
 
 

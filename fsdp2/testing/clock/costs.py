@@ -1,8 +1,7 @@
 """What one entry of a trace costs on a card: pure functions.
 
 A matrix product takes the longer of its arithmetic and its memory traffic; every other operator takes its traffic alone. Collectives
-are
-rings: ``base + steps * latency + bytes / bandwidth``, by the protocol that is faster, as NCCL chooses.
+are rings: ``base + steps * latency + bytes / bandwidth``, by the protocol that is faster, as NCCL chooses.
 
 Worked example, H100: (16384, 4096) @ (4096, 14336) in bf16 is 2 * 16384 * 4096 * 14336 = 1.92e12 FLOP, at 0.7 * 989e12 FLOP/s 2.78 ms;
 its 722 MB of traffic would take 0.27 ms. Adding two tensors of 1 GB into a third takes 3e9 / (0.8 * 3.35e12) = 1.12 ms.

@@ -1,12 +1,13 @@
 """Sentences that tell where each rank is, made of the reports of all ranks. Pure: a test makes reports and reads sentences.
 
 It looks first for the causes: ranks that did not answer; a collective for which ranks have sent different things, at the first number
-where they differ; ranks that wait in a collective to which others have not come, and where those are instead.
+where they differ; ranks that wait in a collective that others have not entered, and where those are instead; calls that all ranks
+must make and that only some have made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from ..printable import of_ranks
@@ -31,9 +32,10 @@ def explain(
         f"rank {rank} has left the watchdog{left[rank]}" if rank in left else _silence(rank, silent.get(rank), gone.get(rank))
         for rank in absent
     ]
-    partings = _partings(reports)
-    lines += partings.values()
-    lines += _waits(reports, partings)
+    mismatches = _mismatches(reports)
+    lines += mismatches.values()
+    lines += _waits(reports, mismatches)
+    lines += _missing_calls(reports)
     if not lines:
         places = {rank: _place(report) for rank, report in reports.items()}
         lines = [f"{_waiting(ranks)} in no collective of fsdp2, {place}" for place, ranks in _alike(places)]
@@ -69,7 +71,7 @@ def _by_number(reports: Mapping[int, Report], group: str) -> dict[int, dict[int,
     return found
 
 
-def _partings(reports: Mapping[int, Report]) -> dict[str, str]:
+def _mismatches(reports: Mapping[int, Report]) -> dict[str, str]:
     """For each process group whose ranks have sent different things: a line on the first collective for which they have."""
     lines = {}
     for group in _groups(reports):
@@ -84,7 +86,7 @@ def _partings(reports: Mapping[int, Report]) -> dict[str, str]:
 
 
 def _waits(reports: Mapping[int, Report], parted: Collection[str]) -> list[str]:
-    """Which ranks wait in which collective, and where the ranks are that have not come to it.
+    """Which ranks wait in which collective, and where the ranks are that have not entered it.
 
     parted: groups whose ranks wait because they have sent different things; for these the network is not at fault
     """
@@ -112,10 +114,23 @@ def _waits(reports: Mapping[int, Report], parted: Collection[str]) -> list[str]:
     return lines
 
 
+def _missing_calls(reports: Mapping[int, Report]) -> Iterator[str]:
+    """Calls that all ranks must make, in which some ranks wait, and which others have made less often."""
+    for name in dict.fromkeys(report.call for report in reports.values() if report.call):
+        there = [rank for rank, report in sorted(reports.items()) if report.call == name]
+        number = max(reports[rank].calls.get(name, 0) for rank in there)
+        absent = [rank for rank, report in sorted(reports.items()) if report.calls.get(name, 0) < number]
+        if absent:
+            yield (
+                f"{_waiting(there)} in {name}, call {number}, which all ranks must make: {of_ranks(absent)} "
+                f"{'has' if len(absent) == 1 else 'have'} not made it; call it outside of `if rank == 0:`"
+            )
+
+
 def _absence(report: Report, item: Item) -> str:
-    """Where a rank is that has not come to the collective ``item``."""
+    """Where a rank is that has not entered the collective ``item``."""
     entered = (item.phase, item.unit) in report.entered
-    never = f"never entered {item.phase} of {item.unit}" if item.unit and not entered else "has not come to it"
+    never = f"never entered {item.phase} of {item.unit}" if item.unit and not entered else "has not entered it"
     finished = [each for each in report.items if each.ended and each.group == item.group]
     last = f"last finished {_name(finished[-1])} (step {finished[-1].step}, #{finished[-1].number})" if finished else "finished none"
     return f"{never}: {_place(report)}; {last}"

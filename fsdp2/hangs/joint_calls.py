@@ -5,8 +5,8 @@
 
     current is JointCall("full_state_dict", number=3, ...)      inside its third call; None outside
 
-A call within another one counts as the outer call. Each call costs two writes to this module, and sends nothing. The first one starts
-the thread of ``lookout.py``.
+A call within another one counts as the outer call. Each call costs two writes to this module, and sends nothing. The watchdog
+and the thread of ``lookout.py`` read them.
 """
 
 from __future__ import annotations
@@ -38,10 +38,6 @@ counts: Counter[str] = Counter()
 """How often this rank has called each function."""
 
 
-begun: Callable[[], None] | None = None
-"""Called when a call begins: the reader of ``current`` starts with the first one."""
-
-
 def joint(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, which all ranks must call, such that a lookout sees it while it runs."""
     name = function.__name__
@@ -53,8 +49,6 @@ def joint(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         counts[name] += 1
         current = JointCall(name, counts[name], (args, kwargs))
-        if begun is not None:
-            begun()
         try:
             return function(*args, **kwargs)
         finally:

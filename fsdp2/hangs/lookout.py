@@ -1,20 +1,20 @@
-"""A thread on each rank notices a call that all ranks must make (``joint_calls.py``) and only some have made, and reports it.
+"""What ``set_missing_rank_timeout`` starts: a thread on each rank that notices calls that only some ranks have made.
 
-    the program     if rank == 0:
+    the program     fsdp2.set_missing_rank_timeout(60)
+                    if rank == 0:
                         state = full_state_dict(model)
     rank 0, 9 s     fsdp2: rank 0 has waited for 9 s in full_state_dict, which all ranks must call. It called it here:
                       File "train.py", line 41, in <module>
                         state = full_state_dict(model)
-                    Rank 1 has not come.
+                    Rank 1 has not called it: it is in no such call ... Its main thread: ...
+    rank 0, 60 s    ends its process
 
-The thread starts with the first such call, looks every few seconds whether there is one, and sends nothing. Only when a call has
-lasted from one look to the next, it tells so in the store, over a connection of its own; the program's own communication stays as it
-is. The first rank to tell reports, once its main thread has stood still for two more looks and no rank works in the call: then the
-call waits for ranks that have not told. Once a program has called ``set_missing_rank_timeout``, the thread runs from the first
-``fully_shard`` on, and ranks outside of the call answer with the lines of theirs that their main thread is at.
+Threads talk over the store, by connections of their own. A rank whose call lasts from one look to the next asks the others, and
+each rank answers with its calls so far and the lines of the program that its main thread is at. The watchdog explains any hang, but
+needs all ranks to stand still; here the missing ranks may train on.
 
 Worked example, two ranks, of which only rank 0 calls: its second look in the same call adds 1 to "asked", and writes "call/0"; at its
-fourth look "call/1" is not there, or, if rank 1 answers, says that rank 1 is in no such call.
+fourth look "call/1" is missing, or says that rank 1 is in no such call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,7 +36,7 @@ from ..inspect import lost_ranks, number_of_world
 from . import joint_calls
 from .background import BackgroundThread
 from .joint_calls import JointCall
-from .report import MainThread, cpu_time_of_main_thread, lines_of_the_user
+from .report import lines_of_the_user
 
 EXIT_STATUS = 75
 """Exit status of a process that has waited too long for a missing rank: that of a watchdog; "try again later" in sysexits.h."""
@@ -55,13 +54,13 @@ class Limits:
 
 
 def set_missing_rank_timeout(timeout: float | None = None, *, notice: float = 3.0) -> None:
-    """Set how long a call that all ranks must make waits for a rank that does not make it.
+    """Set how long a call that all ranks must make waits for a rank that does not make it, and start a thread that sees to it.
 
     timeout: seconds after which a rank that waits ends its process, with status 75 and the explanation: no exception reaches its main
              thread, which is in a collective. None: the backend's time-out raises, as it does without fsdp2
     notice:  seconds between two looks; the explanation comes at the fourth that finds the rank in the same call
 
-    Ranks that have called this answer each other wherever they are: the explanation then says where the missing ranks are.
+    Call it on all ranks: each then answers the others wherever it is, and the explanation says where the missing ranks are.
     Raises:  ArgumentError if timeout or notice is not positive
 
     Example:
@@ -76,29 +75,15 @@ def set_missing_rank_timeout(timeout: float | None = None, *, notice: float = 3.
 
 
 class Lookout:
-    """One rank's part, without the thread: a test calls ``look`` with a clock of its own.
+    """One rank's part, without the thread: a test calls ``look``. store: None: a connection of its own, made when it is needed"""
 
-    store:  None: a connection of its own, made when it is needed
-    at:     where the main thread is: a number that changes when it moves
-    """
-
-    def __init__(
-        self,
-        store: Any = None,
-        *,
-        at: Callable[[], int] | None = None,
-        tell: Callable[[str], None] | None = None,
-        end: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, store: Any = None, *, tell: Callable[[str], None] | None = None, end: Callable[[], None] | None = None) -> None:
         self._store_if_made = store
-        self._at = at or MainThread(time.monotonic, cpu_time_of_main_thread).at
         self._tell, self._end = tell or _tell, end or _end
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._seen: JointCall | None = None  # the call that the last look found,
         self._looks = 0  # and how many looks have found it
         self._is_first = self._has_told = False  # among the ranks that have told that they are in a call; whether it has reported
-        self._was_at: int | None = None
-        self._still = 0  # how many looks in a row have found the main thread where it was
         self._asked: int | None = None  # the store's number when this rank asked
         self._told: dict[str, Any] = {"asked": 0}  # what this rank has last told, and the store's number then
 
@@ -109,23 +94,17 @@ class Lookout:
         return self._store_if_made
 
     def look(self) -> None:
-        """Look once. Collective: no; it reads and writes the store if there is a reason to, and waits for no rank."""
+        """Look once. Collective: no; it reads and writes the store, and waits for no rank."""
         call = joint_calls.current
         if call is not self._seen:
-            self._seen, self._looks, self._asked, self._is_first, self._has_told, self._was_at = call, 0, None, False, False, None
+            self._seen, self._looks, self._asked, self._is_first, self._has_told = call, 0, None, False, False
         self._looks += 1
-        is_long = call is not None and self._looks > 1
-        if not is_long and not Limits.asked:
-            return
-        at = self._at()
-        self._still = self._still + 1 if at == self._was_at else 0
-        self._was_at = at
         if call is not None and self._looks == 2:
             self._is_first = self._store.add(f"in/{call.name}/{call.number}", 1) == 1
             self._asked = self._store.add("asked", 1)
         asked = self._store.add("asked", 0)
-        told = {"asked": asked, "call": call and call.name, "counts": dict(joint_calls.counts), "works": self._still < 2}
-        if (is_long or asked != self._told["asked"]) and told != self._told:
+        told = {"asked": asked, "call": call and call.name, "counts": dict(joint_calls.counts)}
+        if (self._asked is not None or asked != self._told["asked"]) and told != self._told:
             self._told = told
             self._store.set(f"stack/{self._rank}", lines_of_the_user())
             self._store.set(f"call/{self._rank}", json.dumps(told))
@@ -134,15 +113,14 @@ class Lookout:
 
     def _judge(self, call: JointCall, looks: int) -> None:
         is_over = Limits.ends is not None and looks * Limits.notice >= Limits.ends
-        may_report = self._is_first and not self._has_told and (Limits.asked or self._still >= 2)
-        if not (may_report or is_over):
+        reports = self._is_first and not self._has_told
+        if not (reports or is_over):
             return
         told = {rank: self._answer_of(rank) for rank in sorted(_expected(call, self._world_size))}
         missing = {rank: answer for rank, answer in told.items() if answer is None or not _has_come(call, answer)}
-        works = any(answer is not None and answer["call"] == call.name and answer["works"] for answer in told.values())
-        if not missing or (works and not Limits.asked):
+        if not missing:
             return
-        if may_report:
+        if reports:
             self._has_told = True
             stacks = {rank: bytes(self._store.get(f"stack/{rank}")).decode() for rank, answer in missing.items() if answer}
             self._tell(_sentence(self._rank, call, looks * Limits.notice, missing, stacks))
@@ -173,17 +151,15 @@ def _sentence(rank: int, call: JointCall, seconds: float, missing: dict[int, dic
     gone = lost_ranks() if None in missing.values() else {}
     for other, answer in missing.items():
         if answer is None:
-            lines.append(f"Rank {other} has not come" + (f": {gone[other]}." if other in gone else "."))
+            lines.append(f"Rank {other} has not called it, and does not answer" + (f": {gone[other]}." if other in gone else "."))
             continue
-        instead = f"it is in {answer['call']}" if answer["call"] else "it is in none such call"
+        instead = f"it is in {answer['call']}" if answer["call"] else "it is in no such call"
         times = answer["counts"].get(call.name, 0)
         lines.append(
-            f"Rank {other} has not come: {instead}, and has called {call.name} {times} times; this is call {call.number} here."
-            f" Its main thread:\n{stacks[other].rstrip()}"
+            f"Rank {other} has not called it: {instead}, and has called {call.name} {times} times; this is call {call.number} of rank "
+            f"{rank}. Its main thread:\n{stacks[other].rstrip()}"
         )
     lines.append(f"fix: call {call.name} on all ranks, outside of `if rank == 0:`")
-    if not stacks:
-        lines.append("To see where the other ranks are: FSDP2_WATCHDOG=60 in the environment of the program, see docs/hangs.md")
     return "\n".join(lines)
 
 
@@ -233,9 +209,6 @@ def start_if_asked() -> None:
     """Start the thread if the program has called ``set_missing_rank_timeout``, so that this rank answers from now on."""
     if Limits.asked:
         start()
-
-
-joint_calls.begun = start
 
 
 def _run(look_out: Lookout, world: Any, leaving: threading.Event) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from ..core import torch_compat as compat
 from ..inspect import CollectiveLog, Issued, Stage
+from . import joint_calls
 
 LAST = 128
 """How many records of each process group a report has."""
@@ -38,6 +39,7 @@ class Report:
     """place: where the main thread is, ("forward", "layers.3"); entered: the places entered since this forward, or backward, has begun
 
     ranks: of each process group; items: oldest first; failed: the place that an exception has ended, if no place was entered since
+    call: that all ranks must make and that the main thread is in; calls: how often this rank has made each
     """
 
     rank: int
@@ -49,6 +51,8 @@ class Report:
     items: list[Item] = field(default_factory=list)
     stacks: str = ""
     failed: tuple[str, str] = ("", "")
+    call: str = ""
+    calls: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -72,7 +76,20 @@ def report_of(rank: int, log: CollectiveLog) -> Report:
         of_record = {name: getattr(record, name) for name in _ISSUED}
         by_group.setdefault(record.group, []).append(Item(**of_record, ended=ended, waited_for=waited_for))
     items = [item for each in by_group.values() for item in each[-LAST:]]
-    return Report(rank, socket.gethostname(), os.getpid(), log.place, list(log.entered), dict(log.ranks), items, stacks(), log.failed)
+    call = joint_calls.current
+    return Report(
+        rank=rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        place=log.place,
+        entered=list(log.entered),
+        ranks=dict(log.ranks),
+        items=items,
+        stacks=stacks(),
+        failed=log.failed,
+        call="" if call is None else call.name,
+        calls=dict(joint_calls.counts),
+    )
 
 
 _BETWEEN = ("torch/nn/modules/module.py", "fsdp2/core/torch_compat.py")  # files that call a module's forward, and hooks

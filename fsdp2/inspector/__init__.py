@@ -10,7 +10,7 @@ chrome         spans and samples in Chrome's trace format
 record_file    fingerprints of each step, for ``fsdp2 diff``
 step_lines     what the two share: a line for each step, until it is stopped
 fingerprint    a checksum and a sketch of a tensor, which sum up over its shards
-difference     where two recorded runs part first
+difference     where two recorded runs first differ
 diff_command   the command
 report/        ledger and trace as an HTML page
 run_folder     what lies where in a run's folder

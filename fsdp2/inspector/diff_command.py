@@ -1,4 +1,4 @@
-"""``fsdp2 diff RUN_A RUN_B``: where two runs that ``fsdp2.record`` wrote down part first, and whether by rounding or by more.
+"""``fsdp2 diff RUN_A RUN_B``: where two runs that ``fsdp2.record`` wrote down first differ, and whether by more than rounding.
 
 fsdp2 diff runs/monday runs/tuesday
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ..errors import ArgumentError
 from ..printable import say, say_json
-from .difference import Lines, common_steps, partings
+from .difference import Lines, common_steps, differences
 from .expected import RECORD_LINE
 from .run_folder import rank_files, read_lines
 
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """1 if they part, as diff does; else 0. Raises: ArgumentError where there is nothing to compare"""
+    """1 if they differ, as diff does; else 0. Raises: ArgumentError where there is nothing to compare"""
     first, second = _recorded(options.first), _recorded(options.second)
     steps = common_steps(first, second)
     if not steps:
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
             expected="steps that all ranks of both runs have recorded",
             fix="record both with the same first_step= and every=",
         )
-    found = list(partings(first, second))
+    found = list(differences(first, second))
     if options.json:
         say_json({"steps": steps, "differences": found})
         return 1 if found else 0
@@ -39,10 +39,10 @@ def run(options: argparse.Namespace) -> int:
         say(str(each))
         if each.only_in:
             common = next((other for other in found if not other.only_in), None)
-            say(f"of what both recorded: {common or 'no bit differs'}")
+            say(f"among the parameters that both recorded: {common or 'no bit differs'}")
         more = next((other for other in found if not other.is_rounding), None)
         if each.is_rounding:
-            say(f"by more than rounding first: {more}" if more else "nowhere by more than rounding")
+            say(f"first by more than rounding: {more}" if more else "nothing differs by more than rounding")
     if not found:
         say(f"no bit differs in steps {steps[0]} to {steps[-1]}")
     return 1 if found else 0

@@ -1,4 +1,4 @@
-"""Where two recorded runs part first: step, phase, unit and parameter, and whether by rounding. Pure.
+"""Where two recorded runs first differ: step, phase, unit and parameter, and whether by rounding. Pure.
 
 Gathered parameters are compared rank by rank, since each rank has a copy of its own; gradients and updated parameters as whole tensors,
 summed up over the ranks that have a part of one copy. A rank, or a copy, that one run lacks is compared with its first one.
@@ -20,10 +20,10 @@ Lines = Mapping[int, Sequence[Values]]
 
 
 @dataclass(frozen=True)
-class Parting:
-    """distance: about the norm of the difference; others: parameters that part in the same phase of the same step
+class Difference:
+    """distance: about the norm of the difference; others: parameters that differ in the same phase of the same step
 
-    who:     "rank 1" of gathered parameters, "replica 1" of the others; "" where there is but one
+    who:     "rank 1" of gathered parameters, "replica 1" of the others; "" if there is only one
     only_in: "first" or "second" if the other run has not recorded it, such as gradients that an optimizer takes in backward
     """
 
@@ -42,7 +42,7 @@ class Parting:
         what = {"parameters": "gathered parameters", "gradients": "reduced gradients", "update": "updated parameters"}[self.phase]
         how = "by rounding" if self.is_rounding else "by more than rounding"
         where = f" on {self.who}" if self.who else ""
-        more = f"; {self.others} more parameters part in that phase" if self.others else ""
+        more = f"; {self.others} more parameters differ in that phase" if self.others else ""
         if self.only_in:
             other = "second" if self.only_in == "first" else "first"
             why = (
@@ -55,15 +55,15 @@ class Parting:
                 f"step {self.step}, {what} of {self.unit}{where}: {self.param} was recorded in the {self.only_in} run only: {why}{more}"
             )
         return (
-            f"step {self.step}, {what} of {self.unit}{where}: {self.param} parts {how}, "
+            f"step {self.step}, {what} of {self.unit}{where}: {self.param} differs {how}, "
             f"by about {self.distance:.3g} at a norm of {self.norm:.3g}{more}"
         )
 
 
-def partings(first: Lines, second: Lines) -> Iterator[Parting]:
-    """In order, for each phase of each step of both runs: the first parameter that parts, and the first by more than rounding.
+def differences(first: Lines, second: Lines) -> Iterator[Difference]:
+    """In order, for each phase of each step of both runs: the first parameter that differs, and the first by more than rounding.
 
-    One that a run does not have parts by more.
+    A parameter that one run lacks differs by more.
     """
     by_step = [{step: _at(lines, step) for step in _steps(lines)} for lines in (first, second)]
     for step in sorted(by_step[0].keys() & by_step[1].keys()):
@@ -109,7 +109,7 @@ def _wholes(phase: str, by_rank: Mapping[int, Values]) -> dict[tuple[str, str], 
     return found
 
 
-def _of_phase(step: int, phase: str, first: Mapping[int, Values], second: Mapping[int, Values]) -> Iterator[Parting]:
+def _of_phase(step: int, phase: str, first: Mapping[int, Values], second: Mapping[int, Values]) -> Iterator[Difference]:
     ours, theirs = _wholes(phase, first), _wholes(phase, second)
     kind = "rank" if phase == "parameters" else "replica"
     for unit, param in dict.fromkeys([*ours, *theirs]):
@@ -121,13 +121,13 @@ def _of_phase(step: int, phase: str, first: Mapping[int, Values], second: Mappin
                 has = one or other
                 assert has is not None
                 norm, only_in = has.made.norm, "second" if one is None else "first"
-                yield Parting(step, phase, unit, param, f"{kind} {who}" if several else "", norm, norm, False, 0, only_in)
+                yield Difference(step, phase, unit, param, f"{kind} {who}" if several else "", norm, norm, False, 0, only_in)
             elif one.made.checksum != other.made.checksum:
                 distance, norm = one.made.distance(other.made), max(one.made.norm, other.made.norm)
                 is_rounding = distance <= limit(max(one.eps, other.eps)) * norm
-                yield Parting(step, phase, unit, param, f"{kind} {who}" if several else "", distance, norm, is_rounding, 0)
+                yield Difference(step, phase, unit, param, f"{kind} {who}" if several else "", distance, norm, is_rounding, 0)
 
 
 def limit(eps: float) -> float:
-    """Up to which part of its norm a tensor may be off by rounding: 64 units of fp32, which sums collect; 4 of a coarser dtype."""
+    """The share of its norm by which rounding may change a tensor: 64 units of fp32, which sums collect; 4 of a coarser dtype."""
     return 64 * eps if eps < 1e-4 else 4 * eps

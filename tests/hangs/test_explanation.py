@@ -27,6 +27,18 @@ def test_who_waits_where_and_who_never_came():
     ]
 
 
+def test_a_call_that_only_some_ranks_have_made_is_named_with_the_ranks_that_have_not():
+    inside = replace(report(0, ("", "")), call="full_state_dict", calls={"full_state_dict": 3})
+    reports = {0: inside, 2: replace(inside, rank=2), 1: replace(report(1, ("", "")), calls={"full_state_dict": 2})}
+    assert explain(reports, 3, {}).splitlines()[0] == (
+        "ranks 0, 2 wait in full_state_dict, call 3, which all ranks must make: rank 1 has not made it; "
+        "call it outside of `if rank == 0:`"
+    )
+    told = explain({rank: replace(inside, rank=rank) for rank in range(3)}, 3, {})
+    assert "which all ranks must make" not in told  # they save together
+    assert Report.from_json(inside.to_json()) == inside
+
+
 def test_the_first_collective_for_which_ranks_send_something_else():
     same, other = item(2, numel=96), item(2, numel=128)
     reports = {rank: report(rank, ("forward", "layers.0"), item(1), same if rank else other) for rank in range(4)}

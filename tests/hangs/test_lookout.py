@@ -1,8 +1,7 @@
-"""Calls that all ranks must make, made by some: who waits in what is said, who has not come, and where that rank is."""
+"""Calls that all ranks must make, made by some: who waits in what is said, which rank has not made it, and where that rank is."""
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import subprocess
@@ -87,56 +86,56 @@ def look_beside(store: dist.Store, look_out: Lookout) -> None:
 
 
 @on_ranks(2)
-def test_a_rank_that_waits_says_who_has_not_come_and_where_that_rank_is():
-    with patch.object(Limits, "asked", True):
-        joint_calls.counts.clear()  # tests before this one called it in the same processes
-        model = sharded()
-        store, own = store_of("lookout_alone"), store_of("lookout_alone")
-        said: list[str] = []
-        look_out = Lookout(own, tell=lambda text: (said.append(text), own.set("told", "1")))
-        if dist.get_rank() == 0:
-            thread = threading.Thread(target=look_beside, args=(own, look_out))
-            thread.start()
-            full_state_dict(model)  # until rank 1 comes, too
-            thread.join()
-            (text,) = said
-            assert re.match(
-                r"fsdp2: rank 0 has waited for \d+ s in full_state_dict, which all ranks must call\. It called it here:\n", text
-            ), text
-            assert "full_state_dict(model)  # until rank 1 comes, too" in text  # the line of the program
-            assert "Rank 1 has not come: it is in none such call, and has called full_state_dict 0 times; this is call 1 here." in text
-            assert "in in_something_else" in text  # where rank 1's main thread is
-            assert "test_lookout.py" in text
-            assert "fsdp2/" not in text.partition("fix:")[0].replace(__file__, "")  # no frames of ours
-        else:
-            in_something_else(store, look_out)
-            full_state_dict(model)
-            assert said == []
+def test_a_rank_that_waits_names_the_missing_rank_and_its_line():
+    joint_calls.counts.clear()  # tests before this one called it in the same processes
+    model = sharded()
+    store, own = store_of("lookout_alone"), store_of("lookout_alone")
+    said: list[str] = []
+    look_out = Lookout(own, tell=lambda text: (said.append(text), own.set("told", "1")))
+    if dist.get_rank() == 0:
+        thread = threading.Thread(target=look_beside, args=(own, look_out))
+        thread.start()
+        full_state_dict(model)  # until rank 1 comes, too
+        thread.join()
+        (text,) = said
+        assert re.match(
+            r"fsdp2: rank 0 has waited for \d+ s in full_state_dict, which all ranks must call\. It called it here:\n", text
+        ), text
+        assert "full_state_dict(model)  # until rank 1 comes, too" in text  # the line of the program
+        assert (
+            "Rank 1 has not called it: it is in no such call, and has called full_state_dict 0 times; this is call 1 of rank 0." in text
+        )
+        assert "in in_something_else" in text  # where rank 1's main thread is
+        assert "test_lookout.py" in text
+        assert "fsdp2/" not in text.partition("fix:")[0].replace(__file__, "")  # no frames of ours
+    else:
+        in_something_else(store, look_out)
+        full_state_dict(model)
+        assert said == []
 
 
 @on_ranks(2)
 def test_a_rank_that_never_came_to_materialize_is_named():
-    with patch.object(Limits, "asked", True):
-        joint_calls.counts.clear()
-        with torch.device("meta"):
-            model = sharded()
-        store, own = store_of("lookout_materialize"), store_of("lookout_materialize")
-        said: list[str] = []
-        look_out = Lookout(own, tell=lambda text: (said.append(text), own.set("told", "1")))
-        if dist.get_rank() == 0:
-            thread = threading.Thread(target=look_beside, args=(own, look_out))
+    joint_calls.counts.clear()
+    with torch.device("meta"):
+        model = sharded()
+    store, own = store_of("lookout_materialize"), store_of("lookout_materialize")
+    said: list[str] = []
+    look_out = Lookout(own, tell=lambda text: (said.append(text), own.set("told", "1")))
+    if dist.get_rank() == 0:
+        thread = threading.Thread(target=look_beside, args=(own, look_out))
 
-            def init(module: nn.Module) -> None:
-                thread.start()
-                thread.join()
-                module.reset_parameters()
+        def init(module: nn.Module) -> None:
+            thread.start()
+            thread.join()
+            module.reset_parameters()
 
-            fsdp2.materialize(model, init)
-            assert "Rank 1 has not come: it is in none such call, and has called materialize 0 times" in said[0]
-        else:
-            in_something_else(store, look_out)
-            fsdp2.materialize(model)
-            assert said == []
+        fsdp2.materialize(model, init)
+        assert "Rank 1 has not called it: it is in no such call, and has called materialize 0 times" in said[0]
+    else:
+        in_something_else(store, look_out)
+        fsdp2.materialize(model)
+        assert said == []
 
 
 @on_ranks(2)
@@ -144,7 +143,7 @@ def test_a_rank_that_has_left_the_call_is_not_blamed_by_one_with_more_to_do_ther
     joint_calls.counts.clear()
     store = store_of("lookout_left")
     said: list[str] = []
-    look_out = Lookout(store, at=itertools.count().__next__, tell=said.append)  # rank 0's main thread works
+    look_out = Lookout(store, tell=said.append)
 
     def look_together() -> None:
         for _ in range(6):
@@ -202,54 +201,11 @@ def test_ranks_outside_of_the_models_mesh_are_not_expected():
 
 
 @on_ranks(2)
-def test_without_being_asked_the_rank_that_waits_names_its_own_line_and_the_rank_that_has_not_come():
-    """Rank 1 runs no thread and sends nothing; rank 0 works in the call first, and then stands still."""
-    joint_calls.counts.clear()
-    model = sharded()
-    said: list[str] = []
-    store = store_of("lookout_unasked")
-    if dist.get_rank() == 0:
-        at = iter([1, 2, 3, 4, 4, 4, 4])
-        look_out = Lookout(store_of("lookout_unasked"), at=at.__next__, tell=said.append)
-
-        def look_beside() -> None:
-            for number in range(8):
-                assert said == [] or number == 7
-                look_out.look()
-            store.set("told", "1")
-
-        thread = threading.Thread(target=look_beside)
-
-        @joint_calls.joint
-        def call_of_all(model: nn.Module) -> None:
-            thread.start()
-            thread.join()
-
-        call_of_all(model)
-        (text,) = said
-        assert re.match(r"fsdp2: rank 0 has waited for \d+ s in call_of_all, which all ranks must call\. It called it here:\n", text)
-        assert "call_of_all(model)\n" in text
-        assert "\nRank 1 has not come.\n" in text
-        assert "FSDP2_WATCHDOG=60" in text
-    else:
-        store.wait(["told"])
-        assert store.add("asked", 0) == 1  # rank 0's
-
-
-@on_ranks(2)
-def test_a_program_that_waits_for_nothing_sends_nothing():
-    """Symptom: at 16 000 ranks, 5 000 requests a second to the store, from jobs in which nothing was wrong."""
-    look_out = Lookout()
-    model = sharded()
-
-    @joint_calls.joint
-    def short_call(model: nn.Module) -> None:
-        look_out.look()
-
-    with patch("fsdp2.core.torch_compat.own_connection_to_the_store", side_effect=AssertionError("a connection")):
-        for _ in range(5):
-            look_out.look()
-            short_call(model)
+def test_no_thread_runs_until_a_program_asks_for_one():
+    with patch("fsdp2.hangs.lookout._ranks_meet_over_tcp", return_value=True), patch("fsdp2.hangs.lookout._watching", None):
+        full_state_dict(sharded())
+        fsdp2.clip_grad_norm_(sharded().parameters(), 1.0)
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("fsdp2_")] == []
 
 
 @on_ranks(2)

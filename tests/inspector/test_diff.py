@@ -19,7 +19,7 @@ from torch import nn
 import fsdp2
 from fsdp2.cli import main
 from fsdp2.core.group.memory import GroupMemory
-from fsdp2.inspector.difference import Lines, partings
+from fsdp2.inspector.difference import Lines, differences
 from fsdp2.inspector.expected import RECORD_LINE
 from fsdp2.inspector.fingerprint import fingerprint
 from fsdp2.inspector.run_folder import rank_files, read_lines
@@ -98,7 +98,7 @@ def test_a_planted_value_is_named_by_step_phase_unit_parameter_and_rank(world_si
     first = recorded(folders[0])
     fault = Fault("parameters", 2, 1, "weight", rank=1, by=0.01)
     second = recorded(folders[1], fault=fault)
-    found = next(partings(first, second))
+    found = next(differences(first, second))
     assert (found.step, found.phase, found.unit, found.param, found.who) == (2, "parameters", "1", "1.0.weight", "rank 1")
     assert found.distance == pytest.approx(0.01, rel=1e-3)
     assert not found.is_rounding
@@ -108,7 +108,7 @@ def test_a_planted_value_is_named_by_step_phase_unit_parameter_and_rank(world_si
             assert main(["diff", *map(str, folders)]) == 1
             assert main(["diff", "--json", *map(str, folders)]) == 1
         text, line = printed.getvalue().strip().rsplit("\n", 1)
-        assert "step 2, gathered parameters of 1 on rank 1: 1.0.weight parts by more than rounding" in text
+        assert "step 2, gathered parameters of 1 on rank 1: 1.0.weight differs by more than rounding" in text
         first_one = json.loads(line)["differences"][0]
         assert (first_one["step"], first_one["param"], first_one["is_rounding"]) == (2, "1.0.weight", False)
 
@@ -116,8 +116,8 @@ def test_a_planted_value_is_named_by_step_phase_unit_parameter_and_rank(world_si
 @on_ranks(2)
 def test_a_run_has_the_bits_of_itself_and_the_values_of_another_strategy(world_size):
     first, again, replicated = (recorded(folder_for_all(), strategy) for strategy in ("zero3", "zero3", "ddp"))
-    assert list(partings(first, again)) == []
-    assert all(each.is_rounding for each in partings(first, replicated))  # an all-reduce may add up in another order
+    assert list(differences(first, again)) == []
+    assert all(each.is_rounding for each in differences(first, replicated))  # an all-reduce may add up in another order
     lines = first[0][0], replicated[0][0]
     assert lines[0]["parameters"] == lines[1]["parameters"]
     assert len(lines[0]["gradients"]) == len(lines[1]["gradients"]) == LAYERS
@@ -144,7 +144,7 @@ def test_twenty_planted_values_are_all_found_where_they_are(world_size):
         phase = ("parameters", "gradients", "update")[number % 3]
         step, layer, name = draw.randint(1, STEPS), draw.randrange(LAYERS), draw.choice(["weight", "bias"])
         fault = Fault(phase, step, layer, name, rank=draw.randrange(2), by=draw.choice([0.5, 1e-3]))
-        found = next(partings(first, recorded(folder_for_all(), fault=fault)))
+        found = next(differences(first, recorded(folder_for_all(), fault=fault)))
         who = f"rank {fault.rank}" if phase == "parameters" else ""
         assert (found.step, found.phase, found.unit, found.param, found.who) == (fault.step, phase, fault.unit, fault.param, who)
         assert found.distance == pytest.approx(fault.by, rel=0.01)
@@ -177,20 +177,20 @@ def test_gradients_that_one_run_has_not_recorded_are_said_to_be_in_the_other_onl
         "in backward": {**line, "gradients": {}},
         "other": {**line, "update": {"0": {"0.weight": {**said, "checksum": 2}}}},
     }
-    (found,) = partings({0: [line]}, {0: [lines["in backward"]]})
+    (found,) = differences({0: [line]}, {0: [lines["in backward"]]})
     only = "step 1, reduced gradients of 0: 0.weight was recorded in the first run only: in the second run it had no gradient"
     assert str(found) == f"{only} after backward, because the optimizer takes gradients in backward, or because forward did not use it"
-    (found,) = partings({0: [{**line, "update": {}}]}, {0: [line]})
+    (found,) = differences({0: [{**line, "update": {}}]}, {0: [line]})
     assert str(found).endswith("0.weight was recorded in the second run only: the first run has no such parameter there")
 
     for name, each in lines.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "record.rank0.jsonl").write_text(f"{json.dumps(each)}\n")
-    for first, common in (("after", "no bit differs"), ("other", "step 1, updated parameters of 0: 0.weight parts by rounding")):
+    for first, common in (("after", "no bit differs"), ("other", "step 1, updated parameters of 0: 0.weight differs by rounding")):
         assert main(["diff", str(tmp_path / first), str(tmp_path / "in backward")]) == 1
         printed = capsys.readouterr().out
         assert printed.startswith(only)
-        assert f"\nof what both recorded: {common}" in printed
+        assert f"\namong the parameters that both recorded: {common}" in printed
 
 
 def test_records_that_are_broken_anywhere_are_an_error_of_fsdp2_that_names_the_line_and_escapes_are_not_printed(tmp_path, capsys):

@@ -58,7 +58,8 @@ def set_missing_rank_timeout(timeout: float | None = None, *, notice: float = 3.
 
     timeout: seconds after which a rank that waits ends its process, with status 75 and the explanation: no exception reaches its main
              thread, which is in a collective. None: the backend's time-out raises, as it does without fsdp2
-    notice:  seconds between two looks; the explanation comes at the fourth that finds the rank in the same call
+    notice:  seconds between two looks; the explanation comes at the fourth that finds the rank in the same call, or at the eighth if
+             a missing rank has not answered by then
 
     Call it on all ranks: each then answers the others wherever it is, and the explanation says where the missing ranks are.
     Raises:  ArgumentError if timeout or notice is not positive
@@ -120,7 +121,7 @@ class Lookout:
         missing = {rank: answer for rank, answer in told.items() if answer is None or not _has_come(call, answer)}
         if not missing:
             return
-        if reports:
+        if reports and (None not in missing.values() or looks >= 7 or is_over):  # a slow host takes longer to answer
             self._has_told = True
             stacks = {rank: bytes(self._store.get(f"stack/{rank}")).decode() for rank, answer in missing.items() if answer}
             self._tell(_sentence(self._rank, call, looks * Limits.notice, missing, stacks))

@@ -235,14 +235,22 @@ def current_step() -> int:
     return STEPS.begun + 1
 
 
-def buffers_of(owner: object) -> tuple[int, int, int]:
-    """Bytes that the owner of a collective has allocated: unsharded parameters, buffers of all-gathers, buffers of reductions."""
-    if isinstance(owner, Reduction):
-        return 0, 0, owner.buffer_nbytes
-    made = owner.unsharded if isinstance(owner, GroupMemory) else None
-    if made is None:
-        return 0, 0, 0
-    return 0 if made.storage is None else made.storage.nbytes(), made.gather.buffer_nbytes if isinstance(made.gather, Gather) else 0, 0
+def buffers_of(owners: dict[int, object]) -> tuple[int, int, int]:
+    """Bytes that owners of collectives have allocated: unsharded parameters, buffers of all-gathers, buffers of reductions.
+
+    owners: as ``Listener.issued`` gets them, by any key; those that have nothing allocated are removed
+    """
+    unsharded = gathering = reducing = 0
+    for key, owner in list(owners.items()):
+        before = unsharded + gathering + reducing
+        if isinstance(owner, Reduction):
+            reducing += owner.buffer_nbytes
+        elif isinstance(owner, GroupMemory) and (made := owner.unsharded) is not None:
+            unsharded += 0 if made.storage is None else made.storage.nbytes()
+            gathering += made.gather.buffer_nbytes if isinstance(made.gather, Gather) else 0
+        if unsharded + gathering + reducing == before:
+            del owners[key]
+    return unsharded, gathering, reducing
 
 
 def exchange(said: T, problem: FSDPError | None = None) -> list[T]:

@@ -13,6 +13,7 @@ Worked example: [1, 2, 3, 4] cut into [1, 2] and [3, 4]: the checksums of both, 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -69,13 +70,20 @@ def fingerprints(parts: Sequence[Part]) -> list[Fingerprint]:
     for number, (local, shape, pieces) in enumerate(parts):
         key = local.device, local.dtype
         for piece in pieces:
-            for box in split(piece.box, _CHUNK):
-                if key in waiting and waiting[key].numel + box.numel > _CHUNK:
+            for box, extent, numel in _boxes(piece.box):
+                if key in waiting and waiting[key].numel + numel > _CHUNK:
                     waiting.pop(key).add_to(found)
-                waiting.setdefault(key, _Batch()).take(number, _values(local, piece, box), _indices(shape, box, local.device))
+                waiting.setdefault(key, _Batch()).take(
+                    number, _values(local, piece, box, extent), _indices(shape, box, extent, local.device)
+                )
     for batch in waiting.values():
         batch.add_to(found)
     return found
+
+
+@functools.lru_cache(maxsize=4096)  # of two steps the same
+def _boxes(box: Box) -> list[tuple[Box, tuple[int, ...], int]]:
+    return [(each, each.shape, each.numel) for each in split(box, _CHUNK)]
 
 
 class _Batch:
@@ -114,16 +122,16 @@ def _made(values: Sequence[Tensor], indices: Sequence[Tensor]) -> Iterator[Finge
         yield Fingerprint(checksum % _WORD, squares, tuple(sketch))
 
 
-def _values(local: Tensor, piece: Piece, box: Box) -> Tensor:
-    at = tuple(start - first + there for start, first, there in zip(box.start, piece.box.start, piece.at, strict=True))
-    if tuple(local.shape) == box.shape:
+def _values(local: Tensor, piece: Piece, box: Box, extent: tuple[int, ...]) -> Tensor:
+    if local.shape == extent:
         return local.reshape(-1)
-    return local[tuple(slice(start, start + length) for start, length in zip(at, box.shape, strict=True))].reshape(-1)
+    at = tuple(start - first + there for start, first, there in zip(box.start, piece.box.start, piece.at, strict=True))
+    return local[tuple(slice(start, start + length) for start, length in zip(at, extent, strict=True))].reshape(-1)
 
 
-def _indices(shape: Sequence[int], box: Box, device: torch.device) -> Tensor:
+def _indices(shape: Sequence[int], box: Box, extent: tuple[int, ...], device: torch.device) -> Tensor:
     """The indices of the elements of ``box`` in the whole tensor, as it is laid out row by row."""
-    if shape and box.shape[1:] == tuple(shape[1:]):  # whole rows: one after another
+    if shape and extent[1:] == tuple(shape[1:]):  # whole rows: one after another
         row = math.prod(shape[1:])
         return torch.arange(box.start[0] * row, box.stop[0] * row, device=device)
     indices = torch.zeros((), dtype=torch.int64, device=device)

@@ -19,6 +19,8 @@ from ..inspect import buffers_of, groups_of_process, local_of, optimizers_that_s
 from ..planner.recorder import GATHERING, GRADIENTS, OPTIMIZER, PARAMETERS, REDUCING, UNSHARDED
 from ..state_bytes import measured_state_bytes
 
+_KINDS = (UNSHARDED, GATHERING, REDUCING)
+
 
 class MemoryNow:
     """The bytes of collectives. most: by kind, the most bytes at a time since ``forget_most``"""
@@ -29,22 +31,17 @@ class MemoryNow:
 
     def note(self, owner: object) -> None:
         """``owner`` begins a collective: ask it from now on."""
-        self._owners[id(owner)] = owner
-        if buffers_of(owner)[2]:  # now: on a host a reduction's input is freed when the backend is done with it, maybe before a look
+        if buffers_of({0: owner})[2]:  # look now: on a host a reduction's input is freed when the backend is done with it
+            self._owners[id(owner)] = owner
             self.look()
+        self._owners[id(owner)] = owner
 
     def look(self) -> dict[str, int]:
         """Bytes now; owners without memory are not asked again."""
-        unsharded = gathering = reducing = 0
-        for key, owner in list(self._owners.items()):
-            nbytes = buffers_of(owner)
-            if not any(nbytes):
-                del self._owners[key]
-            unsharded, gathering, reducing = unsharded + nbytes[0], gathering + nbytes[1], reducing + nbytes[2]
-        now = {UNSHARDED: unsharded, GATHERING: gathering, REDUCING: reducing}
-        for kind, total in now.items():
-            if total > self.most.get(kind, 0):
-                self.most[kind] = total
+        now = dict(zip(_KINDS, buffers_of(self._owners), strict=True))
+        for kind, nbytes in now.items():
+            if nbytes > self.most.get(kind, 0):
+                self.most[kind] = nbytes
         return now
 
     def forget_most(self) -> None:

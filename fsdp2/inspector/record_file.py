@@ -5,6 +5,7 @@ It hears where units begin and where a backward ends from the collective log, as
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from ..arguments import COUNT, NATURAL, require
 from ..checkpoint.model_tensors import cuts_of
-from ..checkpoint.shard_geometry import Cut, pieces_of
+from ..checkpoint.shard_geometry import Cut, Piece, pieces_of
 from ..core import torch_compat as compat
 from ..doctor.inspected import inspect
 from ..inspect import Group, Listener
@@ -130,8 +131,17 @@ class Recording(StepLines, Listener):
 
 def _coarsest(group: Group, dtype: torch.dtype) -> float:
     """The coarsest rounding unit of the dtypes that a value went through."""
-    dtypes = (dtype, group.param_dtype, group.reduce_dtype)
+    return _eps(dtype, group.param_dtype, group.reduce_dtype)
+
+
+@functools.lru_cache
+def _eps(*dtypes: torch.dtype) -> float:
     return max(torch.finfo(each).eps for each in dtypes if each.is_floating_point)
+
+
+@functools.lru_cache(maxsize=4096)  # of two steps the same
+def _pieces(shape: torch.Size, cuts: tuple[Cut, ...]) -> list[Piece]:
+    return pieces_of(shape, cuts)
 
 
 def _said(tensors: Iterable[tuple[str, str, Tensor, float]]) -> Values:
@@ -150,7 +160,7 @@ def _said(tensors: Iterable[tuple[str, str, Tensor, float]]) -> Values:
                 if compat.shard_dim(placement) is None:
                     replica = replica * tensor.device_mesh.size(axis) + coordinate[axis]
         named.append((unit, name, replica, eps))
-        parts.append((local.detach(), tensor.shape, pieces_of(tensor.shape, cuts)))
+        parts.append((local.detach(), tensor.shape, _pieces(tensor.shape, tuple(cuts))))
     found: Values = {}
     for (unit, name, replica, eps), made in zip(named, fingerprints(parts), strict=True):
         said = {"checksum": made.checksum, "squares": made.squares, "sketch": made.sketch, "replica": replica, "eps": eps}

@@ -85,9 +85,9 @@ def _listening(moments: Moments) -> Iterator[None]:
         behind.remove()
 
 
-def _allocator_of(device: torch.device) -> Callable[[], int | None]:
+def _allocator_of(device: torch.device) -> Callable[[], int] | None:
     asks = getattr(compat.device_module(device.type), "memory_allocated", None)
-    return (lambda: None) if asks is None else lambda: int(asks(device))
+    return None if asks is None else lambda: int(asks(device))
 
 
 def _allocated(before: int, events: list[tuple[int, int]]) -> list[Sample]:

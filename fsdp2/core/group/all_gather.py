@@ -285,7 +285,7 @@ class Gather:
     @property
     def buffer_nbytes(self) -> int:
         """Bytes that a gather takes in addition to the unsharded storage while it is under way."""
-        return sum(each.nbytes for each in (self._packed, self._held) if each is not None)
+        return (0 if self._packed is None else self._packed.nbytes) + (0 if self._held is None else self._held.nbytes)
 
     def forget(self) -> None:
         """Drop the references to the last flat shard: the next gather reads another."""

@@ -271,8 +271,11 @@ class Reduction:
     @property
     def buffer_nbytes(self) -> int:
         """Bytes of the buffers that it holds."""
-        held = (self._input, self._output, self._partial, *self._held)
-        return sum({id(each): each.nbytes for each in held if each is not None}.values())
+        nbytes = 0
+        for each in {self._input, self._output, self._partial, *self._held}:
+            if each is not None:
+                nbytes += each.nbytes
+        return nbytes
 
     @property
     def number(self) -> int:

@@ -290,7 +290,7 @@ def test_what_does_not_fit_is_named() -> None:
         loads(lambda state: state["param_groups"][1].update(params=["more", "last.weight", "first.bias", "first.weight"]))
     with pytest.raises(CheckpointError, match=r"first.weight: exp_avg \(3, 3\), and the parameter is \(10, 7\)"):
         loads(lambda state: state["state"]["first.weight"].update(exp_avg=torch.ones(3, 3)))
-    with pytest.raises(CheckpointError, match="more is no parameter"):
+    with pytest.raises(CheckpointError, match="more is not a parameter"):
         loads(lambda state: state["state"].update(more={}))
     with pytest.raises(CheckpointError, match="1 groups were saved"):
         loads(lambda state: state["param_groups"].pop())

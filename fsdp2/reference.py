@@ -1,0 +1,200 @@
+"""What ``fully_shard`` means, in its plainest form: an implementation that shards nothing, to compare the one that shards with.
+
+Every rank keeps whole parameters, gradients and optimizer states; after backward the ranks average their gradients, one by one:
+
+    precision       parameters and inputs are cast to ``param_dtype``, outputs to ``output_dtype``, gradients to ``reduce_dtype``
+    averaging       the sum over the data-parallel ranks, divided by their number or by the factor that was set
+    accumulation    gradients that are not synchronized add up, unseen; the next synchronized backward averages their sum
+    unused          a parameter that only some ranks used counts as zero on the others; one that no rank used gets no gradient
+    initial values  rank r contributes the r-th piece of each parameter, the piece that it would keep
+
+Not here: parameters as DTensors over data-parallel ranks, hooks on gradients and on communication, RNNs in mixed precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .core.setup.semantics import chosen_semantics
+from .fsdp_module import FSDPModule
+from .policy import DataParallelMeshDims, MixedPrecisionPolicy
+
+compute_dtype: torch.dtype | None = None  # for all, without regard to policies: torch.float64 tells rounding from faults
+
+
+def fully_shard(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    **how: Any,  # to communicate, and where to keep shards
+) -> Any:
+    """As ``fsdp2.fully_shard``, but parameters stay whole. Collective: yes, an all-reduce of each parameter, for its initial values"""
+    called = list(module) if isinstance(module, (list, tuple)) else [module]
+    nested = [each for root in called for each in root.modules() if isinstance(each, ReferenceModule)]
+    below = {each for unit in nested for each in unit.modules()}
+    unit = Unit([each for root in called for each in root.modules() if each not in below], mp_policy or MixedPrecisionPolicy())
+    left_out = {param for each in nested for param in each.reference.params} | (ignored_params or set())
+    for param in (param for each in unit.modules for param in each._parameters.values() if param is not None):
+        if param not in left_out and param not in unit.params:
+            chosen = None if shard_placement_fn is None else shard_placement_fn(param)
+            unit.params[param] = axes = Axes(getattr(chosen, "mesh_info", None) or mesh, dp_mesh_dims)
+            placement = getattr(chosen, "placement", chosen)
+            axes.assemble(_local(param), 0 if placement is None else placement.dim)
+    for each in called:
+        each.__class__ = type(f"FSDP{type(each).__name__}", (ReferenceModule, type(each)), {})
+        each.reference = unit
+    called[0].register_forward_pre_hook(unit.before_forward, with_kwargs=True)
+    called[-1].register_forward_hook(unit.after_forward, always_call=True)
+    return module
+
+
+class Axes:
+    """The process groups over whose ranks a parameter is sharded, and those whose ranks hold replicas of its pieces."""
+
+    def __init__(self, mesh: Any, dims: DataParallelMeshDims | None) -> None:
+        mesh = mesh if mesh is None or isinstance(mesh, DeviceMesh) else mesh.mesh  # torch's mesh infos have a mesh
+        groups: list[Any] = [dist.group.WORLD] if mesh is None else mesh.get_all_groups()
+        self.shard, self.replicate = groups[-1:], groups[:-1]
+        if dims is not None:
+            self.shard = [mesh.get_group(name) for name in dims.shard_names]
+            self.replicate = [mesh.get_group(name) for name in dims.replicate_names]
+        self.size = math.prod(dist.get_world_size(group) for group in self.shard + self.replicate)
+
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
+        for group in self.shard + self.replicate:
+            dist.all_reduce(tensor, op, group=group)
+        return tensor
+
+    def assemble(self, whole: Tensor, dim: int) -> None:
+        """Give the ranks of the shard axis one value, whose r-th piece along ``dim`` is that of rank r."""
+        rank, size = 0, 1
+        for group in self.shard:
+            rank, size = rank * dist.get_world_size(group) + dist.get_rank(group), size * dist.get_world_size(group)
+        for number, piece in enumerate(whole.chunk(size, dim)):
+            if number != rank:
+                piece.zero_()
+        for group in [] if whole.is_meta else self.shard:
+            dist.all_reduce(whole, group=group)
+
+
+class Unit:
+    """The modules that one call of ``fully_shard`` covers, nested units excluded, and the parameters whose gradients it averages."""
+
+    def __init__(self, modules: list[nn.Module], policy: MixedPrecisionPolicy) -> None:
+        self.modules, self.policy = modules, policy
+        self.params: dict[nn.Parameter, Axes] = {}
+        self.waiting: dict[nn.Parameter, Tensor] = {}  # sums of gradients that no backward has averaged yet
+        self.is_synchronized, self.fills_unused, self.divide_factor = True, False, 0.0  # factor 0: the number of ranks
+        self.root: Unit | None = None  # the unit that was called first, for which one backward runs
+        self.together: dict[nn.Parameter, Unit] = {}  # of a root: all parameters whose gradients are averaged after its backward
+        self.earlier: dict[nn.Parameter, Tensor | None] = {}  # of a root in backward: gradients that earlier ones have averaged
+
+    def dtype_of(self, param: nn.Parameter) -> torch.dtype:
+        own = (self.policy.param_dtype_override_fn or (lambda param: None))(param)
+        return compute_dtype or own or self.policy.param_dtype or param.dtype
+
+    def reduce_dtype(self, param: nn.Parameter) -> torch.dtype:
+        otherwise = self.dtype_of(param) if chosen_semantics() == "2.13" else param.dtype
+        return compute_dtype or self.policy.reduce_dtype or otherwise
+
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.root is None:
+            for unit in dict.fromkeys(each.reference for each in module.modules() if isinstance(each, ReferenceModule)):
+                unit.root = self
+                self.together |= dict.fromkeys(unit.params, unit)
+        for each in self.modules:
+            for name, param in each._parameters.items():
+                if isinstance(param, nn.Parameter) and param.is_floating_point() and self.dtype_of(param) != param.dtype:
+                    cast: Any = param.to(self.dtype_of(param))  # its gradient goes to ``param``
+                    cast.stands_for = param
+                    each._parameters[name] = cast
+        return _cast((args, kwargs), compute_dtype or (self.policy.param_dtype if self.policy.cast_forward_inputs else None))
+
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        for each in self.modules:
+            each._parameters.update({name: getattr(param, "stands_for", param) for name, param in each._parameters.items()})
+        output = _cast(output, None if compute_dtype else self.policy.output_dtype)
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad and self.root is not None:
+                tensor.register_hook(self.root.backward_has_begun)  # type: ignore[no-untyped-call]
+        return output
+
+    def backward_has_begun(self, gradient: Tensor) -> None:
+        if not self.earlier:
+            self.earlier = {param: param.grad for param in self.together}
+            for param in self.together:
+                param.grad = None
+            Variable._execution_engine.queue_callback(self.backward_has_ended)
+
+    @torch.no_grad()
+    def backward_has_ended(self) -> None:
+        earlier, self.earlier = self.earlier, {}
+        for param, unit in self.together.items():
+            if param.grad is not None:
+                new: Any = param.grad  # of tensor parallelism it may be partial sums
+                new = _local(new.redistribute(placements=param.placements) if isinstance(param, DTensor) else new)
+                unit.waiting[param] = unit.waiting.get(param, 0) + new.to(unit.reduce_dtype(param))
+            new = unit.averaged(param) if unit.is_synchronized and param.requires_grad else None
+            param.grad = earlier[param] if new is None else new if earlier[param] is None else earlier[param] + new
+
+    def averaged(self, param: nn.Parameter) -> Tensor | None:
+        """The mean over all ranks of what waits for ``param`` (a DTensor of tensor parallelism: of this rank's part of it)."""
+        axes, gradient = self.params[param], self.waiting.pop(param, None)
+        is_used = axes.all_reduce(torch.full((), float(gradient is not None), device=param.device), dist.ReduceOp.MAX)
+        if not is_used and not self.fills_unused:
+            return None
+        mine = torch.zeros_like(_local(param), dtype=self.reduce_dtype(param)) if gradient is None else gradient
+        mean = (axes.all_reduce(mine) / (self.divide_factor or axes.size)).to(param.dtype)
+        return DTensor.from_local(mean, param.device_mesh, param.placements) if isinstance(param, DTensor) else mean
+
+
+def _set(attribute: str, everywhere: bool = True) -> Callable[..., None]:
+    def set_on(self: nn.Module, *value: Any, recurse: bool = everywhere, **named: Any) -> None:
+        for each in (each for each in self.modules() if isinstance(each, ReferenceModule) and (recurse or each is self)):
+            setattr(each.reference, attribute, *value, *named.values())
+
+    return set_on
+
+
+class ReferenceModule(nn.Module):
+    """The methods of ``FSDPModule`` that say what to compute. The others say how and when to communicate: they do nothing here."""
+
+    reference: Unit
+    set_requires_gradient_sync = set_requires_all_reduce = _set("is_synchronized")
+    set_reduce_scatter_unused_params = _set("fills_unused")
+    set_gradient_divide_factor = set_reduce_scatter_divide_factor = _set("divide_factor", everywhere=False)
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:  # unshard() returns a handle, which has it
+        return self
+
+    def reset_iter_state(self) -> None:
+        for unit in (each.reference for each in self.modules() if isinstance(each, ReferenceModule)):
+            unit.waiting, unit.earlier = {}, {}
+
+
+for _name in vars(FSDPModule):
+    if not _name.startswith("_") and not hasattr(ReferenceModule, _name):
+        setattr(ReferenceModule, _name, ReferenceModule.wait)
+
+
+def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    return tree_map_only(Tensor, lambda each: each.to(dtype) if dtype and each.is_floating_point() else each, tree)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that tensor parallelism has sharded; any other as it is."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -26,6 +26,7 @@ from fsdp2 import AllGather, CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy,
 from fsdp2.core import torch_compat as compat
 from fsdp2.core.comm.streams import streams_of
 from fsdp2.core.group.all_gather import Gather
+from fsdp2.core.group.handing_out import HandedOut
 from fsdp2.core.group.reduction import Reduction
 from fsdp2.core.iteration.module_state import schedule_of
 from fsdp2.testing.recording import Race, RaceError, RecordingStreams, recording
@@ -594,9 +595,9 @@ NEEDED_BY = {
     "Unsharded._free_behind_uses order 1": "unshard_on_a_side_stream",
     "reduction.launch order 1": "plain",
     "reduction.launch order 2": "hsdp",
-    "Reduction.hand_out order 1": "all_reduce_hook",
-    "Reduction._offload order 1": "offload",
-    "Reduction._offload synchronize 1": "offload_accumulate",
+    "HandedOut.__init__ order 1": "all_reduce_hook",
+    "HandedOut._offload order 1": "offload",
+    "HandedOut._offload synchronize 1": "offload_accumulate",
     "Reduction.let_go_of_copies order 1": "offload",
     "Reduction.let_go_of_copies order 2": "offload_replicated",
     "Reduction.advance order 1": "plain",
@@ -649,9 +650,9 @@ def test_no_race_on_the_path_of_nccl_in(name):
     ("owner", "buffer", "scenario"),
     [
         (Reduction, "_input", "plain"),
-        (Reduction, "_held", "hsdp_bf16"),
-        (Reduction, "_held", "replicated_bf16"),
-        (Reduction, "_held", "all_reduce_hook_bf16"),
+        (HandedOut, "held", "hsdp_bf16"),
+        (HandedOut, "held", "replicated_bf16"),
+        (HandedOut, "held", "all_reduce_hook_bf16"),
         (Gather, "_held", "unshard_over_the_step"),
     ],
 )
@@ -659,10 +660,10 @@ def test_a_buffer_that_is_not_held_until_its_last_use_is_a_race(owner, buffer, s
     held: dict[int, object] = {}  # until it is first read, which is when the collective is issued; some are never read
 
     def hold(self: object, value: object) -> None:
-        if (owner, buffer) != (Reduction, "_held"):
+        if owner is not HandedOut:
             held[id(self)] = value
 
-    nothing = () if owner is Reduction and buffer == "_held" else None
+    nothing = () if owner is HandedOut else None
     forgetful = property(lambda self: held.pop(id(self), nothing), hold)
     with mock.patch.object(owner, buffer, forgetful):
         races = replay_on_fake_ranks(replace(FAKE_SCENARIOS[scenario], num_steps=3), RecordingStreams())

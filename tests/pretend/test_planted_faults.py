@@ -19,6 +19,7 @@ import torch
 from fsdp2.core.comm.streams import DeviceStreams, use_streams
 from fsdp2.core.group.all_gather import Gather
 from fsdp2.core.group.extension_gather import ExtensionGather
+from fsdp2.core.group.handing_out import HandedOut
 from fsdp2.core.group.reduction import Reduction
 from fsdp2.core.group.unsharded import Unsharded
 from fsdp2.core.iteration import late_comparison, reductions
@@ -98,8 +99,8 @@ def cancels_no_prefetch() -> Iterator[None]:
 
 
 def forgets_what_is_in_place() -> Any:
-    """Once the output is there: a reduction that asks before still takes its input for it."""
-    in_place = property(lambda reduction: reduction._output is None and reduction._plan.num_shards == 1)
+    """Once gradients are handed out: a reduction that asks before still takes its input for its output."""
+    in_place = property(lambda reduction: reduction._handed_out is None and reduction._job.plan.num_shards == 1)
     return mock.patch.object(Reduction, "is_in_place", in_place)
 
 
@@ -149,10 +150,10 @@ OTHER_FAULTS = {
     "compute is not ordered behind reductions in place that another micro-batch follows": forgets_what_is_in_place,
     "what the graph of a backward needs is resharded with the unit": lambda: mock.patch.object(Backward, "keep_to_end"),
     "the reduce input is not held": lambda: forgets(Reduction, "_input"),
-    "the output that an all-reduce reads is not held": lambda: forgets(Reduction, "_held", ()),
-    "the output that a hook's stream reads is not held": lambda: forgets(Reduction, "_held", ()),
-    "the input of an all-reduce over replicas alone is not held": lambda: forgets(Reduction, "_held", ()),
-    "gradients on their way to the host are not held": lambda: forgets(Reduction, "_held", ()),
+    "the output that an all-reduce reads is not held": lambda: forgets(HandedOut, "held", ()),
+    "the output that a hook's stream reads is not held": lambda: forgets(HandedOut, "held", ()),
+    "the input of an all-reduce over replicas alone is not held": lambda: forgets(HandedOut, "held", ()),
+    "gradients on their way to the host are not held": lambda: forgets(HandedOut, "held", ()),
     "the copy of the shard is not held": drops_the_copy,
     "the shard itself is sent where the user may write": sends_the_shard_itself,
     "a prefetch is not cancelled": cancels_no_prefetch,
@@ -236,13 +237,13 @@ NEEDED_BY = {
     "reduction.launch order 2": "hsdp",
     "GroupMemory.await_host_read synchronize 1": "offload_evaluation",
     "GroupMemory.await_host_read mark 1": "offload_evaluation",
-    "Reduction.hand_out mark 1": "all_reduce_hook",
-    "Reduction.hand_out mark 2": "all_reduce_hook",
-    "Reduction.hand_out order 1": "all_reduce_hook",
-    "Reduction._offload mark 1": "offload",
-    "Reduction._offload order 1": "offload",
-    "Reduction._offload mark 2": "offload_micro_batches",
-    "Reduction._offload synchronize 1": "offload_micro_batches",
+    "HandedOut.__init__ mark 1": "all_reduce_hook",
+    "HandedOut.__init__ mark 2": "all_reduce_hook",
+    "HandedOut.__init__ order 1": "all_reduce_hook",
+    "HandedOut._offload mark 1": "offload",
+    "HandedOut._offload order 1": "offload",
+    "HandedOut._offload mark 2": "offload_micro_batches",
+    "HandedOut._offload synchronize 1": "offload_micro_batches",
     "Reduction.abandon order 1": "replicated_failed_backward",
     "Reduction.advance order 1": "plain",
     "Reductions._order order 1": "hsdp",

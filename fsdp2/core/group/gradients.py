@@ -17,7 +17,7 @@ from .group_plan import GroupPlan
 from .memory import GroupMemory
 from .options import MicroBatch, ReductionOptions
 from .param import let_add_up
-from .reduce_plan import ReducePlan
+from .reduce_plan import ReduceJob, ReducePlan
 from .reduction import Reduction
 
 
@@ -53,8 +53,7 @@ class Gradients:
         self._accumulated: Tensor | None = None
         self._on_leaves = False  # the unsharded parameters hold gradients of backwards that did not reduce
         self._used: list[bool] = []
-        self.partial: Tensor | None = None  # reduce-scattered, and not all-reduced or handed out yet
-        self._adding: Reduction | None = None  # a reduction whose result is added to ``partial``
+        self._adding: Reduction | None = None  # its ``sum`` is not all-reduced or handed out yet; the next reduction takes it
         self._divisions: tuple[object, Divisions] | None = None
 
     def set_number(self, number: int) -> None:
@@ -133,14 +132,14 @@ class Gradients:
 
     def _move(self, before: ReducePlan, plan: ReducePlan) -> None:
         """Lay the waiting gradients out as ``plan`` does, which has all parameters of ``before``."""
-        if self._adding is not None:
-            self._adding.advance()
         if self._accumulated is not None:
             self._accumulated = plan.moved(self._accumulated, before, before.num_shards)
             used = dict(zip(before.params, self._used, strict=True))
             self._used = [used.get(param, False) for param in plan.params]
-        if self.partial is not None:
-            self.partial = plan.moved(self.partial, before, 1)
+        if self._adding is not None:
+            self._adding.advance()
+            if self._adding.sum is not None:
+                self._adding.sum = plan.moved(self._adding.sum, before, 1)
 
     def _refuse_change(self, before: _Planned, trainable: list[bool]) -> None:
         """Raise OrderError: the waiting gradients have the layout of the parameters as they were."""
@@ -178,17 +177,13 @@ class Gradients:
     def unreduced(self) -> list[Tensor]:
         """Gradients that were added up and have not reached the sharded parameters, in reduce dtype: whole, or reduce-scattered."""
         leaves = [param.unsharded for param in self.group.params if param.unsharded is not None] if self._on_leaves else []
-        return [each for each in (self._accumulated, self.partial, *(leaf.grad for leaf in leaves)) if each is not None]
+        scattered = None if self._adding is None else self._adding.sum
+        return [each for each in (self._accumulated, scattered, *(leaf.grad for leaf in leaves)) if each is not None]
 
     def is_waiting(self) -> bool:
         """At the end of backward: whether a gradient was not collected yet, or gradients that accumulated are due to be reduced."""
-        if self.reached:
+        if self.reached or self.is_due:
             return True
-        switches = self.micro_batch
-        if switches.reduces:
-            has_partial = self.partial is not None or self._adding is not None
-            if self._accumulated is not None or self._on_leaves or (has_partial and switches.all_reduces):
-                return True
         for param in self.group.params:  # noqa: SIM110 (a generator would cost every unit of every backward a call more)
             if param.unsharded is not None and param.unsharded.grad is not None:
                 return True
@@ -199,13 +194,12 @@ class Gradients:
         """Whether a backward reduces the gradients that accumulated before, even if it adds none."""
         if not self.micro_batch.reduces:
             return False
-        has_partial = self.partial is not None or self._adding is not None
-        return self._accumulated is not None or self._on_leaves or (has_partial and self.micro_batch.all_reduces)
+        return self._accumulated is not None or self._on_leaves or (self._adding is not None and self.micro_batch.all_reduces)
 
     @property
     def has_unreduced(self) -> bool:
         """Whether gradients that accumulated have not reached the sharded parameters yet."""
-        return self._accumulated is not None or self._on_leaves or self.partial is not None or self._adding is not None
+        return self._accumulated is not None or self._on_leaves or self._adding is not None
 
     def leave(self) -> bool:
         """Let gradients of a backward that does not reduce stay on the unsharded parameters; False if ``take`` must get them."""
@@ -304,7 +298,7 @@ class Gradients:
         """Forget every gradient that has not reached the sharded parameters."""
         self._accumulated = None
         self._on_leaves = False
-        self.partial = self._adding = None
+        self._adding = None
         self.reached = False
         for param in self.group.params:
             if param.unsharded is not None:
@@ -315,7 +309,7 @@ class Gradients:
     def zero(self, set_to_none: bool) -> None:
         """Do as ``zero_grad``: for the sharded parameters, shown or not, and for gradients that were not reduced yet."""
         self._accumulated = None
-        self.partial = None
+        self._adding = None
         for param in self.group.params:
             if self._on_leaves and param.unsharded is not None:
                 param.unsharded.grad = None
@@ -356,28 +350,15 @@ class Gradients:
 
     def reduce(self, buffer: Tensor) -> Reduction:
         """Reduce what ``collect`` returned; see ``Reduction``. Collective: on the host, over the shard axis."""
-        assert self._collected is not None
-        if self._adding is not None:
-            self._adding.advance()
-        # On the host, later legs may run after the user has changed these options, and after another reduction has asked.
-        hands_out = self.micro_batch.all_reduces or self.hands_out
-        reduction = Reduction(
-            self.group,
-            self._collected,
-            self._used,
-            buffer,
-            self.divisions(),
-            self.options,
-            partial=self.partial if hands_out else None,
-            add_to_partial=None if hands_out else self.add_to_partial,
-        )
-        if hands_out:
-            self.partial = None  # it takes the remaining legs with this reduction: no other one may wait for it any more
-        elif self.group.streams.host_waits:
-            self._adding = reduction
+        group, plan, adding = self.group, self._collected, self._adding
+        assert plan is not None
+        partial = None
+        if adding is not None:
+            if group.streams.host_waits:
+                adding.advance()
+            partial, adding.sum = adding.sum, None
+        copies_out = group.options.offload and not group.streams.host_waits
+        job = ReduceJob(group, plan, self._used, self.divisions(), self.options, self.hands_out, copies_out)
+        reduction = Reduction(job, buffer, partial)
+        self._adding = None if job.hands_out else reduction
         return reduction
-
-    def add_to_partial(self, output: Tensor) -> None:
-        """Keep a reduce-scattered gradient, in reduce dtype, that is not all-reduced or handed out yet."""
-        self.partial = output if self.partial is None else self.partial.add_(output)
-        self._adding = None

@@ -14,17 +14,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ...errors import ParameterError
 from .. import torch_compat as compat
+from ..comm.division import Divisions
 from ..plan.layout import Cut, group_layout
 from ..plan.model_axes import local_gradient, varying_axes
 from ..plan.placement import ShardSpec, in_dtype
 from .memory import GroupMemory
+from .options import ReductionOptions
 from .order_tags import TAG_NUMEL, tag_of
 from .param import ShardedParam
 from .rank_pieces import disassemble
@@ -221,3 +223,22 @@ class GradView:
         physical = torch.empty(param.spec.cut.shard_shape(param.rank), device="meta")
         logical = param.spec.to_logical(physical)
         self.shape, self.strides = logical.shape, logical.stride()
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceJob:
+    """What one reduction does, fixed when it starts: later legs may run after the user has changed the group's options.
+
+    used:       which of the plan's parameters this rank has a gradient for
+    divisions:  what each leg divides by, and where
+    hands_out:  all legs follow the reduce-scatter; False: its result stays in ``Reduction.sum``
+    copies_out: the gradients go to the host, on a stream of their own
+    """
+
+    group: GroupMemory
+    plan: ReducePlan
+    used: list[bool]
+    divisions: Divisions
+    options: ReductionOptions
+    hands_out: bool
+    copies_out: bool

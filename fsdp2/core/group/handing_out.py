@@ -1,0 +1,147 @@
+"""The last leg of a reduction: the sharded parameters get their gradients, views of what the collectives have brought."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .. import torch_compat as compat
+from ..comm.streams import Stream
+from ..plan.placement import in_dtype
+from .flat_gradients import note_gradients
+from .order_tags import TAG_NUMEL
+from .reduce_plan import GradView, ReduceJob, strides_by_offset
+
+
+class HandedOut:
+    """Gradients that the sharded parameters have been given, on ``stream``, and what must live until others are done with it.
+
+    stream, event: after all that was queued here
+    held:          memory of another stream than the one that reads it last, until that is ordered after ``event``
+    output:        where gradients lie that ``add_late`` may hand out; None: there are none
+    tag:           the sum of the ranks' tags, if ranks compare late
+    """
+
+    __slots__ = ("_dtypes", "_job", "_late", "event", "has_run_hooks", "held", "output", "stream", "tag")
+
+    def __init__(self, job: ReduceJob, output: Tensor, stream: Stream) -> None:
+        """Hand out ``output``, on ``stream``. Parameters without a gradient get one only if the job's options say so."""
+        group, plan, used, options = job.group, job.plan, job.used, job.options
+        self._job = job
+        self._dtypes = group.plan.gradients.kept if options.grad_dtype is None else None  # if not the parameters' own
+        self._late: list[int] = []
+        self.held: tuple[Tensor, ...] = ()
+        self.output: Tensor | None = None
+        self.tag: Tensor | None = None
+        self.has_run_hooks = False
+        streams = group.streams
+        hook = options.all_reduce_hook
+        if hook is not None:
+            if options.all_reduce_hook_stream is not None:
+                streams.order(options.all_reduce_hook_stream, streams.mark(stream))
+                stream = options.all_reduce_hook_stream
+            with streams.on(stream):
+                hook(output if plan.flags_slot is None else output[: plan.flags_slot.offset])  # the part with the gradients
+        with streams.on(stream):
+            views = plan.views
+            if not options.reduce_unused and not all(used):
+                views = [view for view, is_used in zip(plan.views, used, strict=True) if is_used]
+                if plan.flags_slot is not None:  # else the collective does not know the parameters that only other ranks used
+                    self._late = [index for index, is_used in enumerate(used) if not is_used]
+            had_gradient = plan.number is not None and plan.views[0].param.sharded.grad is not None
+            if self._dtypes is None:
+                reduced = self._cast(output, options.grad_dtype or group.plan.dtype, stream)
+                self._give(reduced, views)
+            else:
+                self._give_in_own_dtypes(output, views, stream)
+                reduced = output
+            if plan.number is not None:
+                self._keep_tag(output, reduced, had_gradient, streams.copy_out if job.copies_out else stream)
+        if stream is not streams.reduce:  # this stream may still read the output, which is not its own; the cast does not keep it alive
+            self.held = (*self.held, output)
+        if self._late:
+            self.output = reduced
+        if job.copies_out:
+            stream = streams.copy_out
+        self.stream, self.event = stream, streams.mark(stream)
+
+    def add_late(self, flags: Sequence[float]) -> None:
+        """Hand out gradients of parameters that only other ranks used. flags: for each parameter, whether a rank did"""
+        assert self.output is not None
+        views = [self._job.plan.views[index] for index in self._late if flags[index] != 0]
+        if self._dtypes is None:
+            self._give(self.output, views)
+        else:
+            self._give_in_own_dtypes(self.output, views, self._job.group.streams.compute)
+        self._late = []
+        self.output = None
+
+    def _keep_tag(self, output: Tensor, reduced: Tensor, had_gradient: bool, stream: Stream) -> None:
+        """Keep the tag: as a view where gradients hold ``reduced`` anyway, else as a copy on ``stream``: the output is freed soon."""
+        offset = self._job.plan.tag_offset
+        gets_view = not had_gradient and self._job.plan.views[0].param.sharded.grad is not None
+        if gets_view and self._dtypes is None and reduced.device.type != "cpu":
+            self.tag = reduced.narrow(0, offset, TAG_NUMEL)
+        elif not self._job.group.streams.is_capturing():
+            self.tag = torch.empty(TAG_NUMEL, dtype=output.dtype, device="cpu", pin_memory=True)
+            with self._job.group.streams.on(stream):
+                self.tag.copy_(output.narrow(0, offset, TAG_NUMEL), non_blocking=True)
+
+    def _cast(self, output: Tensor, dtype: torch.dtype, stream: Stream) -> Tensor:
+        reduced = output.to(dtype)
+        return self._offload(reduced, stream) if self._job.group.options.offload else reduced
+
+    def _give_in_own_dtypes(self, output: Tensor, views: list[GradView], stream: Stream) -> None:
+        """As ``_give``, for a group in which some parameters have a ``grad_dtype``."""
+        dtypes = self._dtypes
+        assert dtypes is not None
+        for dtype in dict.fromkeys(dtypes[view.param] for view in views):
+            self._give(self._cast(output, dtype, stream), [view for view in views if dtypes[view.param] is dtype])
+
+    def _offload(self, reduced: Tensor, stream: Stream) -> Tensor:
+        """Copy to the host, alongside the next reduction, and without waiting if the gradient is first read at the end of backward."""
+        group = self._job.group
+        streams = group.streams
+        host = torch.empty(reduced.shape, dtype=reduced.dtype, device="cpu", pin_memory=group.options.pin_memory)
+        streams.order(streams.copy_out, streams.mark(stream))
+        with streams.on(streams.copy_out):
+            host.copy_(reduced, non_blocking=group.options.pin_memory)
+        if self._job.copies_out:
+            self.held = (*self.held, reduced)
+        shown = [view.param.sharded for view in self._job.plan.views]
+        reads_soon = self._dtypes is not None and len(self._late) > 0
+        if reads_soon or any(each.grad is not None or each._post_accumulate_grad_hooks for each in shown):
+            streams.synchronize(streams.mark(streams.copy_out))  # it is added to, or a hook reads it, right away
+        return host
+
+    def _give(self, reduced: Tensor, views: list[GradView]) -> None:
+        """Give the sharded parameters of ``views`` their gradients, views of ``reduced``."""
+        is_usual = reduced.dtype is self._job.group.plan.dtype
+        for view in views:
+            param = view.param
+            sharded = param.sharded
+            grad = reduced.as_strided(view.shape, view.strides, view.offset)
+            before = sharded.grad
+            if before is None:
+                spec = param.spec.sharded
+                if not is_usual and self._dtypes is None:
+                    compat.allow_any_grad_dtype(sharded)
+                sharded.grad = compat.new_dtensor(grad, spec if is_usual else in_dtype(spec, grad.dtype))
+            else:
+                compat.local_tensor(before).add_(grad)  # type: ignore[arg-type]
+            if sharded._post_accumulate_grad_hooks:
+                self.has_run_hooks = True
+                self._run_hooks(sharded)
+        plan, options = self._job.plan, self._job.options
+        is_ours = options.comm is None and options.all_reduce_hook is None and options.all_reduce_instead is None
+        if is_ours and self._dtypes is None and plan.flags_slot is not None:  # else there may be more than zeros between them
+            strides = plan.strides_by_offset if views is plan.views else strides_by_offset(views)
+            note_gradients(reduced, strides, plan.flags_slot.offset)
+
+    def _run_hooks(self, sharded: nn.Parameter) -> None:
+        self._job.group.wait()  # a hook may write the shard: close its lease
+        with torch.enable_grad():
+            for hook in tuple(sharded._post_accumulate_grad_hooks.values()):
+                hook(sharded)

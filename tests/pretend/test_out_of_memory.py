@@ -98,7 +98,7 @@ def _trained(name: str, limit: int | None) -> tuple[list[Step], bool, int, int]:
 
 def storages_of(group: Any) -> list[torch.UntypedStorage]:
     unsharded = group.unsharded
-    return unsharded.storages() if not group.plan.has_own_memory else [storage for storage, _ in unsharded.gather._storages]
+    return unsharded.storages() if not group.plan.has_own_memory else [storage for storage, _ in unsharded.gather._made.storages]
 
 
 def check_nothing_is_left(model: Any) -> None:

@@ -2,17 +2,17 @@
 
 This file lays out the tensors to send and owns the memory of the gathered ones.
 
-Worked example, a (5, 4) weight over 2 ranks that sends rows of int8 and one scale a row:
+Worked example, a (5, 4) weight over 2 ranks that sends rows of int8 and one scale per row:
 
     shards       rows [0, 3) and [3, 5)
-    to send      (3, 4) int8 and (3,) fp32; rank 1 has (2, 4) and (2,), padded to the same: 24 bytes a rank, one collective
+    to send      (3, 4) int8 and (3,) fp32; rank 1 has (2, 4) and (2,), padded to the same: 24 bytes per rank, one collective
     gathered     (5, 4) int8 and (5,) fp32, views of storages with room for 6 rows
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,8 +29,39 @@ from .extensions import Extensions, releases_gathered, require_same_kinds
 from .param import ShardedParam, new_unsharded_param, storage_view
 from .rank_pieces import join
 
+Storages = list[tuple[torch.UntypedStorage, int]]
+"""Storages, and their sizes when they are allocated."""
 
-@dataclass
+
+@dataclass(frozen=True)
+class ExtensionGatherPlan:
+    """How some parameters are gathered over the shard axis.
+
+    params:             the gather sends their ``local``
+    comm:               a custom communicator, if there are several ranks
+    algorithm:          of the collective; None: ``backends`` chooses
+    direct_from_nbytes: the least size, of all ranks together, of a tensor that is gathered straight into its output
+    """
+
+    params: Sequence[ShardedParam]
+    mesh: DataParallelMesh
+    device: torch.device
+    streams: Streams
+    extensions: Extensions
+    comm: AllGather | None
+    algorithm: backends.AllGatherAlgorithm | None
+    direct_from_nbytes: float
+
+    @property
+    def backend(self) -> str:
+        return backends.backend_of(self.mesh.shard_group, self.device.type)
+
+    def gap_nbytes(self, nbytes: int) -> int:
+        """Bytes of padding that align the next payload. A custom communicator gets none: upstream's contract has none."""
+        return 0 if self.comm is not None else -nbytes % ALIGN_NBYTES
+
+
+@dataclass(frozen=True)
 class _Sent:
     """What one parameter sends in one gather.
 
@@ -44,19 +75,52 @@ class _Sent:
 
 
 @dataclass
-class _Direct:
-    """Tensors that are gathered straight into their outputs, from the second gather on.
+class _UnderWay:
+    """A gather from ``start`` to ``fill``.
 
-    are_these: for each tensor that is sent, whether it is one of them
-    outputs:   bytes, 1-D
-    own_rows:  of each output, the row that this rank fills
-    storages:  of the outputs, and their sizes
+    packed: the tensors that travel packed, rank-major, as they are sent and received; None: there are none
+    event:  after the collective, on the gather stream
     """
 
-    are_these: list[bool]
-    outputs: list[Tensor]
-    own_rows: list[Tensor]
-    storages: list[tuple[torch.UntypedStorage, int]]
+    sent: list[_Sent]
+    packed: Tensor | None
+    pending: collectives.Pending | None = None
+    event: Event = None
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one of the tensors that are sent arrives.
+
+    output:     1-D, with padding
+    rows:       the same storage as bytes, (W, n), with a version counter of its own
+    gap:        the storage's end, (W, n), which takes the padding after each payload; None: there is none
+    is_stacked: the rows are the whole tensor, one after another; else it is put together after they have arrived
+    is_direct:  gathered straight into ``output``, from the second gather on
+    """
+
+    output: Tensor
+    rows: Tensor
+    gap: Tensor | None
+    is_stacked: bool
+    is_direct: bool = False
+
+
+@dataclass(frozen=True)
+class _Made:
+    """What the first gather makes.
+
+    places:   one for each tensor that is sent
+    kept:     for each parameter, the tensors that fsdp_post_all_gather asks to free
+    storages: of places and kept tensors; ``direct`` has those that are gathered straight into
+    released: those that are freed as soon as the unsharded parameters are made
+    """
+
+    places: list[_Place]
+    kept: list[tuple[Tensor, ...]]
+    storages: Storages
+    direct: Storages
+    released: list[torch.UntypedStorage]
 
 
 class ExtensionGather:
@@ -64,67 +128,29 @@ class ExtensionGather:
 
     coalesces_over: the process group over which the collective may share a launch with others; None if it never may
 
-    The first gather packs all tensors into one buffer. Where the collective may share a launch, later gathers send large tensors
-    straight into the outputs that the first one has made.
+    The first gather packs all tensors into one buffer. Where the collective may share a launch, later gathers send large
+    tensors straight into the outputs that the first one has made.
 
-    Its attributes are of three kinds: the arguments, the state of the gather under way, and what the first gather makes.
-
-    Note: extensions and streams. What ``start`` allocates lies on the gather stream and is read on compute, by ``fill`` and
-    (metadata) by the user's operations. ``fill`` orders the gather stream after those reads, so that no later gather writes memory
-    that the host has freed while compute still reads it. ``start`` cannot do that where a gather runs alongside the loss. With
-    ``copy``, tensors are packed on the stream that is compute at ``start``, perhaps a side stream of the user's, which ``fill`` orders
-    in the same way.
+    Note: extensions and streams. What ``start`` allocates lies on the gather stream and is read on compute, by ``fill``
+    and (metadata) by the user's operations. ``fill`` orders the gather stream after those reads, so that no later gather
+    writes memory that the host has freed while compute still reads it. ``start`` cannot do that where a gather runs
+    alongside the loss. With ``copy``, tensors are packed on the stream that is compute at ``start``, perhaps a side
+    stream of the user's, which ``fill`` orders in the same way.
     """
 
-    def __init__(
-        self,
-        params: Sequence[ShardedParam],
-        mesh: DataParallelMesh,
-        device: torch.device,
-        streams: Streams,
-        param_dtype: torch.dtype,
-        mp_policy: Any,
-        comm: AllGather | None,
-        algorithm: backends.AllGatherAlgorithm | None,
-        direct_from_nbytes: float,
-    ) -> None:
-        """params:             the gather sends their ``local``
-        comm:               a custom communicator
-        direct_from_nbytes: the least size, of all ranks together, of a tensor that is gathered straight into its output
-        """
-        self._params = params
-        self._num_shards = mesh.shard_size
-        self._shard_rank = mesh.shard_rank
-        self._process_group = mesh.shard_group
-        self._extensions = Extensions(mesh, device, param_dtype, mp_policy)
-        self._device = device
-        self._streams = streams
-        self._comm = comm if mesh.shard_size > 1 else None
-        self._algorithm = algorithm
-        self._backend = backends.backend_of(mesh.shard_group, device.type)
-        alone = self._comm is not None or algorithm not in (None, "stock") or not backends.is_stream_ordered(self._backend)
-        self._may_go_direct = not alone
-        if streams.host_waits:
-            alone = self._comm is not None or algorithm is not None or backends.is_stream_ordered(self._backend)
-        self.coalesces_over = None if alone else mesh.shard_group
-        self._direct_from_nbytes = direct_from_nbytes
+    def __init__(self, plan: ExtensionGatherPlan) -> None:
+        is_ordered = backends.is_stream_ordered(plan.backend)
+        self._may_go_direct = plan.comm is None and plan.algorithm in (None, "stock") and is_ordered
+        shares = self._may_go_direct
+        if plan.streams.host_waits:
+            shares = plan.comm is None and plan.algorithm is None and not is_ordered
+        self.coalesces_over = plan.mesh.shard_group if shares else None
+        self._plan = plan
+        self._kinds: list[tuple[list[torch.Size], list[torch.dtype]]] = []  # of what was sent before
+        self._made: _Made | None = None
+        self._under_way: _UnderWay | None = None
         self._allocated_on: tuple[Stream, ...] = ()  # the compute streams on which the unsharded memory was allocated
-        # of the gather under way
-        self._sent: list[_Sent] = []
-        self._packed: Tensor | None = None
-        self._packed_on: set[Stream] = set()  # the compute streams whose memory ``_packed`` and metadata were, in any gather
-        self._pending: collectives.Pending | None = None
-        self._event: Event = None
-        # made by the first gather
-        self._kinds: list[tuple[list[torch.Size], list[torch.dtype]]] = []
-        self._outputs: list[list[Tensor]] = []  # for each parameter, 1-D, with padding
-        self._writers: list[Tensor] = []  # the same storages as bytes, (W, n), with version counters of their own
-        self._kept: list[tuple[Tensor, ...]] = []  # for each parameter, the tensors that fsdp_post_all_gather asks to free
-        self._are_gaps: list[bool] = []  # of the writers: those that take the padding after a payload
-        self._rearranged: list[int] = []  # writers whose tensor is put together after it has arrived
-        self._storages: list[tuple[torch.UntypedStorage, int]] = []
-        self._released: list[torch.UntypedStorage] = []  # those that are freed as soon as the unsharded parameters are made
-        self._direct: _Direct | None = None
+        self._packed_on: set[Stream] = set()  # the compute streams whose memory buffers and metadata were, in any gather
 
     # --- start ---
 
@@ -135,16 +161,16 @@ class ExtensionGather:
 
         Collective: yes, over the shard axis; an extension may communicate over it as well.
         """
-        streams = self._streams
-        if self._sent:  # of a gather that was not used, while ``free`` keeps the memory
+        streams = self._plan.streams
+        if self._under_way is not None:  # it was not used, while ``free`` keeps the memory
             self._let_go()
         self._allocated_on = ()
-        if self._direct is not None:
-            self._allocate(self._direct.storages)
+        if self._made is not None:
+            self._allocate(self._made.direct)
         if together is not None and streams.host_waits and self.coalesces_over is not None:
-            self._pack(non_blocking=False, own_row_only=True)
-            together.append((self, self._packed))
-            self._packed = None
+            under_way = self._pack(non_blocking=False, own_row_only=True)
+            together.append((self, under_way.packed))
+            under_way.packed = None
             return
         on_compute = copy or streams.host_waits  # where the user's writes are
         if on_compute:
@@ -162,61 +188,71 @@ class ExtensionGather:
 
     def to_send(self, flat: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
         """What the collective gathers: (outputs, inputs); each input is this rank's own row of an output."""
-        packed, direct = self._packed, self._direct
-        outputs: list[Tensor] = []
-        inputs: list[Tensor] = []
+        assert self._under_way is not None
+        mesh, packed = self._plan.mesh, self._under_way.packed
+        direct = [] if self._made is None else [place.rows for place in self._made.places if place.is_direct]
+        outputs, inputs = [rows.view(-1) for rows in direct], [rows[mesh.shard_rank] for rows in direct]
         if packed is not None:
-            numel = packed.numel() // self._num_shards
-            outputs, inputs = [packed], [packed.narrow(0, numel * self._shard_rank, numel)]
-        if direct is not None:
-            outputs += direct.outputs
-            inputs += direct.own_rows
+            numel = packed.numel() // mesh.shard_size
+            outputs.insert(0, packed)
+            inputs.insert(0, packed.narrow(0, numel * mesh.shard_rank, numel))
         return outputs, inputs
 
     def _send(self, async_op: bool) -> None:
         """async_op: whether the user asked for an asynchronous unshard; only custom communicators learn of it."""
-        process_group = self._process_group
+        plan, process_group = self._plan, self._plan.mesh.shard_group
+        assert self._under_way is not None
         if process_group is None:
             return
         outputs, inputs = self.to_send(None)
-        if self._comm is not None:
-            work = self._comm(output_tensor=outputs[0], input_tensor=inputs[0], group=process_group, async_op=async_op)
-            self._pending = collectives.Works([work])
+        if plan.comm is not None:
+            work = plan.comm(output_tensor=outputs[0], input_tensor=inputs[0], group=process_group, async_op=async_op)
+            self.receive(outputs[0], collectives.Works([work]))
             return
-        algorithm = self._algorithm or backends.choose_all_gather(self._backend, self._num_shards, outputs[0].nbytes, self._device.type)
-        is_async = not backends.is_stream_ordered(self._backend)
-        self._pending = collectives.all_gather(outputs, inputs, process_group, algorithm, is_async)
+        algorithm = plan.algorithm or backends.choose_all_gather(
+            plan.backend, plan.mesh.shard_size, outputs[0].nbytes, plan.device.type
+        )
+        is_async = not backends.is_stream_ordered(plan.backend)
+        self._under_way.pending = collectives.all_gather(outputs, inputs, process_group, algorithm, is_async)
 
     def receive(self, rows: Tensor, pending: collectives.Pending) -> None:
         """See ``Gather.receive``."""
-        self._packed, self._pending = rows, pending
+        assert self._under_way is not None
+        self._under_way.packed, self._under_way.pending = rows, pending
 
     def land(self) -> None:
-        self._event = self._streams.mark(self._streams.gather)
+        assert self._under_way is not None
+        streams = self._plan.streams
+        self._under_way.event = streams.mark(streams.gather)
 
-    def _pack(self, non_blocking: bool, own_row_only: bool = False) -> None:
+    def _pack(self, non_blocking: bool, own_row_only: bool = False) -> _UnderWay:
         """Copy the tensors of every parameter into this rank's row of its output, if it is direct, or of a buffer.
 
         own_row_only: the buffer has no rows for other ranks
         """
+        plan, made = self._plan, self._made
         pieces: list[Tensor] = []
         sent: list[_Sent] = []
-        for param in self._params:
-            tensors, metadata = self._extensions.to_send(param, non_blocking)
+        for param in plan.params:
+            tensors, metadata = plan.extensions.to_send(param, non_blocking)
             pieces += tensors
             sent.append(_Sent([each.shape for each in tensors], [each.dtype for each in tensors], metadata))
         kinds = [(each.shapes, each.dtypes) for each in sent]
         if self._kinds:
-            require_same_kinds(self._params, self._kinds, kinds)
+            require_same_kinds(plan.params, self._kinds, kinds)
         self._kinds = kinds
-        self._sent = sent
-        direct = self._direct
-        if direct is not None:
-            straight = [piece.reshape(-1).view(torch.uint8) for piece, is_one in zip(pieces, direct.are_these, strict=True) if is_one]
-            torch._foreach_copy_(direct.own_rows, straight)
-            pieces = [piece for piece, is_one in zip(pieces, direct.are_these, strict=True) if not is_one]
-            if not pieces:
-                return
+        if made is not None and made.direct:
+            straight = [(place, piece) for place, piece in zip(made.places, pieces, strict=True) if place.is_direct]
+            torch._foreach_copy_(
+                [place.rows[plan.mesh.shard_rank] for place, _ in straight],
+                [piece.reshape(-1).view(torch.uint8) for _, piece in straight],
+            )
+            pieces = [piece for place, piece in zip(made.places, pieces, strict=True) if not place.is_direct]
+        self._under_way = _UnderWay(sent, self._packed(pieces, own_row_only) if pieces else None)
+        return self._under_way
+
+    def _packed(self, pieces: Sequence[Tensor], own_row_only: bool) -> Tensor:
+        plan, mesh = self._plan, self._plan.mesh
         dtypes = {piece.dtype for piece in pieces}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
         rows = [piece.reshape(-1) for piece in pieces]
@@ -224,18 +260,14 @@ class ExtensionGather:
             rows = [row.view(torch.uint8) for row in rows]
         sizes = []
         for row in rows:
-            sizes += [row.numel(), self._gap_nbytes(row.nbytes) // dtype.itemsize]
+            sizes += [row.numel(), plan.gap_nbytes(row.nbytes) // dtype.itemsize]
         numel = sum(sizes)
-        allocate = torch.empty if self._comm is None else self._comm.allocate
-        num_rows, own_row = (1, 0) if own_row_only else (self._num_shards, self._shard_rank)
-        packed: Tensor = allocate((numel * num_rows,), dtype=dtype, device=self._device)
+        allocate = torch.empty if plan.comm is None else plan.comm.allocate
+        num_rows, own_row = (1, 0) if own_row_only else (mesh.shard_size, mesh.shard_rank)
+        packed: Tensor = allocate((numel * num_rows,), dtype=dtype, device=plan.device)
         own = packed.narrow(0, numel * own_row, numel)
         torch._foreach_copy_(list(torch.split(own, sizes)[::2]), rows)
-        self._packed = packed
-
-    def _gap_nbytes(self, nbytes: int) -> int:
-        """Bytes of padding that align the next payload. A custom communicator gets none: upstream's contract has none."""
-        return 0 if self._comm is not None else -nbytes % ALIGN_NBYTES
+        return packed
 
     # --- finish ---
 
@@ -243,150 +275,127 @@ class ExtensionGather:
     @torch.no_grad()
     def finish(self) -> None:
         """Order compute after the gather. Then either ``fill`` or ``free``, once per ``start``."""
-        streams = self._streams
-        if self._pending is not None:
-            self._pending.finish()
-            self._pending = None
-        streams.order(streams.compute, self._event)
-        self._event = None
+        streams, under_way = self._plan.streams, self._under_way
+        assert under_way is not None
+        if under_way.pending is not None:
+            under_way.pending.finish()
+            under_way.pending = None
+        streams.order(streams.compute, under_way.event)
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def fill(self) -> None:
         """Give the unsharded parameters their values. If an extension raises, or memory runs out, ``free`` follows."""
-        first = not self._storages
+        assert self._under_way is not None
         try:
-            self._fill(self._packed, self._sent, first)
+            self._fill(self._under_way.packed, self._under_way.sent)
         except BaseException:
-            if first:
-                self._drop_made()
+            if self._made is None:  # the next gather makes them all
+                for param in self._plan.params:
+                    param.unsharded = None
             raise
         finally:
             self._let_go()
 
-    def _fill(self, packed: Tensor | None, sent: list[_Sent], first: bool) -> None:
-        streams = self._streams
-        if first:
-            self._make_outputs(sent)
+    def _fill(self, packed: Tensor | None, sent: list[_Sent]) -> None:
+        plan, made, streams = self._plan, self._made, self._plan.streams
+        if made is None:
+            places = self._make_places(sent)
             self._allocated_on = (streams.compute,)
         else:
-            self._allocate(self._storages)
-        outs = list(self._writers)
-        for index in self._rearranged:
-            outs[index] = torch.empty_like(outs[index])
+            places = made.places
+            self._allocate(made.storages)
+        arrived = [place.rows if place.is_stacked else torch.empty_like(place.rows) for place in places]
         if packed is not None:
-            rows = packed.view(self._num_shards, packed.numel() // self._num_shards).view(torch.uint8)
-            torch.split_with_sizes_copy(rows, [out.shape[1] for out in outs], dim=1, out=outs)
-        arrived = iter([out for out, is_gap in zip(outs, self._are_gaps, strict=True) if not is_gap])
-        if self._direct is not None:
-            packed_ones, straight = arrived, iter(self._direct.outputs)
-            arrived = iter([next(straight if is_one else packed_ones) for is_one in self._direct.are_these])
-        for index, (param, each) in enumerate(zip(self._params, sent, strict=True)):
-            gathered = tuple(
-                _put_together(next(arrived), output, shape, param.spec.cut)
-                for output, shape in zip(self._outputs[index], each.shapes, strict=True)
-            )
-            if first:
-                whole, kept = self._extensions.make_unsharded(param, gathered, each.metadata)
-                self._kept.append(kept)
+            outs = []
+            for place, rows in zip(places, arrived, strict=True):
+                if not place.is_direct:
+                    outs += [rows] if place.gap is None else [rows, place.gap]
+            sizes = [out.shape[1] for out in outs]
+            received = packed.view(plan.mesh.shard_size, packed.numel() // plan.mesh.shard_size).view(torch.uint8)
+            torch.split_with_sizes_copy(received, sizes, dim=1, out=outs)
+        left = iter(zip(places, arrived, strict=True))
+        kept = []
+        for index, (param, each) in enumerate(zip(plan.params, sent, strict=True)):
+            own = zip(each.shapes, left, strict=False)
+            gathered = tuple(_put_together(rows, place.output, shape, param.spec.cut) for shape, (place, rows) in own)
+            if made is None:
+                whole, to_free = plan.extensions.make_unsharded(param, gathered, each.metadata)
+                kept.append(to_free)
                 param.unsharded = new_unsharded_param(param, param.spec.to_logical(whole))
             else:
-                self._extensions.refill_unsharded(param, gathered, each.metadata, self._kept[index])
-        if first:
-            made = [tensor for tensors in (*self._outputs, *self._kept) for tensor in tensors]
-            storages = {compat.storage_key(tensor): tensor.untyped_storage() for tensor in made}
-            self._storages = [(storage, storage.size()) for storage in storages.values()]
-            self._released = [
-                output.untyped_storage()
-                for param, outputs in zip(self._params, self._outputs, strict=True)
-                if releases_gathered(param)
-                for output in outputs
-            ]
-            if self._may_go_direct and not self._released:
-                self._choose_direct()
-        for storage in self._released:
+                plan.extensions.refill_unsharded(param, gathered, each.metadata, made.kept[index])
+        if made is None:
+            self._made = made = self._keep(places, kept, sent)
+        for storage in made.released:
             streams.resize(storage, 0)
 
     def _let_go(self) -> None:
         """Drop what was gathered; no later gather may write its memory before compute has read it."""
-        streams = self._streams
-        self._packed, self._sent = None, []
+        streams = self._plan.streams
+        self._under_way = None
         streams.order(streams.gather, streams.mark(streams.compute))
         for stream in self._packed_on:
             if stream != streams.compute:
                 streams.order(stream, streams.mark(streams.compute))
 
-    def _allocate(self, storages: list[tuple[torch.UntypedStorage, int]]) -> None:
+    def _allocate(self, storages: Storages) -> None:
         """Allocate the storages that have no memory, on compute."""
-        streams = self._streams
+        streams = self._plan.streams
         for storage, nbytes in storages:
             if storage.nbytes() != nbytes:
                 streams.resize(storage, nbytes)
         if streams.compute not in self._allocated_on:
             self._allocated_on = (*self._allocated_on, streams.compute)
 
-    def _choose_direct(self) -> None:
-        """From now on gather large tensors straight into their outputs, if nothing has to be put together afterwards."""
-        direct = _Direct([], [], [], [])
-        left: list[tuple[Tensor, bool, bool]] = []
-        is_one = False
-        for index, (writer, is_gap) in enumerate(zip(self._writers, self._are_gaps, strict=True)):
-            is_rearranged = index in self._rearranged
-            if not is_gap:
-                is_one = not is_rearranged and writer.numel() >= self._direct_from_nbytes
-                direct.are_these.append(is_one)
-            if not is_one:
-                left.append((writer, is_gap, is_rearranged))
-            elif not is_gap:  # the padding after it is not sent
-                storage = writer.untyped_storage()
-                direct.outputs.append(writer.view(-1))
-                direct.own_rows.append(writer[self._shard_rank])
-                direct.storages.append((storage, storage.nbytes()))
-        if direct.outputs:
-            self._direct = direct
-            self._writers = [writer for writer, _, _ in left]
-            self._are_gaps = [is_gap for _, is_gap, _ in left]
-            self._rearranged = [index for index, (_, _, is_rearranged) in enumerate(left) if is_rearranged]
-
-    def _make_outputs(self, sent: list[_Sent]) -> None:
-        raw = torch.empty(0, dtype=torch.uint8, device=self._device)
-        self._outputs, self._writers, self._kept, self._rearranged, self._are_gaps = [], [], [], [], []
-        for param, each in zip(self._params, sent, strict=True):
-            outputs = []
+    def _make_places(self, sent: Sequence[_Sent]) -> list[_Place]:
+        plan, num_shards = self._plan, self._plan.mesh.shard_size
+        raw = torch.empty(0, dtype=torch.uint8, device=plan.device)
+        places = []
+        for param, each in zip(plan.params, sent, strict=True):
             for shape, dtype in zip(each.shapes, each.dtypes, strict=True):
                 nbytes = shape.numel() * dtype.itemsize
-                gap = self._gap_nbytes(nbytes)
-                storage = torch.empty(self._num_shards * (nbytes + gap), dtype=torch.uint8, device=self._device).untyped_storage()
-                like = torch.empty(0, dtype=dtype, device=self._device)
-                outputs.append(storage_view(storage, like, 0, (self._num_shards * shape.numel(),)))
-                if not param.spec.cut.is_stacked:
-                    self._rearranged.append(len(self._writers))
-                self._writers.append(storage_view(storage, raw, 0, (self._num_shards, nbytes)))
-                self._are_gaps.append(False)
-                if gap > 0:
-                    self._writers.append(storage_view(storage, raw, self._num_shards * nbytes, (self._num_shards, gap)))
-                    self._are_gaps.append(True)
-            self._outputs.append(outputs)
+                gap = plan.gap_nbytes(nbytes)
+                storage = torch.empty(num_shards * (nbytes + gap), dtype=torch.uint8, device=plan.device).untyped_storage()
+                like = torch.empty(0, dtype=dtype, device=plan.device)
+                output = storage_view(storage, like, 0, (num_shards * shape.numel(),))
+                rows = storage_view(storage, raw, 0, (num_shards, nbytes))
+                after = storage_view(storage, raw, num_shards * nbytes, (num_shards, gap)) if gap > 0 else None
+                places.append(_Place(output, rows, after, param.spec.cut.is_stacked))
+        return places
 
-    def _drop_made(self) -> None:
-        """Drop the unsharded parameters after some of them could not be made: the next gather makes them all."""
-        self._outputs, self._writers, self._kept = [], [], []
-        for param in self._params:
-            param.unsharded = None
+    def _keep(self, places: list[_Place], kept: list[tuple[Tensor, ...]], sent: Sequence[_Sent]) -> _Made:
+        """Keep what the first gather has made. Large tensors are gathered straight into place if nothing is put together later."""
+        plan = self._plan
+        made = [*(place.output for place in places), *(tensor for tensors in kept for tensor in tensors)]
+        storages = {compat.storage_key(tensor): tensor.untyped_storage() for tensor in made}
+        left = iter(places)
+        released = []
+        for param, each in zip(plan.params, sent, strict=True):
+            outputs = [place.output.untyped_storage() for _, place in zip(each.shapes, left, strict=False)]
+            released += outputs if releases_gathered(param) else []
+        if self._may_go_direct and not released:
+            places = [replace(each, is_direct=each.is_stacked and each.rows.numel() >= plan.direct_from_nbytes) for each in places]
+        direct = [place.output.untyped_storage() for place in places if place.is_direct]
+        return _Made(places, kept, _sized(storages.values()), _sized(direct), released)
 
     def free(self) -> None:
         """Free the unsharded parameters' memory; their storage objects stay, for autograd's saved views alias them.
 
         The allocator gives it to the stream on which it was allocated: a side stream of the user's, if ``unshard`` was called there.
         """
-        streams = self._streams
-        if self._sent:
+        streams = self._plan.streams
+        if self._under_way is not None:
             self._let_go()
         for stream in self._allocated_on:
             if stream != streams.compute:
                 streams.order(stream, streams.mark(streams.compute))
-        for storage, _ in self._storages:
+        for storage, _ in [] if self._made is None else self._made.storages:
             streams.resize(storage, 0)
+
+
+def _sized(storages: Iterable[torch.UntypedStorage]) -> Storages:
+    return [(storage, storage.nbytes()) for storage in storages]
 
 
 def _put_together(arrived: Tensor, output: Tensor, shape: torch.Size, cut: Cut) -> Tensor:

@@ -182,7 +182,9 @@ class Gradients:
 
     def is_waiting(self) -> bool:
         """At the end of backward: whether a gradient was not collected yet, or gradients that accumulated are due to be reduced."""
-        if self.reached or self.is_due:
+        if self.reached:
+            return True
+        if (self._accumulated is not None or self._on_leaves or self._adding is not None) and self.is_due:
             return True
         for param in self.group.params:  # noqa: SIM110 (a generator would cost every unit of every backward a call more)
             if param.unsharded is not None and param.unsharded.grad is not None:
@@ -357,8 +359,9 @@ class Gradients:
             if group.streams.host_waits:
                 adding.advance()
             partial, adding.sum = adding.sum, None
+        hands_out = self.micro_batch.all_reduces or self.hands_out  # the usual case without a call
         copies_out = group.options.offload and not group.streams.host_waits
-        job = ReduceJob(group, plan, self._used, self.divisions(), self.options, self.hands_out, copies_out)
+        job = ReduceJob(group, plan, self._used, self.divisions(), self.options, hands_out, copies_out)
         reduction = Reduction(job, buffer, partial)
         self._adding = None if job.hands_out else reduction
         return reduction

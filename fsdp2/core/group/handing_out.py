@@ -52,7 +52,9 @@ class HandedOut:
                     self._late = [index for index, is_used in enumerate(used) if not is_used]
             had_gradient = plan.number is not None and plan.views[0].param.sharded.grad is not None
             if self._dtypes is None:
-                reduced = self._cast(output, options.grad_dtype or group.plan.dtype, stream)
+                reduced = output.to(options.grad_dtype or group.plan.dtype)
+                if group.options.offload:
+                    reduced = self._offload(reduced, stream)
                 self._give(reduced, views)
             else:
                 self._give_in_own_dtypes(output, views, stream)
@@ -89,16 +91,15 @@ class HandedOut:
             with self._job.group.streams.on(stream):
                 self.tag.copy_(output.narrow(0, offset, TAG_NUMEL), non_blocking=True)
 
-    def _cast(self, output: Tensor, dtype: torch.dtype, stream: Stream) -> Tensor:
-        reduced = output.to(dtype)
-        return self._offload(reduced, stream) if self._job.group.options.offload else reduced
-
     def _give_in_own_dtypes(self, output: Tensor, views: list[GradView], stream: Stream) -> None:
         """As ``_give``, for a group in which some parameters have a ``grad_dtype``."""
         dtypes = self._dtypes
         assert dtypes is not None
         for dtype in dict.fromkeys(dtypes[view.param] for view in views):
-            self._give(self._cast(output, dtype, stream), [view for view in views if dtypes[view.param] is dtype])
+            reduced = output.to(dtype)
+            if self._job.group.options.offload:
+                reduced = self._offload(reduced, stream)
+            self._give(reduced, [view for view in views if dtypes[view.param] is dtype])
 
     def _offload(self, reduced: Tensor, stream: Stream) -> Tensor:
         """Copy to the host, alongside the next reduction, and without waiting if the gradient is first read at the end of backward."""

@@ -34,10 +34,11 @@ class Reduction:
     On a stream device ``launch`` queues all of them at once. On the host the constructor issues the first, and
     ``advance`` and ``finish`` wait for each.
 
-    sum: the result of a reduce-scatter that is not handed out, in reduce dtype
+    sum:        the result of a reduce-scatter that is not handed out, in reduce dtype
+    copies_out: see ``ReduceJob``
     """
 
-    __slots__ = ("_handed_out", "_input", "_is_scattered", "_job", "_output", "_partial", "_pending", "_scattered", "sum")
+    __slots__ = ("_handed_out", "_input", "_is_scattered", "_job", "_output", "_partial", "_pending", "_scattered", "copies_out", "sum")
 
     def __init__(self, job: ReduceJob, buffer: Tensor, partial: Tensor | None) -> None:
         """Prepare to reduce ``buffer``; on the host, start.
@@ -47,6 +48,7 @@ class Reduction:
         Collective: on the host, over the shard axis; the other legs follow later.
         """
         self._job = job
+        self.copies_out = job.copies_out
         self._input: Tensor | None = buffer
         self._partial = partial
         self._output: Tensor | None = None
@@ -71,10 +73,6 @@ class Reduction:
     def is_in_place(self) -> bool:
         """Whether the output is the input, whose memory is compute's: so it is over one rank."""
         return self._job.plan.num_shards == 1
-
-    @property
-    def copies_out(self) -> bool:
-        return self._job.copies_out
 
     @property
     def has_run_hooks(self) -> bool:
@@ -116,7 +114,7 @@ class Reduction:
             self._output = comm.allocate((plan.layout.shard_numel,), dtype=buffer.dtype, device=buffer.device)
             self._pending = comm_reduce_scatter(comm, self._output, buffer, process_group, job.divisions.reduce_scatter)
             return
-        if self.is_in_place:
+        if plan.num_shards == 1:
             self._output = output = buffer
         else:
             self._output = output = torch.empty(plan.layout.shard_numel, dtype=buffer.dtype, device=buffer.device)

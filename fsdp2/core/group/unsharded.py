@@ -16,7 +16,8 @@ from ...policy import AllGather
 from ..comm.streams import Stream, Streams
 from ..plan.mesh import DataParallelMesh
 from .all_gather import Gather, GatherTarget, LocalGather, new_gather
-from .extension_gather import ExtensionGather
+from .extension_gather import ExtensionGather, ExtensionGatherPlan
+from .extensions import Extensions
 from .group_plan import GroupPlan, direct_from_nbytes
 from .options import GroupOptions
 from .param import new_unsharded_param, storage_view
@@ -61,17 +62,17 @@ class Unsharded:
         self.free: Callable[[], None]
         self._really_free: Callable[[], None] | None = None
         if plan.has_own_memory:
-            self.gather = ExtensionGather(
-                plan.params,
-                mesh,
-                device,
-                streams,
-                plan.param_dtype,
-                options.mp_policy,
-                comm,
-                options.all_gather,
-                {"direct": 1, "packed": math.inf}.get(options.gather, direct_from_nbytes(mesh.shard_size)),
+            gather_plan = ExtensionGatherPlan(
+                params=plan.params,
+                mesh=mesh,
+                device=device,
+                streams=streams,
+                extensions=Extensions(mesh, device, plan.param_dtype, options.mp_policy),
+                comm=comm if mesh.shard_size > 1 else None,
+                algorithm=options.all_gather,
+                direct_from_nbytes={"direct": 1, "packed": math.inf}.get(options.gather, direct_from_nbytes(mesh.shard_size)),
             )
+            self.gather = ExtensionGather(gather_plan)
             self.fill, self.free = self.gather.fill, self.gather.free
             return
         assert flat is not None

@@ -9,7 +9,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,14 @@ class _NoDDP:
         raise AttributeError(f"{cls.__name__} has no such attribute")
 
 
-class FSDPModule:
+# To type checkers a sharded module is an nn.Module; at run time ``FSDP<Name>`` descends from the user's class and from FSDPModule.
+if TYPE_CHECKING:
+    _Module = nn.Module
+else:
+    _Module = object
+
+
+class FSDPModule(_Module):
     """The methods of a module that ``fully_shard`` has sharded. Methods marked *recursive* also apply to FSDP modules below."""
 
     _ddp_params_and_buffers_to_ignore = _NoDDP()  # a user who sets it wraps what is not sharded
@@ -149,7 +156,7 @@ class FSDPModule:
         schedule = sharded_unit(self).schedule
         if schedule is not None:
             schedule.before_listing()
-        named: Iterator[tuple[str, nn.Parameter]] = super().named_parameters(*args, **kwargs)  # type: ignore[misc]
+        named: Iterator[tuple[str, nn.Parameter]] = super().named_parameters(*args, **kwargs)
         return named
 
     # --- one iteration ---
@@ -280,7 +287,7 @@ class FSDPModule:
                 unit.schedule.finish_reductions()
             for group in unit.groups:
                 group.gradients.zero(set_to_none)
-        super().zero_grad(set_to_none)  # type: ignore[misc]
+        super().zero_grad(set_to_none)
 
     # --- memory against communication ---
 
@@ -605,7 +612,7 @@ class FSDPModule:
         unit = sharded_unit(self)
         unit.reshard_for_all()  # nn.Module changes what is registered
         with _kept_grad_dtypes(unit):
-            result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+            result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
             unit.notice_changes(more_may_come=len(unit.modules) > 1)
         return result
 

@@ -27,7 +27,7 @@ from torch import nn
 
 from .grouping.planning import Plan, PlannedGroup, plan
 from .grouping.policies import WrapPolicy, auto, by_class, by_name, by_predicate, by_size, root_only
-from .strategy import parallelize
+from .strategy import StrategyName, parallelize
 
 __all__ = [
     "Plan",
@@ -50,7 +50,7 @@ _options: ContextVar[dict[str, Any] | None] = ContextVar("fsdp2_wrap_options", d
 
 
 @contextlib.contextmanager
-def enable_wrap(strategy: str = "zero3", **options: Any) -> Iterator[None]:
+def enable_wrap(strategy: StrategyName = "zero3", **options: Any) -> Iterator[None]:
     """Inside, ``wrap`` shards modules by ``strategy`` and the other arguments of ``fsdp2.parallelize``, in this thread alone.
 
     Nested contexts replace each other. Collective: no; see ``wrap``.

@@ -80,7 +80,7 @@ class WrappedModule(FSDPModule):
         into them is kept. Collective: yes, over the meshes of the parameters.
         """
         with summoned(cast(nn.Module, self), recurse=False):
-            return super().apply(fn)  # type: ignore[misc]
+            return super().apply(fn)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -136,12 +136,12 @@ class WrappedModule(FSDPModule):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """A state dict of the type that is set: whole tensors by default, as in FSDP1. Collective: yes, if whole."""
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        make = super().state_dict  # type: ignore[misc]
+        make = super().state_dict
         return model_state.state_dict_of(cast(nn.Module, self), lambda: make(*args, **kwargs), prefix)
 
     def _load_from_state_dict(self, state_dict: State, prefix: str, *args: Any) -> None:
         model_state.place_for_loading(cast(nn.Module, self), state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @staticmethod
     def set_state_dict_type(

@@ -20,7 +20,7 @@ from torch import nn
 from ..errors import ModuleError, got_object
 from ..printable import counted, in_bytes
 from .module_tree import CONTAINERS, ModuleTree, is_sharded, refuse_lazy_parameters
-from .policies import as_policy
+from .policies import Wrap, as_policy
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Plan:
         return "\n".join(lines)
 
 
-def plan(model: nn.Module, policy: Any = "auto", *, ignored_params: Iterable[nn.Parameter] | None = None) -> Plan:
+def plan(model: nn.Module, policy: Wrap = "auto", *, ignored_params: Iterable[nn.Parameter] | None = None) -> Plan:
     """Which groups ``parallelize(model, wrap=policy)`` makes. Changes nothing, needs no process group, works on the meta device.
 
     policy:     a wrap policy or one of its shorthands, see ``fsdp2.wrap``

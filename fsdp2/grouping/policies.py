@@ -13,7 +13,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -127,6 +127,9 @@ class _ByName(WrapPolicy):
             )
         return [[module] for module in chosen.values()]
 
+
+Wrap = Literal["auto"] | type[nn.Module] | Collection[type[nn.Module]] | WrapPolicy | None
+"""What ``wrap`` arguments take."""
 
 auto = _Auto()
 """The repeated blocks of the model, found by themselves; also ``wrap="auto"``."""

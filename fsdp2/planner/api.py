@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..arguments import FUNCTION, require
 from ..errors import ArgumentError
+from ..grouping.policies import Wrap
 from ..strategy import StrategyName
 from ..testing.clock.cards import CARDS, Card
 from .duration import duration_of
@@ -36,7 +37,7 @@ def plan(
     strategy: StrategyName = Setting.strategy,
     *,
     shard_size: int | None = Setting.shard_size,
-    wrap: Any = Setting.wrap,
+    wrap: Wrap = Setting.wrap,
     dtype: torch.dtype | None = Setting.dtype,
     param_dtype: torch.dtype | None = Setting.param_dtype,
     reduce_dtype: torch.dtype | None = Setting.reduce_dtype,

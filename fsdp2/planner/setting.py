@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 
 from ..arguments import COUNT, DTYPE, NATURAL, Kind, one_of, require, word_of
+from ..grouping.policies import Wrap
 from ..strategy import STRATEGIES, StrategyName
 from .tiers import OFFLOADS, Offload
 from .world import Backend
@@ -59,7 +60,7 @@ class Setting:
             "ranks of a node, for hybrid strategies (default: ranks per host)", COUNT.or_none, type=word_of(COUNT), metavar="N"
         ),
     )
-    wrap: Any = field(default="auto", metadata=_option("names of the classes whose modules become groups", nargs="+", metavar="CLASS"))
+    wrap: Wrap = field(default="auto", metadata=_option("names of the classes whose modules become groups", nargs="+", metavar="CLASS"))
     dtype: torch.dtype | None = field(
         default=None, metadata=_dtype_option("dtype in which parameters are stored (default: the model's)")
     )

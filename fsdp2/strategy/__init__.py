@@ -39,6 +39,7 @@ from ..core.setup.build import read_modules
 from ..errors import ArgumentError, ModuleError, got_object
 from ..fsdp_module import FSDPModule
 from ..grouping.planning import plan
+from ..grouping.policies import Wrap
 from ..policy import MixedPrecisionPolicy, OffloadPolicy
 from ..sharding_arguments import check_policies, checked_modules
 from .meshes import flat_mesh, flat_mesh_of_nodes, node_mesh, replicated_mesh
@@ -101,7 +102,7 @@ def parallelize(
     model: _Module,
     strategy: StrategyName = "zero3",
     *,
-    wrap: Any = "auto",
+    wrap: Wrap = "auto",
     mesh: DeviceMesh | None = None,
     shard_size: int | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (a frozen value)

@@ -78,7 +78,7 @@ def checked_ties(ties: Any) -> list[Sequence[str]]:
     if sets is None or not all(_are_names(names) for names in sets):
         raise ArgumentError(
             got("check", "ties", ties),
-            expected="sets of two or more names of parameters that are to be one",
+            expected="sets of two or more names of parameters that should be one",
             fix="for instance ties=[('embedding.weight', 'head.weight')]",
         )
     return sets

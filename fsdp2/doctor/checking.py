@@ -40,7 +40,7 @@ def check(
 
     model:      the root, sharded
     optimizer:  one, or all that train it
-    ties:       names of parameters that are to be one, such as ``[("embedding.weight", "head.weight")]``; those that fully_shard saw,
+    ties:       names of parameters that should be one, such as ``[("embedding.weight", "head.weight")]``; those that fully_shard saw,
                 and those that a model of transformers declares, are known
     ignore:     names of checks whose findings are left out, as docs/doctor.md has them
     strict:     raise where there are findings

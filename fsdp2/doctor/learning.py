@@ -89,7 +89,7 @@ def not_cleared(names: tuple[str, ...]) -> Finding:
         "gradients-not-cleared",
         "warning",
         f"backward adds to gradients of {len(names)} parameters with which the optimizer has stepped already",
-        "each step uses the gradients of all batches so far: it grows with the number of steps, and points to where the model was",
+        "each step uses the gradients of all batches so far, so updates grow with the number of steps and use outdated values",
         "call optimizer.zero_grad() between optimizer.step() and the next backward",
         names,
     )
@@ -183,7 +183,7 @@ def _apart(what: str, by_rank: Mapping[int, Hashable], ranks: tuple[int, ...]) -
         "optimizer-settings-differ",
         "error",
         f"{what} {shown}",
-        "ranks step their shards of one parameter by different rules, and the model is none that a rule has trained",
+        "ranks update their shards of one parameter by different rules, so no single rule trains the model",
         "compute what schedulers are given from values that all ranks share: all_reduce the loss before scheduler.step(loss)",
         ranks=ranks,
     )
@@ -195,8 +195,8 @@ def same_random_numbers(ranks: tuple[int, ...]) -> Finding:
         "warning",
         f"forward drew the same random numbers on {len(ranks)} data-parallel ranks in two steps",
         "dropout drops the same elements on all ranks, and noise is the same: the batch has less of it than its size says",
-        "call torch.manual_seed(seed + rank) once the model has its values; what ranks must draw alike (layers that are left out) "
-        "takes a torch.Generator of its own",
+        "call torch.manual_seed(seed + rank) once the model has its values; random choices that must be the same on all "
+        "ranks (layers that are skipped) need a torch.Generator of their own",
         ranks=ranks,
     )
 

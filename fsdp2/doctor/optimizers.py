@@ -56,7 +56,7 @@ def optimizer_findings(inspected: Inspected) -> Iterator[Finding]:
             "optimizer-misses-parameters",
             "warning",
             f"the optimizer does not have {len(missing)} parameters that require a gradient",
-            "no step ever changes them, and yet their gradients are computed, reduced and kept",
+            "no step ever changes them, although their gradients are computed, reduced and kept",
             "pass all of model.parameters() to the optimizer (several optimizers: give check a list), or freeze them with "
             "requires_grad_(False)",
             tuple(missing),

@@ -60,7 +60,7 @@ def replica_findings(by_rank: Sequence[Facts]) -> Iterator[Finding]:
         yield Finding(
             "models-differ",
             "error",
-            f"{len(names)} parameters or buffers have not the same shape, dtype and requires_grad on all ranks",
+            f"{len(names)} parameters or buffers differ between ranks in shape, dtype or requires_grad",
             "collectives of different sizes hang, or mix up parameters",
             "build the same model on every rank",
             names,
@@ -70,9 +70,10 @@ def replica_findings(by_rank: Sequence[Facts]) -> Iterator[Finding]:
         yield Finding(
             "replicas-differ",
             "error",
-            f"{len(names)} parameters have not the same values on all replicas",
-            "replicas that begin differently stay so: each adds the same gradients to other values",
-            "seed all ranks alike before the model is built, load one checkpoint, or let fsdp2.parallelize broadcast rank 0's values",
+            f"{len(names)} parameters have different values on different replicas",
+            "replicas that start with different values keep them apart: each adds the same gradients to its own",
+            "give all ranks the same seed before the model is built, load one checkpoint, or let fsdp2.parallelize broadcast "
+            "rank 0's values",
             names,
             ranks,
         )
@@ -80,9 +81,9 @@ def replica_findings(by_rank: Sequence[Facts]) -> Iterator[Finding]:
         yield Finding(
             "buffers-differ",
             "warning",
-            f"{len(names)} buffers have not the same values on all ranks",
+            f"{len(names)} buffers have different values on different ranks",
             "ranks compute different functions; statistics of BatchNorm drift apart, and a checkpoint has those of one rank",
-            "initialize buffers alike on all ranks, broadcast them, or use SyncBatchNorm",
+            "initialize buffers to the same values on all ranks, broadcast them, or use SyncBatchNorm",
             names,
             ranks,
         )

@@ -24,8 +24,8 @@ def missing_gradients(params: Iterable[Parameter], num_steps: int) -> Iterator[F
             "gradient-never-came",
             "warning",
             f"{len(names)} parameters require a gradient, and got none in {num_steps} steps",
-            "they do not train, and yet they are gathered, reduced and kept by the optimizer; forward may have left them out by "
-            "mistake (detach, no_grad, a branch that never runs)",
+            "they do not train, although ranks gather and reduce them and the optimizer keeps their state; forward may leave them "
+            "out by mistake (detach, no_grad, a branch that never runs)",
             "use them in forward, or freeze them with requires_grad_(False); experts that seldom run need more patience=",
             names,
         )
@@ -40,7 +40,7 @@ def accumulation_switches(units: Sequence[Unit]) -> Iterator[Finding]:
             "accumulation-switch-on-a-part",
             "warning",
             f"gradient sync is off for {len(off)} of {len(reduced)} modules in one backward",
-            "the others communicate in every micro-batch, which is what the switch was to save",
+            "the others communicate in every micro-batch, which the switch should have saved",
             "call set_requires_gradient_sync on the root, with recurse=True, or use fsdp2.accumulate(model, last=...)",
             tuple(off),
         )
@@ -54,7 +54,7 @@ def accumulation_switches(units: Sequence[Unit]) -> Iterator[Finding]:
             "accumulation-switch-without-effect",
             "warning",
             f"set_requires_all_reduce(False) is set on {len(idle)} modules, which have no replicas",
-            "each micro-batch communicates as it did before: without a replicate axis there is no all-reduce to leave out",
+            "each micro-batch communicates as before: without a replicate axis there is no all-reduce to skip",
             "call set_requires_gradient_sync(False) for micro-batches that are not the last, or use fsdp2.accumulate(model, last=...)",
             tuple(idle),
         )
@@ -91,7 +91,7 @@ def used_outside(names: tuple[str, ...]) -> Finding:
         f"{len(names)} parameters are used outside of the forward of the module that they were sharded with",
         "there they are shards, or memory that is freed: each rank computes with its own piece, and that gradient is not averaged",
         "use them inside of the module's forward (register_fsdp_forward_method for other methods), shard the module that uses them "
-        "together with theirs (fully_shard([a, b])), or take full_tensor() for what all ranks compute alike",
+        "together with theirs (fully_shard([a, b])), or take full_tensor() where all ranks compute the same",
         names,
     )
 
@@ -108,7 +108,7 @@ def clip_of_nothing(after_step: bool) -> Finding:
     return Finding(
         "clip-without-effect",
         "warning",
-        "clip_grad_norm_ got parameters of which none has a gradient",
+        "clip_grad_norm_ got parameters, and none of them has a gradient",
         "it changes nothing: they are whole parameters from before fully_shard, a generator that was read before, or were cleared",
         "pass model.parameters(), listed after fully_shard, between backward and optimizer.step()",
     )

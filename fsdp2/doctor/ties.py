@@ -20,7 +20,7 @@ Ties = Iterable[Sequence[str]]
 
 
 def tie_findings(inspected: Inspected, ties: Ties) -> Iterator[Finding]:
-    """ties: names of parameters that are to be one, in sets of two or more. Raises: ArgumentError for a name that there is not"""
+    """ties: names of parameters that should be one, in sets of two or more. Raises: ArgumentError for a name that the model lacks"""
     model = inspected.model
     shown = dict(model.named_parameters(remove_duplicate=False))
     cut: list[tuple[str, ...]] = []
@@ -46,8 +46,8 @@ def tie_findings(inspected: Inspected, ties: Ties) -> Iterator[Finding]:
         yield Finding(
             "cut-tie",
             "error",
-            f"{' and '.join(names)} are to be one parameter, and are not",
-            "each trains by itself from now on, and a checkpoint that has one of them loads a model that has never been",
+            f"{' and '.join(names)} should be one parameter, but are separate",
+            "each trains by itself from now on, and a checkpoint with only one of them loads a model that never existed",
             "tie them again (model.tie_weights(), or head.weight = embedding.weight) before fully_shard; load into the model with "
             "assign=False, or with fsdp2.checkpoint",
             names,

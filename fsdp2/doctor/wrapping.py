@@ -91,8 +91,8 @@ def _small_groups(inspected: Inspected) -> Iterator[Finding]:
             "small-groups",
             "note",
             f"{len(small)} of {len(sizes)} groups below the root have less than {in_bytes(SMALL_NBYTES)}",
-            "each costs a collective in forward and two in backward, whose start takes longer than its bytes, and hooks",
-            "call fully_shard on the modules around them only",
+            "each costs hooks, one collective in forward and two in backward; starting these takes longer than sending their bytes",
+            "call fully_shard only on the modules around them",
             tuple(small),
         )
 
@@ -112,7 +112,7 @@ def _padding(inspected: Inspected) -> Iterator[Finding]:
         yield Finding(
             "padding",
             "note",
-            f"{len(padded)} groups ({padded[0]}, ...) travel with more than a tenth of padding, {in_bytes(padding)} in all",
+            f"{len(padded)} groups ({padded[0]}, ...) are more than a tenth padding, {in_bytes(padding)} in total",
             f"rows that do not divide over {num_shards} ranks are padded in memory and in each collective",
             "shard another dim by shard_placement_fn, shard over fewer ranks (a 2-D mesh), or choose sizes that divide",
             tuple(uneven),

@@ -160,6 +160,7 @@ def optimizer_without_the_head() -> None:
 
 
 def root_forgotten() -> None:
+    warnings.simplefilter("ignore")  # fsdp2 warns of it as well, once in a process, which would end the script here
     model = mlp()
     for block in model.blocks:
         fully_shard(block, mesh=cpu_mesh())

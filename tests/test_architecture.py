@@ -115,14 +115,28 @@ def test_each_tensor_is_made_on_a_device_that_its_line_names():
     assert silent == []
 
 
-def test_a_class_of_more_than_fifteen_attributes_says_why():
-    silent = [
-        f"{path.relative_to(PACKAGE)}: {node.name}"
+WIDE_CLASSES = {
+    "core/group/memory.py: GroupMemory",
+    "doctor/watching.py: Watch",
+    "hangs/watcher.py: Watchdog",
+    "inspect/views.py: Group",
+    "migrate/names.py: Names",
+    "planner/setting.py: Setting",
+    "testing/clock/cards.py: Card",
+    "testing/recording.py: RecordingStreams",
+}
+"""Classes with more than fifteen attributes. Take a class off this list when it has fewer; add none."""
+
+
+def test_no_other_class_has_more_than_fifteen_attributes():
+    """State that belongs together is a value: see ``core/group/reduction.py``."""
+    wide = {
+        f"{path.relative_to(PACKAGE).as_posix()}: {node.name}"
         for path in PACKAGE.rglob("*.py")
         for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.ClassDef) and len(attributes_of(node)) > 15 and "attributes" not in (ast.get_docstring(node) or "")
-    ]
-    assert silent == []
+        if isinstance(node, ast.ClassDef) and len(attributes_of(node)) > 15
+    }
+    assert wide - WIDE_CLASSES == set()
 
 
 def test_each_public_name_has_an_example_in_its_docstring():

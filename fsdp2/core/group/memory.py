@@ -66,7 +66,7 @@ MOVES = {
 
 
 class GroupMemory:
-    """Parameters that are all-gathered together. Its eighteen attributes are its parts, its state, and its memory.
+    """Parameters that are all-gathered together.
 
     fqn:             of the module that fully_shard was called on, from the root
     registry:        shows the parameters to the modules that own them

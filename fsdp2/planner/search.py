@@ -1,13 +1,12 @@
-"""Which settings fit a memory limit, and of these the fastest: ``fsdp2 plan --search``, and ``search``.
+"""Find the fastest settings that fit a memory limit: ``fsdp2 plan --search``, and ``search``.
 
-Each candidate is rehearsed. The search goes from the setting that was asked for to better ones, one choice at a time: strategy,
-wrapping, checkpointing, prefetch depth, and into how many micro-batches a rank's sequences are split. How many these are stays.
-It ends where no single choice is better, which need not be the best of all combinations. Step times are a model (docs/step_clock.md).
+The search rehearses each candidate. It starts from the given setting and changes one choice at a time: strategy, wrapping,
+checkpointing, prefetch depth, and the number of micro-batches into which a rank's sequences are split (their total stays). It ends
+when no single change is better, so the result need not be the best combination. Step times are a model (docs/step_clock.md).
 
-The search has three shortcuts. It does not rehearse a candidate whose parameters and optimizer state alone exceed the limit. Once a
-setting fits, it does not rehearse one that can't be faster: with more recomputation, or with another strategy where nothing waits for
-communication. And it does
-not check by a third rehearsal (``repetition`` says of what) a candidate that fits worse, or is slower, than what it found before.
+Three shortcuts. It does not rehearse a candidate whose parameters and optimizer state alone exceed the limit. Once a setting fits, it
+does not rehearse one that can't be faster: with more recomputation, or with another strategy when nothing waits for communication.
+And it leaves out the check by a third rehearsal (see ``repetition``) for a candidate that fits worse, or is slower, than earlier ones.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ LINEAR_LAYERS = by_class("Linear", "Embedding")
 """Small groups: each linear layer by itself. They need less memory at a time, and more collectives."""
 
 GAIN = 2e-3
-"""The part of a step that a change has to save, to be its next step: predicted times of many blocks are off by half of that."""
+"""The share of a step that a change must save to be adopted. Predicted times of many blocks are off by half of that."""
 
 Planned = Callable[[Setting, Callable[[Plan], bool]], Plan]
-"""The plan of a setting, and of which plans the search wants to know that they are exact."""
+"""Plans a setting. The second argument says which plans the search needs to be exact."""
 
 
 def search(

@@ -131,7 +131,7 @@ def _check_last_axis(name: str, mesh: DeviceMesh, shard_size: int | None) -> Non
     if shard_size is not None and shard_size != mesh.size(1):
         raise MeshError(
             f"strategy {name!r} got shard_size={shard_size} and a mesh whose last axis has {mesh.size(1)} ranks: {mesh}",
-            expected="one of the two, or both alike",
+            expected="one of the two, or the same size in both",
             fix="leave shard_size out",
         )
 

@@ -7,6 +7,7 @@ import inspect
 import json
 import runpy
 from dataclasses import asdict, fields, replace
+from typing import get_args
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from fsdp2.cli import main
 from fsdp2.planner.api import plan_of
 from fsdp2.planner.command import add_arguments
 from fsdp2.planner.models import DecoderShape
-from fsdp2.planner.setting import Setting
+from fsdp2.planner.setting import OPTIMIZERS, OptimizerName, Setting
 from fsdp2.planner.shapes import SHAPES, named, of_shape
 from fsdp2.planner.workload import next_token_loss
+from fsdp2.strategy import STRATEGIES, StrategyName
 from fsdp2.wrap import root_only
 
 NUMEL = {  # in billions, as their papers have it
@@ -129,6 +131,11 @@ def test_the_command_has_the_defaults_of_the_function():
     }
     assert {name: defaults[name] for name in taken} == taken
     assert {each.name for each in fields(Setting)} <= taken.keys() | {"world_size"}
+
+
+def test_type_checkers_know_the_names_of_all_strategies_and_optimizers():
+    assert get_args(StrategyName) == tuple(STRATEGIES)
+    assert get_args(OptimizerName) == tuple(OPTIMIZERS)
 
 
 SCRIPT = """

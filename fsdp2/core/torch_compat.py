@@ -1,8 +1,8 @@
 """Every private torch name in use, and every difference between torch 2.11 and 2.15, in one place.
 
-Nothing here has logic of its own: a name is re-exported, or wrapped so that its callers need not know the torch version.
-When a torch release breaks fsdp2, this is the file to fix. A name that a release has dropped is missed where it is used, not at
-``import fsdp2`` (``torch_name``).
+Nothing here has logic of its own: a name is re-exported, or wrapped so that its callers need not know the torch
+version. When a torch release breaks fsdp2, this is the file to fix. If a release drops a name, only the feature that
+uses it fails, not ``import fsdp2`` (``torch_name``).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [  # torch's names that other files take from here, in addition to tho
 
 
 class _Gone(type):
-    """The class of classes that stand for names that this torch lacks: nothing is an instance of such a class, and its use raises."""
+    """The type of a class that stands for a name that this torch lacks: it has no instances, and its use raises."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         raise _gone_error(cls.path)
@@ -69,7 +69,7 @@ def _gone_error(path: str) -> FSDPError:
 
 
 def torch_name(path: str, instead: Any = None) -> Any:
-    """What torch has at ``path``, a private name; if it is gone, ``instead``, or a class of which every use raises an FSDPError."""
+    """What torch has at ``path``, a private name. If it is gone: ``instead``, or a class whose every use raises an FSDPError."""
     home, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(home), name)
@@ -107,7 +107,7 @@ _RegistryItem = torch_name("torch.distributed._composable.contract.RegistryItem"
 _get_module_state = torch_name("torch.distributed._composable_state._get_module_state", lambda module: None)
 _TorchFSDPState = torch_name("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState")  # torch's own modules are not inspected
 _insert_module_state = torch_name("torch.distributed._composable_state._insert_module_state", lambda module, state: None)
-# Without these, the public ``torch.compiler.disable`` does their work; it imports the compiler, and costs each hook more.
+# Without these, the public ``torch.compiler.disable`` does their work: it imports the compiler, and hooks are slower.
 _eval_frame = "torch._C._dynamo.eval_frame."
 _get_eval_frame_callback = torch_name(f"{_eval_frame}get_eval_frame_callback", False)
 _set_code_exec_strategy = torch_name(f"{_eval_frame}set_code_exec_strategy", False)
@@ -122,7 +122,7 @@ REBUILD_TENSOR_OF_DTYPE = torch_name("torch._utils._rebuild_tensor_v3")
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# --- collectives: looked up on torch.distributed when called, so that tools which patch or count them see ours ----------------
+# --- collectives: looked up on torch.distributed when called, so that tools which patch or count them see ours --------
 
 
 if hasattr(dist, "all_gather_single"):  # torch 2.13; it deprecates the older names
@@ -145,8 +145,8 @@ else:  # torch 2.11 and 2.12
 class one_launch:  # noqa: N801 (a context manager)
     """Collectives of one group that are issued inside, of any kind, dtype and reduction, become one launch at its end.
 
-    For backends that are ordered by streams; pass ``async_op=False``. torch's own manager takes one kind and one reduction, and
-    opens two groups of NCCL's, one in the other, where it is given a device.
+    For backends that are ordered by streams; pass ``async_op=False``. torch's own manager takes one kind and one
+    reduction, and opens two nested NCCL groups if it is given a device.
     """
 
     __slots__ = ("_device", "_group")
@@ -184,7 +184,7 @@ def keys_of_the_store(prefix: str) -> Any:
 
 
 def own_connection_to_the_store(prefix: str) -> Any:
-    """Keys of the default process group's store, for another thread: over one connection a thread's wait blocks all others."""
+    """Keys of the default process group's store, for another thread: on a shared connection, one wait blocks all threads."""
     c10d: Any = dist.distributed_c10d
     return c10d.PrefixStore(prefix, c10d._get_default_store().clone())
 
@@ -197,7 +197,7 @@ def timeout_of_group(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def new_named_group(ranks: list[int], backend: str | None, description: str, name: str, timeout: timedelta | None) -> dist.ProcessGroup:
-    """A process group under a name that its ranks have agreed on, whichever groups each has made before; torch's count of groups stays.
+    """A process group under a name that its ranks have agreed on; torch's own count of groups does not change.
 
     Collective: yes, over ``ranks``.
     """
@@ -227,8 +227,8 @@ _naming = threading.Lock()
 class _NamesOfOthers(dict[dist.ProcessGroup, str]):
     """The names of all process groups, of which ``len`` counts those that are not ours.
 
-    Before torch 2.14, ranks that make a group among themselves find each other under a name with this length in it: ranks that have a
-    group of ours would wait for ever for ranks that have none.
+    Before torch 2.14, ranks that make a group among themselves find each other under a name with this length in it.
+    Ranks that have a group of ours would wait forever for ranks that have none.
     """
 
     not_counted: set[str]
@@ -274,7 +274,7 @@ def rendezvous(tensor: Tensor, group: dist.ProcessGroup) -> None:
     symmetric_memory.rendezvous(tensor, group=group.group_name)
 
 
-# --- meshes -------------------------------------------------------------------------------------------------------------------
+# --- meshes -----------------------------------------------------------------------------------------------------------
 
 
 def default_device_type() -> str:
@@ -284,7 +284,7 @@ def default_device_type() -> str:
 
 
 def has_streams(device_type: str) -> bool:
-    """Whether torch can order work on such devices, as it can on "cuda"; True for "cpu", whose work runs when it is started.
+    """Whether torch can order work on such devices, as on "cuda"; True for "cpu", where work runs when it is started.
 
     torch.mps has streams from 2.15 on, but none that belong to a device.
     """
@@ -319,7 +319,7 @@ def unflatten_mesh(mesh: DeviceMesh, axis: int, shape: tuple[int, ...], names: t
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """The placement of a tensor that other axes, ``split_factor`` ranks together, have cut on ``dim`` before this one."""
+    """The placement of a tensor that other axes of ``split_factor`` ranks have cut on ``dim`` before this one."""
     return _StridedShard(dim, split_factor=split_factor)
 
 
@@ -328,7 +328,7 @@ def shard_dim(placement: Placement) -> int | None:
     return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
 
 
-# --- DTensors -----------------------------------------------------------------------------------------------------------------
+# --- DTensors ---------------------------------------------------------------------------------------------------------
 
 
 new_dtensor: Callable[[Tensor, DTensorSpec], DTensor] = functools.partial(DTensor.__new__, DTensor, requires_grad=False)
@@ -358,8 +358,8 @@ def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
 def set_mesh(tensor: DTensor, mesh: DeviceMesh) -> None:
     """Let ``tensor`` lie on ``mesh``, which is equal to its own.
 
-    torch caches what operators on DTensors return by equality: ``to_empty`` may return a tensor on the mesh of an earlier world, whose
-    process groups are destroyed.
+    torch caches results of operators on DTensors by equality: ``to_empty`` may return a tensor on the mesh of an
+    earlier world, whose process groups are destroyed.
     """
     tensor._spec = replace(tensor._spec, mesh=mesh)
 
@@ -369,7 +369,7 @@ def set_data(tensor: Tensor, data: Tensor) -> None:
     if torch._has_compatible_shallow_copy_type(tensor, data):
         tensor.data = data
         return
-    # The CPU and devices of other companies (torch's PrivateUse1) have tensors of different types: there, ``.data`` refuses.
+    # ``.data`` refuses tensors of different types, such as the CPU's and those of third-party devices (PrivateUse1).
     if isinstance(tensor, nn.Parameter):
         data = nn.Parameter(data, requires_grad=tensor.requires_grad)
     swap: Any = torch.utils.swap_tensors
@@ -393,7 +393,7 @@ class GradDtype(NamedTuple):
 
 
 def grad_dtype_of(param: Tensor) -> GradDtype | None:
-    """What ``grad_dtype`` of a leaf was set to; None if it was not. Before torch 2.15, setting the leaf's own dtype goes unnoticed."""
+    """The ``grad_dtype`` that a leaf was given, or None. Before torch 2.15, setting the leaf's own dtype goes unnoticed."""
     dtype: torch.dtype | None = param.grad_dtype
     was_set = getattr(param, "_has_grad_dtype_override", dtype is not param.dtype)
     return GradDtype(dtype) if was_set else None
@@ -409,7 +409,10 @@ def swap_tensors(one: Tensor, other: Tensor) -> None:
 
 
 def with_own_storage(tensor: Tensor) -> Tensor:
-    """The same bytes under another storage object, which covers these alone and keeps ``tensor`` alive; a DLPack import.
+    """The same bytes under another storage object, which covers only these and keeps ``tensor`` alive: a DLPack import.
+
+    Such a storage belongs to no allocator of torch: ``record_stream`` does nothing, and on CUDA it cannot be sent to
+    another process (IPC finds blocks by their first byte). Send a clone.
 
     A fake tensor has no bytes: its own storage does.
     """
@@ -438,7 +441,7 @@ def address_of(storage: torch.UntypedStorage) -> int:
 
 
 def has_storage_of_its_own(tensor: Tensor) -> bool:
-    """False for a wrapper subclass: its storage has a size and no bytes, which are those of tensors in its attributes."""
+    """False for a wrapper subclass, whose storage has a size but no bytes: tensors in its attributes have them."""
     if type(tensor) is Tensor or isinstance(tensor, FakeTensor) or tensor.is_meta:
         return True
     try:
@@ -459,11 +462,11 @@ def storage_use_count(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # less ``storage`` itself
 
 
-# --- operators ----------------------------------------------------------------------------------------------------------------
+# --- operators --------------------------------------------------------------------------------------------------------
 
 
 def chunk_cat(tensors: list[Tensor], num_chunks: int, out: Tensor) -> None:
-    """Cut every tensor along dim 0 into ``num_chunks`` like ``torch.chunk``, pad with zeros, and lay the pieces into ``out``.
+    """Cut every tensor along dim 0 like ``torch.chunk``, pad the pieces with zeros, and lay them into ``out``.
 
     tensors: any shapes of at least one dim, one dtype
     out:     (num_chunks, n): row i gets piece i of every tensor, one after another, in the dtype of ``out``
@@ -471,14 +474,14 @@ def chunk_cat(tensors: list[Tensor], num_chunks: int, out: Tensor) -> None:
     torch._chunk_cat(tensors, 0, num_chunks, out=out)
 
 
-# --- autograd -----------------------------------------------------------------------------------------------------------------
+# --- autograd ---------------------------------------------------------------------------------------------------------
 
 current_graph_task: Callable[[], int] = torch_name("torch._C._current_graph_task_id")  # -1 outside of backward
 will_run_in_this_backward: Callable[[Any], bool] = torch_name("torch._C._will_engine_execute_node")  # only inside backward
 
 
 def checkpoint_around() -> object | None:
-    """What stands for the outermost checkpointed segment whose forward is running, if it is not re-entrant; for weak references.
+    """An object, for weak references, that stands for the outermost running checkpoint that is not re-entrant.
 
     One in another is recomputed with the other.
     """
@@ -516,9 +519,9 @@ def preserved_versions(tensors: tuple[Tensor, ...]) -> AbstractContextManager[An
 
 
 def queue_end_of_backward(callback: Callable[[], None]) -> bool:
-    """Run ``callback``, outside of transforms, when the current graph task (the innermost running backward) has finished.
+    """Run ``callback``, outside of transforms, when the current graph task (the innermost backward) has finished.
 
-    Returns: False if a compiler traces and replaces what the autograd engine does, hooks included: then nothing is queued
+    Returns: False, and queues nothing, if a compiler replaces what the autograd engine does, hooks included
     """
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled is not None and (compiled.compiled_autograd_enabled or compiled.in_compiled_autograd_region):
@@ -535,7 +538,7 @@ def queue_end_of_backward(callback: Callable[[], None]) -> bool:
 
 
 def caller_of_hooks() -> types.FrameType | None:
-    """The innermost frame that is neither a hook's nor the compiler's around it: as a rule that of ``nn.Module.__call__``."""
+    """The innermost frame outside of our hooks and the compiler's wrappers: usually that of ``nn.Module.__call__``."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(_HOOKS):
         frame = frame.f_back
@@ -557,9 +560,9 @@ def functorch_disabled() -> AbstractContextManager[Any]:
 
 
 def levels_of(tensor: Tensor) -> list[Tensor]:
-    """``tensor`` and all that it stands for: what transforms of ``torch.func`` wrapped, and tangents. Each has a graph of its own.
+    """``tensor``, the tensors that transforms of ``torch.func`` wrapped in it, and tangents: each has its own graph.
 
-    Of tangents only those of the innermost transform.
+    Only tangents of the innermost transform.
     """
     functorch: Any = torch._C._functorch
     stack = functorch.peek_interpreter_stack() if functorch_is_active() else None
@@ -579,10 +582,10 @@ _SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT) if _CAN_SKIP
 
 
 def dynamo_disabled(hook: _F, reason: str = "fsdp2 hooks run outside of the graph") -> _F:
-    """``hook`` such that the compiler neither traces into it nor compiles what it calls; with ``fullgraph`` it says ``reason``.
+    """``hook``, which the compiler neither traces nor compiles; with ``fullgraph`` its error says ``reason``.
 
-    Costs one comparison while no compiled code is around, and does not import the compiler: its own wrapper is made at the
-    first call that happens under it. (Making that wrapper at each call costs a tenth of upstream's host time.)
+    Costs one comparison while no compiled code is around. The compiler's own wrapper is made, and the compiler
+    imported, at the first call under it: making it at each call costs a tenth of upstream's host time.
     """
     if not _CAN_SKIP_FRAMES:
         disabled: Any = torch.compiler.disable
@@ -615,7 +618,7 @@ def dynamo_skips(function: _F) -> _F:
     return function
 
 
-# --- the compiler, seen from code that it runs; what captures graphs is in ``compiled/torch_compat.py`` -----------------------
+# --- the compiler, seen from code that it runs; what captures graphs is in ``compiled/torch_compat.py`` ---------------
 
 
 def is_tracing() -> bool:
@@ -629,7 +632,7 @@ def has_met_compiler(hook: Callable[..., Any]) -> bool:
 
 
 def compiled_modules(root: nn.Module) -> list[nn.Module]:
-    """The modules in the tree of ``root`` that ``module.compile()`` or ``torch.compile(module)`` was called on, parents first."""
+    """The modules below ``root`` that ``module.compile()`` or ``torch.compile(module)`` was called on, parents first."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is None:
         return []
@@ -637,7 +640,7 @@ def compiled_modules(root: nn.Module) -> list[nn.Module]:
     return [each._orig_mod if isinstance(each, compiler.OptimizedModule) else each for each in found]
 
 
-# --- how other libraries recognize a sharded module ---------------------------------------------------------------------------
+# --- how other libraries recognize a sharded module -------------------------------------------------------------------
 
 
 def applied_apis(module: nn.Module) -> list[str]:
@@ -648,8 +651,8 @@ def applied_apis(module: nn.Module) -> list[str]:
 class ModuleStateBase(_State):
     """Base of our per-module state, so that torch's look-ups by type find it.
 
-    By private names of FSDP2's state, pipeline schedules reduce what their micro-batches accumulated: first group by group, of
-    which we show none, then by the end of backward.
+    Pipeline schedules use private names of FSDP2's state to reduce what their micro-batches accumulated: first each
+    group, and we show none, then at the end of backward.
     """
 
     _state_ctx = types.SimpleNamespace(all_states=())
@@ -671,10 +674,9 @@ class ModuleStateBase(_State):
 
 
 _STATE_OWNER = inspect.unwrap(_torch_fsdp2.fully_shard)
-"""The key under which torch's ``fully_shard.state`` looks a module's state up: the bare function inside of torch's decorator.
+"""The key under which torch's ``fully_shard.state`` looks up a module's state: the function inside torch's decorator.
 
-Read here, once: other libraries put functions of their own in the place of ``torch.distributed.fsdp.fully_shard``, and some of those
-do not tell what they wrap.
+Read here, once: other libraries replace ``torch.distributed.fsdp.fully_shard``, and some don't tell what they wrap.
 """
 
 
@@ -709,7 +711,7 @@ def torch_mixin() -> type:
 
 
 def let_guard_pickler_find(cls: type, new: type) -> None:
-    """Enter ``new`` as the FSDP class of ``cls`` where guards are pickled (``torch._dynamo.config.caching_precompile``).
+    """Enter ``new`` as the FSDP class of ``cls`` if guards are pickled (``torch._dynamo.config.caching_precompile``).
 
     Not otherwise: torch's own fully_shard takes its classes from the same map, and would give its modules our methods.
     """

@@ -1,10 +1,12 @@
 """Explains torch's error "got mixed torch.Tensor and DTensor": a sharded parameter met a plain tensor.
 
-torch raises it in C++, for any operator. Nothing here runs before that: the hooks of a module whose forward failed look at the
-error, and so does ``fsdp2 run`` where a program ends with one. The explanation joins the error's text; its type stays.
+torch raises it in C++, for any operator. Nothing here runs before that: the hooks of a module whose forward failed
+look at the error, and so does ``fsdp2 run`` when a program ends with one. The explanation is added to the error's text;
+its type stays.
 
-The frames that the error passed through tell the parameter and the cause: a method that is not ``forward`` was called past the hooks
-of its module, a module used a weight that belongs to another unit, or a program computes with parameters between steps.
+The frames that the error passed through show the parameter and the cause. Either a method other than ``forward`` was
+called, which runs no hooks; or a module used a weight of another unit; or the program computes with parameters between
+steps.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _NOT_A_METHOD_OF_THE_USER = ("_call_impl", "_wrapped_call_impl", "__call__", "fo
 
 
 def explain_mixed_tensors(error: BaseException | None) -> None:
-    """Add to ``error``, if it is torch's about mixed tensors, which parameter it is, why it is sharded now, and what to do."""
+    """If ``error`` is torch's about mixed tensors, add the parameter's name, why it is sharded now, and the fix."""
     text = str(error)
     if error is None or _TORCHS_WORDS not in text or _EXPLAINED in text:
         return
@@ -93,7 +95,7 @@ def _frames(error: BaseException) -> Iterator[types.FrameType]:
 
 
 def _at_hand(frame: types.FrameType) -> Iterator[Any]:
-    """The objects that a frame may compute with: its variables, items of its lists, and parameters of modules that the line names."""
+    """The objects that a frame may compute with: variables, items of lists, parameters that the line names."""
     variables = list(frame.f_locals.values())
     for value in variables:
         if isinstance(value, dict):

@@ -141,7 +141,7 @@ class Unit:
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """Those of a tensor, of the tensors that a subclass is made of, or of a DTensor's local tensor; none on the meta device."""
-    local = local_of(tensor)
+    local = compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor  # not detached: some subclasses cannot be
     if not local.is_meta:
         yield from (leaf.untyped_storage() for leaf in leaves_of(local))
 

@@ -181,7 +181,7 @@ def slow_reductions() -> Iterator[None]:
         wait_until_freed(references)
 
     with (
-        patch.object(collectives._Waiting, "is_completed", lambda self: False),
+        patch.object(collectives.Works, "is_completed", lambda self: False),
         patch.object(Reduction, "advance", advance_and_let_go),
         patch.object(Gather, "finish", finish_and_let_go),
     ):

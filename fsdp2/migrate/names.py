@@ -64,12 +64,11 @@ _SAME_MODEL = frozenset({"to", "cuda", "cpu", "train", "eval", "compile"})
 Function = cst.FunctionDef | cst.Lambda | None
 
 
-class Names(cst.CSTVisitor):
-    """``Names(wrapper)`` reads the file; then ``origin_of``, ``tag_of``, ``line_of``, ``parent_of`` answer for its nodes.
+class Reading(cst.CSTVisitor):
+    """What stands in the file.
 
     assigned: target, value, and the function around each assignment
     returns:  the results of functions, by their names
-    off:      frameworks that stay as they are: nothing has their tags
     """
 
     METADATA_DEPENDENCIES = (QualifiedNameProvider, PositionProvider, ParentNodeProvider)
@@ -82,29 +81,106 @@ class Names(cst.CSTVisitor):
         self.calls: list[cst.Call] = []
         self.attributes: list[cst.Attribute] = []
         self.returns: dict[str, list[cst.BaseExpression]] = {}
-        self.tags: dict[str, str] = {}
-        self.off: set[str] = set()
         self.star_lines: dict[str, int] = {}
-        self._uses: dict[str, list[cst.Name]] = {}
-        self._origins: dict[int, str] = {}
-        self._imports_framework = False
-        self._returned: dict[str, str] = {}  # tags of what functions return, as far as is known
-        self._wraps: dict[str, list[cst.Call]] = {}  # by the text of what they wrap
-        self._functions: list[cst.FunctionDef] = []
+        self.uses: dict[str, list[cst.Name]] = {}
+        self.origins: dict[int, str] = {}
+        self.imports_framework = False
+        self._functions: list[cst.FunctionDef] = []  # around the node that is being read
         self._positions: Mapping[cst.CSTNode, Any] = wrapper.resolve(PositionProvider)
-        self._parents: Mapping[cst.CSTNode, cst.CSTNode] = wrapper.resolve(ParentNodeProvider)
         wrapper.visit(self)
-        self._passed = [each for call in self.calls for each in self._bindings(call)]
-        self._conclude()
-
-    # --- answers ---
 
     def origin_of(self, node: cst.CSTNode | None) -> str:
-        return self._origins.get(id(node), "")
+        return self.origins.get(id(node), "")
 
     def line_of(self, node: cst.CSTNode) -> int:
         position = self._positions.get(node)
         return int(position.start.line) if position is not None else 1
+
+    def visit_Name(self, node: cst.Name) -> None:  # noqa: N802 (libcst's names)
+        self._remember(node)
+        self.uses.setdefault(node.value, []).append(node)
+
+    def visit_Attribute(self, node: cst.Attribute) -> None:  # noqa: N802
+        self._remember(node)
+        self.attributes.append(node)
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> None:  # noqa: N802
+        self.imports_framework |= is_framework_module(dotted(node.module))
+        if isinstance(node.names, cst.ImportStar) and node.module is not None:
+            self.star_lines[dotted(node.module)] = self.line_of(node)
+
+    def visit_Assign(self, node: cst.Assign) -> None:  # noqa: N802
+        for target in node.targets:
+            self._assign(target.target, node.value)
+
+    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:  # noqa: N802
+        if node.value is not None:
+            self._assign(node.target, node.value)
+
+    def visit_NamedExpr(self, node: cst.NamedExpr) -> None:  # noqa: N802
+        self._assign(node.target, node.value)
+
+    def visit_Param(self, node: cst.Param) -> None:  # noqa: N802
+        if node.default is not None:
+            self._assign(node.name, node.default)
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:  # noqa: N802
+        self._functions.append(node)
+        self.functions.setdefault(node.name.value, []).append(node)
+
+    def leave_FunctionDef(self, original_node: cst.FunctionDef) -> None:  # noqa: N802
+        self._functions.pop()
+
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:  # noqa: N802
+        self.classes[node.name.value] = node
+
+    def visit_Return(self, node: cst.Return) -> None:  # noqa: N802
+        if self._functions and node.value is not None:
+            self.returns.setdefault(self._functions[-1].name.value, []).append(node.value)
+
+    def visit_Call(self, node: cst.Call) -> None:  # noqa: N802
+        self.calls.append(node)
+
+    def _assign(self, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
+        if isinstance(target, (cst.Tuple, cst.List)) and isinstance(value, cst.Tuple):
+            for left, right in zip(target.elements, value.elements, strict=False):
+                self._assign(left.value, right.value)
+            return
+        self.assigned.append((target, value, self._functions[-1] if self._functions else None))
+
+    def _remember(self, node: cst.Name | cst.Attribute) -> None:
+        found = self.get_metadata(QualifiedNameProvider, node, set())
+        imported = sorted(each.name for each in found if each.source is QualifiedNameSource.IMPORT)
+        if imported:
+            self.origins[id(node)] = origin(imported[0])
+        elif not found:
+            self.origins[id(node)] = self._from_star(node)
+
+    def _from_star(self, node: cst.Name | cst.Attribute) -> str:
+        text = dotted(node)
+        for module in self.star_lines:
+            if text.split(".")[0] in star_names(module):
+                return origin(f"{module}.{text}")
+        return ""
+
+
+class Names(Reading):
+    """What follows from it: ``origin_of``, ``tag_of``, ``line_of``, ``parent_of`` answer for the nodes of the file.
+
+    off: frameworks that stay as they are: nothing has their tags
+    """
+
+    def __init__(self, wrapper: MetadataWrapper) -> None:
+        super().__init__(wrapper)
+        self.tags: dict[str, str] = {}
+        self.off: set[str] = set()
+        self._returned: dict[str, str] = {}  # tags of what functions return, as far as is known
+        self._wraps: dict[str, list[cst.Call]] = {}  # by the text of what they wrap
+        self._parents: Mapping[cst.CSTNode, cst.CSTNode] = wrapper.resolve(ParentNodeProvider)
+        self._passed = [each for call in self.calls for each in self._bindings(call)]
+        self._conclude()
+
+    # --- answers ---
 
     def parent_of(self, node: cst.CSTNode) -> cst.CSTNode | None:
         return self._parents.get(node)
@@ -121,11 +197,11 @@ class Names(cst.CSTVisitor):
         return next((each for each in self.ancestors(node) if isinstance(each, (cst.FunctionDef, cst.Lambda))), None)
 
     def uses_frameworks(self) -> bool:
-        return self._imports_framework or any(":" in each for each in self._origins.values())
+        return self.imports_framework or any(":" in each for each in self.origins.values())
 
     def frameworks(self) -> set[str]:
         """The frameworks among fsdp1, ddp, deepspeed whose names this file uses."""
-        found = {each.partition(":")[::2] for each in self._origins.values()}
+        found = {each.partition(":")[::2] for each in self.origins.values()}
         known = {"ddp": "ddp", "zero": "ddp", "join": "ddp", "deepspeed": "deepspeed"}
         used = {known[kind] for kind, name in found if kind in known and name}
         return used | {"fsdp1" for kind, name in found if kind == "fsdp" and name.partition(".")[0] in FSDP1_NAMES}
@@ -177,7 +253,7 @@ class Names(cst.CSTVisitor):
 
     def is_only_read_by(self, name: str, callees: Sequence[str]) -> bool:
         """Whether every use of ``name``, but assignments to it, is as an argument of one of these."""
-        for node in self._uses.get(name, ()):
+        for node in self.uses.get(name, ()):
             parent = self.parent_of(node)
             call = self.parent_of(parent) if isinstance(parent, cst.Arg) else None
             if isinstance(parent, (cst.AssignTarget, cst.AnnAssign)) and getattr(parent, "value", None) is not node:
@@ -185,75 +261,6 @@ class Names(cst.CSTVisitor):
             if not isinstance(call, cst.Call) or self.origin_of(call.func) not in callees:
                 return False
         return True
-
-    # --- reading ---
-
-    def visit_Name(self, node: cst.Name) -> None:  # noqa: N802 (libcst's names)
-        self._remember(node)
-        self._uses.setdefault(node.value, []).append(node)
-
-    def visit_Attribute(self, node: cst.Attribute) -> None:  # noqa: N802
-        self._remember(node)
-        self.attributes.append(node)
-
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> None:  # noqa: N802
-        self._imports_framework |= is_framework_module(dotted(node.module))
-        if isinstance(node.names, cst.ImportStar) and node.module is not None:
-            self.star_lines[dotted(node.module)] = self.line_of(node)
-
-    def visit_Assign(self, node: cst.Assign) -> None:  # noqa: N802
-        for target in node.targets:
-            self._assign(target.target, node.value)
-
-    def visit_AnnAssign(self, node: cst.AnnAssign) -> None:  # noqa: N802
-        if node.value is not None:
-            self._assign(node.target, node.value)
-
-    def visit_NamedExpr(self, node: cst.NamedExpr) -> None:  # noqa: N802
-        self._assign(node.target, node.value)
-
-    def visit_Param(self, node: cst.Param) -> None:  # noqa: N802
-        if node.default is not None:
-            self._assign(node.name, node.default)
-
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:  # noqa: N802
-        self._functions.append(node)
-        self.functions.setdefault(node.name.value, []).append(node)
-
-    def leave_FunctionDef(self, original_node: cst.FunctionDef) -> None:  # noqa: N802
-        self._functions.pop()
-
-    def visit_ClassDef(self, node: cst.ClassDef) -> None:  # noqa: N802
-        self.classes[node.name.value] = node
-
-    def visit_Return(self, node: cst.Return) -> None:  # noqa: N802
-        if self._functions and node.value is not None:
-            self.returns.setdefault(self._functions[-1].name.value, []).append(node.value)
-
-    def visit_Call(self, node: cst.Call) -> None:  # noqa: N802
-        self.calls.append(node)
-
-    def _assign(self, target: cst.BaseExpression, value: cst.BaseExpression) -> None:
-        if isinstance(target, (cst.Tuple, cst.List)) and isinstance(value, cst.Tuple):
-            for left, right in zip(target.elements, value.elements, strict=False):
-                self._assign(left.value, right.value)
-            return
-        self.assigned.append((target, value, self._functions[-1] if self._functions else None))
-
-    def _remember(self, node: cst.Name | cst.Attribute) -> None:
-        found = self.get_metadata(QualifiedNameProvider, node, set())
-        imported = sorted(each.name for each in found if each.source is QualifiedNameSource.IMPORT)
-        if imported:
-            self._origins[id(node)] = origin(imported[0])
-        elif not found:
-            self._origins[id(node)] = self._from_star(node)
-
-    def _from_star(self, node: cst.Name | cst.Attribute) -> str:
-        text = dotted(node)
-        for module in self.star_lines:
-            if text.split(".")[0] in star_names(module):
-                return origin(f"{module}.{text}")
-        return ""
 
     # --- concluding ---
 

@@ -120,7 +120,6 @@ WIDE_CLASSES = {
     "doctor/watching.py: Watch",
     "hangs/watcher.py: Watchdog",
     "inspect/views.py: Group",
-    "migrate/names.py: Names",
     "planner/setting.py: Setting",
     "testing/clock/cards.py: Card",
     "testing/recording.py: RecordingStreams",

@@ -99,7 +99,7 @@ class CheckpointError(FSDPError, RuntimeError):
 
 
 class LostRankError(CheckpointError):
-    """A rank is gone, does not answer, or has not come: a collective has failed. Start no other collective, and end the program.
+    """A rank is gone or does not answer: a collective has failed. Start no other collective, and end the program.
 
     The message names the collective, the ranks whose processes have ended or are stopped, and the exceptions that ended them. It is a
     CheckpointError, because saves and loads raise it as well.

@@ -1,4 +1,4 @@
-"""fsdp2 in the place of torch's FSDP2, for programs that stay as they are.
+"""fsdp2 in place of torch's FSDP2, for programs that stay as they are.
 
     with fsdp2.install():                       # or once, and never undone
         import their_training_program           # its ``from torch.distributed.fsdp import fully_shard`` gets ours

@@ -62,7 +62,7 @@ class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
     output_dtype:         floating-point outputs of forward are cast to it; None: left alone.
     cast_forward_inputs:  whether floating-point inputs of forward are cast to ``param_dtype``.
     param_dtype_override_fn: asked once for each parameter, at ``fully_shard``: its own dtype keeps it as it is, ``param_dtype`` or None
-                          do what ``param_dtype`` says. It must answer alike on all ranks.
+                          do what ``param_dtype`` says. It must give the same answer on all ranks.
 
     Example:
         policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Start a user's script as ``__main__``, or ranks of this machine. ``fsdp2 run`` starts one with fsdp2 in the place of torch's FSDP2.
+"""Start a user's script as ``__main__``, or ranks of this machine. ``fsdp2 run`` starts one with fsdp2 in place of torch's FSDP2.
 
     torchrun --nproc-per-node 8 -m fsdp2 run train.py --config llama.toml
     torchrun --nproc-per-node 8 -m fsdp2 run -m torchtitan.train --config llama.toml

@@ -1,7 +1,7 @@
 """As many modules as fit into a number of bytes save what their backward needs; the others are checkpointed.
 
 A step in which all are checkpointed measures what each would save: a checkpoint sees every tensor that autograd wants to save. From
-the next forward on, the last modules save everything, as many as fit.
+the next forward on, as many of the last modules as fit save everything.
 
 Worked example, four blocks whose inputs have 1 MB and that save 4 MB more (without parameters, which are there anyway); 13 MB to save
 

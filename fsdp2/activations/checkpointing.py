@@ -18,11 +18,11 @@ def apply_activation_checkpointing(model: nn.Module, policy: Any = "full") -> li
     """Let modules of ``model`` save their inputs alone, and compute what else their backward needs again, just before it.
 
     Before or after ``fully_shard`` and ``compile``, with the same result: a sharded module is gathered once for both its recomputation
-    and its backward. Random numbers (dropout) are drawn again alike. Names in state dicts stay. Without autograd nothing changes.
+    and its backward. Random numbers (dropout) are the same in both runs. Names in state dicts stay. Without autograd nothing changes.
 
     policy:     "full" (each of the repeated blocks), what ``wrap`` of ``parallelize`` takes, or an ``ActivationCheckpointPolicy``
     Returns:    the names of the modules that are checkpointed; with a budget, of the candidates
-    Collective: no. All ranks must choose alike.
+    Collective: no. All ranks must make the same choice.
     Raises:     ModuleError for modules that are checkpointed already, by whomever, or one inside of the other; ArgumentError for a
                 policy that is none, or that matches nothing
 

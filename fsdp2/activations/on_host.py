@@ -85,7 +85,7 @@ class OnHost:
 
 
 class Saved(NamedTuple):
-    """What autograd keeps in the place of a tensor: where its storage is, and which view of it the tensor was."""
+    """What autograd keeps in place of a tensor: where its storage is, and which view of it the tensor was."""
 
     call: Call
     storage: OnHost
@@ -204,7 +204,7 @@ class Call:
 
     @compat.dynamo_disabled
     def pack(self, tensor: Tensor) -> Saved | Kept:
-        """The object that autograd keeps in the place of ``tensor``."""
+        """The object that autograd keeps in place of ``tensor``."""
         if has_storage(tensor) and tensor.device == self._device and not tensor.is_conj() and not tensor.is_neg():
             storage = self._memory.put(tensor, self._module)
             if storage is not None:
@@ -214,7 +214,7 @@ class Call:
 
     @compat.dynamo_disabled
     def unpack(self, saved: Saved | Kept) -> Tensor:
-        """The tensor that ``saved`` is in the place of. Raises: OrderError if it was changed in place since, as autograd does."""
+        """The tensor that ``saved`` stands for. Raises: OrderError if it was changed in place since, as autograd does."""
         self._memory.begin_backward(self._module)
         self._fetch()
         before = None if self._before is None else self._before()

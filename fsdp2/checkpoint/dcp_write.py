@@ -84,7 +84,7 @@ class DigestingWriter(FileSystemWriter):
 
 
 def _parts(tensor: Tensor) -> list[memoryview]:
-    """The tensor's file in three parts, the last of which is the directory; or in one."""
+    """The tensor's file in three parts, the directory last; or in one."""
     description = described(tensor)
     if description is None:
         buffer = io.BytesIO()

@@ -52,7 +52,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class LazyTensor(ABC):
-    """A tensor of which boxes can be read."""
+    """A tensor that can be read in boxes."""
 
     if TYPE_CHECKING:  # a field of some, computed by others
 

@@ -222,7 +222,7 @@ def _refuse_unexpected(state: State, names: list[list[str]], params: dict[str, A
 
 
 def _is_other(value: Any, shape: tuple[int, ...]) -> bool:
-    """Of as many dims as the parameter, and of other sizes: Adafactor's and the like have fewer dims."""
+    """It has the parameter's number of dims and other sizes; those of Adafactor and the like have fewer dims."""
     return len(value.shape) == len(shape) and tuple(value.shape) != shape
 
 

@@ -6,7 +6,7 @@ collectives and hooks divide by. The other hears the weight of each token's loss
 
 Worked example, 2 ranks with 3 tokens each, the loss their mean, fully_shard's average over ranks:
 
-    weight of a token 1/3, reduction 2: effective divisor 6, as many as there are tokens
+    weight of a token 1/3, reduction 2: effective divisor 6, the number of tokens
     experts whose gradients already have the tokens of both ranks, and that only their one holder divides: 3, and named
 """
 

@@ -61,7 +61,7 @@ class Calls:
 clips = Calls(
     lambda: (
         (torch.nn.utils.clip_grad, "_clip_grads_with_norm_", lambda params, *_, **__: (params,)),
-        # Gradients in the place of parameters: a norm without a clip.
+        # Gradients where parameters belong: a norm without a clip.
         (clip, "total_norm", lambda first, params, *_, **__: None if first is params else (params,)),
     )
 )

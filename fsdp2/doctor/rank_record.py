@@ -50,7 +50,7 @@ class RankRecord:
         return bool(self.failure) or self.status not in (None, 0)
 
     def write(self, folder: str) -> None:
-        """Put it in the place of the last one, whole: the rank may be ended at any moment."""
+        """Replace the last one by it, whole: the rank may be ended at any moment."""
         path = Path(folder, f"rank-{self.rank}")
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_bytes(pickle.dumps(self))

@@ -351,11 +351,11 @@ class Watch:
     # --- findings ---
 
     def _note_own(self, finding: Finding) -> None:
-        """Note what this rank has seen alone; the next close look shows it to the others, of which rank 0 warns."""
+        """Note what this rank has seen alone; the next close look shows it to the others, and rank 0 warns."""
         self._close.findings += self._note([finding])
 
     def _note(self, findings: Iterable[Finding]) -> list[Finding]:
-        """Tell each once, whatever numbers it has in the next step. Returns those that are new."""
+        """Tell each once, even if its numbers differ in the next step. Returns those that are new."""
         new = []
         for finding in findings:
             key = finding.check, finding.params

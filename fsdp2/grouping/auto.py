@@ -1,6 +1,6 @@
 """``wrap="auto"``: the repeated blocks of a model, found by themselves.
 
-Blocks are the children of a ModuleList, Sequential or ModuleDict of which some are built alike: two of one class with parameters of
+Blocks are the children of a ModuleList, Sequential or ModuleDict with some of the same structure: two of one class with parameters of
 the same names and shapes, or all of one class about as large (a T5 block with a relative bias next to one without; but no stages of a
 Swin, of which each is larger than the one before: their layers are blocks). The outermost such children count, so that the experts
 inside a block stay with it; but a list of nothing but equal modules with parts is a stage, and what is in it are blocks. Other

@@ -1,4 +1,4 @@
-"""The places of files in a run's folder, and files of which a crash leaves whole lines.
+"""The places of files in a run's folder, and files whose lines are whole after a crash.
 
 run/
   run.json               of rank 0: world size, versions, the plan, findings

@@ -1,7 +1,7 @@
 """Which rank an expression asks for: the first of all, or the first of each node or group; by where its value comes from.
 
     rank == 0                                        FIRST
-    dist.get_node_local_rank() == 0                  SEVERAL: as many as there are nodes
+    dist.get_node_local_rank() == 0                  SEVERAL: one per node
     rank == 0, after rank = int(os.environ["LOCAL_RANK"])  SEVERAL
     lora_rank == 0                                   None: not the rank of a process
 

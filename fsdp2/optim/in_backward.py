@@ -32,7 +32,7 @@ from .runs import Run
 
 _FIX = "leave step_in_backward out: the copies then overlap with the host's work, after backward"
 _ON_THE_DEVICE = 2
-"""How many runs' gradients may be on their way to the host: as many as backward is ahead of the copies before it waits for them."""
+"""How many runs' gradients may be on their way to the host: the lead that backward may have over the copies before it waits."""
 
 Options = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Functions of whole matrices, of which every rank has a piece: each matrix goes to one rank, its *owner*, and the result comes back.
+"""Functions of whole matrices that ranks hold in pieces: each matrix goes to one rank, its *owner*, and the result comes back.
 
 Gathering each matrix on every rank moves W times as much and computes everything W times. Here matrices are dealt to the ranks of their
 shard group by cost, the dearest first to whoever has least so far (longest processing time first: R. L. Graham 1969), and go in
@@ -63,7 +63,7 @@ def cut_of(param: Tensor, name: str) -> Cut | None:
             fix="give it to AdamW: {'params': [...], 'use_muon': False}",
         )
     if param.dim() > 2 and dim < param.dim() - 2:
-        return None  # a batch of matrices, some of which this rank has whole
+        return None  # a batch of matrices; this rank has some of them whole
     size, num_ranks = param.shape[dim], mesh.size(axes[0])
     rows = -(-size // num_ranks)
     sizes = tuple(max(min(rows, size - rank * rows), 0) for rank in range(num_ranks))

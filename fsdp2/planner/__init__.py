@@ -4,7 +4,7 @@
     setting      how it is trained: each argument with its default, check and option
     models       the models of built-in workloads; shapes: these workloads by name, and models of transformers
     script       a training script as a workload
-    world        W ranks in one process, the first of which is this process
+    world        W ranks in one process, which is the first of them
     streams      a device's streams that only record
     recorder     records what a step allocates, computes and communicates, on tensors without memory
     known_values values of integers that follow from sizes alone

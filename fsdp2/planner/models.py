@@ -53,7 +53,7 @@ class DecoderShape:
 
 @dataclass(frozen=True, slots=True)
 class T5Shape:
-    """layers: of the encoder, and as many of the decoder; inner: of all heads together"""
+    """layers: of the encoder, and again of the decoder; inner: of all heads together"""
 
     dim: int
     layers: int

@@ -19,7 +19,7 @@ from ..grouping.module_tree import refuse_lazy_parameters
 class Workload:
     """inputs: from batch and sequence, what the model is called with; loss: from what it returns and what it was given
 
-    repeated: the name of a ModuleList whose blocks forward runs one after another, whatever their number; "": nobody promises that
+    repeated: the name of a ModuleList whose blocks forward runs one after another, however many there are; "": nobody promises that
     call:     how the model is called with its inputs
     """
 

@@ -132,7 +132,7 @@ def agree_on_meshes(meshes: Sequence[DeviceMesh], problem: FSDPError | None) -> 
 
     Costs an all-reduce of 8 bytes for each axis of more than one rank; only if a rank has a problem, ranks send it as
     well. A mesh that lies within another needs no collective of its own. Where meshes overlap, a rank of both carries
-    the answer from one to the other: as many rounds as there are meshes reach all ranks.
+    the answer from one to the other: one round per mesh reaches all ranks.
 
     meshes:     the same, in the same order, on all ranks of each
     Collective: yes, over each mesh

@@ -59,7 +59,7 @@ class Extensions:
         """(plain tensors on the device, padded to the same shapes on all ranks; metadata).
 
         Collective: an extension may communicate over the shard axis.
-        Raises:     ExtensionError, where the contract is broken, on all ranks alike.
+        Raises:     ExtensionError on every rank if the contract is broken.
         """
         local = param.local
         there = local if local.device == self._device else local.to(self._device, non_blocking=non_blocking)

@@ -1,4 +1,4 @@
-"""Gradients of one reduction lie in one buffer, so an operation that treats all elements alike can run over the buffer itself.
+"""Gradients of one reduction lie in one buffer, so an elementwise operation can run over the buffer itself.
 
 Between two gradients lies padding, which a reduction leaves zero. Zeros change no sum of powers and no maximum, and a product with a
 number leaves them zero, unless that number is NaN. A user may replace a gradient, or drop it: its old place is not padding, and no
@@ -36,7 +36,7 @@ def note_gradients(buffer: Tensor, strides: dict[int, tuple[int, ...]], stop: in
 
 
 def forget_padding(tensors: Sequence[Tensor]) -> None:
-    """Forget that the padding between gradients of which ``tensors`` were joined is zero: it may not be any more."""
+    """Forget that the padding between the gradients joined in ``tensors`` is zero: it may not be any more."""
     for tensor in tensors:
         vars(tensor if tensor._base is None else tensor._base).pop(_MARK, None)
 

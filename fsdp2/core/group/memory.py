@@ -1,6 +1,6 @@
 """The memory of the parameters that travel together: unshard and reshard.
 
-A group owns one flat shard, of which its sharded parameters are views, and one storage, of which its unsharded parameters are views.
+A group owns one flat shard, into which its sharded parameters are views, and one storage for its unsharded parameters.
 ``issue`` starts an all-gather into that storage, ``wait`` makes its result usable and shows the unsharded parameters to the modules,
 ``reshard`` shows the sharded ones again and frees the storage. All parameters of a group have one storage dtype, one compute dtype,
 one mesh.

@@ -222,7 +222,7 @@ def sharded_from(whole: Tensor) -> ShardedParam | None:
 
 
 def as_sharded(params: Sequence[Tensor]) -> list[Tensor]:
-    """``params``, with the sharded parameters in the place of original and unsharded ones."""
+    """``params``, with sharded parameters for original and unsharded ones."""
     found = []
     for param in params:
         sharded = sharded_from(param) if _MARK in vars(param) else None

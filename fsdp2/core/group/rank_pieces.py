@@ -1,4 +1,4 @@
-"""What collectives move, the pieces of all ranks one after another, and the whole tensor of which they are cut: from one to the other.
+"""From what collectives move, the pieces of all ranks one after another, to the whole tensor that they are cut from, and back.
 
 Where a tensor is cut along dim 0, its pieces one after another are the whole, and nobody comes here.
 

@@ -82,7 +82,7 @@ def _refuse_manual_children(root: ModuleState, units: Sequence[ModuleState]) -> 
 
 
 def _refuse_symmetric_inputs(units: Sequence[Unit]) -> None:
-    """Refuse several inputs in flight: each would take a segment of symmetric memory, of which there is little."""
+    """Refuse several inputs in flight: each would take a segment of symmetric memory, which is scarce."""
     several = [
         f"{unit.fqn or 'the root'}: {unit.options.max_reductions} input buffers"
         for unit in units

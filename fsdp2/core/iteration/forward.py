@@ -39,7 +39,7 @@ class Forward:
         self.precedes_backward = torch.is_grad_enabled()
         self._num_before = len(tree.step.order)
         self._prefetched: list[Unit] = []
-        self._partial: list[Unit] = []  # lists of modules of which some have run; the others may still come
+        self._partial: list[Unit] = []  # lists of modules that have run in part
 
     def begin(self, unit: Unit) -> None:
         """``unit`` is about to run: unshard it, then prefetch the unit after it. Collective: yes."""

@@ -1,4 +1,4 @@
-"""The order of a forward's calls, for backwards of which ranks leave out different parts.
+"""The order of a forward's calls, for backwards in which ranks leave out different parts.
 
 A backward runs the nodes of its graph in the reverse of the order in which they were made. So the begin and the end of
 every unit's backward come in the reverse of the order in which its forward ended and began. A rank whose loss ignores

@@ -46,7 +46,7 @@ def adopt_late_ties(units: Sequence[ModuleState]) -> None:
 
     A group that has been unsharded before keeps its parameters: the tie is refused by name at its next unshard.
 
-    Raises: ParameterError on all ranks alike if the two modules are sharded differently
+    Raises: ParameterError on all ranks if the two modules are sharded differently
     """
     first: dict[int, tuple[ModuleState, ParamGroup, ShardedParam]] = {}
     late: list[tuple[ModuleState, ParamGroup, ShardedParam, nn.Parameter]] = []

@@ -266,5 +266,5 @@ class Unit:
 
 
 def ahead(units: Sequence[Unit], depth: PrefetchDepth) -> Sequence[Unit]:
-    """Those of ``units``, which come next, that are gathered while the one before them runs. All ranks decide alike."""
+    """Those of ``units``, which come next, that are gathered while the one before them runs: the same on all ranks."""
     return units[: depth.reach([unit.unsharded_nbytes for unit in units[: depth.units]])]

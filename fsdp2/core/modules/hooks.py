@@ -110,7 +110,7 @@ class UnitHooks:
         self._casts_back = and_back
 
     def adopt_casts(self, other: UnitHooks) -> None:
-        """Cast as the hooks of the original unit do, of which this one is a copy."""
+        """Cast as the hooks of the original unit do; this one is a copy of it."""
         self.cast_inputs_to(other._input_dtype, other._casts_back)
 
     def remove(self) -> None:

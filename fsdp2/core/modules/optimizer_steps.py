@@ -138,7 +138,7 @@ def _refuse_incomplete(optimizer: Optimizer) -> None:
 
 
 def _give_sharded(optimizer: Optimizer) -> None:
-    """Put sharded parameters in the place of originals and of unsharded ones.
+    """Replace originals and unsharded parameters by sharded ones.
 
     Raises: OrderError if the optimizer has state for such a parameter: the state belongs to the whole parameter.
     """

@@ -85,7 +85,7 @@ def seen_as(module: nn.Module, mixin: type, prefix: str = "FSDP") -> nn.Module:
 
 
 def original_class(cls: type) -> type:
-    """The user's class of which ``sharded_class`` made ``cls``, or a class that ``cls`` descends from."""
+    """The user's class from which ``sharded_class`` made ``cls``, or a class that ``cls`` descends from."""
     return next(_originals[each] for each in cls.__mro__ if each in _originals)
 
 

@@ -68,7 +68,7 @@ class Cut:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the pieces of all ranks lie one after another in the slots, whatever their shape: cut on dim 0, or not cut."""
+        """Whether the pieces of all ranks lie one after another in the slots for every shape: cut on dim 0, or not cut."""
         return self.num_shards == 1 or self.dim is None or self.dim == 0
 
     @property

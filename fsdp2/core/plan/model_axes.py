@@ -57,7 +57,7 @@ def beside_model_axes(name: str, mesh: DataParallelMesh, model: DTensorSpec, on_
 def within_spmd_mesh(mesh: DataParallelMesh, model: DTensorSpec, on_shard_axis: Placement) -> DTensorSpec:
     """Spec of a parameter on the full SPMD mesh whose local tensor is ``on_shard_axis`` over the axes that shard.
 
-    Several such axes become one flat axis, in the place of the first, after the axes that replicate.
+    Several such axes become one flat axis at the place of the first, after the axes that replicate.
     """
     axes = mesh.spmd
     assert axes is not None

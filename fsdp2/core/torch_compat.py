@@ -91,7 +91,9 @@ if TYPE_CHECKING:
 
 else:  # next to each name, what happens if it is gone; where nothing stands, its first use raises
     FakeTensor = torch_name("torch._subclasses.FakeTensor")  # none is recognized
-    AsyncCollectiveTensor = torch_name("torch.distributed._functional_collectives.AsyncCollectiveTensor")  # none is recognized
+    AsyncCollectiveTensor = torch_name(
+        "torch.distributed._functional_collectives.AsyncCollectiveTensor"
+    )  # none is recognized
     DTensorSpec = torch_name("torch.distributed.tensor._dtensor_spec.DTensorSpec")
     TensorMeta = torch_name("torch.distributed.tensor._dtensor_spec.TensorMeta")
     _StridedShard = torch_name("torch.distributed.tensor.placement_types._StridedShard")  # no tensor parallelism
@@ -101,12 +103,20 @@ else:  # next to each name, what happens if it is gone; where nothing stands, it
     TorchGradientReductionHandle = getattr(torch.distributed.fsdp, "GradientReductionHandle", object)
 
 _torch_fsdp2 = torch_name("torch.distributed.fsdp._fully_shard._fully_shard", torch.distributed.fsdp)
-_REGISTRY_KEY = torch_name("torch.distributed._composable.contract.REGISTRY_KEY", "_fsdp2_registry")  # torch does not see our calls
-_STATE_KEY = torch_name("torch.distributed._composable.contract.STATE_KEY", "_fsdp2_states")  # torch does not find our states
+_REGISTRY_KEY = torch_name(
+    "torch.distributed._composable.contract.REGISTRY_KEY", "_fsdp2_registry"
+)  # torch does not see our calls
+_STATE_KEY = torch_name(
+    "torch.distributed._composable.contract.STATE_KEY", "_fsdp2_states"
+)  # torch does not find our states
 _RegistryItem = torch_name("torch.distributed._composable.contract.RegistryItem", object)
 _get_module_state = torch_name("torch.distributed._composable_state._get_module_state", lambda module: None)
-_TorchFSDPState = torch_name("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState")  # torch's own modules are not inspected
-_insert_module_state = torch_name("torch.distributed._composable_state._insert_module_state", lambda module, state: None)
+_TorchFSDPState = torch_name(
+    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
+)  # torch's own modules are not inspected
+_insert_module_state = torch_name(
+    "torch.distributed._composable_state._insert_module_state", lambda module, state: None
+)
 # Without these, the public ``torch.compiler.disable`` does their work: it imports the compiler, and hooks are slower.
 _eval_frame = "torch._C._dynamo.eval_frame."
 _get_eval_frame_callback = torch_name(f"{_eval_frame}get_eval_frame_callback", False)
@@ -130,7 +140,9 @@ if hasattr(dist, "all_gather_single"):  # torch 2.13; it deprecates the older na
     def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
         return dist.all_gather_single(output, input, group=group, async_op=async_op)  # type: ignore[no-any-return]
 
-    def reduce_scatter_single(output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+    def reduce_scatter_single(
+        output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
+    ) -> dist.Work | None:
         return dist.reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)  # type: ignore[no-any-return]
 
 else:  # torch 2.11 and 2.12
@@ -138,7 +150,9 @@ else:  # torch 2.11 and 2.12
     def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
         return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)  # type: ignore[no-any-return]
 
-    def reduce_scatter_single(output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool) -> dist.Work | None:
+    def reduce_scatter_single(
+        output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
+    ) -> dist.Work | None:
         return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)  # type: ignore[no-any-return]
 
 
@@ -196,7 +210,9 @@ def timeout_of_group(group: dist.ProcessGroup) -> timedelta | None:
     return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
-def new_named_group(ranks: list[int], backend: str | None, description: str, name: str, timeout: timedelta | None) -> dist.ProcessGroup:
+def new_named_group(
+    ranks: list[int], backend: str | None, description: str, name: str, timeout: timedelta | None
+) -> dist.ProcessGroup:
     """A process group under a name that its ranks have agreed on; torch's own count of groups does not change.
 
     Collective: yes, over ``ranks``.
@@ -288,7 +304,9 @@ def has_streams(device_type: str) -> bool:
 
     torch.mps has streams from 2.15 on, but none that belong to a device.
     """
-    return device_type == "cpu" or all(hasattr(device_module(device_type), name) for name in ("Stream", "current_device"))
+    return device_type == "cpu" or all(
+        hasattr(device_module(device_type), name) for name in ("Stream", "current_device")
+    )
 
 
 def device_module(device_type: str) -> Any:
@@ -298,7 +316,11 @@ def device_module(device_type: str) -> Any:
 
 def current_device(device_type: str) -> torch.device:
     """This rank's device of that type."""
-    return torch.device("cpu") if device_type == "cpu" else torch.device(device_type, device_module(device_type).current_device())
+    return (
+        torch.device("cpu")
+        if device_type == "cpu"
+        else torch.device(device_type, device_module(device_type).current_device())
+    )
 
 
 def flatten_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
@@ -453,7 +475,9 @@ def has_storage_of_its_own(tensor: Tensor) -> bool:
 
 def is_traceable_wrapper_subclass(tensor: object) -> bool:
     """Whether ``tensor`` has other tensors in its attributes, and tells which."""
-    return isinstance(tensor, Tensor) and hasattr(tensor, "__tensor_flatten__") and hasattr(tensor, "__tensor_unflatten__")
+    return (
+        isinstance(tensor, Tensor) and hasattr(tensor, "__tensor_flatten__") and hasattr(tensor, "__tensor_unflatten__")
+    )
 
 
 def storage_use_count(tensor: Tensor) -> int:
@@ -477,7 +501,9 @@ def chunk_cat(tensors: list[Tensor], num_chunks: int, out: Tensor) -> None:
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 current_graph_task: Callable[[], int] = torch_name("torch._C._current_graph_task_id")  # -1 outside of backward
-will_run_in_this_backward: Callable[[Any], bool] = torch_name("torch._C._will_engine_execute_node")  # only inside backward
+will_run_in_this_backward: Callable[[Any], bool] = torch_name(
+    "torch._C._will_engine_execute_node"
+)  # only inside backward
 
 
 def checkpoint_around() -> object | None:
@@ -508,7 +534,9 @@ def leaf_gets_gradient_in_this_backward(leaf: Tensor) -> bool:
         return True
 
 
-profiler_is_on: Callable[[], bool] = torch_name("torch._C._autograd._profiler_enabled", lambda: False)  # profiles lack our labels
+profiler_is_on: Callable[[], bool] = torch_name(
+    "torch._C._autograd._profiler_enabled", lambda: False
+)  # profiles lack our labels
 functorch_is_active: Callable[[], bool] = torch_name("torch._C._are_functorch_transforms_active")
 
 
@@ -636,7 +664,11 @@ def compiled_modules(root: nn.Module) -> list[nn.Module]:
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is None:
         return []
-    found = [each for each in root.modules() if isinstance(each, compiler.OptimizedModule) or each._compiled_call_impl is not None]
+    found = [
+        each
+        for each in root.modules()
+        if isinstance(each, compiler.OptimizedModule) or each._compiled_call_impl is not None
+    ]
     return [each._orig_mod if isinstance(each, compiler.OptimizedModule) else each for each in found]
 
 

@@ -116,7 +116,9 @@ def choose_all_gather(backend: str, world_size: int, nbytes: int, device_type: s
     return "stock"
 
 
-def choose_reduce_scatter(backend: str, world_size: int, nbytes: int, device_type: str = "cpu") -> ReduceScatterAlgorithm:
+def choose_reduce_scatter(
+    backend: str, world_size: int, nbytes: int, device_type: str = "cpu"
+) -> ReduceScatterAlgorithm:
     """The default reduce-scatter. nbytes: of the input"""
     if not is_gloo(backend) or is_stock_alone(device_type):
         return "stock"

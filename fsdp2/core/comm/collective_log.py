@@ -21,7 +21,13 @@ class CollectiveLog(Protocol):
     """What is told of each collective, where it happens."""
 
     def issued(
-        self, owner: object, kind: str, unit: str, numel: int, dtype: torch.dtype | None, process_group: dist.ProcessGroup
+        self,
+        owner: object,
+        kind: str,
+        unit: str,
+        numel: int,
+        dtype: torch.dtype | None,
+        process_group: dist.ProcessGroup,
     ) -> None:
         """``owner`` is about to issue a collective; an owner has at most one of each kind under way."""
 

@@ -40,7 +40,9 @@ class Pending(Protocol):
 
 
 # The dtypes that every backend knows; others travel as bytes.
-SENDABLE = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8})
+SENDABLE = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8}
+)
 
 
 def all_gather(
@@ -136,7 +138,9 @@ def reduce_scatter(
     return _issued(Works(works, (input,), output, division.postdivide, received_rows), async_op)
 
 
-def reduce_scatter_together(buffers: Sequence[tuple[Tensor, Tensor, Division]], process_group: dist.ProcessGroup) -> None:
+def reduce_scatter_together(
+    buffers: Sequence[tuple[Tensor, Tensor, Division]], process_group: dist.ProcessGroup
+) -> None:
     """``reduce_scatter`` of several (output, input, division), of any dtypes, in one launch; on stream-ordered backends.
 
     Collective: yes. When it returns, all work is queued on the current stream.
@@ -205,9 +209,13 @@ def all_reduce_together(buffers: Sequence[tuple[Tensor, Division]], process_grou
 # --- the parts of these algorithms ---------------------------------------------------------------------------------------
 
 
-def start_broadcasts(rows: Sequence[Tensor], process_group: dist.ProcessGroup, async_op: bool) -> list[dist.Work | None]:
+def start_broadcasts(
+    rows: Sequence[Tensor], process_group: dist.ProcessGroup, async_op: bool
+) -> list[dist.Work | None]:
     """The all-gather "broadcast": every rank sends its row to all others, which receive it in place. Collective: yes."""
-    return [dist.broadcast(row, group=process_group, async_op=async_op, group_src=source) for source, row in enumerate(rows)]
+    return [
+        dist.broadcast(row, group=process_group, async_op=async_op, group_src=source) for source, row in enumerate(rows)
+    ]
 
 
 def start_exchange(
@@ -224,7 +232,9 @@ def start_exchange(
         send_numels, receive_numels = [0] * world_size, [0] * world_size
         send_numels[target], receive_numels[source] = rows[target].numel(), received[source].numel()
         works.append(
-            dist.all_to_all_single(received[source], rows[target], receive_numels, send_numels, group=process_group, async_op=async_op)
+            dist.all_to_all_single(
+                received[source], rows[target], receive_numels, send_numels, group=process_group, async_op=async_op
+            )
         )
     return works
 

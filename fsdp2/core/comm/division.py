@@ -68,7 +68,9 @@ def divisions_for(
         if factor > 1:
             predivide = 2.0 ** math.ceil(math.log2(factor) / 2)
             postdivide = factor / predivide
-    elif averages(backend if shard_ranks > 1 else between) and _averages_well(reduce_dtype, total_ranks) and not sum_only:
+    elif (
+        averages(backend if shard_ranks > 1 else between) and _averages_well(reduce_dtype, total_ranks) and not sum_only
+    ):
         # Division inside the collective costs no kernel. See Note: what NCCL computes, also for why PREMUL_SUM is not
         # used.
         if divide_factor is None:

@@ -45,7 +45,9 @@ def raise_lost(error: Exception, what: str, problem: FSDPError | None = None) ->
     lost = {} if _roll is None else _roll.look()
     items = [f"rank {rank}: {why}" for rank, why in lost.items()]
     if _roll is not None and not items:
-        items = ["no process of this host has ended or is stopped: look at the other hosts, or a rank has not come (docs/hangs.md)"]
+        items = [
+            "no process of this host has ended or is stopped: look at the other hosts, or a rank has not come (docs/hangs.md)"
+        ]
     told = (str(error).strip().splitlines() or [""])[0]
     items += [f"this rank has a problem of its own: {problem}"] if problem is not None else []
     raise LostRankError(

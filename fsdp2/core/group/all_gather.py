@@ -190,7 +190,9 @@ class Gather:
                 self._held = flat.to(target.device, copy=True).to(target.dtype)
             else:  # the cast is a copy
                 self._held = flat.to(target.dtype)
-        if self._plan.allocates_early and target.storage.nbytes() == 0:  # else the storage was kept, and resizing would move it
+        if (
+            self._plan.allocates_early and target.storage.nbytes() == 0
+        ):  # else the storage was kept, and resizing would move it
             streams.resize(target.storage, target.nbytes)
         if streams.host_waits:
             self._send(flat, copy)
@@ -257,7 +259,9 @@ class Gather:
             for output, shard in zip(outputs, inputs, strict=True):
                 output.copy_(shard)
         else:
-            self._pending = collectives.all_gather(outputs, inputs, self._process_group, self._plan.algorithm, self._plan.async_op)
+            self._pending = collectives.all_gather(
+                outputs, inputs, self._process_group, self._plan.algorithm, self._plan.async_op
+            )
 
     def receive(self, rows: Tensor, pending: collectives.Pending) -> None:
         """Take what every rank sends, (W, shard_numel), from a collective of several gathers; valid when that is finished."""
@@ -424,7 +428,12 @@ class CommGather(Gather):
     __slots__ = ("_bounds", "_comm", "_sizes")
 
     def __init__(
-        self, layout: GroupLayout, target: GatherTarget, process_group: dist.ProcessGroup, streams: Streams, comm: AllGather
+        self,
+        layout: GroupLayout,
+        target: GatherTarget,
+        process_group: dist.ProcessGroup,
+        streams: Streams,
+        comm: AllGather,
     ) -> None:
         """layout: of the flat shard; the collective sends it without gaps."""
         compact = group_layout([slot.cut for slot in layout.slots], num_shards=layout.num_shards, align=1)

@@ -150,7 +150,9 @@ class ExtensionGather:
         self._made: _Made | None = None
         self._under_way: _UnderWay | None = None
         self._allocated_on: tuple[Stream, ...] = ()  # the compute streams on which the unsharded memory was allocated
-        self._packed_on: set[Stream] = set()  # the compute streams whose memory buffers and metadata were, in any gather
+        self._packed_on: set[Stream] = (
+            set()
+        )  # the compute streams whose memory buffers and metadata were, in any gather
 
     # --- start ---
 
@@ -356,7 +358,9 @@ class ExtensionGather:
             for shape, dtype in zip(each.shapes, each.dtypes, strict=True):
                 nbytes = shape.numel() * dtype.itemsize
                 gap = plan.gap_nbytes(nbytes)
-                storage = torch.empty(num_shards * (nbytes + gap), dtype=torch.uint8, device=plan.device).untyped_storage()
+                storage = torch.empty(
+                    num_shards * (nbytes + gap), dtype=torch.uint8, device=plan.device
+                ).untyped_storage()
                 like = torch.empty(0, dtype=dtype, device=plan.device)
                 output = storage_view(storage, like, 0, (num_shards * shape.numel(),))
                 rows = storage_view(storage, raw, 0, (num_shards, nbytes))
@@ -375,7 +379,10 @@ class ExtensionGather:
             outputs = [place.output.untyped_storage() for _, place in zip(each.shapes, left, strict=False)]
             released += outputs if releases_gathered(param) else []
         if self._may_go_direct and not released:
-            places = [replace(each, is_direct=each.is_stacked and each.rows.numel() >= plan.direct_from_nbytes) for each in places]
+            places = [
+                replace(each, is_direct=each.is_stacked and each.rows.numel() >= plan.direct_from_nbytes)
+                for each in places
+            ]
         direct = [place.output.untyped_storage() for place in places if place.is_direct]
         return _Made(places, kept, _sized(storages.values()), _sized(direct), released)
 
@@ -409,6 +416,8 @@ def _put_together(arrived: Tensor, output: Tensor, shape: torch.Size, cut: Cut) 
             whole = whole.narrow(0, 0, cut.shape[0])
         return whole
     assert cut.dim is not None
-    whole = storage_view(output.untyped_storage(), output, 0, (*shape[: cut.dim], cut.shape[cut.dim], *shape[cut.dim + 1 :]))
+    whole = storage_view(
+        output.untyped_storage(), output, 0, (*shape[: cut.dim], cut.shape[cut.dim], *shape[cut.dim + 1 :])
+    )
     join(arrived.view(output.dtype).view(cut.num_shards, *shape), cut.dim, whole)
     return whole

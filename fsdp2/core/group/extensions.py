@@ -79,7 +79,11 @@ class Extensions:
             arguments += [torch.Size(shape), _strides(shape), param.owners[0].module, self._mp_policy]
         returned = pre(*arguments)
         tensors = returned[0] if isinstance(returned, (tuple, list)) and len(returned) == 2 else None
-        if not isinstance(tensors, (tuple, list)) or not tensors or not all(isinstance(each, Tensor) for each in tensors):
+        if (
+            not isinstance(tensors, (tuple, list))
+            or not tensors
+            or not all(isinstance(each, Tensor) for each in tensors)
+        ):
             raise _error(param, PRE, f"returned {_brief(returned)}", "(a non-empty tuple of tensors, metadata)")
         return [_plain(each) for each in _padded(param, tensors)], returned[1]
 
@@ -93,7 +97,9 @@ class Extensions:
             raise _error(param, PRE, takes, "(self, mesh) or (self, mesh, outer_size, outer_stride, module, mp_policy)")
         return count
 
-    def make_unsharded(self, param: ShardedParam, gathered: tuple[Tensor, ...], metadata: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def make_unsharded(
+        self, param: ShardedParam, gathered: tuple[Tensor, ...], metadata: Any
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The first time: (the unsharded tensor, of the whole physical shape; the tensors that reshard frees next to ``gathered``)."""
         shape = param.spec.cut.shape
         whole, kept = gathered[0], ()
@@ -108,7 +114,9 @@ class Extensions:
             what = f"returned {_brief(whole)}, which torch.as_strided cannot see as {shape}: {type(error).__name__}: {error}"
             raise _error(param, POST, what, "a tensor of that shape, or larger, with as_strided") from error
 
-    def refill_unsharded(self, param: ShardedParam, gathered: tuple[Tensor, ...], metadata: Any, kept: tuple[Tensor, ...]) -> None:
+    def refill_unsharded(
+        self, param: ShardedParam, gathered: tuple[Tensor, ...], metadata: Any, kept: tuple[Tensor, ...]
+    ) -> None:
         """From the second time on: write into the unsharded parameter all values that do not alias ``gathered``.
 
         kept: from ``make_unsharded``
@@ -161,7 +169,9 @@ def _padded(param: ShardedParam, tensors: Sequence[Tensor]) -> list[Tensor]:
                 f"over {cut.num_shards} ranks",
             )
         if tensor.shape[dim] < most:
-            room = torch.zeros((*tensor.shape[:dim], most, *tensor.shape[dim + 1 :]), dtype=tensor.dtype, device=tensor.device)
+            room = torch.zeros(
+                (*tensor.shape[:dim], most, *tensor.shape[dim + 1 :]), dtype=tensor.dtype, device=tensor.device
+            )
             room.narrow(dim, 0, own).copy_(tensor)
             tensor = room
         padded.append(tensor)

@@ -83,7 +83,9 @@ def _are_all(grads: Sequence[Tensor], kinds: Sequence[int], noted: _Gradients) -
     return dict(zip(map(Tensor.storage_offset, grads), map(Tensor.stride, grads), strict=True)) == strides
 
 
-def _join_in(buffer: Tensor, noted: _Gradients, kind_at: dict[int, int], tensors: list[Tensor], kinds: list[int]) -> None:
+def _join_in(
+    buffer: Tensor, noted: _Gradients, kind_at: dict[int, int], tensors: list[Tensor], kinds: list[int]
+) -> None:
     """Add to ``tensors`` and ``kinds`` the stretches of ``buffer`` whose gradients are in ``kind_at`` and of one kind."""
     start: int | None = None
     strides, end = noted

@@ -53,7 +53,9 @@ class Gradients:
         self._accumulated: Tensor | None = None
         self._on_leaves = False  # the unsharded parameters hold gradients of backwards that did not reduce
         self._used: list[bool] = []
-        self._adding: Reduction | None = None  # its ``sum`` is not all-reduced or handed out yet; the next reduction takes it
+        self._adding: Reduction | None = (
+            None  # its ``sum`` is not all-reduced or handed out yet; the next reduction takes it
+        )
         self._divisions: tuple[object, Divisions] | None = None
 
     def set_number(self, number: int) -> None:
@@ -171,12 +173,16 @@ class Gradients:
     @property
     def hands_out(self) -> bool:
         """Whether a reduction ends at the sharded parameters; else its result is added up here."""
-        return self.micro_batch.all_reduces or not (self.micro_batch.accumulates_shards or self.group.mesh.replicate_group is not None)
+        return self.micro_batch.all_reduces or not (
+            self.micro_batch.accumulates_shards or self.group.mesh.replicate_group is not None
+        )
 
     @property
     def unreduced(self) -> list[Tensor]:
         """Gradients that were added up and have not reached the sharded parameters, in reduce dtype: whole, or reduce-scattered."""
-        leaves = [param.unsharded for param in self.group.params if param.unsharded is not None] if self._on_leaves else []
+        leaves = (
+            [param.unsharded for param in self.group.params if param.unsharded is not None] if self._on_leaves else []
+        )
         scattered = None if self._adding is None else self._adding.sum
         return [each for each in (self._accumulated, scattered, *(leaf.grad for leaf in leaves)) if each is not None]
 
@@ -196,7 +202,11 @@ class Gradients:
         """Whether a backward reduces the gradients that accumulated before, even if it adds none."""
         if not self.micro_batch.reduces:
             return False
-        return self._accumulated is not None or self._on_leaves or (self._adding is not None and self.micro_batch.all_reduces)
+        return (
+            self._accumulated is not None
+            or self._on_leaves
+            or (self._adding is not None and self.micro_batch.all_reduces)
+        )
 
     @property
     def has_unreduced(self) -> bool:
@@ -229,7 +239,9 @@ class Gradients:
         plan = self._current_plan()
         for param in plan.params:
             unsharded = param.unsharded
-            grad = None if unsharded is None else unsharded.grad  # other ranks have run the parameter, and this rank never has
+            grad = (
+                None if unsharded is None else unsharded.grad
+            )  # other ranks have run the parameter, and this rank never has
             if unsharded is not None and grad is not None:
                 unsharded.grad = None
                 if self._on_leaves:
@@ -345,7 +357,13 @@ class Gradients:
             if options.comm is not None and options.divide_factor is None:
                 backend = "nccl"  # upstream shows its operation to a custom communicator on every backend
             divisions = divisions_for(
-                mesh.shard_size, mesh.replicate_size, dtype, backend, options.divide_factor, options.sum_only, all_reduce_backend
+                mesh.shard_size,
+                mesh.replicate_size,
+                dtype,
+                backend,
+                options.divide_factor,
+                options.sum_only,
+                all_reduce_backend,
             )
             self._divisions = (key, divisions)
         return self._divisions[1]

@@ -43,12 +43,16 @@ class HandedOut:
                 streams.order(options.all_reduce_hook_stream, streams.mark(stream))
                 stream = options.all_reduce_hook_stream
             with streams.on(stream):
-                hook(output if plan.flags_slot is None else output[: plan.flags_slot.offset])  # the part with the gradients
+                hook(
+                    output if plan.flags_slot is None else output[: plan.flags_slot.offset]
+                )  # the part with the gradients
         with streams.on(stream):
             views = plan.views
             if not options.reduce_unused and not all(used):
                 views = [view for view, is_used in zip(plan.views, used, strict=True) if is_used]
-                if plan.flags_slot is not None:  # else the collective does not know the parameters that only other ranks used
+                if (
+                    plan.flags_slot is not None
+                ):  # else the collective does not know the parameters that only other ranks used
                     self._late = [index for index, is_used in enumerate(used) if not is_used]
             had_gradient = plan.number is not None and plan.views[0].param.sharded.grad is not None
             if self._dtypes is None:
@@ -61,7 +65,9 @@ class HandedOut:
                 reduced = output
             if plan.number is not None:
                 self._keep_tag(output, reduced, had_gradient, streams.copy_out if job.copies_out else stream)
-        if stream is not streams.reduce:  # this stream may still read the output, which is not its own; the cast does not keep it alive
+        if (
+            stream is not streams.reduce
+        ):  # this stream may still read the output, which is not its own; the cast does not keep it alive
             self.held = (*self.held, output)
         if self._late:
             self.output = reduced
@@ -137,7 +143,9 @@ class HandedOut:
                 self._run_hooks(sharded)
         plan, options = self._job.plan, self._job.options
         is_ours = options.comm is None and options.all_reduce_hook is None and options.all_reduce_instead is None
-        if is_ours and self._dtypes is None and plan.flags_slot is not None:  # else there may be more than zeros between them
+        if (
+            is_ours and self._dtypes is None and plan.flags_slot is not None
+        ):  # else there may be more than zeros between them
             strides = plan.strides_by_offset if views is plan.views else strides_by_offset(views)
             note_gradients(reduced, strides, plan.flags_slot.offset)
 

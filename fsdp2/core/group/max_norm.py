@@ -37,7 +37,9 @@ class ShrunkRows:
             return
         whole = param.unsharded.detach()
         norms = whole.float().norm(p=self._module.norm_type, dim=1)
-        shrunk = (norms <= max_norm * (1 + torch.finfo(whole.dtype).eps)).to(torch.uint8)  # or short enough from the start
+        shrunk = (norms <= max_norm * (1 + torch.finfo(whole.dtype).eps)).to(
+            torch.uint8
+        )  # or short enough from the start
         for process_group in (mesh.shard_group, mesh.replicate_group):
             if process_group is not None and process_group.size() > 1:
                 with during("all-reduce of shrunk rows", process_group, shrunk):

@@ -81,7 +81,9 @@ class GroupMemory:
                      loaded: fused and foreach optimizers do not move the version counters of DTensors
     """
 
-    def __init__(self, params: Sequence[ShardedParam], mesh: DataParallelMesh, device: torch.device, options: GroupOptions) -> None:
+    def __init__(
+        self, params: Sequence[ShardedParam], mesh: DataParallelMesh, device: torch.device, options: GroupOptions
+    ) -> None:
         self.params = list(params)
         self.mesh = mesh
         self.device = device
@@ -98,7 +100,9 @@ class GroupMemory:
         self.keeps_storage = False
         self.written_at = -1
         self._num_told = 0  # versions that ``note_write`` has added
-        self._reads_host = False  # an offloaded flat shard is being copied to the device, and the host has not waited for the copy
+        self._reads_host = (
+            False  # an offloaded flat shard is being copied to the device, and the host has not waited for the copy
+        )
         self.rebuild()
         self.registry = ModuleRegistry(self.params)
 
@@ -159,7 +163,9 @@ class GroupMemory:
         if self.options.folder is not None:
             locals_ = [param.local for param in self.params]
             try:
-                self.file, copies = mapped(self.options.folder, [leaf for local in locals_ for leaf in leaves_of(local)], self._what())
+                self.file, copies = mapped(
+                    self.options.folder, [leaf for local in locals_ for leaf in leaves_of(local)], self._what()
+                )
                 for leaf, copy in copies:
                     compat.set_data(leaf, copy)
             except FSDPError as error:  # of this rank alone: the parameters stay in memory until ranks meet
@@ -183,7 +189,9 @@ class GroupMemory:
     def _misplaced(self) -> list[str]:
         """Names and devices of the parameters that are elsewhere by their own account; their values have been moved."""
         kept_on = "cpu" if self.options.offload else self.device.type
-        return [f"{param.fqn} on {param.sharded.device}" for param in self.params if param.sharded.device.type != kept_on]
+        return [
+            f"{param.fqn} on {param.sharded.device}" for param in self.params if param.sharded.device.type != kept_on
+        ]
 
     def _new_flat(self, numel: int, dtype: torch.dtype) -> Tensor:
         if self.options.folder is not None:
@@ -194,7 +202,9 @@ class GroupMemory:
                 self.file = None
                 tell_later(error)
         device = torch.device("cpu") if self.options.offload else self.device
-        return torch.zeros(numel, dtype=dtype, device=device, pin_memory=self.options.offload and self.options.pin_memory)
+        return torch.zeros(
+            numel, dtype=dtype, device=device, pin_memory=self.options.offload and self.options.pin_memory
+        )
 
     def _make_unsharded(self) -> Unsharded:
         plan = self.plan
@@ -255,7 +265,9 @@ class GroupMemory:
                 READ_AHEAD.begin(self.file, self.options.read_ahead)
             flat, self._reads_host = self.flat, self.options.offload
             if flat is not None and self.file is not None and self.options.pin_memory:
-                flat = flat.pin_memory()  # a copy from a file's own memory would make the host wait for all that the stream has to do
+                flat = (
+                    flat.pin_memory()
+                )  # a copy from a file's own memory would make the host wait for all that the stream has to do
                 self._reads_host = False
             try:
                 unsharded.gather.start(flat, copy, together)

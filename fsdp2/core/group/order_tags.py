@@ -45,4 +45,6 @@ def number_instead(number: int, tag: Tensor) -> int | None:
         if digit > 0 and complement > 0:
             instead ^= 1 << (NUM_DIGITS - 1 - place)
             shares.append(min(digit, complement) / (digit + complement))
-    return instead if max(shares) < 1.25 * min(shares) else None  # as many ranks have sent each digit of one other group
+    return (
+        instead if max(shares) < 1.25 * min(shares) else None
+    )  # as many ranks have sent each digit of one other group

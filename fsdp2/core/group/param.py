@@ -65,7 +65,9 @@ class ShardedParam:
         "unsharded",
     )
 
-    def __init__(self, fqn: str, owners: list[Owner], spec: ShardSpec, rank: int, sharded: nn.Parameter, local: Tensor) -> None:
+    def __init__(
+        self, fqn: str, owners: list[Owner], spec: ShardSpec, rank: int, sharded: nn.Parameter, local: Tensor
+    ) -> None:
         self.fqn = fqn
         self.owners = owners
         self.spec = spec
@@ -127,7 +129,9 @@ class ShardedParam:
             return
         assert self.home is not None
         shard = shard_view(*self.home, self.spec, self.rank).copy_(self.local)
-        with compat.preserved_versions((self.local,)):  # no values changed: whether this rank gathers again depends on them
+        with compat.preserved_versions(
+            (self.local,)
+        ):  # no values changed: whether this rank gathers again depends on them
             self.local.set_(shard.untyped_storage(), shard.storage_offset(), shard.shape, shard.stride())
 
 
@@ -188,8 +192,12 @@ def new_sharded_param(
         if not local.is_meta and local.device != device:
             at_zero = torch.empty_like(at_zero, device=device) if type(local) is Tensor else local.to(device)
         sharded = nn.Parameter(compat.new_dtensor(at_zero, spec.sharded), requires_grad=original.requires_grad)
-    for name, value in vars(original).items():  # attributes that users set on parameters: no_weight_decay, tensor-parallel marks, ...
-        if name != _MARK and name not in vars(local) and not is_annotation(value, original):  # ``local``: a subclass's inner tensors
+    for name, value in vars(
+        original
+    ).items():  # attributes that users set on parameters: no_weight_decay, tensor-parallel marks, ...
+        if (
+            name != _MARK and name not in vars(local) and not is_annotation(value, original)
+        ):  # ``local``: a subclass's inner tensors
             setattr(sharded, name, value)
     param = ShardedParam(fqn, owners, spec, rank, sharded, local)
     cls: type[Tensor] = type(original)  # a DTensor's is none below nn.Parameter
@@ -235,7 +243,11 @@ def new_unsharded_param(param: ShardedParam, whole: Tensor) -> nn.Parameter:
     requires_grad = param.sharded.requires_grad
     model = param.spec.unsharded
     if model is None or param.spec.annotations is not None:
-        unsharded = nn.Parameter(whole, requires_grad=requires_grad) if param.kind is None else _of_kind(param.kind, param, whole)
+        unsharded = (
+            nn.Parameter(whole, requires_grad=requires_grad)
+            if param.kind is None
+            else _of_kind(param.kind, param, whole)
+        )
         if param.spec.annotations is not None:
             param.spec.annotations.put_on(unsharded)
     else:
@@ -283,7 +295,9 @@ def shard_view(flat: Tensor, slot: Slot, spec: ShardSpec, rank: int) -> Tensor:
     numel = math.prod(shape)
     piece = flat[slot.offset : slot.offset + numel].view(torch.uint8)
     covered = compat.with_own_storage(piece)
-    offset = covered.storage_offset() // flat.element_size()  # 0, but for fake tensors: their storage is the whole of ``flat``'s
+    offset = (
+        covered.storage_offset() // flat.element_size()
+    )  # 0, but for fake tensors: their storage is the whole of ``flat``'s
     own = torch.empty(0, dtype=flat.dtype, device=flat.device)
     with torch.no_grad():
         own.set_(covered.untyped_storage(), offset, shape, _contiguous_strides(shape))

@@ -23,7 +23,9 @@ class ParamGroup(GroupMemory):
     holders: units that hold the group unsharded, if several may; None if only one unit uses it
     """
 
-    def __init__(self, params: Sequence[ShardedParam], mesh: DataParallelMesh, device: torch.device, options: GroupOptions) -> None:
+    def __init__(
+        self, params: Sequence[ShardedParam], mesh: DataParallelMesh, device: torch.device, options: GroupOptions
+    ) -> None:
         self.gradients = Gradients(self)  # first, because planning needs it
         super().__init__(params, mesh, device, options)
         self.holders: set[Hashable] | None = None

@@ -25,7 +25,9 @@ def assemble(slots: Tensor, cut: Cut, whole: Tensor) -> None:
 def disassemble(whole: Tensor, cut: Cut) -> Tensor:
     """The reverse: (num_shards, slot_numel) with the piece of each rank, padded with zeros."""
     if cut.dim is None:
-        return whole.reshape(1, -1).repeat(cut.num_shards, 1)  # contiguous: of other tensors ``chunk_cat`` copies piece by piece
+        return whole.reshape(1, -1).repeat(
+            cut.num_shards, 1
+        )  # contiguous: of other tensors ``chunk_cat`` copies piece by piece
     is_even = cut.shape[cut.dim] % cut.num_shards == 0
     slots = (whole.new_empty if is_even else whole.new_zeros)(cut.num_shards, cut.slot_numel)
     for piece, region in _regions(slots, cut, whole):

@@ -42,7 +42,9 @@ class ReducePlan:
     number:  of the group, if its tag travels after the flags; -1: it is not known yet, and the tag is zero, which tells nothing
     """
 
-    def __init__(self, group: GroupMemory, params: list[ShardedParam], compact: bool, number: int | None = None) -> None:
+    def __init__(
+        self, group: GroupMemory, params: list[ShardedParam], compact: bool, number: int | None = None
+    ) -> None:
         self.params = params
         self.number = number
         tag_numel = 0 if number is None else TAG_NUMEL
@@ -56,7 +58,9 @@ class ReducePlan:
         self.input_numel = self.layout.unsharded_numel
         self.flags_slot = None if compact else self.layout.slots[-1]
         self.grad_dtype = group.plan.param_dtype
-        self._keeps_wider = group.options.semantics == "2.15"  # gradients that were added up in another dtype are not cast back
+        self._keeps_wider = (
+            group.options.semantics == "2.15"
+        )  # gradients that were added up in another dtype are not cast back
         self._dtypes = group.plan.gradients
         # The input of chunk_cat: room for each gradient and for the flags, and zeros for the gap after each.
         self._pieces: list[Tensor | None] = []
@@ -73,13 +77,17 @@ class ReducePlan:
             self.set_number(number)
         # For each parameter: its index among the pieces (None: no elements), and how a gradient becomes a piece (None: as it is).
         self._arrange = [
-            (piece_index if cut.slot_numel > 0 else None, None if param.spec.order is None and cut.dim == 0 else param.spec)
+            (
+                piece_index if cut.slot_numel > 0 else None,
+                None if param.spec.order is None and cut.dim == 0 else param.spec,
+            )
             for param, cut, piece_index in zip(self.params, cuts, self._piece_of_slot, strict=False)
         ]
         # An empty slot begins where another one does. Its gradient lies after all others instead: no two have one offset.
         end = self.layout.shard_numel if self.flags_slot is None else self.flags_slot.offset
         self.views = [
-            GradView(param, slot.offset if slot.numel > 0 else end) for param, slot in zip(self.params, self.layout.slots, strict=False)
+            GradView(param, slot.offset if slot.numel > 0 else end)
+            for param, slot in zip(self.params, self.layout.slots, strict=False)
         ]
 
     def set_number(self, number: int) -> None:
@@ -87,7 +95,9 @@ class ReducePlan:
         if self.number is None or number < 0:
             return
         self.number = number
-        for index, digit in enumerate(tag_of(number)):  # one by one: to copy a list of digits to the device, the host would wait
+        for index, digit in enumerate(
+            tag_of(number)
+        ):  # one by one: to copy a list of digits to the device, the host would wait
             if digit == 1:
                 self._all_used[:, len(self.params) + index] = 1
 
@@ -120,7 +130,9 @@ class ReducePlan:
                 continue
             names = model.mesh.mesh_dim_names or ()
             if param.spec.annotations is not None:
-                grad = compat.new_dtensor(grad, replace(in_dtype(model, grad.dtype), placements=param.spec.annotations.gradient))
+                grad = compat.new_dtensor(
+                    grad, replace(in_dtype(model, grad.dtype), placements=param.spec.annotations.gradient)
+                )
             once = frozenset(axis for axis in param.spec.data_axes if always_once or names[axis] in varying)
             dtype = self._dtypes.added_up_in(param) if self._keeps_wider else None
             grads[index] = local_gradient(param.fqn, grad, model, param.spec.data_axes, once, dtype)

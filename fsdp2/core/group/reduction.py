@@ -38,7 +38,18 @@ class Reduction:
     copies_out: see ``ReduceJob``
     """
 
-    __slots__ = ("_handed_out", "_input", "_is_scattered", "_job", "_output", "_partial", "_pending", "_scattered", "copies_out", "sum")
+    __slots__ = (
+        "_handed_out",
+        "_input",
+        "_is_scattered",
+        "_job",
+        "_output",
+        "_partial",
+        "_pending",
+        "_scattered",
+        "copies_out",
+        "sum",
+    )
 
     def __init__(self, job: ReduceJob, buffer: Tensor, partial: Tensor | None) -> None:
         """Prepare to reduce ``buffer``; on the host, start.
@@ -184,7 +195,9 @@ class Reduction:
         if output is self._input and job.group.mesh.replicate_group is None:
             self._scattered = handed_out.event
 
-    def _log_issued(self, log: collective_log.CollectiveLog, kind: str, buffer: Tensor, process_group: dist.ProcessGroup) -> None:
+    def _log_issued(
+        self, log: collective_log.CollectiveLog, kind: str, buffer: Tensor, process_group: dist.ProcessGroup
+    ) -> None:
         log.issued(self, kind, self._job.group.fqn or "the root", buffer.numel(), buffer.dtype, process_group)
 
     def _finish_pending(self, kind: str) -> None:

@@ -99,13 +99,17 @@ class ModuleRegistry:
                 _adopt_replacement(param, now)
                 intact = False
             elif sharded._local_tensor is not param.local or (  # type: ignore[attr-defined]
-                not has_own_memory and param.local.__dict__ and has_extension(param.local)  # methods were put on a plain tensor
+                not has_own_memory
+                and param.local.__dict__
+                and has_extension(param.local)  # methods were put on a plain tensor
             ):
                 intact = False
             elif param.address is not None and param.local.data_ptr() != param.address:
                 param.return_to_flat()
             unsharded, trainable = param.unsharded, param.trainable
-            if sharded.requires_grad is not trainable or (unsharded is not None and unsharded.requires_grad is not trainable):
+            if sharded.requires_grad is not trainable or (
+                unsharded is not None and unsharded.requires_grad is not trainable
+            ):
                 param.take_over_toggle()
         if not intact:
             self._is_prepared = False
@@ -140,7 +144,9 @@ def _refuse_tying(param: ShardedParam, now: Any) -> None:
     """Raise if the user has put another sharded parameter there that still has its own place too: it lies in one flat shard."""
     other = shards().get(id(now), param)
     shown = [owner.module._parameters.get(owner.name) for owner in other.owners]
-    if other is param or not any(each is other.sharded or (each is not None and each is other.unsharded) for each in shown):
+    if other is param or not any(
+        each is other.sharded or (each is not None and each is other.unsharded) for each in shown
+    ):
         return  # a new parameter, or two that have changed places
     raise ParameterError(
         f"{param.fqn} ({type(param.owners[0].module).__name__}.{param.owners[0].name}) and {other.fqn} were made one parameter "

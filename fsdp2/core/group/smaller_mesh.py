@@ -63,7 +63,9 @@ class SmallerShards:
         for param, spec, slot in zip(self._params, self._specs, self._layout.slots, strict=True):
             local = shard_view(flat, slot, spec, self.mesh.shard_rank)
             local.copy_(spec.to_logical(own_shard(whole_local(param), spec, self.mesh.shard_rank)))
-            shown.append(nn.Parameter(compat.new_dtensor(local, spec.sharded), requires_grad=param.sharded.requires_grad))
+            shown.append(
+                nn.Parameter(compat.new_dtensor(local, spec.sharded), requires_grad=param.sharded.requires_grad)
+            )
             mark(shown[-1], param)
             if param.adds_up_in is not None:
                 shown[-1].grad_dtype = param.sharded.grad_dtype

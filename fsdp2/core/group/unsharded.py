@@ -70,7 +70,9 @@ class Unsharded:
                 extensions=Extensions(mesh, device, plan.param_dtype, options.mp_policy),
                 comm=comm if mesh.shard_size > 1 else None,
                 algorithm=options.all_gather,
-                direct_from_nbytes={"direct": 1, "packed": math.inf}.get(options.gather, direct_from_nbytes(mesh.shard_size)),
+                direct_from_nbytes={"direct": 1, "packed": math.inf}.get(
+                    options.gather, direct_from_nbytes(mesh.shard_size)
+                ),
             )
             self.gather = ExtensionGather(gather_plan)
             self.fill, self.free = self.gather.fill, self.gather.free
@@ -95,11 +97,15 @@ class Unsharded:
         if mesh.shard_size == 1:
             self.gather = LocalGather(flat, target, streams)
         else:
-            self.gather = new_gather(plan.layout, target, mesh.shard_group, streams, options.all_gather, comm, plan.num_direct)
+            self.gather = new_gather(
+                plan.layout, target, mesh.shard_group, streams, options.all_gather, comm, plan.num_direct
+            )
         if shares_memory:
             self.free = _do_nothing
         elif streams.host_waits:
-            self.free = functools.partial(streams.resize, self.storage, 0)  # a method would cost each reshard one call more
+            self.free = functools.partial(
+                streams.resize, self.storage, 0
+            )  # a method would cost each reshard one call more
         else:
             self.free = self._free_behind_uses
         self.free()
@@ -114,7 +120,13 @@ class Unsharded:
         """Keep shards of the unsharded parameters over ``mesh``, the smaller one."""
         if self.smaller is None or self.smaller.mesh is not mesh:
             self.smaller = SmallerShards(
-                mesh, self._plan.params, self._plan.align, self._target, self._streams, self._options.all_gather, self._comm
+                mesh,
+                self._plan.params,
+                self._plan.align,
+                self._target,
+                self._streams,
+                self._options.all_gather,
+                self._comm,
             )
         self.smaller.keep_shards()
         return self.smaller

@@ -209,7 +209,9 @@ class Agreement:
         joined = []
         if len(first_roots) == 1:
             joined = [
-                index for root, index in sorted(ways) if root == self.number and self._can_join(index, set(ways[root, index].values()))
+                index
+                for root, index in sorted(ways)
+                if root == self.number and self._can_join(index, set(ways[root, index].values()))
             ]
         left_out = [index for index in joined if parts[0].ways[index] == LEFT_OUT]
         parts[0].last = sorted([*parts[0].last, *left_out])
@@ -293,7 +295,8 @@ class Agreement:
     def _is_resident(self, unit: Unit) -> bool:
         """Whether the unit is unsharded when backward begins, so that ranks can differ only in its reductions."""
         return self._keeps(unit) or all(
-            group.mesh.shard_size == 1 or any(map(self._keeps, self._users.get(group, ()))) for group in self._uses.get(unit, unit.uses)
+            group.mesh.shard_size == 1 or any(map(self._keeps, self._users.get(group, ())))
+            for group in self._uses.get(unit, unit.uses)
         )
 
     def _keeps(self, unit: Unit) -> bool:
@@ -352,7 +355,9 @@ class Agreement:
                 fix="checkpoint each unit by itself; go on after reset_iter_state()",
             )
         raise OrderError(
-            f"{len(items)} units are not in the same backward on all ranks" if items else "ranks ran units in different orders",
+            f"{len(items)} units are not in the same backward on all ranks"
+            if items
+            else "ranks ran units in different orders",
             items=items,
             expected="forward to call the same units in the same order on every rank, and each loss to use what they return",
             fix="make one group of the module around those that some ranks leave out (wrap=None: the whole model), or, if only the"

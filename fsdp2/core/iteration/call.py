@@ -171,7 +171,9 @@ class UnitCalls:
 
     def may_follow(self) -> bool:
         """Whether there are calls whose backward has not begun, or has begun and not ended."""
-        return any((call.begun == -1 or call.ended != call.begun) and call.graph() is not None for call in self.awaiting)
+        return any(
+            (call.begun == -1 or call.ended != call.begun) and call.graph() is not None for call in self.awaiting
+        )
 
     def end_pass(self) -> None:
         """End the pass: the next module of the list that runs begins a new one."""

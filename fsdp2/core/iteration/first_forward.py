@@ -62,7 +62,9 @@ def adopt(root: ModuleState) -> Schedule:
 def _refuse_strange_ties(units: Sequence[Unit]) -> None:
     own = {id(group) for unit in units for group in unit.groups}
     for unit in units:
-        strange = [param.fqn for group in unit.uses if id(group) not in own for param in group.params if len(param.owners) > 1]
+        strange = [
+            param.fqn for group in unit.uses if id(group) not in own for param in group.params if len(param.owners) > 1
+        ]
         if strange:
             raise OrderError(
                 f"{unit.fqn or 'the root'} is tied to parameters that belong to a module outside of the root: {strange}",
@@ -72,7 +74,11 @@ def _refuse_strange_ties(units: Sequence[Unit]) -> None:
 
 
 def _refuse_manual_children(root: ModuleState, units: Sequence[ModuleState]) -> None:
-    children = [unit.fqn for unit in units if unit is not root and unit.schedule is not None and unit.schedule.tree.holds_pending]
+    children = [
+        unit.fqn
+        for unit in units
+        if unit is not root and unit.schedule is not None and unit.schedule.tree.holds_pending
+    ]
     if children:
         raise OrderError(
             f"set_manual_backward_finalization was called on {children}, which are below the root of this forward",

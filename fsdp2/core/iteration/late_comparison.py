@@ -48,7 +48,11 @@ _unread: collections.deque[_Unread] = collections.deque(maxlen=MAX_UNREAD)
 
 def read_later(reductions: Sequence[Reduction]) -> None:
     """Copy the tags of ``reductions``, which compute is ordered after, to the host, without waiting for the copy."""
-    tagged = [(reduction.group, reduction.number, tag) for reduction in reductions if (tag := reduction.take_tag()) is not None]
+    tagged = [
+        (reduction.group, reduction.number, tag)
+        for reduction in reductions
+        if (tag := reduction.take_tag()) is not None
+    ]
     if not tagged:
         return
     streams = tagged[0][0].streams
@@ -61,7 +65,9 @@ def read_later(reductions: Sequence[Reduction]) -> None:
         joined = torch.cat(there)
         host = torch.empty(joined.shape, dtype=joined.dtype, device="cpu", pin_memory=True)
         tags.insert(0, host.copy_(joined, non_blocking=True))
-    _unread.append(_Unread([(group, number) for group, number, _ in tagged], tags, streams, streams.mark(streams.compute)))
+    _unread.append(
+        _Unread([(group, number) for group, number, _ in tagged], tags, streams, streams.mark(streams.compute))
+    )
 
 
 def compare() -> None:
@@ -69,7 +75,9 @@ def compare() -> None:
     while _unread and _unread[0].streams.has_passed(_unread[0].event):
         read = _unread.popleft()
         tags = torch.cat(read.tags).view(-1, TAG_NUMEL)
-        mixed = [(*group, tag) for group, tag, is_mixed in zip(read.groups, tags, are_mixed(tags), strict=True) if is_mixed]
+        mixed = [
+            (*group, tag) for group, tag, is_mixed in zip(read.groups, tags, are_mixed(tags), strict=True) if is_mixed
+        ]
         if mixed:
             _unread.clear()
             raise _order_error(mixed)

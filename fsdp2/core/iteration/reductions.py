@@ -107,7 +107,9 @@ class Reductions:
         if any(reduction.has_run_hooks for reduction in self._started):
             self.finish()
             return
-        self._order(self._streams.reduce)  # held memory goes back to this stream, and must not add up over micro-batches
+        self._order(
+            self._streams.reduce
+        )  # held memory goes back to this stream, and must not add up over micro-batches
         if any(reduction.is_in_place for reduction in self._started):  # held memory of these goes back to compute
             self._order(self._streams.compute)
         for reduction in self._started:

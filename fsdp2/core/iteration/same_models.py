@@ -59,7 +59,9 @@ def require_same_as_neighbors(units: Sequence[Unit]) -> None:
     at = ranks.index(rank)
     written: dict[int, bytes] = {}
     with contextlib.suppress(RuntimeError):  # a store that keeps nothing, or that is gone: the next collective tells
-        store = compat.keys_of_the_store(f"fsdp2_models_{number_of_world()}/{process_group.group_name}/{peers.num_models}")
+        store = compat.keys_of_the_store(
+            f"fsdp2_models_{number_of_world()}/{process_group.group_name}/{peers.num_models}"
+        )
         store.set(str(rank), zlib.compress(json.dumps(facts).encode()))
         for neighbor in {ranks[at - 1], ranks[(at + 1) % len(ranks)]} - {rank}:
             if store.check([str(neighbor)]):
@@ -74,7 +76,9 @@ def _compare(neighbor: int, theirs: Sequence[Sequence[str]], rank: int, ours: Se
         if their[1] != our[1]:
             raise ModuleError(
                 f"models differ between ranks: {our[0] if our is not nothing else their[0]}",
-                items=[f"rank {number}: {': '.join(fact)}" for number, fact in sorted([(neighbor, their), (rank, our)])],
+                items=[
+                    f"rank {number}: {': '.join(fact)}" for number, fact in sorted([(neighbor, their), (rank, our)])
+                ],
                 expected="on all ranks the same shapes and dtypes, in the same order",
                 fix="build the same model on every rank, and call fully_shard on the same modules",
             )

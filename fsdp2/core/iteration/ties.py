@@ -72,7 +72,11 @@ def _now(param: ShardedParam) -> nn.Parameter | None:
     """The sharded parameter that all owners of ``param`` show; None if they show several, or anything else."""
     shown: list[Any] = [owner.module._parameters.get(owner.name) for owner in param.owners]
     now = shown[0]
-    return now if isinstance(now, nn.Parameter) and isinstance(now, DTensor) and all(each is now for each in shown) else None
+    return (
+        now
+        if isinstance(now, nn.Parameter) and isinstance(now, DTensor) and all(each is now for each in shown)
+        else None
+    )
 
 
 def _tie(unit: ModuleState, group: ParamGroup, param: ShardedParam, to_group: ParamGroup, to: ShardedParam) -> None:
@@ -80,7 +84,8 @@ def _tie(unit: ModuleState, group: ParamGroup, param: ShardedParam, to_group: Pa
     differences = tie_differences(to_group, to, group.mesh, group.options, param.spec.dim)
     if differences:
         raise ParameterError(
-            f"{param.fqn} {tuple(param.sharded.shape)} was tied after fully_shard to {to.fqn}, which has " + " and ".join(differences),
+            f"{param.fqn} {tuple(param.sharded.shape)} was tied after fully_shard to {to.fqn}, which has "
+            + " and ".join(differences),
             expected="the same mesh, dtypes, offload policy and placement for all modules that share a parameter",
             fix="let the fully_shard calls on both modules agree, or tie the parameters before fully_shard",
         )

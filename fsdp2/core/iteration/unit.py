@@ -260,7 +260,9 @@ class Unit:
         Raises:        ParameterError naming the parameters of a group that is half cast
         """
         for group in self.groups:
-            if not group.registry.verify(group.plan.has_own_memory) and not (more_may_come and group.has_mixed_dtypes()):
+            if not group.registry.verify(group.plan.has_own_memory) and not (
+                more_may_come and group.has_mixed_dtypes()
+            ):
                 group.rebuild()
                 show(group.params, [param.sharded for param in group.params])  # ``_apply`` unties what it replaces
 

@@ -169,7 +169,9 @@ class UnitTree:
 
         See Note: alongside the loss. Collective: yes, over the shard axis.
         """
-        if all(group.state is not GroupState.SHARDED for group in unit.uses):  # it stayed unsharded, or has no parameters
+        if all(
+            group.state is not GroupState.SHARDED for group in unit.uses
+        ):  # it stayed unsharded, or has no parameters
             unit.issue()
             return
         end, self.step.forward_end = self.step.forward_end, None

@@ -33,7 +33,9 @@ def warn_of_losing_orders(root: nn.Module, units: Sequence[Unit], is_compiled: b
         names = {id(module): name for name, module in outer.named_modules() if module is not outer}
         below = [(unit, names[id(unit.modules[0])]) for unit in units if id(unit.modules[0]) in names]
         for is_checkpointed in (True, False):
-            found = [unit for unit, name in below if ("_checkpoint_wrapped_module" in name.split(".")) is is_checkpointed]
+            found = [
+                unit for unit, name in below if ("_checkpoint_wrapped_module" in name.split(".")) is is_checkpointed
+            ]
             if found and is_checkpointed not in said:
                 said.add(is_checkpointed)
                 ranks = {rank for each in units for rank in each.ranks}

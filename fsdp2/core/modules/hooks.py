@@ -80,7 +80,9 @@ class UnitHooks:
             self._handles.append(module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self.post_forward, always_call=True))
             if any(group.mesh.spmd is not None for group in unit.groups):
-                self._handles.append(module.register_forward_hook(compat.dynamo_disabled(self._watch_axes), with_kwargs=True))
+                self._handles.append(
+                    module.register_forward_hook(compat.dynamo_disabled(self._watch_axes), with_kwargs=True)
+                )
         for group in unit.uses:
             self.watch_state_dicts(group)
 
@@ -164,14 +166,18 @@ class UnitHooks:
                 expected="torch.compile to be on: no TORCH_COMPILE_DISABLE, no torch.compiler.set_stance that skips it",
                 fix="switch it on, or call fsdp2.uncompile(model)",
             )
-        return None if self._input_dtype is None else compat.pytree.tree_map_only(Tensor, self._cast_input, (args, kwargs))
+        return (
+            None if self._input_dtype is None else compat.pytree.tree_map_only(Tensor, self._cast_input, (args, kwargs))
+        )
 
     def _traced_post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         return None if self._output_dtype is None else compat.pytree.tree_map_only(Tensor, self._cast_output, output)
 
     # --- forward ---
 
-    def _pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         unit = self._unit
         if unit.summoned:
             _refuse_autograd(unit)
@@ -374,14 +380,18 @@ class UnitHooks:
                 continue
             base = tensor._base
             node = tensor.grad_fn
-            if (node if base is None else base.grad_fn) is None and isinstance(tensor if base is None else base, nn.Parameter):
+            if (node if base is None else base.grad_fn) is None and isinstance(
+                tensor if base is None else base, nn.Parameter
+            ):
                 return self._watch_outputs(part, map_tensors(outlive_parameters, output))
             if node in part:  # an input, passed through: its node ends the backward, so another node has to begin it
                 return self._watch_outputs(part, map_tensors(functools.partial(apart_from, part), output))
             watched = [] if node is None else [node]
             if base is not None and base.grad_fn is not None and not made_input(part, base.grad_fn):
                 watched.append(base.grad_fn)
-            if finds_bottoms and any(below(each) is None for each in watched):  # else the call would hold a node that holds the call
+            if finds_bottoms and any(
+                below(each) is None for each in watched
+            ):  # else the call would hold a node that holds the call
                 return self._watch_outputs(part, map_tensors(apart_from_bottom, output))
             for each in watched:
                 if each not in seen:

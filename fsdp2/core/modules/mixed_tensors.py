@@ -72,7 +72,9 @@ def _cause(found: ShardedParam, frames: list[types.FrameType]) -> _Cause:
                 f"{owner}.{name} of {place} uses it; forward gathers a module's parameters, other methods do not",
                 f'fsdp2.register_fsdp_forward_method(module, "{name}") on that module, after fully_shard',
             )
-    using = next((frame.f_locals["self"] for frame in frames if isinstance(frame.f_locals.get("self"), nn.Module)), None)
+    using = next(
+        (frame.f_locals["self"] for frame in frames if isinstance(frame.f_locals.get("self"), nn.Module)), None
+    )
     if using is not None:
         return _Cause(
             f"{type(using).__name__} uses it, while the forward of its unit ({owner}, {place}) is not running",

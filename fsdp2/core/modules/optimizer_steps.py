@@ -127,7 +127,9 @@ def _refuse_incomplete(optimizer: Optimizer) -> None:
         if not gradients.has_unreduced:
             STEPS.waiting.discard(gradients)
     waiting = {id(param.sharded): param.fqn for gradients in STEPS.waiting for param in gradients.group.params}
-    incomplete = [waiting[id(param)] for group in optimizer.param_groups for param in group["params"] if id(param) in waiting]
+    incomplete = [
+        waiting[id(param)] for group in optimizer.param_groups for param in group["params"] if id(param) in waiting
+    ]
     if incomplete:
         raise OrderError(
             f"{type(optimizer).__name__} steps while gradients of {len(incomplete)} parameters wait for their last micro-batch",

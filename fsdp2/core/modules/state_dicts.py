@@ -57,7 +57,9 @@ def _is_alias(one: Tensor, other: Tensor) -> bool:
     """Whether they are two whole views of the same memory."""
     if one is other or type(one) is not type(other) or one.shape != other.shape or one.dtype is not other.dtype:
         return False
-    return [compat.storage_key(leaf) for leaf in leaves_of(one)] == [compat.storage_key(leaf) for leaf in leaves_of(other)]
+    return [compat.storage_key(leaf) for leaf in leaves_of(one)] == [
+        compat.storage_key(leaf) for leaf in leaves_of(other)
+    ]
 
 
 class Loading(Saving):

@@ -15,7 +15,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from ...errors import OrderError, message
 from ...user_warnings import warn, was_told
@@ -40,7 +43,9 @@ class _Registrations:
             register_module_module_registration_hook(self._note_module)
 
     def _note_parameter(self, module: nn.Module, name: str, param: Any) -> None:
-        if "_is_fsdp_managed_module" in vars(module) and not (isinstance(param, DTensor) or sharded_from(param) is not None):
+        if "_is_fsdp_managed_module" in vars(module) and not (
+            isinstance(param, DTensor) or sharded_from(param) is not None
+        ):
             self.count += 1
 
     def _note_module(self, module: nn.Module, name: str, child: Any) -> None:
@@ -98,7 +103,9 @@ def warn_of_forgotten_root(trained: Sequence[Tensor], num_sharded: int) -> None:
     if not plain or was_told(_FORGOTTEN):
         return
     for root, params, ranks in _partly_sharded(num_sharded):
-        found = [f"{each.name} {each.shape}" for each in params if (param := each.param()) is not None and id(param) in plain]
+        found = [
+            f"{each.name} {each.shape}" for each in params if (param := each.param()) is not None and id(param) in plain
+        ]
         if found:
             warn(
                 message(
@@ -128,14 +135,19 @@ def _partly_sharded(num_sharded: int) -> list[tuple[str, list[_Plain], set[int]]
 
     Nothing leads from a module to the one around it, so this asks the garbage collector for all modules, which takes a moment.
     """
-    living: list[nn.Module] = [each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in vars(each)]
+    living: list[nn.Module] = [
+        each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in vars(each)
+    ]
     inner = {child for module in living for child in module._modules.values()}
     found = []
     for root in living:
         units = [] if root in inner or unit_of(root) is not None else units_in(root.modules())
         ranks = {rank for unit in units for rank in unit.ranks}
         if len(ranks) > 1:
-            plain = [_Plain(name, tuple(each.shape), weakref.ref(each)) for name, each in plain_parameters(root, units).items()]
+            plain = [
+                _Plain(name, tuple(each.shape), weakref.ref(each))
+                for name, each in plain_parameters(root, units).items()
+            ]
             found.append((type(root).__name__, plain, ranks))
     return found
 

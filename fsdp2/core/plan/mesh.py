@@ -219,7 +219,11 @@ def _read_spmd_mesh(mesh: DeviceMesh, dims: Any) -> DataParallelMesh:
         tuple(sorted(axis_names.index(name) for name in shard_names)),
         tuple(sorted(axis_names.index(name) for name in replicate_names)),
     )
-    flat = [compat.flatten_mesh(mesh, tuple(axis_names[axis] for axis in some)) for some in (axes.replicate, axes.shard) if some]
+    flat = [
+        compat.flatten_mesh(mesh, tuple(axis_names[axis] for axis in some))
+        for some in (axes.replicate, axes.shard)
+        if some
+    ]
     if not axes.shard:
         return data_parallel_mesh(flat[0], shard_axis=None, replicate_axis=0, spmd=axes)
     if not axes.replicate:

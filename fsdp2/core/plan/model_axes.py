@@ -114,7 +114,12 @@ def own_piece(whole: Tensor, model: DTensorSpec) -> Tensor:
 
 
 def local_gradient(
-    name: str, grad: Tensor, model: DTensorSpec, data_axes: tuple[int, ...], once: frozenset[int], dtype: torch.dtype | None
+    name: str,
+    grad: Tensor,
+    model: DTensorSpec,
+    data_axes: tuple[int, ...],
+    once: frozenset[int],
+    dtype: torch.dtype | None,
 ) -> Tensor:
     """The local tensor of a gradient: placed like its parameter on model axes; on data-parallel axes, this rank's term.
 

@@ -79,7 +79,9 @@ class ShardSpec:
 def in_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     """``spec`` for a tensor of another dtype."""
     assert spec.tensor_meta is not None
-    return spec if spec.tensor_meta.dtype is dtype else replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
+    return (
+        spec if spec.tensor_meta.dtype is dtype else replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
+    )
 
 
 def refuse_unplaceable(placements: Iterable[tuple[str, nn.Parameter, DataParallelMesh, Any]]) -> None:
@@ -125,7 +127,9 @@ def _problem_on_spmd_mesh(param: nn.Parameter, axes: SpmdAxes) -> str | None:
             "or have annotations of spmd_types"
         )
     if param.device_mesh != axes.mesh:
-        return f"is a DTensor on {param.device_mesh}, and not on the same mesh that was passed to fully_shard, {axes.mesh}"
+        return (
+            f"is a DTensor on {param.device_mesh}, and not on the same mesh that was passed to fully_shard, {axes.mesh}"
+        )
     if not all(param.placements[axis].is_replicate() for axis in axes.data):
         names = axes.mesh.mesh_dim_names
         assert names is not None
@@ -186,8 +190,12 @@ def _of_annotated(
     if order is not None:
         in_memory = torch.empty([shape[dim] for dim in order], device="meta").stride()
         strides = tuple(in_memory[order.index(dim)] for dim in range(param.ndim))
-    unsharded = DTensorSpec(full, annotations.placements, tensor_meta=TensorMeta(torch.Size(shape), strides, param.dtype))
-    return ShardSpec(cut, order, within_spmd_mesh(mesh, unsharded, on_shard_axis), unsharded, mesh.spmd.data, annotations)
+    unsharded = DTensorSpec(
+        full, annotations.placements, tensor_meta=TensorMeta(torch.Size(shape), strides, param.dtype)
+    )
+    return ShardSpec(
+        cut, order, within_spmd_mesh(mesh, unsharded, on_shard_axis), unsharded, mesh.spmd.data, annotations
+    )
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:

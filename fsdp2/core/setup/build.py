@@ -80,7 +80,8 @@ def build_unit(
         param_dtype=mp_policy.param_dtype,
         reduce_dtype=mp_policy.reduce_dtype,
         offload=hasattr(offload_policy, "pin_memory") or isinstance(offload_policy, DiskOffloadPolicy),
-        pin_memory=getattr(offload_policy, "pin_memory", isinstance(offload_policy, DiskOffloadPolicy)) and device.type != "cpu",
+        pin_memory=getattr(offload_policy, "pin_memory", isinstance(offload_policy, DiskOffloadPolicy))
+        and device.type != "cpu",
         **_disk_options(offload_policy, mesh),
         mp_policy=mp_policy,
         semantics=semantics or chosen_semantics(),
@@ -90,7 +91,9 @@ def build_unit(
     borrowed = _borrow(read.tied, read.place, options)
     cut = _cut_own_memory(owners, specs, {param: own.shard_rank for param, (own, _) in placed.items()})
     groups = []
-    for params in _partition(owners, key=lambda param: (*dtypes[param], needs_own_memory(param), *placed[param][0].groups)):
+    for params in _partition(
+        owners, key=lambda param: (*dtypes[param], needs_own_memory(param), *placed[param][0].groups)
+    ):
         own_mesh = placed[params[0]][0]
         own_options = replace(options, param_dtype=dtypes[params[0]][1])
         group = _new_group(params, owners, specs, cut, own_mesh, device, own_options)
@@ -116,13 +119,20 @@ def build_unit(
         mp_policy,
         UnitOptions(reshard_after_forward=True if after is None else after, reshard_is_default=after is None),
     )
-    unit.ignored = [Owner(module, name) for module in managed for name, param in module._parameters.items() if param in ignored_params]
+    unit.ignored = [
+        Owner(module, name)
+        for module in managed
+        for name, param in module._parameters.items()
+        if param in ignored_params
+    ]
     unit.hooks = UnitHooks(unit)
     unit.hooks.install()
     for module in modules:
         compat.register_module_state(module, unit)
     if semantics is None:
-        tell_of_wide_gradients(type(modules[0]).__name__, [group.plan for group in groups], mp_policy.reduce_dtype is not None)
+        tell_of_wide_gradients(
+            type(modules[0]).__name__, [group.plan for group in groups], mp_policy.reduce_dtype is not None
+        )
     REGISTRATIONS.watch()
     for module in managed:  # the compiler looks for these
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
@@ -178,7 +188,9 @@ def managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
     found: dict[nn.Module, None] = {}
 
     def visit(module: nn.Module) -> None:
-        if module in found or (module not in modules and {"fully_shard", "replicate"} & set(compat.applied_apis(module))):
+        if module in found or (
+            module not in modules and {"fully_shard", "replicate"} & set(compat.applied_apis(module))
+        ):
             return
         found[module] = None
         for child in module.children():
@@ -201,7 +213,9 @@ class Placer:
     def __init__(self, shard_placement_fn: Callable[[nn.Parameter], Any] | None, mesh: DataParallelMesh) -> None:
         self._fn = shard_placement_fn
         self._mesh = mesh
-        self._meshes: dict[int, tuple[Any, DataParallelMesh]] = {}  # by id; the object itself keeps its id from being reused
+        self._meshes: dict[
+            int, tuple[Any, DataParallelMesh]
+        ] = {}  # by id; the object itself keeps its id from being reused
 
     def __call__(self, name: str, param: nn.Parameter) -> tuple[DataParallelMesh, Any]:
         """Raises: MeshError if the result names a mesh on which nothing can be sharded."""
@@ -294,7 +308,9 @@ def _refuse_scripted(owned: _Owned) -> None:
 
 def _refuse_sharded(ignored: set[nn.Parameter]) -> None:
     """Raise if an earlier call has sharded a parameter that this call is to ignore. The set may name parts of the model elsewhere."""
-    sharded = [f"{param.fqn} {tuple(param.sharded.shape)}" for each in ignored if (param := sharded_from(each)) is not None]
+    sharded = [
+        f"{param.fqn} {tuple(param.sharded.shape)}" for each in ignored if (param := sharded_from(each)) is not None
+    ]
     if sharded:
         raise ArgumentError(
             f"ignored_params has {len(sharded)} parameters that an earlier fully_shard call has sharded",
@@ -397,11 +413,18 @@ def _check_devices(owned: _Owned, buffers: dict[str, Tensor], device: torch.devi
         )
 
 
-def _cut_own_memory(owned: _Owned, specs: dict[nn.Parameter, ShardSpec], ranks: dict[nn.Parameter, int]) -> dict[nn.Parameter, Tensor]:
+def _cut_own_memory(
+    owned: _Owned, specs: dict[nn.Parameter, ShardSpec], ranks: dict[nn.Parameter, int]
+) -> dict[nn.Parameter, Tensor]:
     """The shards of parameters with memory of their own. Before any change, because tensor subclasses may refuse to be cut."""
     with torch.no_grad():
         return {
-            param: cut_out(names[0], compat.local_tensor(param) if isinstance(param, DTensor) else param, specs[param], ranks[param])
+            param: cut_out(
+                names[0],
+                compat.local_tensor(param) if isinstance(param, DTensor) else param,
+                specs[param],
+                ranks[param],
+            )
             for param, (names, _) in owned.items()
             if needs_own_memory(param)
         }
@@ -428,7 +451,9 @@ def _new_group(
     for param in params:
         names, owners = owned[param]
         grad_dtype = compat.grad_dtype_of(param) if options.semantics != "2.13" else None
-        sharded.append(new_sharded_param(names[0], owners, param, specs[param], mesh.shard_rank, kept_on, cut.get(param)))
+        sharded.append(
+            new_sharded_param(names[0], owners, param, specs[param], mesh.shard_rank, kept_on, cut.get(param))
+        )
         if grad_dtype is not None:
             compat.set_grad_dtype(sharded[-1].sharded, grad_dtype)
         refuse_gradients(param, sharded[-1])

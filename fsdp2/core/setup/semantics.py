@@ -61,7 +61,9 @@ def tell_of_wide_gradients(module: str, plans: Iterable[GroupPlan], has_reduce_d
     """
     if was_told(_NAME) or has_reduce_dtype or _chosen is not None:
         return
-    wide = [plan for plan in plans if plan.reduce_dtype.itemsize > plan.param_dtype.itemsize and not plan.gradients.added_up]
+    wide = [
+        plan for plan in plans if plan.reduce_dtype.itemsize > plan.param_dtype.itemsize and not plan.gradients.added_up
+    ]
     if not wide:
         return
     first = wide[0]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
@@ -23,7 +24,7 @@ from harness.models import MLP
 
 Shards = Callable[..., Any]
 BF16 = torch.bfloat16
-NUM_STEPS, NUM_MICRO_BATCHES = 3, 2
+NUM_STEPS, NUM_MICRO_BATCHES = 2, 2
 
 
 def by_blocks(shard: Shards, model: Any, **options: Any) -> None:
@@ -219,6 +220,7 @@ def test_each_setting_means_what_it_does_when_sharded():
             raise AssertionError(name) from error
 
 
+@pytest.mark.slow
 @on_ranks(4)
 def test_each_mesh_means_what_it_does_when_sharded():
     for name, setting in ON_FOUR.items():

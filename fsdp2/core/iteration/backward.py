@@ -32,7 +32,7 @@ class Backward:
     """
 
     def __init__(self, tree: UnitTree, task: int, at_end: Callable[[], None] | None) -> None:
-        """at_end: called by the graph task at its end; only that task holds it, and the engine drops it if backward fails"""
+        """at_end: the graph task calls it at its end; only that task holds it, and drops it if backward fails"""
         self.task = task
         self._tree = tree
         self._host_waits = tree.streams.host_waits  # see ``Forward``
@@ -40,8 +40,8 @@ class Backward:
         self._waited_before = tree.has_unreduced()  # gradients of earlier backwards
         self._prefetched: list[Unit] = []
         self._prefetch_behind: dict[Unit, Unit] = {}  # what backward_prefetch="post" gathers after a unit's gradients
-        # Units that are reduced at the end. These are at first the lists of which a re-entrant checkpoint runs modules
-        # again while other modules have a graph: backward does not know at which of those modules the list is done.
+        # Units that are reduced at the end. At first, lists with modules that a re-entrant checkpoint runs again while
+        # others have a graph: backward does not know which module ends the list.
         self._to_end = {unit for unit in tree.lists if unit.calls.to_rerun and unit.calls.may_follow()}
         self._recomputed: list[tuple[Unit, int]] = []  # with the number of its forwards under way at that time
 
@@ -59,7 +59,7 @@ class Backward:
     # --- moments ---
 
     def begin(self, unit: Unit, call: Call) -> None:
-        """The gradient of an output of ``call`` has arrived: unshard ``unit``, prefetch the one before. Collective: yes."""
+        """An output of ``call`` has its gradient: unshard ``unit``, prefetch the one before. Collective: yes."""
         tree = self._tree
         log = collective_log.current
         if log is not None:
@@ -106,10 +106,7 @@ class Backward:
                 self._tree.issue_beside_loss(unit)
 
     def end(self, unit: Unit, call: Call, task: int) -> None:
-        """Autograd has computed the gradient of an input of ``call``.
-
-        Collective: yes, if the call was its unit's last in this backward.
-        """
+        """An input of ``call`` has its gradient. Collective: yes, if the call was its unit's last in this backward."""
         if not call.passes_last_input(task):
             return
         call.ended = task
@@ -182,7 +179,7 @@ class Backward:
         self._recomputed.append((unit, len(unit.calls.running)))
 
     def end_recomputations(self) -> None:
-        """End recomputations that non-reentrant checkpointing left early, once it had enough: their post-hooks never run."""
+        """End recomputations that non-reentrant checkpointing left early: their post-hooks never run."""
         for unit, num_running in self._recomputed:
             del unit.calls.running[num_running:]
         self._recomputed.clear()

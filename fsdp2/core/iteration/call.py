@@ -102,7 +102,7 @@ class Call:
         return self.ended != task and bool(self.graph()) and self.will_pass_inputs(task)
 
     def passes_last_input(self, task: int) -> bool:
-        """A node of the call runs: is it the call's last in this backward? True also if the graph was freed meanwhile."""
+        """Whether the node that runs is the call's last in this backward; True also if the graph is gone."""
         part = self.graph()
         if part is None or len(part) == 1:
             return True
@@ -113,7 +113,7 @@ class Call:
         return self._inputs_left == 0
 
     def is_in_this_backward(self) -> bool:
-        """Whether the backward that runs on this rank reaches the call's inputs, or, if none needs a gradient, outputs."""
+        """Whether this rank's backward reaches the call's inputs, or, if none needs a gradient, its outputs."""
         part = self.graph()
         return part is not None and any(map(compat.will_run_in_this_backward, (*part, *part.bottoms)))
 
@@ -156,7 +156,7 @@ class UnitCalls:
         self.awaiting = [call for call in alive if in_backward or call.begun == -1 or call.again]
 
     def note_run(self, module: nn.Module, has_graph: bool, in_backward: bool) -> None:
-        """``module``, one of a list, runs: a later backward, or the one under way, may run it again to make its graph."""
+        """``module``, one of a list, runs: this backward or a later one may run it again to make its graph."""
         times = self.to_rerun[module]
         if not in_backward:
             times += not has_graph

@@ -94,7 +94,7 @@ class Forward:
             log.resume()
 
     def end_part(self, unit: Unit) -> bool:
-        """One module of the list that ``unit`` is has run, and others of it have not; True if that ends the forward.
+        """One module of the list ``unit`` has run, and others have not; True if that ends the forward.
 
         The others may follow in this forward. But if the user called the module by itself, for instance a head on one
         chunk of tokens, its backward or its next chunk follows.

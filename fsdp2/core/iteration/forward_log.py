@@ -88,8 +88,7 @@ class ForwardLog:
     def gathers_in_other_order(self, is_gathered: Callable[[Unit], bool]) -> bool:
         """Whether recomputing a segment gathers units in another order than on ranks whose backward leaves it out.
 
-        The recomputation gathers in the order of forward. For one unit, or one unit inside another, both orders are
-        equal.
+        The recomputation gathers in the order of forward. For one unit, or one in another, both orders are equal.
         """
         segments: dict[int, list[tuple[Unit, Call]]] = {}
         around: list[Call] = []
@@ -168,7 +167,7 @@ class Reading:
         self._done.add((call, is_end))
 
     def before_recomputation(self, unit: Unit) -> Iterator[Moment]:
-        """``unit`` runs again, maybe before its backward begins: yields the earlier moments that this rank has left out."""
+        """``unit`` runs again, maybe before its backward begins: yields earlier moments that this rank left out."""
         for log in reversed(self._logs):
             for call in reversed(log.calls.get(unit, ()) if log in self._to_come else ()):
                 if not call.may_rerun or not call.is_watched or not self._may_run_again(unit, call):

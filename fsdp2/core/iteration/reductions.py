@@ -107,9 +107,8 @@ class Reductions:
         if any(reduction.has_run_hooks for reduction in self._started):
             self.finish()
             return
-        self._order(
-            self._streams.reduce
-        )  # held memory goes back to this stream, and must not add up over micro-batches
+        # Held memory goes back to this stream, and must not add up over micro-batches.
+        self._order(self._streams.reduce)
         if any(reduction.is_in_place for reduction in self._started):  # held memory of these goes back to compute
             self._order(self._streams.compute)
         for reduction in self._started:
@@ -145,7 +144,7 @@ class Reductions:
 
 
 def _hand_out_late(reductions: Sequence[Reduction]) -> None:
-    """Hand out gradients of parameters that only other ranks used; the host reads once from the device which those are."""
+    """Hand out gradients of parameters that only other ranks used; the host reads their flags, once per device."""
     by_device: dict[torch.device, list[tuple[Reduction, Tensor]]] = {}  # gradients may be offloaded
     for reduction in reductions:
         flags = reduction.late_flags

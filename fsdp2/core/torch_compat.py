@@ -500,7 +500,7 @@ def chunk_cat(tensors: list[Tensor], num_chunks: int, out: Tensor) -> None:
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 current_graph_task: Callable[[], int] = torch_name("torch._C._current_graph_task_id")  # -1 outside of backward
-# Only inside backward.
+# Call it only inside backward.
 will_run_in_this_backward: Callable[[Any], bool] = torch_name("torch._C._will_engine_execute_node")
 
 

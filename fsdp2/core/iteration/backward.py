@@ -126,8 +126,7 @@ class Backward:
     def _may_follow(self, unit: Unit) -> bool:
         """A re-entrant checkpoint has run ``unit`` again in a backward of its own: may other calls of it follow?
 
-        The checkpoint may have run one module of a list. A unit of one module that runs in several such checkpoints is
-        reduced after each.
+        It may have run one module of a list. A unit of one module in several such checkpoints is reduced after each.
         """
         return len(unit.modules) > 1 and unit.calls.may_follow()
 
@@ -135,8 +134,7 @@ class Backward:
         """Reduce ``unit`` at the end, because a graph that a backward has made needs it.
 
         On a device, nodes of that graph may run after those that end the unit's calls: the device's thread counts its
-        nodes anew, and the engine prefers nodes of higher numbers. On the CPU one thread counts all nodes, and nodes
-        that were made later run first.
+        nodes anew, and the engine prefers higher numbers. On the CPU one thread counts all, and newer nodes run first.
         """
         if not self._tree.streams.host_waits:
             self._to_end.add(unit)
@@ -217,8 +215,7 @@ class Backward:
 class LoggedBackward(Backward):
     """One backward under way, in the order of the logs of its forwards, which is the same on all ranks.
 
-    The engine knows only what this rank's backward reaches. So before each moment, this object does what other ranks
-    have done by then.
+    The engine knows only this rank's graph. So before each moment, this object does what other ranks have done by then.
     """
 
     def __init__(self, tree: UnitTree, task: int, at_end: Callable[[], None], logs: Sequence[ForwardLog]) -> None:

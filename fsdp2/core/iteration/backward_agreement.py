@@ -1,4 +1,4 @@
-"""Before a backward communicates, all ranks compare in which order they will; if the orders differ, all of them raise.
+"""Before a backward communicates, all ranks compare their orders of collectives; if they differ, all ranks raise.
 
 Ranks gather and reduce groups one after another, in an order that follows from each rank's own graph. If one rank left
 out a unit that the others have, its next group would meet their last one: a hang, or, between groups of equal size,
@@ -80,8 +80,7 @@ class Agreement:
 
     Groups over other ranks are not compared: some of those ranks may rightly run a unit that others leave out.
 
-    number: among the roots over the same ranks, in the order of the first backwards that were equal on all ranks; -1
-            before that
+    number: among the roots over the same ranks, by their first backwards that were equal on all ranks; -1 before
     """
 
     def __init__(self, units: Sequence[Unit], logs: Callable[[], Sequence[ForwardLog]]) -> None:
@@ -203,10 +202,7 @@ class Agreement:
         return first >= 0 and all(other == first for other in others)
 
     def _join_or_refuse(self, parts: Sequence[_Part]) -> None:
-        """Orders differ: reduce at the end what this rank leaves out, if that makes them equal; else raise.
-
-        Collective: yes.
-        """
+        """Reduce at the end what this rank leaves out, if that makes the orders equal; else raise. Collective: yes."""
         first_roots, ways = self._gather_ways(parts)
         # Those ranks may run no backward through the other root, so there would be no end at which to reduce it.
         joined = []

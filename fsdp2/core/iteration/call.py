@@ -17,7 +17,7 @@ from torch import nn
 from .. import torch_compat as compat
 
 next_moment = itertools.count().__next__
-"""Numbers for the beginnings and ends of forward calls, in the order in which they happen."""
+"""Numbers for the beginnings and ends of forward calls, in their order."""
 
 
 class GraphPart(list[Any]):
@@ -87,8 +87,7 @@ class Call:
     def will_pass_inputs(self, task: int) -> bool:
         """Whether the backward ``task``, which runs, reaches one of the call's inputs.
 
-        If no input needs a gradient, the graph cannot tell: True for a call that was in no backward before, or has
-        begun in this one.
+        If no input needs a gradient, the graph cannot tell: True if it began in no backward yet, or in this one.
         """
         part = self.graph()
         if part is None:

@@ -30,8 +30,7 @@ class Forward:
         self.root = root
         self.log = log
         self._tree = tree
-        # Compute is ordered after this gather last, so that the casts of the next gather follow compute and run
-        # alongside this gather.
+        # Order compute after this gather last: casts of the next one then follow compute, and run alongside this one.
         self._host_waits = tree.streams.host_waits
         self._caller = _Caller()
         self._recorded = tree.records.get(root, [])

@@ -24,7 +24,7 @@ _behind: weakref.WeakSet[Reductions] = weakref.WeakSet()
 
 
 class Reductions:
-    """Reductions under way, in the order in which they were started; those of one unit together.
+    """Reductions under way, in the order of their starts; those of one unit together.
 
     limit: how many units may hold their inputs
     """
@@ -101,8 +101,7 @@ class Reductions:
     def finish_later(self) -> None:
         """Leave the gradients in the order of the reduce stream; the next ``finish_all`` orders compute after them.
 
-        But where hooks have run, perhaps an optimizer's, finish now: the next gathers send what they wrote, and wait
-        for compute only.
+        But if hooks have run, maybe an optimizer's, finish now: the next gathers send their writes, after compute only.
         """
         if any(reduction.has_run_hooks for reduction in self._started):
             self.finish()

@@ -1,6 +1,6 @@
 """Before a first forward communicates, each rank checks that its neighbors gather the same.
 
-If they do not, gloo aborts, and NCCL computes nonsense.
+Otherwise gloo aborts, and NCCL computes nonsense.
 
 A rank writes into the store what its groups gather, and reads what the rank before it and the one after it have written
 so far. It waits for none of them. Of two neighbors at least the later one has both; it raises, its program ends, and

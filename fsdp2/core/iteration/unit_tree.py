@@ -44,7 +44,7 @@ class Kept(NamedTuple):
 class Step:
     """What forwards leave to the backward and the forward that follow. A new ``Step`` replaces one that is used up.
 
-    order:     units in the order in which their forward calls ended since the last backward, for backward prefetch
+    order:     units in the order of the ends of forward calls since the last backward, for backward prefetch
     positions: the places of each unit in ``order``, the last one last
     unsharded: groups that stay unsharded (or on the smaller mesh) until the next forward
     left_by_forward: units that the last forward left unsharded
@@ -80,7 +80,7 @@ class UnitTree:
     units:         in the order of named_modules(); the root first
     lists:         the units of several modules
     holds_pending: the user ends iterations with ``finalize``, and what a backward has left pending waits for that
-    records:       for each unit whose forward began an iteration, the order in which units ran in the last one
+    records:       for each unit whose forward began an iteration, the order of units in the last one
     step:          the one under way
     """
 

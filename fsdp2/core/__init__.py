@@ -1,1 +1,1 @@
-"""The runtime: how parameters are sharded, gathered and reduced. docs/architecture.md lists its folders, lowest first."""
+"""The runtime: it shards and gathers parameters, and reduces gradients. docs/architecture.md lists its folders."""

@@ -69,7 +69,7 @@ def _gone_error(path: str) -> FSDPError:
 
 
 def torch_name(path: str, instead: Any = None) -> Any:
-    """What torch has at ``path``, a private name. If it is gone: ``instead``, or a class whose every use raises an FSDPError."""
+    """The private torch name ``path``; if it is gone: ``instead``, or a class whose every use raises an FSDPError."""
     home, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(home), name)
@@ -89,11 +89,10 @@ if TYPE_CHECKING:
     class TorchGradientReductionHandle:
         """torch's class of the same name (2.15), so that ``isinstance`` checks elsewhere hold."""
 
-else:  # next to each name, what happens if it is gone; where nothing stands, its first use raises
+else:  # next to or above a name, what happens if it is gone; where nothing stands, its first use raises
     FakeTensor = torch_name("torch._subclasses.FakeTensor")  # none is recognized
-    AsyncCollectiveTensor = torch_name(
-        "torch.distributed._functional_collectives.AsyncCollectiveTensor"
-    )  # none is recognized
+    # If gone, none is recognized.
+    AsyncCollectiveTensor = torch_name("torch.distributed._functional_collectives.AsyncCollectiveTensor")
     DTensorSpec = torch_name("torch.distributed.tensor._dtensor_spec.DTensorSpec")
     TensorMeta = torch_name("torch.distributed.tensor._dtensor_spec.TensorMeta")
     _StridedShard = torch_name("torch.distributed.tensor.placement_types._StridedShard")  # no tensor parallelism
@@ -103,17 +102,13 @@ else:  # next to each name, what happens if it is gone; where nothing stands, it
     TorchGradientReductionHandle = getattr(torch.distributed.fsdp, "GradientReductionHandle", object)
 
 _torch_fsdp2 = torch_name("torch.distributed.fsdp._fully_shard._fully_shard", torch.distributed.fsdp)
-_REGISTRY_KEY = torch_name(
-    "torch.distributed._composable.contract.REGISTRY_KEY", "_fsdp2_registry"
-)  # torch does not see our calls
-_STATE_KEY = torch_name(
-    "torch.distributed._composable.contract.STATE_KEY", "_fsdp2_states"
-)  # torch does not find our states
+# If these are gone, torch does not see our calls, or does not find our states.
+_REGISTRY_KEY = torch_name("torch.distributed._composable.contract.REGISTRY_KEY", "_fsdp2_registry")
+_STATE_KEY = torch_name("torch.distributed._composable.contract.STATE_KEY", "_fsdp2_states")
 _RegistryItem = torch_name("torch.distributed._composable.contract.RegistryItem", object)
 _get_module_state = torch_name("torch.distributed._composable_state._get_module_state", lambda module: None)
-_TorchFSDPState = torch_name(
-    "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
-)  # torch's own modules are not inspected
+# If gone, torch's own modules are not inspected.
+_TorchFSDPState = torch_name("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState")
 _insert_module_state = torch_name(
     "torch.distributed._composable_state._insert_module_state", lambda module, state: None
 )
@@ -143,7 +138,9 @@ if hasattr(dist, "all_gather_single"):  # torch 2.13; it deprecates the older na
     def reduce_scatter_single(
         output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
     ) -> dist.Work | None:
-        return dist.reduce_scatter_single(output, input, op=op, group=group, async_op=async_op)  # type: ignore[no-any-return]
+        return dist.reduce_scatter_single(  # type: ignore[no-any-return]
+            output, input, op=op, group=group, async_op=async_op
+        )
 
 else:  # torch 2.11 and 2.12
 
@@ -153,7 +150,9 @@ else:  # torch 2.11 and 2.12
     def reduce_scatter_single(
         output: Tensor, input: Tensor, op: Any, group: dist.ProcessGroup, async_op: bool
     ) -> dist.Work | None:
-        return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)  # type: ignore[no-any-return]
+        return dist.reduce_scatter_tensor(  # type: ignore[no-any-return]
+            output, input, op=op, group=group, async_op=async_op
+        )
 
 
 class one_launch:  # noqa: N801 (a context manager)
@@ -198,7 +197,7 @@ def keys_of_the_store(prefix: str) -> Any:
 
 
 def own_connection_to_the_store(prefix: str) -> Any:
-    """Keys of the default process group's store, for another thread: on a shared connection, one wait blocks all threads."""
+    """Keys of the same store, for another thread: on a shared connection, one wait blocks all threads."""
     c10d: Any = dist.distributed_c10d
     return c10d.PrefixStore(prefix, c10d._get_default_store().clone())
 
@@ -241,7 +240,7 @@ _naming = threading.Lock()
 
 
 class _NamesOfOthers(dict[dist.ProcessGroup, str]):
-    """The names of all process groups, of which ``len`` counts those that are not ours.
+    """The names of all process groups; ``len`` counts those that are not ours.
 
     Before torch 2.14, ranks that make a group among themselves find each other under a name with this length in it.
     Ranks that have a group of ours would wait forever for ranks that have none.
@@ -415,7 +414,7 @@ class GradDtype(NamedTuple):
 
 
 def grad_dtype_of(param: Tensor) -> GradDtype | None:
-    """The ``grad_dtype`` that a leaf was given, or None. Before torch 2.15, setting the leaf's own dtype goes unnoticed."""
+    """The ``grad_dtype`` set on a leaf, or None. Before torch 2.15, setting the leaf's own dtype goes unnoticed."""
     dtype: torch.dtype | None = param.grad_dtype
     was_set = getattr(param, "_has_grad_dtype_override", dtype is not param.dtype)
     return GradDtype(dtype) if was_set else None
@@ -501,9 +500,8 @@ def chunk_cat(tensors: list[Tensor], num_chunks: int, out: Tensor) -> None:
 # --- autograd ---------------------------------------------------------------------------------------------------------
 
 current_graph_task: Callable[[], int] = torch_name("torch._C._current_graph_task_id")  # -1 outside of backward
-will_run_in_this_backward: Callable[[Any], bool] = torch_name(
-    "torch._C._will_engine_execute_node"
-)  # only inside backward
+# Call it only inside backward.
+will_run_in_this_backward: Callable[[Any], bool] = torch_name("torch._C._will_engine_execute_node")
 
 
 def checkpoint_around() -> object | None:
@@ -534,9 +532,8 @@ def leaf_gets_gradient_in_this_backward(leaf: Tensor) -> bool:
         return True
 
 
-profiler_is_on: Callable[[], bool] = torch_name(
-    "torch._C._autograd._profiler_enabled", lambda: False
-)  # profiles lack our labels
+# If gone, profiles lack our labels.
+profiler_is_on: Callable[[], bool] = torch_name("torch._C._autograd._profiler_enabled", lambda: False)
 functorch_is_active: Callable[[], bool] = torch_name("torch._C._are_functorch_transforms_active")
 
 
@@ -660,7 +657,7 @@ def has_met_compiler(hook: Callable[..., Any]) -> bool:
 
 
 def compiled_modules(root: nn.Module) -> list[nn.Module]:
-    """The modules below ``root`` that ``module.compile()`` or ``torch.compile(module)`` was called on, parents first."""
+    """The modules below ``root`` that ``module.compile()`` or ``torch.compile`` was called on, parents first."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is None:
         return []

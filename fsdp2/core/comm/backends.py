@@ -13,8 +13,7 @@ AllGatherAlgorithm = Literal["stock", "broadcast"]
 ReduceScatterAlgorithm = Literal["stock", "all_to_all", "pairwise", "all_reduce"]
 AllReduceAlgorithm = Literal["stock", "all_gather"]
 
-# "fake" stands for NCCL in schedule and memory tests and in plans, so it takes NCCL's path everywhere; "fake_gloo"
-# gloo's.
+# In schedule and memory tests and in plans "fake" stands for NCCL and takes its path everywhere; "fake_gloo" gloo's.
 _STREAM_ORDERED = {"nccl", "xccl", "fake"}
 _AVERAGES = {"nccl", "fake"}
 _GLOO = {"gloo", "fake_gloo"}
@@ -108,7 +107,7 @@ def is_stock_alone(device_type: str = "cpu") -> bool:
 def choose_all_gather(backend: str, world_size: int, nbytes: int, device_type: str = "cpu") -> AllGatherAlgorithm:
     """The default all-gather. nbytes: of the gathered buffer"""
     # gloo's own packs into temporaries of the output's size: at 50 MiB it takes three times as long. Small broadcasts
-    # cost a launch a rank.
+    # cost one launch per rank.
     if is_stock_alone(device_type):
         return "stock"
     if is_gloo(backend) and (nbytes >= world_size * (128 << 10) or device_type != "cpu"):
@@ -124,8 +123,7 @@ def choose_reduce_scatter(
         return "stock"
     if device_type != "cpu":  # gloo's all-to-all takes host memory only
         return "all_reduce"
-    # Pairwise sends least and needs least scratch, but each of its W - 1 rounds greets all ranks: for few ranks and
-    # large rows.
+    # Pairwise sends least, with least scratch, but each of W - 1 rounds greets all ranks: for few ranks, large rows.
     if world_size == 2 or (world_size <= 8 and nbytes >= world_size * (1 << 20)):
         return "pairwise"
     return "all_to_all"

@@ -47,7 +47,7 @@ class CollectiveLog(Protocol):
         """The hook that called ``enter`` or ``exit`` returns."""
 
     def fail(self, phase: str, unit: str) -> None:
-        """An exception has ended ``phase`` of ``unit``. The phase around it calls this too, when the exception reaches it."""
+        """An exception has ended ``phase`` of ``unit``. The phase around it calls this too, when it gets there."""
 
     def leave(self) -> None:
         """The forward, or the backward, of the root has ended."""

@@ -4,10 +4,10 @@ Each function issues a collective and returns a ``Pending``; ``finish()`` makes 
 algorithm (backends.py) and the division (division.py).
 
 Worked example: reduce-scatter by "pairwise", 3 ranks, P = 2, averaged. Row d is for rank d, and rank 1 holds the rows
-``[[1, 1], [5, 5], [2, 2]]``. It sends row 2 to rank 2 while it receives ``[4, 4]`` from rank 0 into its output, then row
-0 to rank 0 while it receives ``[3, 3]`` from rank 2 into scratch; meanwhile the caller computes. ``finish()`` adds in
-ascending rank order, ``([4, 4] + [5, 5]) + [3, 3]``, and divides the 2 elements by 3: the output is ``[4, 4]``. No rank
-sends a row to itself.
+``[[1, 1], [5, 5], [2, 2]]``. It sends row 2 to rank 2 while it receives ``[4, 4]`` from rank 0 into its output, then
+row 0 to rank 0 while it receives ``[3, 3]`` from rank 2 into scratch; meanwhile the caller computes. ``finish()`` adds
+in ascending rank order, ``([4, 4] + [5, 5]) + [3, 3]``, and divides the 2 elements by 3: the output is ``[4, 4]``. No
+rank sends a row to itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Pending(Protocol):
         """
 
     def is_completed(self) -> bool:
-        """Whether ``finish`` would return at once. Ranks differ in it: nothing that other ranks see may depend on it."""
+        """Whether ``finish`` would return at once. Local: nothing that other ranks see may depend on it."""
 
 
 # The dtypes that every backend knows; others travel as bytes.
@@ -141,7 +141,7 @@ def reduce_scatter(
 def reduce_scatter_together(
     buffers: Sequence[tuple[Tensor, Tensor, Division]], process_group: dist.ProcessGroup
 ) -> None:
-    """``reduce_scatter`` of several (output, input, division), of any dtypes, in one launch; on stream-ordered backends.
+    """``reduce_scatter`` of several (output, input, division), any dtypes, in one launch; stream-ordered backends only.
 
     Collective: yes. When it returns, all work is queued on the current stream.
     """
@@ -191,7 +191,7 @@ def all_reduce(
 
 
 def all_reduce_together(buffers: Sequence[tuple[Tensor, Division]], process_group: dist.ProcessGroup) -> None:
-    """``all_reduce`` of several (buffer, division), of any dtypes, in one launch; stream-ordered backends only.
+    """``all_reduce`` of several (buffer, division), any dtypes, in one launch; stream-ordered backends only.
 
     Collective: yes. When it returns, all work is queued on the current stream.
     """
@@ -206,13 +206,13 @@ def all_reduce_together(buffers: Sequence[tuple[Tensor, Division]], process_grou
             buffer.div_(division.postdivide)
 
 
-# --- the parts of these algorithms ---------------------------------------------------------------------------------------
+# --- the parts of these algorithms ------------------------------------------------------------------------------------
 
 
 def start_broadcasts(
     rows: Sequence[Tensor], process_group: dist.ProcessGroup, async_op: bool
 ) -> list[dist.Work | None]:
-    """The all-gather "broadcast": every rank sends its row to all others, which receive it in place. Collective: yes."""
+    """All-gather by "broadcast": every rank sends its row to all others, which receive it in place. Collective: yes."""
     return [
         dist.broadcast(row, group=process_group, async_op=async_op, group_src=source) for source, row in enumerate(rows)
     ]
@@ -221,7 +221,7 @@ def start_broadcasts(
 def start_exchange(
     received: Sequence[Tensor], rows: Sequence[Tensor], process_group: dist.ProcessGroup, async_op: bool
 ) -> list[dist.Work | None]:
-    """ "pairwise": ``rows[d]`` goes to rank d, ``received[s]`` comes from rank s, and nothing from a rank to itself.
+    """For "pairwise": ``rows[d]`` goes to rank d, ``received[s]`` comes from rank s, nothing from a rank to itself.
 
     In round k every rank sends to the k-th rank after it. Collective: yes.
     """
@@ -280,7 +280,7 @@ _DONE = _Done()
 
 
 class Works:
-    """A ``Pending`` that waits for ``works``; then ``output`` becomes the sum of ``rows``, if there are any, and is divided.
+    """A ``Pending`` that waits for ``works``; then ``output`` becomes the sum of ``rows``, if any, and is divided.
 
     buffers: kept alive until then
     """

@@ -36,8 +36,7 @@ def comm_reduce_scatter(
     return Works([work], (), output, division.postdivide)
 
 
-# --- memory that the process group allocates
-# ------------------------------------------------------------------------------------
+# --- memory that the process group allocates --------------------------------------------------------------------------
 
 
 class _ProcessGroupMemory:
@@ -101,5 +100,5 @@ class SymmetricReduceScatter(_SymmetricMemory, ReduceScatter):
 
 
 def warn_without_effect(setter: str, why: str) -> None:
-    """Warn once a process that ``setter`` does nothing here."""
+    """Warn once per process that ``setter`` does nothing here."""
     warn(f"{setter} has no effect here: {why}", once=setter)

@@ -13,7 +13,7 @@ from .backends import averages
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How a collective reduces: divide the input in place, sum (or average) over the ranks, divide the output in place."""
+    """How to reduce: divide the input in place, sum (or average) over the ranks, divide the output in place."""
 
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM  # SUM or AVG
     predivide: float | None = None
@@ -71,8 +71,7 @@ def divisions_for(
     elif (
         averages(backend if shard_ranks > 1 else between) and _averages_well(reduce_dtype, total_ranks) and not sum_only
     ):
-        # Division inside the collective costs no kernel. See Note: what NCCL computes, also for why PREMUL_SUM is not
-        # used.
+        # Division inside the collective costs no kernel. See Note: what NCCL computes, also on PREMUL_SUM.
         if divide_factor is None:
             all_reduce = _AVG if averages(between) else Division(postdivide=replicate_ranks)
             return Divisions(_AVG if shard_ranks > 1 else SUM, all_reduce if replicate_ranks > 1 else SUM)

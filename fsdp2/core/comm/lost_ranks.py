@@ -46,7 +46,10 @@ def raise_lost(error: Exception, what: str, problem: FSDPError | None = None) ->
     items = [f"rank {rank}: {why}" for rank, why in lost.items()]
     if _roll is not None and not items:
         items = [
-            "no process of this host has ended or is stopped: look at the other hosts, or a rank has not come (docs/hangs.md)"
+            (
+                "no process of this host has ended or is stopped: "
+                "look at the other hosts, or a rank has not come (docs/hangs.md)"
+            )
         ]
     told = (str(error).strip().splitlines() or [""])[0]
     items += [f"this rank has a problem of its own: {problem}"] if problem is not None else []
@@ -104,7 +107,7 @@ class _Roll:
         self._append(self._host, f"{self._rank} {os.getpid()} {_stat(os.getpid())[1]}")
 
     def look(self) -> dict[int, str]:
-        """Why ranks are gone, the first first; empty if that does not show within ``PATIENCE``. Tells the other ranks."""
+        """Why ranks are gone, in order; empty if that does not show within ``PATIENCE``. Tells the other ranks."""
         try:
             deadline = time.monotonic() + PATIENCE
             while not (lost := self.known()) and time.monotonic() < deadline:

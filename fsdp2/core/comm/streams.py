@@ -1,6 +1,6 @@
 """One interface over device streams and events, and over asynchronous collectives on the CPU.
 
-The runtime says on which stream it puts work and what that waits for. On a device, this file makes CUDA streams and
+The runtime names the stream of each piece of work, and its predecessors. On a device, this file makes CUDA streams and
 events of that; on the host nothing, because collectives run on the backend's own threads, and the host waits for them
 where it needs the result (``host_waits``).
 

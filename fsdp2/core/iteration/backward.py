@@ -32,7 +32,7 @@ class Backward:
     """
 
     def __init__(self, tree: UnitTree, task: int, at_end: Callable[[], None] | None) -> None:
-        """at_end: called by the graph task at its end; only that task holds it, and the engine drops it if backward fails"""
+        """at_end: the graph task calls it at its end; only that task holds it, and drops it if backward fails"""
         self.task = task
         self._tree = tree
         self._host_waits = tree.streams.host_waits  # see ``Forward``
@@ -40,8 +40,8 @@ class Backward:
         self._waited_before = tree.has_unreduced()  # gradients of earlier backwards
         self._prefetched: list[Unit] = []
         self._prefetch_behind: dict[Unit, Unit] = {}  # what backward_prefetch="post" gathers after a unit's gradients
-        # Units that are reduced at the end. These are at first the lists of which a re-entrant checkpoint runs modules
-        # again while other modules have a graph: backward does not know at which of those modules the list is done.
+        # Units that are reduced at the end. At first, lists with modules that a re-entrant checkpoint runs again while
+        # others have a graph: backward does not know which module ends the list.
         self._to_end = {unit for unit in tree.lists if unit.calls.to_rerun and unit.calls.may_follow()}
         self._recomputed: list[tuple[Unit, int]] = []  # with the number of its forwards under way at that time
 
@@ -59,7 +59,7 @@ class Backward:
     # --- moments ---
 
     def begin(self, unit: Unit, call: Call) -> None:
-        """The gradient of an output of ``call`` has arrived: unshard ``unit``, prefetch the one before. Collective: yes."""
+        """An output of ``call`` has its gradient: unshard ``unit``, prefetch the one before. Collective: yes."""
         tree = self._tree
         log = collective_log.current
         if log is not None:
@@ -106,10 +106,7 @@ class Backward:
                 self._tree.issue_beside_loss(unit)
 
     def end(self, unit: Unit, call: Call, task: int) -> None:
-        """Autograd has computed the gradient of an input of ``call``.
-
-        Collective: yes, if the call was its unit's last in this backward.
-        """
+        """An input of ``call`` has its gradient. Collective: yes, if the call was its unit's last in this backward."""
         if not call.passes_last_input(task):
             return
         call.ended = task
@@ -129,8 +126,7 @@ class Backward:
     def _may_follow(self, unit: Unit) -> bool:
         """A re-entrant checkpoint has run ``unit`` again in a backward of its own: may other calls of it follow?
 
-        The checkpoint may have run one module of a list. A unit of one module that runs in several such checkpoints is
-        reduced after each.
+        It may have run one module of a list. A unit of one module in several such checkpoints is reduced after each.
         """
         return len(unit.modules) > 1 and unit.calls.may_follow()
 
@@ -138,8 +134,7 @@ class Backward:
         """Reduce ``unit`` at the end, because a graph that a backward has made needs it.
 
         On a device, nodes of that graph may run after those that end the unit's calls: the device's thread counts its
-        nodes anew, and the engine prefers nodes of higher numbers. On the CPU one thread counts all nodes, and nodes
-        that were made later run first.
+        nodes anew, and the engine prefers higher numbers. On the CPU one thread counts all, and newer nodes run first.
         """
         if not self._tree.streams.host_waits:
             self._to_end.add(unit)
@@ -182,7 +177,7 @@ class Backward:
         self._recomputed.append((unit, len(unit.calls.running)))
 
     def end_recomputations(self) -> None:
-        """End recomputations that non-reentrant checkpointing left early, once it had enough: their post-hooks never run."""
+        """End recomputations that non-reentrant checkpointing left early: their post-hooks never run."""
         for unit, num_running in self._recomputed:
             del unit.calls.running[num_running:]
         self._recomputed.clear()
@@ -220,8 +215,7 @@ class Backward:
 class LoggedBackward(Backward):
     """One backward under way, in the order of the logs of its forwards, which is the same on all ranks.
 
-    The engine knows only what this rank's backward reaches. So before each moment, this object does what other ranks
-    have done by then.
+    The engine knows only this rank's graph. So before each moment, this object does what other ranks have done by then.
     """
 
     def __init__(self, tree: UnitTree, task: int, at_end: Callable[[], None], logs: Sequence[ForwardLog]) -> None:

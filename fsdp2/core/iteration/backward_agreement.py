@@ -1,4 +1,4 @@
-"""Before a backward communicates, all ranks compare in which order they will; if the orders differ, all of them raise.
+"""Before a backward communicates, all ranks compare their orders of collectives; if they differ, all ranks raise.
 
 Ranks gather and reduce groups one after another, in an order that follows from each rank's own graph. If one rank left
 out a unit that the others have, its next group would meet their last one: a hang, or, between groups of equal size,
@@ -39,8 +39,8 @@ from .peers import peers_on
 from .unit import Unit
 
 LEFT_OUT, LAST, IN_MIDDLE, AT_END = range(4)
-"""What a backward does with a unit: nothing; it reduces the unit at the end, without gathering it; it reduces the unit
-when its inputs have their gradients; it gathers the unit, and reduces it at the end, as no input needs a gradient."""
+"""What a backward does with a unit: nothing; reduces it at the end, without gathering it; reduces it when its inputs
+have their gradients; gathers it, and reduces it at the end, as no input needs a gradient."""
 
 _SAID = {
     LEFT_OUT: "does not have it",
@@ -80,8 +80,7 @@ class Agreement:
 
     Groups over other ranks are not compared: some of those ranks may rightly run a unit that others leave out.
 
-    number: among the roots over the same ranks, in the order of the first backwards that were equal on all ranks; -1
-            before that
+    number: among the roots over the same ranks, by their first backwards that were equal on all ranks; -1 before
     """
 
     def __init__(self, units: Sequence[Unit], logs: Callable[[], Sequence[ForwardLog]]) -> None:
@@ -126,11 +125,11 @@ class Agreement:
                     peers_on(group.mesh).number(group)
 
     def check(self) -> None:
-        """Raise OrderError on all ranks if this backward, which has just begun, communicates in another order on one of them.
+        """Raise OrderError on all ranks if one of them communicates in another order in this backward, just begun.
 
-        Collective: yes, over the shard axis, then the replicate axis; no if the root communicates nothing or was compared
-                    with an earlier root, or if these ranks have compared only this root, of one unit without files
-        Raises:     also what ranks were to tell later (``tell_later``): on all ranks, or, if ranks compare nothing, here
+        Collective: yes, over the shard axis, then the replicate axis; no if the root communicates nothing, was compared
+                    with an earlier root, or is the only root that these ranks compared, of one unit without files
+        Raises:     also problems from ``tell_later``: on all ranks, or, if ranks compare nothing, on this rank
         """
         self.number_groups()  # for the tags, by which ranks compare afterwards
         if not self._process_groups:
@@ -203,7 +202,7 @@ class Agreement:
         return first >= 0 and all(other == first for other in others)
 
     def _join_or_refuse(self, parts: Sequence[_Part]) -> None:
-        """The orders differ: reduce what this rank leaves out at the end, if that makes them equal, or raise. Collective: yes."""
+        """Reduce at the end what this rank leaves out, if that makes the orders equal; else raise. Collective: yes."""
         first_roots, ways = self._gather_ways(parts)
         # Those ranks may run no backward through the other root, so there would be no end at which to reduce it.
         joined = []
@@ -255,7 +254,7 @@ class Agreement:
         return part
 
     def _add_lent(self, part: _Part, used: set[ParamGroup]) -> None:
-        """Add the groups that others borrow and that are reduced when the graph has run. used: by units that it reaches"""
+        """Add the lent groups that are reduced when the graph has run. used: groups of the units that it reaches"""
         for index, unit in enumerate(self._units):
             lent = self._lent[unit]
             is_reduced = _reduces(unit, lent) and any(group in used or group.gradients.is_due for group in lent)
@@ -286,7 +285,7 @@ class Agreement:
         # A custom communicator's buffers have no flags of the parameters that a rank did not use.
         is_told = all(group.gradients.options.comm is None for group in unit.groups)
         groups = self._own[unit] or self._lent[unit]
-        is_all = not (self._own[unit] and self._lent[unit])  # of both, a rank may reduce one kind alone
+        is_all = not (self._own[unit] and self._lent[unit])  # with both, a rank may reduce one kind alone
         return ways == {LEFT_OUT, LAST} and is_all and is_told and _reduces(unit, groups) and self._is_resident(unit)
 
     def _communicates(self, unit: Unit) -> bool:
@@ -351,7 +350,8 @@ class Agreement:
         if recompute and not items:
             raise OrderError(
                 "the losses of ranks make them recompute different checkpointed segments, of several units each",
-                expected="each segment to be of one unit, where losses ignore outputs: no rank knows in which order others gather",
+                expected="each segment to be of one unit, where losses ignore outputs: "
+                "no rank knows in which order others gather",
                 fix="checkpoint each unit by itself; go on after reset_iter_state()",
             )
         raise OrderError(
@@ -359,9 +359,11 @@ class Agreement:
             if items
             else "ranks ran units in different orders",
             items=items,
-            expected="forward to call the same units in the same order on every rank, and each loss to use what they return",
-            fix="make one group of the module around those that some ranks leave out (wrap=None: the whole model), or, if only the"
-            " losses differ, call set_reduce_scatter_unused_params(True) on the root; go on after reset_iter_state()",
+            expected="forward to call the same units in the same order on every rank, "
+            "and each loss to use what they return",
+            fix="make one group of the module around those that some ranks leave out (wrap=None: the whole model), "
+            "or, if only the losses differ, call set_reduce_scatter_unused_params(True) on the root; "
+            "go on after reset_iter_state()",
         )
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from .. import torch_compat as compat
 
 next_moment = itertools.count().__next__
-"""Numbers for the beginnings and ends of forward calls, in the order in which they happen."""
+"""Numbers for the beginnings and ends of forward calls, in their order."""
 
 
 class GraphPart(list[Any]):
@@ -87,8 +87,7 @@ class Call:
     def will_pass_inputs(self, task: int) -> bool:
         """Whether the backward ``task``, which runs, reaches one of the call's inputs.
 
-        If no input needs a gradient, the graph cannot tell: True for a call that was in no backward before, or has
-        begun in this one.
+        If no input needs a gradient, the graph cannot tell: True if it began in no backward yet, or in this one.
         """
         part = self.graph()
         if part is None:
@@ -102,7 +101,7 @@ class Call:
         return self.ended != task and bool(self.graph()) and self.will_pass_inputs(task)
 
     def passes_last_input(self, task: int) -> bool:
-        """A node of the call runs: is it the call's last in this backward? True also if the graph was freed meanwhile."""
+        """Whether the node that runs is the call's last in this backward; True also if the graph is gone."""
         part = self.graph()
         if part is None or len(part) == 1:
             return True
@@ -113,7 +112,7 @@ class Call:
         return self._inputs_left == 0
 
     def is_in_this_backward(self) -> bool:
-        """Whether the backward that runs on this rank reaches the call's inputs, or, if none needs a gradient, outputs."""
+        """Whether this rank's backward reaches the call's inputs, or, if none needs a gradient, its outputs."""
         part = self.graph()
         return part is not None and any(map(compat.will_run_in_this_backward, (*part, *part.bottoms)))
 
@@ -156,7 +155,7 @@ class UnitCalls:
         self.awaiting = [call for call in alive if in_backward or call.begun == -1 or call.again]
 
     def note_run(self, module: nn.Module, has_graph: bool, in_backward: bool) -> None:
-        """``module``, one of a list, runs: a later backward, or the one under way, may run it again to make its graph."""
+        """``module``, one of a list, runs: this backward or a later one may run it again to make its graph."""
         times = self.to_rerun[module]
         if not in_backward:
             times += not has_graph

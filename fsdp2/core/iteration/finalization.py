@@ -11,7 +11,7 @@ from .. import torch_compat as compat
 
 
 class CommContext:
-    """What roots share if their reductions must not mix: each root has its own, or several have one (``share_comm_ctx``).
+    """For roots whose reductions must not mix: each has one of its own, or several share one (``share_comm_ctx``).
 
     handle: of a reduction that the user has not waited for yet
     roots:  the ``Schedule`` of each root that shares this object
@@ -26,15 +26,17 @@ class CommContext:
         if self.handle is not None:
             raise OrderError(
                 f"the previous gradient reduction must be waited on before {what}",
-                expected="wait() on what finalize_backward(async_op=True) returned, here or on a root that shares the context",
+                expected="wait() on what finalize_backward(async_op=True) returned, "
+                "here or on a root that shares the context",
                 fix="keep the handle, and wait for it before the next forward",
             )
 
     def refuse_others_work(self, root: object) -> None:
-        """Raise OrderError if another root has run a forward and not ended its iteration: its backward could precede the wait."""
+        """Raise OrderError if another root's iteration is open: its backward could precede the wait."""
         if any(other is not root and other.is_open for other in self.roots):
             raise OrderError(
-                "asynchronous gradient finalization cannot overlap work of another root that shares the communication context",
+                "asynchronous gradient finalization cannot overlap work of another root "
+                "that shares the communication context",
                 expected="finalize_backward(async_op=True) after the other roots' iterations have ended",
                 fix="call finalize_backward() without async_op, or end the other roots' backwards first",
             )

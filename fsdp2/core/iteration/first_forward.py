@@ -1,4 +1,4 @@
-"""The first forward of a root: all units below its module share one schedule from then on; errors name what cannot work."""
+"""The first forward of a root: all units below it share one schedule from then on; errors name what cannot work."""
 
 from __future__ import annotations
 
@@ -67,8 +67,10 @@ def _refuse_strange_ties(units: Sequence[Unit]) -> None:
         ]
         if strange:
             raise OrderError(
-                f"{unit.fqn or 'the root'} is tied to parameters that belong to a module outside of the root: {strange}",
-                expected="all modules that share a parameter below one root, so that one backward has all its gradients",
+                f"{unit.fqn or 'the root'} is tied to parameters "
+                f"that belong to a module outside of the root: {strange}",
+                expected="all modules that share a parameter below one root, "
+                "so that one backward has all its gradients",
                 fix="call fully_shard on a module that holds them all, and run forward through it",
             )
 
@@ -83,7 +85,8 @@ def _refuse_manual_children(root: ModuleState, units: Sequence[ModuleState]) -> 
         raise OrderError(
             f"set_manual_backward_finalization was called on {children}, which are below the root of this forward",
             expected="set_manual_backward_finalization must be called on the root FSDP module",
-            fix="call set_manual_backward_finalization(False) on them, and (True) on the module that you run forward with",
+            fix="call set_manual_backward_finalization(False) on them, "
+            "and (True) on the module that you run forward with",
         )
 
 
@@ -97,7 +100,8 @@ def _refuse_symmetric_inputs(units: Sequence[Unit]) -> None:
     ]
     if several:
         raise ArgumentError(
-            "set_reduce_scatter_max_input_buffers was called with more than 1 where reduce-scatters use symmetric memory",
+            "set_reduce_scatter_max_input_buffers was called with more than 1 "
+            "where reduce-scatters use symmetric memory",
             items=several,
             expected="one input buffer with set_symm_mem_for_comm and set_force_sum_reduction_for_comms(True)",
             fix="leave max_input_buffers at 1, or reduce-scatter without symmetric memory",

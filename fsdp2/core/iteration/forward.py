@@ -30,8 +30,7 @@ class Forward:
         self.root = root
         self.log = log
         self._tree = tree
-        # Compute is ordered after this gather last, so that the casts of the next gather follow compute and run
-        # alongside this gather.
+        # Order compute after this gather last: casts of the next one then follow compute, and run alongside this one.
         self._host_waits = tree.streams.host_waits
         self._caller = _Caller()
         self._recorded = tree.records.get(root, [])
@@ -94,7 +93,7 @@ class Forward:
             log.resume()
 
     def end_part(self, unit: Unit) -> bool:
-        """One module of the list that ``unit`` is has run, and others of it have not; True if that ends the forward.
+        """One module of the list ``unit`` has run, and others have not; True if that ends the forward.
 
         The others may follow in this forward. But if the user called the module by itself, for instance a head on one
         chunk of tokens, its backward or its next chunk follows.

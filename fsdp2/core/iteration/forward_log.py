@@ -1,12 +1,11 @@
 """The order of a forward's calls, for backwards in which ranks leave out different parts.
 
-A backward runs the nodes of its graph in the reverse of the order in which they were made. So the begin and the end of
-every unit's backward come in the reverse of the order in which its forward ended and began. A rank whose loss ignores
-an output leaves out some of these *moments*, and adds none. From the log of its own forward it knows when the other
-ranks come to them, and what they communicate then.
+A backward runs the nodes of its graph in the reverse order of their creation. So the begins and ends of units'
+backwards come in the reverse order of their forwards' ends and begins. A rank whose loss ignores an output leaves out
+some of these *moments*, and adds none. From the log of its own forward it knows when the other ranks come to them, and
+what they communicate then.
 
-fsdp2 keeps logs only after ``set_reduce_scatter_unused_params(True)``: ranks then also gather and reduce units that no
-rank reaches.
+Logs are kept only after ``set_reduce_scatter_unused_params(True)``: ranks then gather and reduce unreached units too.
 
 Worked example, units a and b in a root; this rank's loss ignores what b returned
 
@@ -74,7 +73,7 @@ class ForwardLog:
             self._without_graph.append(_WithoutGraph(unit, next_moment(), segment))
 
     def in_order(self) -> list[tuple[Unit, Call]]:
-        """All calls, in the order in which they began."""
+        """All calls, in the order of their beginnings."""
         pairs = [(unit, call) for unit, calls in self.calls.items() for call in calls]
         return sorted(pairs, key=lambda pair: pair[1].entered)
 
@@ -88,8 +87,7 @@ class ForwardLog:
     def gathers_in_other_order(self, is_gathered: Callable[[Unit], bool]) -> bool:
         """Whether recomputing a segment gathers units in another order than on ranks whose backward leaves it out.
 
-        The recomputation gathers in the order of forward. For one unit, or one unit inside another, both orders are
-        equal.
+        The recomputation gathers in the order of forward. For one unit, or one in another, both orders are equal.
         """
         segments: dict[int, list[tuple[Unit, Call]]] = {}
         around: list[Call] = []
@@ -168,7 +166,7 @@ class Reading:
         self._done.add((call, is_end))
 
     def before_recomputation(self, unit: Unit) -> Iterator[Moment]:
-        """``unit`` runs again, maybe before its backward begins: yields the earlier moments that this rank has left out."""
+        """``unit`` runs again, maybe before its backward begins: yields earlier moments that this rank left out."""
         for log in reversed(self._logs):
             for call in reversed(log.calls.get(unit, ()) if log in self._to_come else ()):
                 if not call.may_rerun or not call.is_watched or not self._may_run_again(unit, call):

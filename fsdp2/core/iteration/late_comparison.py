@@ -93,10 +93,12 @@ def _order_error(mixed: Sequence[tuple[GroupMemory, int, Tensor]]) -> OrderError
     return OrderError(
         f"ranks reduced different units together, {len(items)} times in one backward: gradients of that step are wrong",
         items=items,
-        expected="forward to call the same units in the same order on every rank, and each loss to use what they return",
-        fix="go back to the last checkpoint, because optimizers have written wrong values since, and call reset_iter_state(); make one"
-        " group of the module around those that some ranks leave out (wrap=None: the whole model), or, if only the losses differ, call"
-        " set_reduce_scatter_unused_params(True) on the root",
+        expected="forward to call the same units in the same order on every rank, "
+        "and each loss to use what they return",
+        fix="go back to the last checkpoint, because optimizers have written wrong values since, "
+        "and call reset_iter_state(); make one group of the module around those that some ranks leave out "
+        "(wrap=None: the whole model), or, if only the losses differ, "
+        "call set_reduce_scatter_unused_params(True) on the root",
     )
 
 

@@ -24,7 +24,7 @@ _behind: weakref.WeakSet[Reductions] = weakref.WeakSet()
 
 
 class Reductions:
-    """Reductions under way, in the order in which they were started; those of one unit together.
+    """Reductions under way, in the order of their starts; those of one unit together.
 
     limit: how many units may hold their inputs
     """
@@ -101,15 +101,13 @@ class Reductions:
     def finish_later(self) -> None:
         """Leave the gradients in the order of the reduce stream; the next ``finish_all`` orders compute after them.
 
-        But where hooks have run, perhaps an optimizer's, finish now: the next gathers send what they wrote, and wait
-        for compute only.
+        But if hooks have run, maybe an optimizer's, finish now: the next gathers send their writes, after compute only.
         """
         if any(reduction.has_run_hooks for reduction in self._started):
             self.finish()
             return
-        self._order(
-            self._streams.reduce
-        )  # held memory goes back to this stream, and must not add up over micro-batches
+        # Held memory goes back to this stream, and must not add up over micro-batches.
+        self._order(self._streams.reduce)
         if any(reduction.is_in_place for reduction in self._started):  # held memory of these goes back to compute
             self._order(self._streams.compute)
         for reduction in self._started:
@@ -145,7 +143,7 @@ class Reductions:
 
 
 def _hand_out_late(reductions: Sequence[Reduction]) -> None:
-    """Hand out gradients of parameters that only other ranks used; the host reads once from the device which those are."""
+    """Hand out gradients of parameters that only other ranks used; the host reads their flags, once per device."""
     by_device: dict[torch.device, list[tuple[Reduction, Tensor]]] = {}  # gradients may be offloaded
     for reduction in reductions:
         flags = reduction.late_flags

@@ -1,6 +1,6 @@
 """Before a first forward communicates, each rank checks that its neighbors gather the same.
 
-If they do not, gloo aborts, and NCCL computes nonsense.
+Otherwise gloo aborts, and NCCL computes nonsense.
 
 A rank writes into the store what its groups gather, and reads what the rank before it and the one after it have written
 so far. It waits for none of them. Of two neighbors at least the later one has both; it raises, its program ends, and
@@ -37,8 +37,7 @@ def require_same_as_neighbors(units: Sequence[Unit]) -> None:
     """Raise ModuleError if a neighbor has written another model. Collective: no; at most five requests to the store.
 
     Only ranks that gather together are compared: a forward over a shard axis of one sends nothing, and may run on one
-    rank alone. Groups over other ranks than the first of them are not compared, nor are names: they change nothing of
-    what is sent.
+    rank alone. Groups over other ranks than the first group's are not compared, nor are names, which no rank gathers.
     """
     first = next((unit.groups[0] for unit in units if unit.groups), None)
     process_group = None if first is None else first.mesh.shard_group

@@ -154,7 +154,7 @@ class Schedule:
             self._finish_forward(forward)
 
     def end_part(self, unit: Unit) -> None:
-        """One module of the list that ``unit`` is has run. Its other modules may follow in this forward."""
+        """One module of the list ``unit`` has run. Its other modules may follow in this forward."""
         forward = self.forward
         if forward is not None and compat.current_graph_task() == -1 and forward.end_part(unit):
             self._finish_forward(forward)
@@ -199,7 +199,7 @@ class Schedule:
                 self._finish_forward(self.forward, failed=True)
 
     def end_interrupted_forward(self) -> None:
-        """End a forward that something other than an ``Exception`` has ended, such as ctrl-C: torch calls no hook then."""
+        """End a forward that something other than an ``Exception``, such as ctrl-C, ended: torch calls no hook."""
         if self.forward is None or compat.current_graph_task() != -1 or not self.forward.was_interrupted():
             return
         for unit in reversed(self.tree.units):  # the root last
@@ -243,7 +243,7 @@ class Schedule:
     # --- backward ---
 
     def begin_backward(self, call: Call, unit: Unit) -> None:
-        """The gradient of an output of ``call`` has arrived. Collective: yes."""
+        """An output of ``call`` has its gradient. Collective: yes."""
         task = compat.current_graph_task()
         if call.begun == task:
             return
@@ -255,10 +255,7 @@ class Schedule:
         backward.begin(unit, call)
 
     def end_backward_of(self, call: Call, unit: Unit) -> None:
-        """Autograd has computed the gradient of an input of ``call``.
-
-        Collective: yes, if the call was its unit's last in this backward.
-        """
+        """An input of ``call`` has its gradient. Collective: yes, if the call was its unit's last in this backward."""
         task = compat.current_graph_task()
         log = collective_log.current
         if log is not None:
@@ -383,8 +380,8 @@ class Schedule:
         if problem is not None:
             raise OrderError(
                 problem,
-                expected="set_manual_backward_finalization(True) before forward, and finalize_backward() after the last backward, "
-                "with set_requires_all_reduce(True)",
+                expected="set_manual_backward_finalization(True) before forward, "
+                "and finalize_backward() after the last backward, with set_requires_all_reduce(True)",
                 fix="call them in this order on the root",
             )
         if is_async:
@@ -419,8 +416,7 @@ class Schedule:
     def reset(self) -> None:
         """Make the next iteration valid after an exception.
 
-        A gradient that a failed backward has added to earlier ones cannot be taken out again: then the whole step is
-        dropped.
+        Gradients that a failed backward added to earlier ones cannot be taken out: then the whole step is dropped.
         """
         tree = self.tree
         handle = self.comm_ctx.handle
@@ -449,6 +445,7 @@ def _compiled_autograd_error() -> CompileError:
     """That engine writes gradients of parameters after the end of backward: fsdp2 would silently not reduce them."""
     return CompileError(
         "backward runs under compiled autograd",
-        expected="torch.compile on modules, whose backward is compiled with them; the rest of backward by the usual engine",
+        expected="torch.compile on modules, whose backward is compiled with them; "
+        "the rest of backward by the usual engine",
         fix="leave torch._dynamo.config.compiled_autograd off; fsdp2.compile(model) has all of backward in one graph",
     )

@@ -26,7 +26,7 @@ from .module_state import ModuleState
 def tie_differences(
     group: ParamGroup, param: ShardedParam, mesh: DataParallelMesh, options: GroupOptions, dim: int | None
 ) -> list[str]:
-    """Why ``param`` of ``group`` can't also be the parameter of a module that is sharded over ``mesh`` with ``options``.
+    """Why ``param`` of ``group`` can't also belong to a module that is sharded over ``mesh`` with ``options``.
 
     dim: the dim on which the other module's parameter is cut; None for a parameter that is not cut
     """

@@ -39,8 +39,7 @@ class PrefetchDepth:
     units:      at most so many, 0 for none
     max_nbytes: a bound of their unsharded parameters together, though the next unit always fits
 
-    Worked example: at most three units and 1000 bytes; the next ones have 400, 500 and 300 bytes unsharded: two are
-    gathered.
+    Worked example: at most 3 units and 1000 bytes; the next ones have 400, 500, 300 bytes unsharded: 2 are gathered.
     """
 
     units: int = 1

@@ -44,7 +44,7 @@ class Kept(NamedTuple):
 class Step:
     """What forwards leave to the backward and the forward that follow. A new ``Step`` replaces one that is used up.
 
-    order:     units in the order in which their forward calls ended since the last backward, for backward prefetch
+    order:     units in the order of the ends of forward calls since the last backward, for backward prefetch
     positions: the places of each unit in ``order``, the last one last
     unsharded: groups that stay unsharded (or on the smaller mesh) until the next forward
     left_by_forward: units that the last forward left unsharded
@@ -80,7 +80,7 @@ class UnitTree:
     units:         in the order of named_modules(); the root first
     lists:         the units of several modules
     holds_pending: the user ends iterations with ``finalize``, and what a backward has left pending waits for that
-    records:       for each unit whose forward began an iteration, the order in which units ran in the last one
+    records:       for each unit whose forward began an iteration, the order of units in the last one
     step:          the one under way
     """
 
@@ -138,8 +138,7 @@ class UnitTree:
             # clipping would miss those parameters.
             stays = stays or (options.reshard_is_default and unit is self.root and torch.is_grad_enabled())
         else:
-            # If no backward follows to reshard it, a user who looks for gradients must find sharded parameters: reshard
-            # it now.
+            # If no backward follows to reshard it, a user who looks for gradients must find sharded parameters now.
             stays = torch.is_grad_enabled() or not unit.has_gradients()
         if not stays:
             unit.reshard()
@@ -150,7 +149,7 @@ class UnitTree:
             unit.reshard(to_smaller=True)
 
     def hide_what_forward_left(self) -> None:
-        """No backward can follow: show the sharded parameters, so that the next reshard loses nothing that the user writes."""
+        """No backward can follow: show the sharded parameters, so that the next reshard loses no write of the user."""
         for unit in self.step.left_by_forward:
             unit.hide()
 
@@ -169,9 +168,7 @@ class UnitTree:
 
         See Note: alongside the loss. Collective: yes, over the shard axis.
         """
-        if all(
-            group.state is not GroupState.SHARDED for group in unit.uses
-        ):  # it stayed unsharded, or has no parameters
+        if all(group.state is not GroupState.SHARDED for group in unit.uses):  # it stayed unsharded, or is empty
             unit.issue()
             return
         end, self.step.forward_end = self.step.forward_end, None
@@ -201,12 +198,14 @@ class UnitTree:
 
 def _unseen_writes(names: list[str]) -> OrderError:
     return OrderError(
-        f"{len(names)} parameters were written while they were kept unsharded, in a way that moves no version counter of their shards",
+        f"{len(names)} parameters were written while they were kept unsharded, "
+        "in a way that moves no version counter of their shards",
         items=names,
-        expected="writes to the sharded parameters under torch.no_grad(): param.mul_(...) for those of model.parameters() after an "
-        "evaluation, or for the tensors of model.state_dict()",
-        fix="call reshard() on the FSDP modules before the write; or write param itself, one at a time, instead of param.data, "
-        "param.detach().to_local() or lists for torch._foreach_* (as AveragedModel's multi_avg_fn does)",
+        expected="writes to the sharded parameters under torch.no_grad(): param.mul_(...) "
+        "for those of model.parameters() after an evaluation, or for the tensors of model.state_dict()",
+        fix="call reshard() on the FSDP modules before the write; or write param itself, one at a time, "
+        "instead of param.data, param.detach().to_local() or lists for torch._foreach_* "
+        "(as AveragedModel's multi_avg_fn does)",
     )
 
 

@@ -39,7 +39,7 @@ private_options: dict[str, Any] = {}
 
 
 def _disk_options(offload_policy: Any, mesh: DataParallelMesh) -> dict[str, Any]:
-    """Fields of GroupOptions. Collective: for a DiskOffloadPolicy, over ``mesh``. Raises: ArgumentError on all its ranks"""
+    """Fields of GroupOptions. Collective: for a DiskOffloadPolicy, over ``mesh``. Raises: ArgumentError on all ranks"""
     if not isinstance(offload_policy, DiskOffloadPolicy):
         return {}
     problem: FSDPError | None = None
@@ -208,14 +208,13 @@ def managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 class Placer:
-    """Asks ``shard_placement_fn`` for the mesh and the placement of each parameter; does not check the placement yet."""
+    """Asks ``shard_placement_fn`` for the mesh and placement of each parameter; does not check the placement yet."""
 
     def __init__(self, shard_placement_fn: Callable[[nn.Parameter], Any] | None, mesh: DataParallelMesh) -> None:
         self._fn = shard_placement_fn
         self._mesh = mesh
-        self._meshes: dict[
-            int, tuple[Any, DataParallelMesh]
-        ] = {}  # by id; the object itself keeps its id from being reused
+        # By id; the object itself keeps its id from being reused.
+        self._meshes: dict[int, tuple[Any, DataParallelMesh]] = {}
 
     def __call__(self, name: str, param: nn.Parameter) -> tuple[DataParallelMesh, Any]:
         """Raises: MeshError if the result names a mesh on which nothing can be sharded."""
@@ -307,7 +306,7 @@ def _refuse_scripted(owned: _Owned) -> None:
 
 
 def _refuse_sharded(ignored: set[nn.Parameter]) -> None:
-    """Raise if an earlier call has sharded a parameter that this call is to ignore. The set may name parts of the model elsewhere."""
+    """Raise if an earlier call has sharded a parameter of ``ignored``, which may also lie elsewhere in the model."""
     sharded = [
         f"{param.fqn} {tuple(param.sharded.shape)}" for each in ignored if (param := sharded_from(each)) is not None
     ]
@@ -344,13 +343,13 @@ def _refuse_taken(owned: _Owned) -> None:
             f"{len(taken)} parameters were sharded by an earlier fully_shard call on another module",
             items=taken,
             expected="modules whose parameters no earlier call took: a call takes all that are below its module",
-            fix="wrap and tie modules before the first fully_shard call, which is on a child before its parent; of a wrapper that came "
-            "later, pass the modules that are new",
+            fix="wrap and tie modules before the first fully_shard call, which is on a child before its parent; "
+            "of a wrapper that came later, pass the modules that are new",
         )
 
 
 def _borrow(tied: _Tied, place: Placer, options: GroupOptions) -> list[ParamGroup]:
-    """The groups that ``tied`` belong to. Raises: ParameterError if a parameter there is placed or cast otherwise than asked here."""
+    """The groups that ``tied`` belong to. Raises: ParameterError if one is placed or cast otherwise than asked here."""
     borrowed: dict[int, ParamGroup] = {}
     for sharded, names, _ in tied:
         group = group_with(sharded)
@@ -360,8 +359,8 @@ def _borrow(tied: _Tied, place: Placer, options: GroupOptions) -> list[ParamGrou
         differences = tie_differences(group, sharded, mesh, wanted, dim)
         if differences:
             raise ParameterError(
-                f"{names[0]} {tuple(sharded.sharded.shape)} is tied to {sharded.fqn}, which an earlier fully_shard call took with "
-                + " and ".join(differences),
+                f"{names[0]} {tuple(sharded.sharded.shape)} is tied to {sharded.fqn}, "
+                "which an earlier fully_shard call took with " + " and ".join(differences),
                 expected="the same mesh, dtypes, offload policy and placement for all modules that share a parameter",
                 fix="make the two calls agree, or pass the modules as one list, fully_shard([module_a, module_b])",
             )
@@ -387,13 +386,14 @@ def _checked_reshard_after_forward(value: Any, mesh: DataParallelMesh) -> bool |
     factors = [n for n in itertools.islice(itertools.count(1), mesh.shard_size) if mesh.shard_size % n == 0]
     raise ArgumentError(
         f"fully_shard got reshard_after_forward={value!r}",
-        expected=f"a bool, None, or an int that is a factor of {mesh.shard_size}, the size of the shard axis: {factors}",
+        expected=f"a bool, None, or an int that is a factor of {mesh.shard_size}, "
+        f"the size of the shard axis: {factors}",
         fix="for instance the number of ranks on a node",
     )
 
 
 def _check_devices(owned: _Owned, buffers: dict[str, Tensor], device: torch.device) -> None:
-    """Refuse tensors that ``fully_shard`` does not move: those neither on the CPU, the meta device nor the mesh's device."""
+    """Refuse tensors that ``fully_shard`` does not move: those on other devices than the CPU, meta and the mesh's."""
     wrong = [
         f"{names[0]} {tuple(param.shape)} on {param.device}"
         for param, (names, _) in owned.items()
@@ -408,7 +408,8 @@ def _check_devices(owned: _Owned, buffers: dict[str, Tensor], device: torch.devi
         raise DeviceError(
             f"{len(wrong)} tensors are on a device that is not the mesh's",
             items=wrong,
-            expected=f"{'' if device.type == 'cpu' else f'{device}, '}the CPU or the meta device, from which they are moved",
+            expected=f"{'' if device.type == 'cpu' else f'{device}, '}the CPU or the meta device, "
+            "from which they are moved",
             fix="move the module first, or pass a mesh of that device's type",
         )
 
@@ -416,7 +417,7 @@ def _check_devices(owned: _Owned, buffers: dict[str, Tensor], device: torch.devi
 def _cut_own_memory(
     owned: _Owned, specs: dict[nn.Parameter, ShardSpec], ranks: dict[nn.Parameter, int]
 ) -> dict[nn.Parameter, Tensor]:
-    """The shards of parameters with memory of their own. Before any change, because tensor subclasses may refuse to be cut."""
+    """The shards of parameters with memory of their own. Before any change: tensor subclasses may refuse to be cut."""
     with torch.no_grad():
         return {
             param: cut_out(

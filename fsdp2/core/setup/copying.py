@@ -1,12 +1,12 @@
 """``copy.deepcopy`` of a sharded module: an independent one on the same mesh, with the same values and options.
 
-The modules are copied as if they were not sharded, by the way that their classes define. ``deepcopy``'s memo gets entries first for
-what it must not copy as it is: each parameter that a module shows, sharded or unsharded, becomes a sharded parameter of the copy. When
-all modules are there, their units are made again, first the units from which others borrow. Like a plain copy, the copy has no
-gradients. It has not run yet, so it is its own root, and the user makes its optimizer.
+The modules are copied as if they were not sharded, by the way that their classes define. Before that, ``deepcopy``'s
+memo gets the parameters: each that a module shows, sharded or unsharded, becomes a sharded parameter of the copy. When
+all modules are there, their units are made again, first the units from which others borrow. Like a plain copy, the copy
+has no gradients. It has not run yet, so it is its own root, and the user makes its optimizer.
 
-Worked example: root with blocks a and b, all of them units; ``copy.deepcopy(a)`` copies one unit, ``deepcopy(root)`` three, and
-``deepcopy(nn.ModuleList([a, b]))``, where the list is plain, first a and its unit, then b and its unit.
+Worked example: root with blocks a and b, all of them units; ``copy.deepcopy(a)`` copies one unit, ``deepcopy(root)``
+three, and ``deepcopy(nn.ModuleList([a, b]))``, where the list is plain, first a and its unit, then b and its unit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PENDING = "fsdp2: units whose modules are being copied"
 
 
 def deepcopy_module(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
-    """What ``module.__deepcopy__(memo)`` returns. A unit is copied whole: with all modules of a list, and the units it borrows from.
+    """``module.__deepcopy__(memo)``. A unit is copied with all modules of its list, and the units it borrows from.
 
     Memory: one group's shard next to the copy, as the values of a group move into its flat shard. Collective: no.
     """

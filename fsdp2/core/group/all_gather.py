@@ -1,15 +1,15 @@
 """One all-gather of a group: from the flat shard of every rank into the unsharded storage.
 
-Two ways run side by side; the plan chooses one for each parameter. *Direct*: the collective writes the parameter where it belongs.
-*Packed*: one collective for all other parameters into a rank-major buffer, then one fused split-copy into the param-major storage.
-Bounds, views, split sizes and the algorithm are computed once.
+Two ways run side by side; the plan chooses one for each parameter. *Direct*: the collective writes the parameter in
+place. *Packed*: one collective for all other parameters into a rank-major buffer, then one fused split-copy into the
+param-major storage. Bounds, views, split sizes and the algorithm are computed once.
 
 Worked example, 2 ranks, a direct (4, 8) and a packed (3,) parameter, align 32:
 
     flat shard          [16 direct][16 gap][2 packed][30 gap]
     unsharded storage   [32 the (4, 8) parameter][32 gap][3 the (3,) parameter, 1 padding][60 gap]
     direct              all-gather of elements [0, 16) into the storage's [0, 32)
-    packed              all-gather of elements [32, 64) into a buffer (2, 32), whose columns [0, 2) then go to the storage's [64, 68)
+    packed              all-gather of elements [32, 64) into a (2, 32) buffer; columns [0, 2) go to storage [64, 68)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .param import storage_view
 from .rank_pieces import assemble
 
 ALIGN_NBYTES = 16
-"""What ranks send as bytes begins at multiples of this, because dtypes and the kernels that read them want aligned addresses."""
+"""Alignment of payloads sent as bytes: dtypes and the kernels that read them want aligned addresses."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ class GatherPlan:
 
     rank, num_shards: of the process group
     algorithm, async_op: of the collective
-    allocates_early:  the storage is written while the gather is pending; a packed gather on the host needs it only at its copy-out
+    allocates_early:  the pending gather writes the storage; a packed one on the host needs it only at copy-out
     direct_bounds:    of the flat shard, for each parameter that is gathered directly
     direct_outputs:   where each of these goes; ``own_rows``: this rank's part of it
-    packed_start:     the element of the flat shard from which on it travels packed
+    packed_start:     the first element of the flat shard that travels packed
     split_sizes, copy_outs: the columns of the packed rows, and where each goes
     rearranged:       (index of the column, cut, whole parameter) of those that are not cut along dim 0
     """
@@ -125,7 +125,7 @@ def plan_gather(
 class Gather:
     """Fills a storage from the flat shards of ``process_group``; reusable, one use at a time.
 
-    coalesces_over: the process group over which it may share a launch (on the host: a collective) with others; None if it never does
+    coalesces_over: the process group over which it may share a launch (on the host: a collective); None: it never does
     """
 
     __slots__ = (
@@ -174,7 +174,7 @@ class Gather:
     def start(self, flat: Tensor | None, copy: bool, together: list[Waiting] | None = None) -> None:
         """Issue the collectives; on a stream device their copy-out is queued after them at once.
 
-        flat:       (layout.shard_numel,), this rank's flat shard, in its storage dtype and on the device where it is kept
+        flat:       (layout.shard_numel,), this rank's flat shard, in its storage dtype, on the device where it is kept
         copy:       read ``flat`` now, so that it may be written before ``finish``
         together:   a list to which this gather is added, for ``send_together`` to issue it with others
         Collective: yes, over ``process_group``.
@@ -190,9 +190,8 @@ class Gather:
                 self._held = flat.to(target.device, copy=True).to(target.dtype)
             else:  # the cast is a copy
                 self._held = flat.to(target.dtype)
-        if (
-            self._plan.allocates_early and target.storage.nbytes() == 0
-        ):  # else the storage was kept, and resizing would move it
+        # Resizing would move a kept storage.
+        if self._plan.allocates_early and target.storage.nbytes() == 0:
             streams.resize(target.storage, target.nbytes)
         if streams.host_waits:
             self._send(flat, copy)
@@ -253,7 +252,7 @@ class Gather:
         return [self._packed, *plan.direct_outputs], inputs
 
     def _send(self, flat: Tensor, copy: bool) -> None:
-        """Start the collectives. copy: the user asked for an asynchronous unshard; only custom communicators are told."""
+        """Start the collectives. copy: the user unshards asynchronously; only custom communicators are told."""
         outputs, inputs = self.to_send(flat)
         if self._process_group is None:
             for output, shard in zip(outputs, inputs, strict=True):
@@ -264,7 +263,7 @@ class Gather:
             )
 
     def receive(self, rows: Tensor, pending: collectives.Pending) -> None:
-        """Take what every rank sends, (W, shard_numel), from a collective of several gathers; valid when that is finished."""
+        """Take all ranks' rows, (W, shard_numel), from a collective of several gathers; valid when it is finished."""
         self._packed, self._pending = rows, pending
 
     def land(self) -> None:
@@ -273,7 +272,7 @@ class Gather:
         self._event = self._streams.mark(self._streams.gather)
 
     def finish(self) -> None:
-        """Wait; afterwards the compute stream may use, and free, the storage, and ``flat`` may be written. Once per start."""
+        """Wait; then compute may use and free the storage, and ``flat`` may be written. Once per start."""
         streams = self._streams
         if streams.host_waits:
             if not self._plan.allocates_early and self._target.storage.nbytes() == 0:
@@ -317,8 +316,8 @@ class Gather:
 class LocalGather:
     """The gather over a single rank, which moves nothing: its flat shard is laid out as the unsharded storage is.
 
-    If the flat shard has the compute dtype and lies on the right device, ``target.storage`` is its own storage, and the unsharded
-    parameters share its memory from the start; else one copy fills them whenever they are unsharded.
+    If the flat shard has the compute dtype and lies on the right device, ``target.storage`` is its storage, which the
+    unsharded parameters share from the start; else one copy fills them at each unshard.
     """
 
     __slots__ = ("_event", "_streams", "_target", "_whole")
@@ -364,7 +363,7 @@ class LocalGather:
 
 
 class Sender(Protocol):
-    """A gather that has been started, and whose collective may share one launch with others; see ``Gather``."""
+    """A started gather whose collective may share a launch with others; see ``Gather``."""
 
     coalesces_over: dist.ProcessGroup | None
 
@@ -376,11 +375,11 @@ class Sender(Protocol):
 
 
 Waiting = tuple[Sender, Tensor | None]
-"""A gather that was started, and the flat shard that it reads, if it reads one; on the host, all that this rank sends, 1-D."""
+"""A started gather, and the flat shard that it reads, if any; on the host, all that this rank sends, 1-D."""
 
 
 def send_together(waiting: Sequence[Waiting], streams: Streams) -> None:
-    """Issue the collectives of gathers that were started, one launch for each process group. Collective: yes, over each."""
+    """Issue the collectives of started gathers, one launch per process group. Collective: yes, over each."""
     if streams.host_waits:
         _send_as_one(waiting)
         return
@@ -399,7 +398,7 @@ def send_together(waiting: Sequence[Waiting], streams: Streams) -> None:
 
 
 def _send_as_one(waiting: Sequence[Waiting]) -> None:
-    """On the host, where no backend coalesces: pack what the gathers send as bytes, and issue one collective for each process group."""
+    """On the host, where no backend coalesces: pack payloads as bytes, and issue one collective per process group."""
     by_group: dict[dist.ProcessGroup, list[Waiting]] = {}
     for each in waiting:
         assert each[0].coalesces_over is not None
@@ -421,7 +420,7 @@ def _send_as_one(waiting: Sequence[Waiting]) -> None:
 class CommGather(Gather):
     """An all-gather through a communicator that the user brought.
 
-    torch's contract: no gaps between parameters, and one buffer for the whole output, (W * n,), whose slice of this rank is the input.
+    torch's contract: no gaps between parameters; one buffer for the output, (W * n,), whose own slice is the input.
     So these groups travel packed, and pay copies that others do not.
     """
 

@@ -1,11 +1,11 @@
-"""One all-gather of parameters with memory of their own: each tensor that an extension (``extensions.py``) sends gets a storage.
+"""One all-gather of parameters with memory of their own: each tensor that an extension sends gets a storage.
 
-This file lays out the tensors to send and owns the memory of the gathered ones.
+This file lays out the tensors to send and owns the memory of the gathered ones; ``extensions.py`` calls the extensions.
 
 Worked example, a (5, 4) weight over 2 ranks that sends rows of int8 and one scale per row:
 
     shards       rows [0, 3) and [3, 5)
-    to send      (3, 4) int8 and (3,) fp32; rank 1 has (2, 4) and (2,), padded to the same: 24 bytes per rank, one collective
+    to send      (3, 4) int8 and (3,) fp32, 24 bytes per rank, one collective; rank 1 pads its (2, 4) and (2,) to that
     gathered     (5, 4) int8 and (5,) fp32, views of storages with room for 6 rows
 """
 
@@ -57,7 +57,7 @@ class ExtensionGatherPlan:
         return backends.backend_of(self.mesh.shard_group, self.device.type)
 
     def gap_nbytes(self, nbytes: int) -> int:
-        """Bytes of padding that align the next payload. A custom communicator gets none: upstream's contract has none."""
+        """Bytes of padding that align the next payload: none for a custom communicator, by upstream's contract."""
         return 0 if self.comm is not None else -nbytes % ALIGN_NBYTES
 
 
@@ -128,11 +128,11 @@ class ExtensionGather:
 
     coalesces_over: the process group over which the collective may share a launch with others; None if it never may
 
-    The first gather packs all tensors into one buffer. Where the collective may share a launch, later gathers send large
-    tensors straight into the outputs that the first one has made.
+    The first gather packs all tensors into one buffer. Where the collective may share a launch, later gathers send
+    large tensors straight into the outputs of the first.
 
-    Note: extensions and streams. What ``start`` allocates lies on the gather stream and is read on compute, by ``fill``
-    and (metadata) by the user's operations. ``fill`` orders the gather stream after those reads, so that no later gather
+    Note: extensions and streams. ``start`` allocates on the gather stream; ``fill`` and (metadata) the user's
+    operations read that memory on compute. ``fill`` orders the gather stream after those reads, so no later gather
     writes memory that the host has freed while compute still reads it. ``start`` cannot do that where a gather runs
     alongside the loss. With ``copy``, tensors are packed on the stream that is compute at ``start``, perhaps a side
     stream of the user's, which ``fill`` orders in the same way.
@@ -150,9 +150,7 @@ class ExtensionGather:
         self._made: _Made | None = None
         self._under_way: _UnderWay | None = None
         self._allocated_on: tuple[Stream, ...] = ()  # the compute streams on which the unsharded memory was allocated
-        self._packed_on: set[Stream] = (
-            set()
-        )  # the compute streams whose memory buffers and metadata were, in any gather
+        self._packed_on: set[Stream] = set()  # the compute streams that allocated buffers and metadata, in any gather
 
     # --- start ---
 
@@ -369,7 +367,7 @@ class ExtensionGather:
         return places
 
     def _keep(self, places: list[_Place], kept: list[tuple[Tensor, ...]], sent: Sequence[_Sent]) -> _Made:
-        """Keep what the first gather has made. Large tensors are gathered straight into place if nothing is put together later."""
+        """Keep the results of the first gather; from now on, large stacked tensors are gathered straight into place."""
         plan = self._plan
         made = [*(place.output for place in places), *(tensor for tensors in kept for tensor in tensors)]
         storages = {compat.storage_key(tensor): tensor.untyped_storage() for tensor in made}
@@ -389,7 +387,7 @@ class ExtensionGather:
     def free(self) -> None:
         """Free the unsharded parameters' memory; their storage objects stay, for autograd's saved views alias them.
 
-        The allocator gives it to the stream on which it was allocated: a side stream of the user's, if ``unshard`` was called there.
+        The allocator returns it to the stream that allocated it: a side stream of the user's, if ``unshard`` ran there.
         """
         streams = self._plan.streams
         if self._under_way is not None:

@@ -1,25 +1,26 @@
 """Parameters that define their own all-gather: tensors with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``.
 
-Such a tensor (usually a subclass: float8 with a scale, 4-bit blocks, ...) is no piece of a flat shard. It keeps memory of its own,
-turns its shard into plain tensors to send, and makes the unsharded parameter out of the gathered tensors. Of a tensor subclass without
-the two methods fsdp2 sends the values, in ``param_dtype``. The contract is that of torch's FSDP2:
+Such a tensor (usually a subclass: float8 with a scale, 4-bit blocks, ...) is no piece of a flat shard. It keeps memory
+of its own, turns its shard into plain tensors to send, and makes the unsharded parameter from the gathered ones. fsdp2
+sends the values of a tensor subclass without the two methods, in ``param_dtype``. The contract is torch FSDP2's:
 
     fsdp_pre_all_gather(mesh), or (mesh, outer_size, outer_stride, module, mp_policy)
-        -> (tensors to send, metadata). Shapes and dtypes are the same on all ranks and in all steps; dtypes may differ from tensor
-        to tensor: fsdp2 then sends all as bytes. Where the ranks' shards have different numbers of rows, this file pads tensors
-        that have a row for each row of the shard.
+        -> (tensors to send, metadata). Shapes and dtypes are the same on all ranks and in all steps. If dtypes differ
+        between tensors, fsdp2 sends all as bytes. If the ranks' shards have different numbers of rows, this file pads
+        tensors that have a row for each row of the shard.
     fsdp_post_all_gather(gathered, metadata, param_dtype, *, out=None)
-        out None:  the first time -> (unsharded tensor, tensors whose storages reshard is to free). The method makes the tensor
-                   once, as fsdp2 makes every unsharded parameter, because autograd's saved views alias it
-        else:      fsdp2 has allocated the storages again and filled ``gathered``. The method writes all values that do not alias
-                   ``gathered`` into ``out``, the unsharded parameter (with tensor parallelism, a DTensor)
+        out None:  the first time -> (unsharded tensor, tensors whose storages reshard is to free). The method makes the
+                   tensor once, as fsdp2 makes every unsharded parameter, because autograd's saved views alias it
+        else:      fsdp2 has allocated the storages again and filled ``gathered``. The method writes all values that do
+                   not alias ``gathered`` into ``out``, the unsharded parameter (with tensor parallelism, a DTensor)
 
-    fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool, optional, asked at fully_shard and at the first unshard
-        True: fsdp2 frees ``gathered`` as soon as fsdp_post_all_gather has returned, which then must not have made views of it
+    fsdp_should_release_all_gather_outputs_after_post_all_gather() -> bool, optional
+        asked at fully_shard and at the first unshard
+        True: fsdp2 frees ``gathered`` as soon as fsdp_post_all_gather has returned, which must not make views of it
 
-fsdp2 looks the methods up on the local tensor, because users patch instances: at each unshard of a parameter with memory of its own,
-else at the first unshard after fully_shard, ``_apply`` or a change of the local tensor. This file calls the methods and checks what
-they return.
+fsdp2 looks the methods up on the local tensor, because users patch instances: at each unshard of a parameter with
+memory of its own, else at the first unshard after fully_shard, ``_apply`` or a change of the local tensor. This file
+calls the methods and checks their results.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ Kinds = Sequence[tuple[list[torch.Size], list[torch.dtype]]]
 
 
 class Extensions:
-    """Calls the methods of parameters with memory of their own: for the tensors to send, and for the unsharded parameter."""
+    """Asks parameters with memory of their own for the tensors to send, and for the unsharded parameter."""
 
     def __init__(self, mesh: DataParallelMesh, device: torch.device, param_dtype: torch.dtype, mp_policy: Any) -> None:
-        """device: where the tensors to send have to lie. param_dtype: the dtype in which a parameter without extension is sent."""
+        """device: where the tensors to send have to lie. param_dtype: a parameter without extension is sent in it."""
         self._mesh = _shard_mesh(mesh)
         self._device = device
         self._param_dtype = param_dtype
@@ -100,7 +101,7 @@ class Extensions:
     def make_unsharded(
         self, param: ShardedParam, gathered: tuple[Tensor, ...], metadata: Any
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The first time: (the unsharded tensor, of the whole physical shape; the tensors that reshard frees next to ``gathered``)."""
+        """The first time: (unsharded tensor of the physical shape, tensors that reshard frees besides ``gathered``)."""
         shape = param.spec.cut.shape
         whole, kept = gathered[0], ()
         if has_extension(param.local):
@@ -111,7 +112,10 @@ class Extensions:
         try:
             return torch.as_strided(whole, shape, _strides(shape), 0), kept
         except Exception as error:
-            what = f"returned {_brief(whole)}, which torch.as_strided cannot see as {shape}: {type(error).__name__}: {error}"
+            what = (
+                f"returned {_brief(whole)}, which torch.as_strided cannot see as {shape}: "
+                f"{type(error).__name__}: {error}"
+            )
             raise _error(param, POST, what, "a tensor of that shape, or larger, with as_strided") from error
 
     def refill_unsharded(
@@ -151,7 +155,7 @@ def releases_gathered(param: ShardedParam) -> bool:
 
 
 def _padded(param: ShardedParam, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, padded to the same shapes on all ranks. The check reads only what all ranks know, so that all raise or none."""
+    """The tensors, padded to the same shapes on all ranks. The check is the same on all ranks: all raise or none."""
     cut = param.spec.cut
     dim = cut.dim
     if dim is None or cut.num_shards == 1 or (dim == 0 and cut.shape[0] % cut.num_shards == 0):
@@ -165,8 +169,8 @@ def _padded(param: ShardedParam, tensors: Sequence[Tensor]) -> list[Tensor]:
                 param,
                 PRE,
                 f"returned a tensor of shape {tuple(tensor.shape)} for a shard of shape {tuple(param.local.shape)}",
-                f"tensors whose dim {dim} has the size of the shard's, or {most}, which it is padded to: {cut.shape} is cut there "
-                f"over {cut.num_shards} ranks",
+                f"tensors whose dim {dim} has the size of the shard's, or {most}, which it is padded to: "
+                f"{cut.shape} is cut there over {cut.num_shards} ranks",
             )
         if tensor.shape[dim] < most:
             room = torch.zeros(
@@ -192,7 +196,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _values(param: ShardedParam, local: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a rank sends of a shard without extension: a plain tensor in ``dtype``, padded to the largest shard's shape."""
+    """The payload of a shard without extension: a plain tensor in ``dtype``, padded to the largest shard's shape."""
     cut = param.spec.cut
     padded = torch.zeros(cut.shard_shape(0), dtype=dtype, device=local.device)
     place = padded if cut.dim is None else padded.narrow(cut.dim, 0, cut.shard_shape(param.rank)[cut.dim])
@@ -200,8 +204,8 @@ def _values(param: ShardedParam, local: Tensor, dtype: torch.dtype) -> Tensor:
         place.copy_(param.spec.to_physical(local))
     except Exception as error:
         raise ExtensionError(
-            f"{param.fqn} of type {type(local).__name__} cannot be all-gathered: it has no {PRE}, and copying its values "
-            f"into a plain tensor failed with {type(error).__name__}: {error}",
+            f"{param.fqn} of type {type(local).__name__} cannot be all-gathered: it has no {PRE}, and copying "
+            f"its values into a plain tensor failed with {type(error).__name__}: {error}",
             expected=f"a tensor subclass with {PRE} and {POST}, or one that a plain tensor can be copied from",
             fix="add the two methods to the class, or pass the parameter in ignored_params",
         ) from error

@@ -1,8 +1,8 @@
 """Gradients of one reduction lie in one buffer, so an elementwise operation can run over the buffer itself.
 
-Between two gradients lies padding, which a reduction leaves zero. Zeros change no sum of powers and no maximum, and a product with a
-number leaves them zero, unless that number is NaN. A user may replace a gradient, or drop it: its old place is not padding, and no
-joined tensor reaches over it.
+Between two gradients lies padding, which a reduction leaves zero. Zeros change no sum of powers and no maximum, and a
+product with a number leaves them zero, unless that number is NaN. A user may replace or drop a gradient: its old place
+is not padding, and no joined tensor reaches over it.
 
 Worked example, a buffer in which a reduction handed out w1, w2 and b; the user has dropped the gradient of w2
 
@@ -21,14 +21,14 @@ _MARK = "_fsdp2_gradients"
 """Attribute of a buffer of gradients: its ``_Gradients``."""
 
 _Gradients: TypeAlias = tuple[dict[int, tuple[int, ...]], int]
-"""The strides of each gradient in a buffer, by its offset, in the order of offsets; and where the padding after the last one ends.
+"""The strides of each gradient in a buffer by its offset, in that order; and where the padding after the last one ends.
 
 A plain tuple, because each group makes one in each backward.
 """
 
 
 def note_gradients(buffer: Tensor, strides: dict[int, tuple[int, ...]], stop: int) -> None:
-    """Note that zeros lie in ``buffer[:stop]`` between the gradients at the keys of ``strides``, in addition to earlier notes."""
+    """Add to earlier notes that ``buffer[:stop]`` is zero between the gradients at the keys of ``strides``."""
     before: _Gradients | None = vars(buffer).get(_MARK)
     if before is not None:
         strides = dict(sorted((before[0] | strides).items()))
@@ -86,7 +86,7 @@ def _are_all(grads: Sequence[Tensor], kinds: Sequence[int], noted: _Gradients) -
 def _join_in(
     buffer: Tensor, noted: _Gradients, kind_at: dict[int, int], tensors: list[Tensor], kinds: list[int]
 ) -> None:
-    """Add to ``tensors`` and ``kinds`` the stretches of ``buffer`` whose gradients are in ``kind_at`` and of one kind."""
+    """Add to ``tensors`` and ``kinds`` the stretches of ``buffer`` with gradients in ``kind_at``, of one kind."""
     start: int | None = None
     strides, end = noted
     for offset in (*strides, end):

@@ -1,6 +1,6 @@
-"""The dtypes in which a group's gradients are reduced, kept and added up: by the policy, and by ``grad_dtype`` of its parameters.
+"""The dtypes in which a group reduces, keeps and adds up gradients: by policy, and by ``grad_dtype`` of its parameters.
 
-Worked example, two bf16 parameters, no ``reduce_dtype``, ``grad_dtype`` of the first one set to fp32, by torch 2.15's semantics
+Worked example, torch 2.15's semantics: two bf16 parameters, no ``reduce_dtype``, the first one's ``grad_dtype`` fp32
 
     reduced in fp32; the first one's gradient stays fp32, the other's is cast to bf16
 """
@@ -39,14 +39,14 @@ class GradientDtypes:
         return self.usual if of_user is None else of_user.dtype
 
     def of_unsharded(self, param: ShardedParam, adds_up: bool) -> compat.GradDtype | None:
-        """A ``grad_dtype`` for the unsharded parameter; None: its own dtype. adds_up: gradients of several backwards meet there."""
+        """``grad_dtype`` of the unsharded parameter; None: its own dtype. adds_up: several backwards add up there."""
         return compat.GradDtype(self.added_up_in(param)) if adds_up else self.added_up.get(param)
 
 
 def gradient_dtypes(
     params: Sequence[ShardedParam], options: GroupOptions, dtype: torch.dtype, param_dtype: torch.dtype
 ) -> GradientDtypes:
-    """Read them from the parameters as they are now. dtype: of the shards; param_dtype: the dtype that they are computed with."""
+    """Read them from the parameters as they are now. dtype: of the shards; param_dtype: of the computation."""
     given = options.reduce_dtype
     if options.semantics == "2.13":
         return GradientDtypes(given or param_dtype, None, {}, given or param_dtype)

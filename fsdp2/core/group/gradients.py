@@ -1,4 +1,4 @@
-"""One group's gradients: collected from the unsharded parameters, accumulated, and sent on their way to the sharded ones."""
+"""One group's gradients: collected from the unsharded parameters, accumulated, and sent to the sharded ones."""
 
 from __future__ import annotations
 
@@ -53,13 +53,12 @@ class Gradients:
         self._accumulated: Tensor | None = None
         self._on_leaves = False  # the unsharded parameters hold gradients of backwards that did not reduce
         self._used: list[bool] = []
-        self._adding: Reduction | None = (
-            None  # its ``sum`` is not all-reduced or handed out yet; the next reduction takes it
-        )
+        # Its ``sum`` is not all-reduced or handed out yet; the next reduction takes it.
+        self._adding: Reduction | None = None
         self._divisions: tuple[object, Divisions] | None = None
 
     def set_number(self, number: int) -> None:
-        """Set the number by which all ranks know the group; a plan may already have laid out gradients that add up without sync."""
+        """Set the number by which all ranks know the group, also in a plan that already laid out unsynced gradients."""
         self.number = number
         if self._planned is not None:
             self._planned.plan.set_number(number)
@@ -80,10 +79,10 @@ class Gradients:
         return self.group.options.semantics != "2.13" and not micro_batch.reduces and not micro_batch.accumulates_shards
 
     def set_micro_batch(self, micro_batch: MicroBatch) -> None:
-        """Do with the gradients of the next backward what ``micro_batch`` says.
+        """Treat the next backward's gradients by ``micro_batch``.
 
-        Gradients that will add up on the unsharded parameters do so in their dtype from now on, not only after the next backward:
-        pipeline schedules write gradients of weights there before it.
+        Gradients that will add up on unsharded parameters do so in their dtype from now on, not only after the next
+        backward: pipeline schedules write gradients of weights there before it.
         """
         before = self.adds_up_on_leaves
         self.micro_batch = micro_batch
@@ -127,7 +126,7 @@ class Gradients:
         return plan
 
     def _compares_late(self) -> bool:
-        """Whether ranks compare afterwards which group each of them reduced: before, the host would have to wait for the device."""
+        """Whether ranks compare afterwards which group each reduced: before, the host would wait for the device."""
         if self.group.streams.host_waits or self.group.mesh.size == 1:
             return False
         return any(backends.is_stream_ordered(backend) and backends.moves_data(backend) for backend in self.backends)
@@ -156,7 +155,8 @@ class Gradients:
         raise OrderError(
             f"{what} changed while gradients accumulate without sync",
             items=toggled or [f"{param.fqn} {param.dtype}" for param in group.params],
-            expected="the same trainable parameters, as they were, from the first backward without sync to the one that reduces",
+            expected="the same trainable parameters, as they were, from the first backward without sync "
+            "to the one that reduces",
             fix="change them after that backward, or drop the accumulated gradients with model.zero_grad()",
         )
 
@@ -179,7 +179,7 @@ class Gradients:
 
     @property
     def unreduced(self) -> list[Tensor]:
-        """Gradients that were added up and have not reached the sharded parameters, in reduce dtype: whole, or reduce-scattered."""
+        """Added-up gradients, whole or reduce-scattered, in reduce dtype, that have not reached sharded parameters."""
         leaves = (
             [param.unsharded for param in self.group.params if param.unsharded is not None] if self._on_leaves else []
         )
@@ -187,12 +187,12 @@ class Gradients:
         return [each for each in (self._accumulated, scattered, *(leaf.grad for leaf in leaves)) if each is not None]
 
     def is_waiting(self) -> bool:
-        """At the end of backward: whether a gradient was not collected yet, or gradients that accumulated are due to be reduced."""
+        """At the end of backward: whether a gradient is not collected yet, or accumulated gradients are due."""
         if self.reached:
             return True
         if (self._accumulated is not None or self._on_leaves or self._adding is not None) and self.is_due:
             return True
-        for param in self.group.params:  # noqa: SIM110 (a generator would cost every unit of every backward a call more)
+        for param in self.group.params:  # noqa: SIM110 (a generator costs every unit of every backward one more call)
             if param.unsharded is not None and param.unsharded.grad is not None:
                 return True
         return False
@@ -214,7 +214,7 @@ class Gradients:
         return self._accumulated is not None or self._on_leaves or self._adding is not None
 
     def leave(self) -> bool:
-        """Let gradients of a backward that does not reduce stay on the unsharded parameters; False if ``take`` must get them."""
+        """Leave gradients on the unsharded parameters, if backward does not reduce; False: ``take`` must get them."""
         if not self.adds_up_on_leaves:
             return False
         self.reached = False
@@ -233,15 +233,13 @@ class Gradients:
         return True
 
     def take(self) -> list[Tensor | None]:
-        """Take the gradients off the unsharded parameters, in the plan's order; an empty list if no parameter is trainable."""
+        """Take the gradients off the unsharded parameters, in the plan's order; empty if no parameter is trainable."""
         self.reached = False
         grads: list[Tensor | None] = []
         plan = self._current_plan()
         for param in plan.params:
-            unsharded = param.unsharded
-            grad = (
-                None if unsharded is None else unsharded.grad
-            )  # other ranks have run the parameter, and this rank never has
+            unsharded = param.unsharded  # None: only other ranks have ever run the parameter
+            grad = None if unsharded is None else unsharded.grad
             if unsharded is not None and grad is not None:
                 unsharded.grad = None
                 if self._on_leaves:
@@ -254,7 +252,7 @@ class Gradients:
         return grads
 
     def collect(self, grads: list[Tensor | None]) -> Tensor | None:
-        """Lay what ``take`` returned into a reduce-scatter input; clears ``grads``, which may hold the last references.
+        """Lay the result of ``take`` into a reduce-scatter input; clears ``grads``, which may hold the last references.
 
         With sync off they are added to the accumulated gradients, in reduce dtype, and stay here: returns None.
         """
@@ -296,7 +294,7 @@ class Gradients:
         return None
 
     def _refuse_zeros_of_no_dtype(self) -> None:
-        """Raise if an unused parameter gets a gradient of which no option tells the dtype. All ranks raise, or none."""
+        """Raise if an unused parameter gets a gradient whose dtype no option tells. All ranks raise, or none."""
         if not self.options.reduce_unused:
             return
         names = [param.fqn for param, given in self.group.plan.gradients.added_up.items() if given.dtype is None]
@@ -321,7 +319,7 @@ class Gradients:
 
     @torch.no_grad()
     def zero(self, set_to_none: bool) -> None:
-        """Do as ``zero_grad``: for the sharded parameters, shown or not, and for gradients that were not reduced yet."""
+        """Do as ``zero_grad`` for the sharded parameters, shown or not, and for gradients not reduced yet."""
         self._accumulated = None
         self._adding = None
         for param in self.group.params:
@@ -343,7 +341,7 @@ class Gradients:
 
     @property
     def backends(self) -> tuple[str, str]:
-        """The backends of the reduce-scatter and of the all-reduce; "" for a collective that the group does not need."""
+        """The backends of reduce-scatter and all-reduce; "" for a collective that the group does not need."""
         groups = (self.scatter_group, self.group.mesh.replicate_group)
         scatter, all_reduce = (backends.backend_of(group, self.group.device.type) for group in groups)
         return scatter, all_reduce
@@ -369,7 +367,7 @@ class Gradients:
         return self._divisions[1]
 
     def reduce(self, buffer: Tensor) -> Reduction:
-        """Reduce what ``collect`` returned; see ``Reduction``. Collective: on the host, over the shard axis."""
+        """Reduce the result of ``collect``; see ``Reduction``. Collective: on the host, over the shard axis."""
         group, plan, adding = self.group, self._collected, self._adding
         assert plan is not None
         partial = None

@@ -18,17 +18,17 @@ from .own_memory import needs_own_memory
 from .param import ShardedParam
 
 ALIGN_NBYTES = (128, 64, 32, 16)
-"""Every view of a flat buffer starts at a multiple of one of these: kernels and collectives leave their fast paths otherwise.
+"""Views of flat buffers start at multiples of one of these: else kernels and collectives leave their fast paths.
 
-A plan takes the first that makes buffers at most a tenth larger, else the last: the small shards of many ranks would travel with more
-padding than data."""
+A plan takes the first that makes buffers at most a tenth larger, else the last: small shards of many ranks would travel
+with more padding than data."""
 
 DIRECT_FROM_NBYTES = 128 << 10
 DIRECT_FROM_SHARD_NBYTES = 2 << 10
-"""Parameters are gathered straight into place if the whole and each rank's piece are at least so large, and the backend gains by it.
+"""Least sizes of the whole and of each rank's piece for a gather straight into place, if the backend gains by it.
 
-Of the whole, a direct gather saves one copy, which must pay for one more collective; the piece is the message, which must not become
-too small where ranks are many."""
+A direct gather saves one copy of the whole, which must pay for one more collective; the piece is the message, which
+must not become too small over many ranks."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,7 @@ def plan_group(params: Sequence[ShardedParam], mesh: DataParallelMesh, options: 
         mode=_gather_mode(mesh, options),
         direct_from_numel=direct_from_nbytes(mesh.shard_size) // param_dtype.itemsize,
     )
-    # Matrices before vectors: an optimizer whose weight decay applies to matrices only then finds each kind in one stretch.
+    # Matrices before vectors: an optimizer that decays only matrices then finds each kind in one stretch.
     packed = sorted(ways.packed, key=lambda index: len(params[index].spec.cut.shape) <= 1)
     ordered = [params[index] for index in (*ways.direct, *packed)]
     layout, align = _aligned_layout(

@@ -1,4 +1,4 @@
-"""The last leg of a reduction: the sharded parameters get their gradients, views of what the collectives have brought."""
+"""The last leg of a reduction: the sharded parameters get their gradients, views of the collectives' output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .reduce_plan import GradView, ReduceJob, strides_by_offset
 
 
 class HandedOut:
-    """Gradients that the sharded parameters have been given, on ``stream``, and what must live until others are done with it.
+    """Gradients handed out to the sharded parameters, on ``stream``, and memory that others still read.
 
     stream, event: after all that was queued here
     held:          memory of another stream than the one that reads it last, until that is ordered after ``event``
@@ -27,7 +27,7 @@ class HandedOut:
     __slots__ = ("_dtypes", "_job", "_late", "event", "has_run_hooks", "held", "output", "stream", "tag")
 
     def __init__(self, job: ReduceJob, output: Tensor, stream: Stream) -> None:
-        """Hand out ``output``, on ``stream``. Parameters without a gradient get one only if the job's options say so."""
+        """Hand out ``output`` on ``stream``. Parameters without a gradient get one only if the options say so."""
         group, plan, used, options = job.group, job.plan, job.used, job.options
         self._job = job
         self._dtypes = group.plan.gradients.kept if options.grad_dtype is None else None  # if not the parameters' own
@@ -43,16 +43,13 @@ class HandedOut:
                 streams.order(options.all_reduce_hook_stream, streams.mark(stream))
                 stream = options.all_reduce_hook_stream
             with streams.on(stream):
-                hook(
-                    output if plan.flags_slot is None else output[: plan.flags_slot.offset]
-                )  # the part with the gradients
+                hook(output if plan.flags_slot is None else output[: plan.flags_slot.offset])  # without flags
         with streams.on(stream):
             views = plan.views
             if not options.reduce_unused and not all(used):
                 views = [view for view, is_used in zip(plan.views, used, strict=True) if is_used]
-                if (
-                    plan.flags_slot is not None
-                ):  # else the collective does not know the parameters that only other ranks used
+                # Without flags, nothing tells the parameters that only other ranks used.
+                if plan.flags_slot is not None:
                     self._late = [index for index, is_used in enumerate(used) if not is_used]
             had_gradient = plan.number is not None and plan.views[0].param.sharded.grad is not None
             if self._dtypes is None:
@@ -65,9 +62,8 @@ class HandedOut:
                 reduced = output
             if plan.number is not None:
                 self._keep_tag(output, reduced, had_gradient, streams.copy_out if job.copies_out else stream)
-        if (
-            stream is not streams.reduce
-        ):  # this stream may still read the output, which is not its own; the cast does not keep it alive
+        # Another stream than the output's own may still read it, and the cast does not keep it alive.
+        if stream is not streams.reduce:
             self.held = (*self.held, output)
         if self._late:
             self.output = reduced
@@ -87,7 +83,7 @@ class HandedOut:
         self.output = None
 
     def _keep_tag(self, output: Tensor, reduced: Tensor, had_gradient: bool, stream: Stream) -> None:
-        """Keep the tag: as a view where gradients hold ``reduced`` anyway, else as a copy on ``stream``: the output is freed soon."""
+        """Keep the tag: a view if gradients keep ``reduced``, else a copy on ``stream``: the output is freed soon."""
         offset = self._job.plan.tag_offset
         gets_view = not had_gradient and self._job.plan.views[0].param.sharded.grad is not None
         if gets_view and self._dtypes is None and reduced.device.type != "cpu":
@@ -108,7 +104,7 @@ class HandedOut:
             self._give(reduced, [view for view in views if dtypes[view.param] is dtype])
 
     def _offload(self, reduced: Tensor, stream: Stream) -> Tensor:
-        """Copy to the host, alongside the next reduction, and without waiting if the gradient is first read at the end of backward."""
+        """Copy to the host alongside the next reduction; wait only if gradients are read before the end of backward."""
         group = self._job.group
         streams = group.streams
         host = torch.empty(reduced.shape, dtype=reduced.dtype, device="cpu", pin_memory=group.options.pin_memory)
@@ -143,9 +139,8 @@ class HandedOut:
                 self._run_hooks(sharded)
         plan, options = self._job.plan, self._job.options
         is_ours = options.comm is None and options.all_reduce_hook is None and options.all_reduce_instead is None
-        if (
-            is_ours and self._dtypes is None and plan.flags_slot is not None
-        ):  # else there may be more than zeros between them
+        # Only then nothing but zeros lies between the gradients.
+        if is_ours and self._dtypes is None and plan.flags_slot is not None:
             strides = plan.strides_by_offset if views is plan.views else strides_by_offset(views)
             note_gradients(reduced, strides, plan.flags_slot.offset)
 

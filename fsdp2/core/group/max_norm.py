@@ -1,7 +1,7 @@
-"""Embeddings with ``max_norm`` change their weight in forward: the rows that were looked up and are too long are shrunk in place.
+"""Embeddings with ``max_norm`` change their weight in forward: they shrink rows that were looked up and are too long.
 
-They shrink the unsharded weight, which reshard drops, and each rank shrinks the rows that it looked up. So that the sharded weight
-becomes what it would be in the unsharded model, ranks agree on the rows that any rank shrank, and each shrinks those that it keeps.
+Each rank shrinks the rows that it looked up, in the unsharded weight, which reshard drops. To give the sharded weight
+the unsharded model's values, ranks agree on the rows that any rank shrank, and each shrinks those that it keeps.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ class ShrunkRows:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Shrink the same rows in the shard, on any rank; no-op unless unsharded. Collective: yes, over all ranks of the mesh."""
+        """Shrink in the shard all rows that a rank shrank; no-op unless unsharded. Collective: yes, over the mesh."""
         param, mesh = self._param, self._group.mesh
         max_norm = self._module.max_norm
         if not self._group.is_unsharded or param.unsharded is None or max_norm is None:
             return
         whole = param.unsharded.detach()
         norms = whole.float().norm(p=self._module.norm_type, dim=1)
-        shrunk = (norms <= max_norm * (1 + torch.finfo(whole.dtype).eps)).to(
-            torch.uint8
-        )  # or short enough from the start
+        # Or short enough from the start.
+        shrunk = (norms <= max_norm * (1 + torch.finfo(whole.dtype).eps)).to(torch.uint8)
         for process_group in (mesh.shard_group, mesh.replicate_group):
             if process_group is not None and process_group.size() > 1:
                 with during("all-reduce of shrunk rows", process_group, shrunk):
@@ -55,7 +54,7 @@ class ShrunkRows:
 
 
 def _shrink(weight: Tensor, chosen: Tensor, max_norm: float, norm_type: float) -> None:
-    """Do as ``torch.embedding_renorm_`` to the ``chosen`` rows, a mask: for their indices the host would wait for the device."""
+    """Do as ``torch.embedding_renorm_`` to the ``chosen`` rows, a mask: indices would make the host wait."""
     norms = torch.linalg.vector_norm(weight, ord=norm_type, dim=1)
     scales = torch.where(chosen & (norms > max_norm), max_norm / (norms + 1e-7), 1)
     weight.mul_(scales.unsqueeze(1))

@@ -1,14 +1,14 @@
 """The memory of the parameters that travel together: unshard and reshard.
 
 A group owns one flat shard, into which its sharded parameters are views, and one storage for its unsharded parameters.
-``issue`` starts an all-gather into that storage, ``wait`` makes its result usable and shows the unsharded parameters to the modules,
-``reshard`` shows the sharded ones again and frees the storage. All parameters of a group have one storage dtype, one compute dtype,
-one mesh.
+``issue`` starts an all-gather into that storage, ``wait`` makes its result usable and shows the unsharded parameters to
+the modules, ``reshard`` shows the sharded ones again and frees the storage. All parameters of a group have one storage
+dtype, one compute dtype, one mesh.
 
-Note: leases. An all-gather reads the flat shard from ``issue`` to its completion, and the other ranks would see a write in between
-(measured: 99 % of the elements). So before a user may write (end of backward, state dict hooks, ``_apply``, ...), the caller
-``release``s every group with a gather under way, and ``issue(copy=True)`` sends a copy where the user may write before the wait.
-The unsharded storage is leased for writing over the same time: ``reshard`` of a pending gather waits first.
+Note: leases. An all-gather reads the flat shard from ``issue`` to its completion: other ranks would see a write in
+between (measured: 99 % of the elements). So before a user may write (end of backward, state dict hooks, ``_apply``,
+...), the caller ``release``s groups with a pending gather, and ``issue(copy=True)`` sends a copy if the user may write
+before the wait. The unsharded storage is leased for writing as long: ``reshard`` of a pending gather waits first.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class GroupMemory:
     registry:        shows the parameters to the modules that own them
     all_gather_comm: a custom communicator
     smaller_mesh:    for ``reshard_after_forward=<int>``
-    plan, flat:      replaced when parameters were moved or cast; ``flat`` is None on the meta device, and where parameters have
-                     memory of their own
-    file:            the file whose memory ``flat`` is, or that of parameters with memory of their own; None: there is no file
+    plan, flat:      replaced when parameters were moved or cast; ``flat`` is None on the meta device, and if parameters
+                     have memory of their own
+    file:            the file that holds ``flat``, or parameters with memory of their own; None: there is no file
     unsharded:       None until the first unshard by this plan
     keeps_storage:   ``reshard`` leaves the unsharded memory allocated
-    written_at:      the moment (``call.next_moment``) at which an optimizer with its parameters last began a step, or a state dict was
-                     loaded: fused and foreach optimizers do not move the version counters of DTensors
+    written_at:      the moment (``call.next_moment``) when an optimizer of its parameters last began a step, or a state
+                     dict was loaded: fused and foreach optimizers do not move the version counters of DTensors
     """
 
     def __init__(
@@ -100,9 +100,8 @@ class GroupMemory:
         self.keeps_storage = False
         self.written_at = -1
         self._num_told = 0  # versions that ``note_write`` has added
-        self._reads_host = (
-            False  # an offloaded flat shard is being copied to the device, and the host has not waited for the copy
-        )
+        # An offloaded flat shard is being copied to the device, and the host has not waited for the copy.
+        self._reads_host = False
         self.rebuild()
         self.registry = ModuleRegistry(self.params)
 
@@ -137,7 +136,7 @@ class GroupMemory:
         self._write_file()
 
     def align_to(self, block: int) -> None:
-        """From now on, let no block of so many elements of the flat shard have elements of two parameters. Every rank must call it."""
+        """From now on, no block of so many elements of the flat shard spans two parameters. Every rank must call it."""
         wanted = math.lcm(self.options.block, block)
         if wanted != self.options.block:
             self.reshard()
@@ -213,7 +212,7 @@ class GroupMemory:
         if gradient_dtypes(self.params, self.options, plan.dtype, plan.param_dtype) != plan.gradients:
             self.rebuild()  # ``grad_dtype`` was set on sharded parameters
         elif not plan.has_own_memory and any(has_extension(param.local) for param in self.params):
-            self.rebuild()  # the user put methods on plain local tensors: their neighbors leave the flat shard with them
+            self.rebuild()  # methods were put on plain local tensors: their neighbors leave the flat shard with them
         made = Unsharded(self.plan, self.mesh, self.device, self.options, self.streams, self.flat, self.all_gather_comm)
         self.unsharded = made
         self.registry.forget()
@@ -265,9 +264,8 @@ class GroupMemory:
                 READ_AHEAD.begin(self.file, self.options.read_ahead)
             flat, self._reads_host = self.flat, self.options.offload
             if flat is not None and self.file is not None and self.options.pin_memory:
-                flat = (
-                    flat.pin_memory()
-                )  # a copy from a file's own memory would make the host wait for all that the stream has to do
+                # A copy from a file's own memory would make the host wait for all work of the stream.
+                flat = flat.pin_memory()
                 self._reads_host = False
             try:
                 unsharded.gather.start(flat, copy, together)
@@ -311,7 +309,7 @@ class GroupMemory:
             unsharded.free()
 
     def cancel(self) -> None:
-        """Forget an issued unshard that could not start, or not fill what an extension makes: nothing will arrive.
+        """Forget an issued unshard that could not start, or whose ``fill`` failed: nothing will arrive.
 
         On the host, the storage stays allocated, except that of extensions.
         """
@@ -356,7 +354,7 @@ class GroupMemory:
             log.issued(self, "all-gather", self.fqn or "the root", numel, dtype, mesh.shard_group)
 
     def shards_version(self) -> tuple[int, int]:
-        """Changes when a sharded parameter is written: by an optimizer, or in place; see Note: writes to kept parameters."""
+        """Changes when an optimizer or an in-place operation writes a shard; see Note: writes to kept parameters."""
         written_at = self.written_at if self.unsharded is None else self.unsharded.written_at
         return written_at, sum([param.sharded._version + param.local._version for param in self.params])
 
@@ -368,8 +366,8 @@ class GroupMemory:
     def note_write(self, moment: int, params: Sequence[ShardedParam]) -> None:
         """An optimizer or a load writes the shards of ``params``: the next gather brings new values.
 
-        Autograd learns it from the version counters of the unsharded parameters: a backward of a graph that has saved one of them
-        raises, as it does in the unsharded model.
+        Autograd learns it from the unsharded parameters' version counters: a backward of a graph that has saved one of
+        them raises, as in the unsharded model.
         """
         self.written_at = moment
         saved = [param.unsharded for param in params if param.unsharded is not None]
@@ -394,7 +392,7 @@ class GroupMemory:
     # --- reshard ---
 
     def take_over_toggles(self) -> None:
-        """Take over ``requires_grad`` that the user has set between iterations, on the parameters shown or on the sharded ones."""
+        """Take over ``requires_grad`` that the user set between iterations, on the shown or the sharded parameters."""
         smaller = [] if self.unsharded is None or self.unsharded.smaller is None else self.unsharded.smaller.shown
         for param, shown in zip(self.params, smaller, strict=False):  # empty unless resharded to the smaller mesh
             if shown.requires_grad is not param.trainable:
@@ -407,7 +405,7 @@ class GroupMemory:
     def hide(self) -> None:
         """Show the sharded parameters, and keep the unsharded memory for a backward that comes before the next forward.
 
-        One rank may do that alone; if it freed that memory, it would gather in that backward what the other ranks still have.
+        One rank may do that alone; if it freed the memory, it would gather in that backward what others still have.
         """
         if self.state in (GroupState.UNSHARDED, GroupState.RESHARDED):
             self.take_over_toggles()
@@ -440,10 +438,10 @@ class GroupMemory:
     @torch.inference_mode(False)
     @torch.no_grad()
     def reshard_to_smaller(self) -> None:
-        """Turn unsharded parameters into shards over the smaller mesh, so that the next unshard gathers among fewer ranks.
+        """Turn unsharded parameters into shards over the smaller mesh, so the next unshard gathers among fewer ranks.
 
-        No-op in other states. Without a smaller mesh it is ``reshard``, and also if parameters have memory of their own: the results of
-        extensions cannot be cut.
+        No-op in other states. Without a smaller mesh it is ``reshard``, and also if parameters have memory of their
+        own: results of extensions cannot be cut.
         """
         if (
             self.smaller_mesh is None

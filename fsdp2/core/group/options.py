@@ -1,7 +1,7 @@
-"""What the user chose for a group: how it runs, how its gradients are reduced, and what the next backward does.
+"""The user's choices for a group: how it runs, how its gradients are reduced, and what the next backward does.
 
-All three are frozen values. Setters, ``fsdp2.accumulate`` and ``no_sync`` replace a value as a whole and put the old one back; a
-reduction under way keeps the values that it started with.
+All three are frozen values. Setters, ``fsdp2.accumulate`` and ``no_sync`` replace a value as a whole and put the old
+one back; a reduction under way keeps the values that it started with.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ class GroupOptions:
 class ReductionOptions:
     """How the gradients of a group are reduced.
 
-    divide_factor:       what their sum over the ranks is divided by; None: the number of data-parallel ranks
+    divide_factor:       divisor of their sum over the ranks; None: the number of data-parallel ranks
     sum_only:            collectives only add; our own kernels divide
     reduce_unused:       a parameter that no rank used gets a zero gradient instead of None
     grad_dtype:          of the sharded parameters' gradients; None: the parameters' own
     process_group:       of the reduce-scatter, if it has its own
     comm:                a custom communicator for the reduce-scatter
     all_reduce_instead:  a function that changes the gradients in place, instead of the all-reduce
-    all_reduce_hook:     changes the reduced gradients in place, on ``all_reduce_hook_stream`` or else where the reduction ran
+    all_reduce_hook:     changes reduced gradients in place, on ``all_reduce_hook_stream``, else where the reduction ran
     """
 
     divide_factor: float | None = None
@@ -76,10 +76,10 @@ class ReductionOptions:
 class MicroBatch:
     """The switches of one unit for its next backward; the defaults are those of a step's only backward.
 
-    reduces:            gradients are reduced over the shard axis; else they accumulate whole, in reduce dtype
-    all_reduces:        reduce-scattered gradients are all-reduced over the replicate axis, too; else they accumulate there
-    accumulates_shards:       ``all_reduces`` False keeps reduce-scattered gradients even where there is no replicate axis
-    reshards:           parameters are resharded after backward
+    reduces:             gradients are reduced over the shard axis; else they accumulate whole, in reduce dtype
+    all_reduces:         then they are all-reduced over the replicate axis; else they accumulate reduce-scattered
+    accumulates_shards:  ``all_reduces`` False keeps reduce-scattered gradients even without a replicate axis
+    reshards:            parameters are resharded after backward
     reshards_to_smaller: ... but only to each group's ``smaller`` mesh
     """
 

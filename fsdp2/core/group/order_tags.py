@@ -1,13 +1,13 @@
-"""Tags: elements after the gradients of a reduction, which show each rank afterwards whether all ranks reduced the same group.
+"""Tags: elements after a reduction's gradients, which show each rank afterwards whether all reduced the same group.
 
-A tag is the group's number in binary digits, and after them the digits' complements. Where all ranks send the same tag, of each digit
-and its complement one stays exactly zero in the sum, and in what averaging, scaling, rounding and further sums make of it. Where two
-ranks send different tags, some digit and its complement are both not zero, and these digits tell one number from the other. (If a
-divisor made the sum too small for its dtype, both are zero, which tells nothing.)
+A tag is the group's number in binary digits, then the digits' complements. If all ranks send the same tag, each digit
+or its complement stays exactly zero in the sum, also after averaging, scaling, rounding and further sums. If two ranks
+send different tags, some digit and its complement are both not zero, and these digits tell one number from the other.
+(If a divisor made the sum too small for its dtype, both are zero, which tells nothing.)
 
 Worked example, 3 digits; rank 0 reduces group 5, rank 1 group 4, averaged
 
-    tag of 5   1 0 1   0 1 0        tag of 4   1 0 0   0 1 1        mean   1 0 .5   0 1 .5: they differ in the last digit
+    tag of 5   1 0 1   0 1 0      tag of 4   1 0 0   0 1 1      mean   1 0 .5   0 1 .5: they differ in the last digit
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from __future__ import annotations
 from torch import Tensor
 
 NUM_DIGITS = 10
-"""Enough for 1024 groups over the same ranks; with more groups, tags do not tell apart two whose numbers differ by a multiple of 1024.
-With the flags of a usual block's parameters a tag fits into the 32 elements that are free after fp32 gradients anyway."""
+"""Enough for 1024 groups over the same ranks; beyond, groups whose numbers differ by a multiple of 1024 share a tag.
+A usual block's flags and a tag fit into the 32 elements that are free after fp32 gradients anyway."""
 
 TAG_NUMEL = 2 * NUM_DIGITS
 
@@ -35,7 +35,7 @@ def are_mixed(tags: Tensor) -> list[bool]:
 
 
 def number_instead(number: int, tag: Tensor) -> int | None:
-    """The group that other ranks reduced where this rank reduced group ``number``, modulo 1024; None if there seem to be several.
+    """The group that other ranks reduced instead of ``number``, modulo 1024; None if there seem to be several.
 
     tag: (TAG_NUMEL,), on the host, mixed
     """
@@ -45,6 +45,5 @@ def number_instead(number: int, tag: Tensor) -> int | None:
         if digit > 0 and complement > 0:
             instead ^= 1 << (NUM_DIGITS - 1 - place)
             shares.append(min(digit, complement) / (digit + complement))
-    return (
-        instead if max(shares) < 1.25 * min(shares) else None
-    )  # as many ranks have sent each digit of one other group
+    # As many ranks have sent each digit of one other group.
+    return instead if max(shares) < 1.25 * min(shares) else None

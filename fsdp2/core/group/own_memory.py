@@ -34,8 +34,8 @@ def needs_own_memory(param: Tensor) -> bool:
 def leaves_of(local: Tensor) -> list[Tensor]:
     """The tensors whose memory is that of ``local``: itself, or the ordinary tensors that a subclass is made of.
 
-    A subclass says by ``__tensor_flatten__`` what it is made of. All-gather extensions need not have that method: of a wrapper without
-    it, the tensors among its attributes count.
+    A subclass names them by ``__tensor_flatten__``. An all-gather extension need not have that method: in a wrapper
+    without it, the tensors among its attributes count.
     """
     made_of: Any = local
     if compat.is_traceable_wrapper_subclass(made_of):
@@ -49,7 +49,7 @@ def leaves_of(local: Tensor) -> list[Tensor]:
 
 
 def refuse_unextendable(params: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Raise ExtensionError naming every parameter with half an extension, or one that cannot be cut into tensors of its kind."""
+    """Raise ExtensionError naming all parameters with half an extension, or of a kind that cannot be sharded."""
     found = []
     for name, param in params:
         local = compat.local_tensor(param) if isinstance(param, DTensor) else param
@@ -89,7 +89,7 @@ def _refused_release(local: Tensor) -> str | None:
 def cut_out(name: str, whole: Tensor, spec: ShardSpec, rank: int) -> Tensor:
     """This rank's shard of ``whole``, of the same kind and with memory of its own (with room for the largest shard).
 
-    It uses the operators that torch's FSDP2 uses, because tensor subclasses implement those: chunk, new_zeros, narrow from 0 and copy_.
+    It uses the operators of torch's FSDP2, which tensor subclasses implement: chunk, new_zeros, narrow from 0, copy_.
     Raises: ExtensionError if the subclass cannot do it.
     """
     cut = spec.cut

@@ -1,9 +1,9 @@
 """One parameter: its sharded DTensor, its unsharded tensor, and who owns it.
 
-The sharded parameter is the object that the user, the optimizer and checkpoints hold; it is made once and keeps its identity. Its
-local tensor has a storage object of its own over a piece of the group's flat shard, so that it has its own version counter, saves
-only its own bytes, and is not mistaken for tied with its neighbors. The unsharded parameter is made once as well, over the
-group's unsharded storage.
+The user, the optimizer and checkpoints hold the sharded parameter, which is made once and keeps its identity. Its local
+tensor has a storage object of its own over a piece of the group's flat shard, so it has its own version counter, saves
+only its own bytes, and is not mistaken for tied with its neighbors. The unsharded parameter is made once as well, over
+the group's unsharded storage.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class ShardedParam:
     spec:       its placement
     rank:       this rank on the shard axis
     sharded:    what the user sees between steps; a DTensor
-    local:      the local tensor that ``sharded`` should have: a piece of the flat shard (on the meta device, memory of its own)
+    local:      the local tensor that ``sharded`` should have: a piece of the flat shard (on meta, memory of its own)
     address:    of that piece in the host's memory; None where ``local`` is no such piece
     home:       the flat shard, and the slot there
     trainable:  whether it required a gradient when the sharded and the unsharded parameter were last compared
     unsharded:  what the user sees in forward and backward; made at the first unshard
     adds_up_in: a ``grad_dtype`` for the unsharded parameter; None: its own dtype
-    kind:       the original's class if it is one of the user's below ``nn.Parameter``; the unsharded parameter has it, too
+    kind:       the original's class if it is a user's subclass of ``nn.Parameter``; the unsharded parameter has it, too
     """
 
     __slots__ = (
@@ -85,7 +85,7 @@ class ShardedParam:
         return self.sharded.dtype
 
     def take_over_toggle(self) -> None:
-        """Let both parameters require a gradient or not, as that one does which the user has toggled since the last comparison."""
+        """Give both parameters the ``requires_grad`` of the one that the user has toggled since the last comparison."""
         now, unsharded = self.sharded.requires_grad, self.unsharded
         if unsharded is not None and unsharded.requires_grad is not now:
             now = not self.trainable
@@ -121,7 +121,7 @@ class ShardedParam:
 
     @torch.no_grad()
     def return_to_flat(self) -> None:
-        """Copy values from where ``local`` lies now into the flat shard, and let it lie there again, if somebody has moved it.
+        """If somebody has moved ``local``, copy its values into the flat shard and let it lie there again.
 
         torch moves the memory of a CPU tensor that is sent to another process.
         """
@@ -129,9 +129,8 @@ class ShardedParam:
             return
         assert self.home is not None
         shard = shard_view(*self.home, self.spec, self.rank).copy_(self.local)
-        with compat.preserved_versions(
-            (self.local,)
-        ):  # no values changed: whether this rank gathers again depends on them
+        # No values changed, and whether this rank gathers again depends on the version.
+        with compat.preserved_versions((self.local,)):
             self.local.set_(shard.untyped_storage(), shard.storage_offset(), shard.shape, shard.stride())
 
 
@@ -176,7 +175,7 @@ def new_sharded_param(
     device: torch.device,
     shard: Tensor | None = None,
 ) -> ShardedParam:
-    """Cut ``original`` (of a DTensor, its local tensor). The result shares its memory until the group copies it into its flat shard.
+    """Cut ``original`` (a DTensor's local tensor). The result shares its memory until it enters the flat shard.
 
     device: where the flat shard will be
     shard:  this rank's piece, if it was cut already
@@ -186,18 +185,16 @@ def new_sharded_param(
             whole = compat.local_tensor(original) if isinstance(original, DTensor) else original.detach()
             shard = spec.to_logical(own_shard(whole, spec, rank))
         local = shard
-        # A DTensor keeps the storage offset of its first local tensor, and cannot be copied by ``deepcopy`` if that is not 0.
+        # A DTensor keeps the storage offset of its first local tensor, and ``deepcopy`` refuses it if that is not 0.
         at_zero = local.as_strided(local.shape, local.stride(), 0)
         # It keeps its device as well, and refuses a gradient on another device.
         if not local.is_meta and local.device != device:
             at_zero = torch.empty_like(at_zero, device=device) if type(local) is Tensor else local.to(device)
         sharded = nn.Parameter(compat.new_dtensor(at_zero, spec.sharded), requires_grad=original.requires_grad)
-    for name, value in vars(
-        original
-    ).items():  # attributes that users set on parameters: no_weight_decay, tensor-parallel marks, ...
-        if (
-            name != _MARK and name not in vars(local) and not is_annotation(value, original)
-        ):  # ``local``: a subclass's inner tensors
+    # Attributes that users set on parameters: no_weight_decay, tensor-parallel marks, ...
+    for name, value in vars(original).items():
+        # ``local`` has a subclass's inner tensors.
+        if name != _MARK and name not in vars(local) and not is_annotation(value, original):
             setattr(sharded, name, value)
     param = ShardedParam(fqn, owners, spec, rank, sharded, local)
     cls: type[Tensor] = type(original)  # a DTensor's is none below nn.Parameter
@@ -223,7 +220,7 @@ def mark(whole: nn.Parameter, param: ShardedParam) -> None:
 
 
 def sharded_from(whole: Tensor) -> ShardedParam | None:
-    """The ShardedParam of an original or an unsharded parameter, if an earlier ``fully_shard`` call made one that still exists."""
+    """The ShardedParam of an original or an unsharded parameter, if ``fully_shard`` made one that still exists."""
     mark = getattr(whole, _MARK, None)
     sharded = None if mark is None else mark()
     return sharded if isinstance(sharded, ShardedParam) else None
@@ -239,7 +236,7 @@ def as_sharded(params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def new_unsharded_param(param: ShardedParam, whole: Tensor) -> nn.Parameter:
-    """The parameter of forward and backward over ``whole``, a view of the unsharded storage; a DTensor or annotated as the original."""
+    """The parameter over ``whole``, a view of the unsharded storage; a DTensor or annotated like the original."""
     requires_grad = param.sharded.requires_grad
     model = param.spec.unsharded
     if model is None or param.spec.annotations is not None:
@@ -252,7 +249,8 @@ def new_unsharded_param(param: ShardedParam, whole: Tensor) -> nn.Parameter:
             param.spec.annotations.put_on(unsharded)
     else:
         unsharded = nn.Parameter(compat.new_dtensor(whole, in_dtype(model, whole.dtype)), requires_grad=requires_grad)
-        compat.set_local_tensor(unsharded, whole)  # type: ignore[arg-type]  # nn.Parameter made an alias with the same counter
+        # nn.Parameter made an alias with the same counter.
+        compat.set_local_tensor(unsharded, whole)  # type: ignore[arg-type]
     mark(unsharded, param)
     if param.adds_up_in is not None:
         compat.set_grad_dtype(unsharded, param.adds_up_in)
@@ -266,7 +264,7 @@ def new_unsharded_param(param: ShardedParam, whole: Tensor) -> nn.Parameter:
 def _of_kind(kind: type[nn.Parameter], param: ShardedParam, whole: Tensor) -> nn.Parameter:
     """``whole`` as a parameter of the original's class, with the attributes that users or the class have put on it.
 
-    Quantized layers ask their weight for its state (bitsandbytes' ``Params4bit.quant_state``) and don't compute without it.
+    Quantized layers cannot compute without their weight's state (bitsandbytes' ``Params4bit.quant_state``).
     """
     unsharded: nn.Parameter = torch.Tensor._make_subclass(kind, whole, param.sharded.requires_grad)
     vars(unsharded).update({name: value for name, value in vars(param.sharded).items() if name != "_is_param"})
@@ -287,17 +285,16 @@ def let_add_up(param: ShardedParam) -> None:
 
 
 def shard_view(flat: Tensor, slot: Slot, spec: ShardSpec, rank: int) -> Tensor:
-    """The logical local tensor of ``rank`` over its slot of ``flat`` (1-D), with a storage object and a version counter of its own.
+    """The logical local tensor of ``rank`` over its slot of ``flat`` (1-D), with its own storage and version counter.
 
-    The storage covers just the shard's bytes and keeps ``flat`` alive: it is imported through DLPack, without a copy.
+    The storage object covers only the shard's bytes and keeps ``flat`` alive: imported through DLPack, without a copy.
     """
     shape = slot.cut.shard_shape(rank)
     numel = math.prod(shape)
     piece = flat[slot.offset : slot.offset + numel].view(torch.uint8)
     covered = compat.with_own_storage(piece)
-    offset = (
-        covered.storage_offset() // flat.element_size()
-    )  # 0, but for fake tensors: their storage is the whole of ``flat``'s
+    # 0, but for fake tensors: their storage is the whole of ``flat``'s.
+    offset = covered.storage_offset() // flat.element_size()
     own = torch.empty(0, dtype=flat.dtype, device=flat.device)
     with torch.no_grad():
         own.set_(covered.untyped_storage(), offset, shape, _contiguous_strides(shape))

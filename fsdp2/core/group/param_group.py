@@ -1,7 +1,7 @@
-"""Parameters that are gathered and reduced together: their memory, their gradients, and the units that hold them unsharded.
+"""Parameters that are gathered and reduced together: their memory, gradients, and units that hold them unsharded.
 
-A group belongs to one unit. If a parameter of it is tied to a module of another unit, that unit *borrows* the group, which then stays
-unsharded from the first of its holders to the last.
+A group belongs to one unit. If one of its parameters is tied to a module of another unit, that unit *borrows* the
+group, which then stays unsharded from the first of its holders to the last.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ParamGroup(GroupMemory):
         self.reshard()
 
     def discard_gradients(self) -> None:
-        """Forget every gradient that has not reached the sharded parameters, and the units that held the group for a backward."""
+        """Forget gradients that have not reached sharded parameters, and units that held the group for a backward."""
         self.gradients.discard()
         if self.holders:
             self.holders.clear()

@@ -1,6 +1,6 @@
-"""From what collectives move, the pieces of all ranks one after another, to the whole tensor that they are cut from, and back.
+"""From the pieces of all ranks one after another, as collectives move them, to the whole tensor, and back.
 
-Where a tensor is cut along dim 0, its pieces one after another are the whole, and nobody comes here.
+A tensor that is cut along dim 0 needs nothing from here: its pieces one after another are the whole.
 
 Worked example, a (2, 5) tensor cut along dim 1 over 2 ranks, into (2, 3) and (2, 2):
 
@@ -25,9 +25,8 @@ def assemble(slots: Tensor, cut: Cut, whole: Tensor) -> None:
 def disassemble(whole: Tensor, cut: Cut) -> Tensor:
     """The reverse: (num_shards, slot_numel) with the piece of each rank, padded with zeros."""
     if cut.dim is None:
-        return whole.reshape(1, -1).repeat(
-            cut.num_shards, 1
-        )  # contiguous: of other tensors ``chunk_cat`` copies piece by piece
+        # Contiguous: ``chunk_cat`` copies other tensors piece by piece.
+        return whole.reshape(1, -1).repeat(cut.num_shards, 1)
     is_even = cut.shape[cut.dim] % cut.num_shards == 0
     slots = (whole.new_empty if is_even else whole.new_zeros)(cut.num_shards, cut.slot_numel)
     for piece, region in _regions(slots, cut, whole):
@@ -36,7 +35,7 @@ def disassemble(whole: Tensor, cut: Cut) -> Tensor:
 
 
 def join(padded: Tensor, dim: int, whole: Tensor) -> None:
-    """Write the pieces (num_shards, ...) into ``whole`` one after another along ``dim``, without the rows beyond its size."""
+    """Write pieces (num_shards, ...) into ``whole`` one after another along ``dim``, without rows beyond its size."""
     rows = padded.shape[dim + 1]
     full = whole.shape[dim] // rows if rows > 0 else 0
     left = whole.shape[dim] - full * rows

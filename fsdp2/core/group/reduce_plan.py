@@ -1,13 +1,14 @@
 """The reduce-scatter of a group's gradients as a plan: what lies where in its input and output, computed once.
 
-The input always has room for every trainable parameter of the group, in rank-major order, zeros where this rank has no gradient: its
-size does not depend on which gradients arrived. After the gradients each rank adds one *flag* per parameter, 1 if it has a
-gradient; their sum tells every rank, without another collective, which parameters were used anywhere, so that one unused everywhere
-keeps ``grad = None`` like in the unsharded model. After the flags there may be the group's tag (``order_tags.py``).
+The input has room for every trainable parameter of the group, in rank-major order, zeros where this rank has no
+gradient: its size does not depend on the gradients that arrived. After the gradients each rank adds one *flag* per
+parameter, 1 if it has a gradient. The sum of flags tells every rank, without another collective, which parameters were
+used anywhere: one unused everywhere keeps ``grad = None``, as in the unsharded model. The group's tag
+(``order_tags.py``) may follow.
 
 Worked example, 2 ranks, parameters a (4,) and b (3,), align 32; b is unused on rank 1, which therefore sends
 
-    row of rank 0: [a0 a1, 30 gap][0 0, 30 gap][1 0, 30 gap]     row of rank 1: [a2 a3, 30 gap][0 0, 30 gap][1 0, 30 gap]
+    row of rank 0: [a0 a1, 30 gap][0 0, 30 gap][1 0, 30 gap]   row of rank 1: [a2 a3, 30 gap][0 0, 30 gap][1 0, 30 gap]
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from .param import ShardedParam
 from .rank_pieces import disassemble
 
 CAST_BEHIND_NBYTES = 256 << 10
-"""On the CPU ``chunk_cat`` casts each piece by itself: for buffers up to this size, one cast of the whole buffer costs less."""
+"""On the CPU ``chunk_cat`` casts each piece by itself: up to this size, one cast of the whole buffer costs less."""
 
 
 class ReducePlan:
     """The reduce-scatter of one set of trainable parameters, computed once.
 
     compact: without gaps and flags, as a custom communicator sees it
-    number:  of the group, if its tag travels after the flags; -1: it is not known yet, and the tag is zero, which tells nothing
+    number:  of the group, if its tag travels after the flags; -1: not known yet: the tag is zero, which tells nothing
     """
 
     def __init__(
@@ -58,9 +59,7 @@ class ReducePlan:
         self.input_numel = self.layout.unsharded_numel
         self.flags_slot = None if compact else self.layout.slots[-1]
         self.grad_dtype = group.plan.param_dtype
-        self._keeps_wider = (
-            group.options.semantics == "2.15"
-        )  # gradients that were added up in another dtype are not cast back
+        self._keeps_wider = group.options.semantics == "2.15"  # gradients added up in another dtype are not cast back
         self._dtypes = group.plan.gradients
         # The input of chunk_cat: room for each gradient and for the flags, and zeros for the gap after each.
         self._pieces: list[Tensor | None] = []
@@ -75,7 +74,7 @@ class ReducePlan:
         if number is not None:
             self._all_used[:, len(cuts) :] = 0
             self.set_number(number)
-        # For each parameter: its index among the pieces (None: no elements), and how a gradient becomes a piece (None: as it is).
+        # For each parameter: index among the pieces (None: no elements), and how to arrange its gradient (None: as is).
         self._arrange = [
             (
                 piece_index if cut.slot_numel > 0 else None,
@@ -83,7 +82,7 @@ class ReducePlan:
             )
             for param, cut, piece_index in zip(self.params, cuts, self._piece_of_slot, strict=False)
         ]
-        # An empty slot begins where another one does. Its gradient lies after all others instead: no two have one offset.
+        # An empty slot begins where another does. Its gradient lies after all others instead: no two have one offset.
         end = self.layout.shard_numel if self.flags_slot is None else self.flags_slot.offset
         self.views = [
             GradView(param, slot.offset if slot.numel > 0 else end)
@@ -95,9 +94,8 @@ class ReducePlan:
         if self.number is None or number < 0:
             return
         self.number = number
-        for index, digit in enumerate(
-            tag_of(number)
-        ):  # one by one: to copy a list of digits to the device, the host would wait
+        # One by one: to copy a list of digits to the device, the host would wait.
+        for index, digit in enumerate(tag_of(number)):
             if digit == 1:
                 self._all_used[:, len(self.params) + index] = 1
 
@@ -138,7 +136,7 @@ class ReducePlan:
             grads[index] = local_gradient(param.fqn, grad, model, param.spec.data_axes, once, dtype)
 
     def copy_in(self, grads: list[Tensor | None], out: Tensor) -> None:
-        """Lay ``grads`` (logical, full shapes) and their flags into ``out`` (num_shards * n,), in the dtype of ``out``."""
+        """Lay ``grads`` (logical, full shapes) and their flags into ``out`` (num_shards * n,), in its dtype."""
         pieces = self._pieces.copy()
         missing = []
         others: set[torch.dtype] = set()
@@ -180,7 +178,7 @@ class ReducePlan:
             raise
 
     def moved(self, buffer: Tensor, before: ReducePlan, num_rows: int) -> Tensor:
-        """Lay ``buffer`` (num_rows * n,), which is laid out by the plan ``before``, out by this plan, with zeros for new parameters.
+        """Lay ``buffer`` (num_rows * n,) of the plan ``before`` out by this plan, with zeros for new parameters.
 
         before: it has flags, and no parameter that this plan lacks
         """
@@ -198,7 +196,7 @@ class ReducePlan:
         return new.view(-1)
 
     def _refuse_sparse(self, grads: list[Tensor | None]) -> None:
-        """Raise ParameterError if sparse gradients made ``chunk_cat`` fail. To look before would cost every backward."""
+        """Raise ParameterError if sparse gradients made ``chunk_cat`` fail: a check before costs every backward."""
         sparse = [
             f"{param.fqn} {grad.layout}"
             for param, grad in zip(self.params, grads, strict=True)
@@ -209,7 +207,8 @@ class ReducePlan:
                 f"{len(sparse)} parameters have sparse gradients",
                 items=sparse,
                 expected="dense gradients, which are reduced together",
-                fix="build nn.Embedding and nn.EmbeddingBag with sparse=False, or pass their parameters in ignored_params",
+                fix="build nn.Embedding and nn.EmbeddingBag with sparse=False, "
+                "or pass their parameters in ignored_params",
             )
 
 

@@ -1,10 +1,9 @@
 """One reduction under way: reduce-scatter, perhaps all-reduce, then the sharded parameters get their gradients.
 
-Note: buffer lifetime in backward. The reduce input is allocated on compute and read by the reduce stream, so it is held
-until compute has been ordered after the reduce-scatter. The output is allocated on the reduce stream; the all-reduce
-stream reads it, so it is held to the end of backward. Over one rank the input is the output: it is held until compute is
-after its last use. Gradients that are copied to the host are held until the reduce stream is after the copy, which it
-waits for two reductions later.
+Note: buffer lifetime in backward. The reduce input is allocated on compute and read by the reduce stream: it is held
+until compute is ordered after the reduce-scatter. The output is allocated on the reduce stream and read by the
+all-reduce stream: held to the end of backward. Over one rank the input is the output: held until compute is after its
+last use. Gradients copied to the host are held until the reduce stream has waited for the copy, two reductions later.
 """
 
 from __future__ import annotations
@@ -211,10 +210,10 @@ class Reduction:
     # --- from leg to leg ---
 
     def poll(self) -> None:
-        """On the host, free the reduce input once the reduce-scatter is complete. Local: nothing that other ranks see depends on it.
+        """On the host, free the reduce input once the reduce-scatter is complete. Local: other ranks notice nothing.
 
-        On a device, events pass at times that differ between ranks and runs: the allocator would then give memory out in
-        another order on each rank, which breaks symmetric memory. And a graph capture does not allow to query an event.
+        On a device, events pass at times that differ between ranks and runs: the allocator would give memory out in
+        another order on each rank, which breaks symmetric memory. And a graph capture cannot query an event.
         """
         if not self._job.group.streams.host_waits:
             return
@@ -257,12 +256,12 @@ class Reduction:
             handed_out.held = ()
 
     def let_go(self) -> None:
-        """Drop held memory, whose stream is ordered after all legs: the reduce stream, or compute if ``is_in_place``."""
+        """Drop held memory; its stream is after all legs: the reduce stream, or compute if ``is_in_place``."""
         if self._handed_out is not None:
             self._handed_out.held = ()
 
     def let_go_of_copies(self) -> None:
-        """Order the streams that get the copies' memory back after them: the reduce stream, and compute if ``is_in_place``."""
+        """Order the streams that get the copies' memory after the copies: reduce, and compute if ``is_in_place``."""
         streams = self._job.group.streams
         event = self.reduced[1]
         streams.order(streams.reduce, event)
@@ -282,7 +281,7 @@ class Reduction:
     # --- what other ranks have told ---
 
     def take_tag(self) -> Tensor | None:
-        """(n,): the sum of the ranks' tags, if ranks compare late; on the device, or on its way to the host. A second call: None."""
+        """(n,): the sum of the tags, if ranks compare late; on the device, or on its way to the host. Later: None."""
         handed_out = self._handed_out
         if handed_out is None:
             return None

@@ -1,7 +1,7 @@
 """Which parameters the user's modules show: the sharded ones, or the unsharded ones from unshard to reshard.
 
-A group's parameters are entries of the ``_parameters`` of the modules that own them. This file exchanges the entries, notices
-parameters that the user has put there since, and adopts or refuses them.
+A group's parameters are entries in ``_parameters`` of the modules that own them. This file exchanges the entries,
+notices parameters that the user has put there since, and adopts or refuses them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .param import Owner, ShardedParam, carry_grad_dtype, shards
 class ModuleRegistry:
     """Shows a group's parameters to the modules that own them.
 
-    A module with ``nn.Module``'s own ``__setattr__`` has its ``_parameters`` updated from a prebuilt dict; others (LSTM keeps
-    copies of its parameters) are set attribute by attribute.
+    The ``_parameters`` of a module with ``nn.Module``'s own ``__setattr__`` are updated from a prebuilt dict; others
+    (LSTM keeps copies of its parameters) are set attribute by attribute.
     """
 
     def __init__(self, params: Sequence[ShardedParam]) -> None:
@@ -122,7 +122,8 @@ class ModuleRegistry:
             raise ParameterError(
                 f"{param.fqn} was replaced after fully_shard at some of the {len(param.owners)} places that share it",
                 expected="one parameter at all of them, as when fully_shard was called",
-                fix="register the new parameter in every module that shared the old one, or untie them before fully_shard",
+                fix="register the new parameter in every module that shared the old one, "
+                "or untie them before fully_shard",
             )
 
 
@@ -141,7 +142,7 @@ def set_parameter(module: nn.Module, name: str, param: nn.Parameter) -> None:
 
 
 def _refuse_tying(param: ShardedParam, now: Any) -> None:
-    """Raise if the user has put another sharded parameter there that still has its own place too: it lies in one flat shard."""
+    """Raise if the user has put another sharded parameter there that still has its place: it lies in one flat shard."""
     other = shards().get(id(now), param)
     shown = [owner.module._parameters.get(owner.name) for owner in other.owners]
     if other is param or not any(
@@ -149,8 +150,8 @@ def _refuse_tying(param: ShardedParam, now: Any) -> None:
     ):
         return  # a new parameter, or two that have changed places
     raise ParameterError(
-        f"{param.fqn} ({type(param.owners[0].module).__name__}.{param.owners[0].name}) and {other.fqn} were made one parameter "
-        "after the first forward",
+        f"{param.fqn} ({type(param.owners[0].module).__name__}.{param.owners[0].name}) and {other.fqn} "
+        "were made one parameter after the first forward",
         expected="ties made before the first forward, so that the parameter is gathered and reduced once",
         fix="tie them earlier: model.tie_weights() before the first forward",
     )

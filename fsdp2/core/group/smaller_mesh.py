@@ -1,10 +1,10 @@
 """Between forward and backward: a group's parameters sharded over a smaller mesh (``reshard_after_forward=<int>``).
 
-Each rank keeps a larger shard, so that backward gathers among few neighboring ranks. The shards live in a flat buffer of their
-own, in the compute dtype, from ``keep_shards`` to the end of the next unshard.
+Each rank keeps a larger shard, so backward gathers among few neighboring ranks. The shards live in a flat buffer of
+their own, in the compute dtype, from ``keep_shards`` to the end of the next unshard.
 
-Worked example: a (8, 4) parameter over 4 ranks, reshard_after_forward=2: rank 3 keeps rows [4, 8) from forward to backward, and
-gathers with rank 2 only, where after backward it keeps rows [6, 8) again.
+Worked example: an (8, 4) parameter over 4 ranks, reshard_after_forward=2: rank 3 keeps rows [4, 8) from forward to
+backward, and gathers with rank 2 only; after backward it keeps rows [6, 8) again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .param import ShardedParam, mark, own_shard, shard_view, whole_local
 
 
 class SmallerShards:
-    """A group's shards over ``mesh``, which is smaller than the group's; made while the unsharded storage is allocated."""
+    """A group's shards over ``mesh``, smaller than the group's; made while the unsharded storage is allocated."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class SmallerShards:
         self._flat, self.shown = flat, shown  # last: there may be no memory for the copies
 
     def issue(self, together: list[Waiting] | None = None) -> None:
-        """Start gathering among the ranks of the smaller mesh; see ``Gather.start``. Collective: yes, over its shard axis."""
+        """Start gathering over the smaller mesh; see ``Gather.start``. Collective: yes, over its shard axis."""
         assert self._flat is not None
         self._gather.start(self._flat, False, together)
 

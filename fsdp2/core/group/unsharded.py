@@ -103,9 +103,8 @@ class Unsharded:
         if shares_memory:
             self.free = _do_nothing
         elif streams.host_waits:
-            self.free = functools.partial(
-                streams.resize, self.storage, 0
-            )  # a method would cost each reshard one call more
+            # A method would cost each reshard one more call.
+            self.free = functools.partial(streams.resize, self.storage, 0)
         else:
             self.free = self._free_behind_uses
         self.free()
@@ -137,7 +136,7 @@ class Unsharded:
         return own if self.smaller is None else own + self.smaller.storages()
 
     def _free_behind_uses(self) -> None:
-        """Return the memory to the stream that it was allocated on: a side stream of the user's, if ``unshard`` was called there."""
+        """Return the memory to the stream that allocated it: a side stream of the user's, if ``unshard`` ran there."""
         streams = self._streams
         assert self.storage is not None
         if self.allocated_on != streams.compute:

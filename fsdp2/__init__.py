@@ -94,7 +94,7 @@ __all__ = [  # noqa: RUF022 (by task)
     "errors",
 ]
 
-_MODULES = ("activations", "checkpoint", "compat", "doctor", "optim", "state_bytes", "wrap")
+_MODULES = ("activations", "checkpoint", "compat", "doctor", "inspect", "optim", "reference", "state_bytes", "wrap")
 _ELSEWHERE = {
     "ActivationCheckpointPolicy": "activations",
     "AllGather": "policy",

@@ -46,10 +46,11 @@ def optimizer_findings(inspected: Inspected) -> Iterator[Finding]:
             tuple(f"a parameter of shape {tuple(param.shape)}" for param in dead),
         )
     steps = held.keys() | {id(param.sharded) for param in replaced}
+    shards = {id(whole): param.sharded for param in inspected.params if (whole := param.unsharded()) is not None}
     missing = [
         name
         for name, param in inspected.model.named_parameters()
-        if param.requires_grad and steps.isdisjoint((id(param), id(shard_of(param))))
+        if param.requires_grad and steps.isdisjoint((id(param), id(shards.get(id(param), shard_of(param)))))
     ]
     if missing:
         yield Finding(

@@ -115,14 +115,19 @@ def _waits(reports: Mapping[int, Report], parted: Collection[str]) -> list[str]:
 
 
 def _missing_calls(reports: Mapping[int, Report]) -> Iterator[str]:
-    """Calls that all ranks must make, in which some ranks wait, and which others have made less often."""
+    """Calls that all ranks, or all of a mesh, must make, in which some ranks wait, and which others have made less often."""
     for name in dict.fromkeys(report.call for report in reports.values() if report.call):
         there = [rank for rank, report in sorted(reports.items()) if report.call == name]
         number = max(reports[rank].calls.get(name, 0) for rank in there)
-        absent = [rank for rank, report in sorted(reports.items()) if report.calls.get(name, 0) < number]
+        expected = (
+            reports.keys()
+            if any(not reports[rank].of_call for rank in there)
+            else {each for rank in there for each in reports[rank].of_call}
+        )
+        absent = [rank for rank, report in sorted(reports.items()) if rank in expected and report.calls.get(name, 0) < number]
         if absent:
             yield (
-                f"{_waiting(there)} in {name}, call {number}, which all ranks must make: {of_ranks(absent)} "
+                f"{_waiting(there)} in {name}, call {number}, which all {'its ' if len(expected) < len(reports) else ''}ranks must make: {of_ranks(absent)} "
                 f"{'has' if len(absent) == 1 else 'have'} not made it; call it outside of `if rank == 0:`"
             )
 

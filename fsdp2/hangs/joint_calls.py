@@ -1,4 +1,4 @@
-"""The call that all ranks must make and that the main thread is in: ``full_state_dict``, ``save``, ``clip_grad_norm_``, ...
+"""The call that several ranks must make and that the main thread is in: ``full_state_dict``, ``save``, ``clip_grad_norm_``, ...
 
     @joint
     def full_state_dict(model): ...
@@ -14,9 +14,13 @@ from __future__ import annotations
 import functools
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,3 +59,27 @@ def joint(function: Callable[P, R]) -> Callable[P, R]:
             current = None
 
     return seen
+
+
+def expected(call: JointCall) -> set[int]:
+    """The ranks that must make the call: those of its process group, or of its parameters' meshes; none stands for all ranks."""
+    args, kwargs = call.arguments
+    group = kwargs.get("process_group") or getattr(args[0] if args else None, "process_group", None)
+    if group is not None:
+        return set(dist.get_process_group_ranks(group))
+    found: set[int] = set()
+    for param in _parameters(args[:2] or tuple(kwargs.values())):
+        if isinstance(param, DTensor):
+            found.update(param.device_mesh.mesh.flatten().tolist())
+    return found
+
+
+def _parameters(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
+    for each in arguments:
+        if isinstance(each, nn.Module):
+            for module in each.modules():  # not each.parameters(), which may reshard, and this is another thread
+                yield from (param for param in module._parameters.values() if param is not None)
+        elif isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, (list, tuple)):
+            yield from (tensor for tensor in each if isinstance(tensor, Tensor))

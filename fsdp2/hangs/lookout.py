@@ -117,7 +117,7 @@ class Lookout:
         reports = self._is_first and not self._has_told
         if not (reports or is_over):
             return
-        told = {rank: self._answer_of(rank) for rank in sorted(_expected(call, self._world_size))}
+        told = {rank: self._answer_of(rank) for rank in sorted(joint_calls.expected(call) or range(self._world_size))}
         missing = {rank: answer for rank, answer in told.items() if answer is None or not _has_come(call, answer)}
         if not missing:
             return
@@ -162,30 +162,6 @@ def _sentence(rank: int, call: JointCall, seconds: float, missing: dict[int, dic
         )
     lines.append(f"fix: call {call.name} on all ranks, outside of `if rank == 0:`")
     return "\n".join(lines)
-
-
-def _expected(call: JointCall, world_size: int) -> set[int]:
-    """The ranks that must make the call: those of its process group, or of its parameters' meshes; all, if it names neither."""
-    args, kwargs = call.arguments
-    group = kwargs.get("process_group") or getattr(args[0] if args else None, "process_group", None)
-    if group is not None:
-        return set(dist.get_process_group_ranks(group))
-    found: set[int] = set()
-    for param in _parameters(args[:2] or tuple(kwargs.values())):
-        if isinstance(param, DTensor):
-            found.update(param.device_mesh.mesh.flatten().tolist())
-    return found or set(range(world_size))
-
-
-def _parameters(arguments: tuple[Any, ...]) -> Iterator[Tensor]:
-    for each in arguments:
-        if isinstance(each, nn.Module):
-            for module in each.modules():  # not each.parameters(), which may reshard, and this is another thread
-                yield from (param for param in module._parameters.values() if param is not None)
-        elif isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, (list, tuple)):
-            yield from (tensor for tensor in each if isinstance(tensor, Tensor))
 
 
 # --- the thread ---------------------------------------------------------------------------------------------------------------------

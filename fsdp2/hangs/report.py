@@ -39,7 +39,7 @@ class Report:
     """place: where the main thread is, ("forward", "layers.3"); entered: the places entered since this forward, or backward, has begun
 
     ranks: of each process group; items: oldest first; failed: the place that an exception has ended, if no place was entered since
-    call: that all ranks must make and that the main thread is in; calls: how often this rank has made each
+    call: that several ranks must make and that the main thread is in; of_call: these ranks; calls: how often this rank has made each
     """
 
     rank: int
@@ -52,6 +52,7 @@ class Report:
     stacks: str = ""
     failed: tuple[str, str] = ("", "")
     call: str = ""
+    of_call: tuple[int, ...] = ()
     calls: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -63,6 +64,7 @@ class Report:
         values["place"], values["failed"] = tuple(values["place"]), tuple(values["failed"])
         values["entered"] = [tuple(each) for each in values["entered"]]
         values["ranks"] = {name: tuple(ranks) for name, ranks in values["ranks"].items()}
+        values["of_call"] = tuple(values["of_call"])
         values["items"] = [Item(**item) for item in values["items"]]
         return cls(**values)
 
@@ -88,6 +90,7 @@ def report_of(rank: int, log: CollectiveLog) -> Report:
         stacks=stacks(),
         failed=log.failed,
         call="" if call is None else call.name,
+        of_call=() if call is None else tuple(sorted(joint_calls.expected(call))),
         calls=dict(joint_calls.counts),
     )
 

@@ -9,12 +9,12 @@
 are those of the moment of the call; what changes from step to step is a function (``param.unsharded()``). Views are made anew by
 each call: compare them by ``param.sharded``.
 
-The doctor, the inspector, the hang tools and the summary know the core by this file alone. Nothing here communicates but ``exchange``.
+The doctor, the inspector, the hang tools and the summary know the core by this file alone, but for torch's private names. Nothing here communicates but ``exchange``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import TypeVar
 
@@ -31,7 +31,7 @@ from ..core.group.memory import GroupMemory
 from ..core.group.param import Owner, ShardedParam, own_shard, sharded_from, shards
 from ..core.group.param_group import ParamGroup
 from ..core.group.reduction import Reduction
-from ..core.iteration.module_state import ModuleState, sharded_parameters, unit_with, units_below
+from ..core.iteration.module_state import ModuleState, named_units, names_from, sharded_parameters, unit_with
 from ..core.iteration.module_state import unit_of as _unit_of
 from ..core.modules.optimizer_steps import STEPS, optimizers_that_stepped
 from ..core.modules.tensors import find_tensors
@@ -84,7 +84,9 @@ def units(model: nn.Module) -> list[Unit]:
     Example:
         [unit.name for unit in fsdp2.inspect.units(model)]
     """
-    return [_unit(name, unit) for name, unit in units_below(model)] + torch_fsdp2.units(model)
+    found = named_units(model)
+    names = names_from(model, found)
+    return [_unit(name, unit, names) for name, unit in found] + torch_fsdp2.units(model)
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -95,7 +97,7 @@ def is_sharded(module: nn.Module) -> bool:
 # --- modules of fsdp2.fully_shard ---------------------------------------------------------------------------------------------------
 
 
-def _unit(name: str, unit: ModuleState) -> Unit:
+def _unit(name: str, unit: ModuleState, names: Mapping[ShardedParam, str]) -> Unit:
     def on_backward_end(call: Callable[[], None]) -> Callable[[], None]:
         unit.watchers = (*unit.watchers, call)
         return lambda: setattr(unit, "watchers", tuple(each for each in unit.watchers if each != call))
@@ -104,8 +106,8 @@ def _unit(name: str, unit: ModuleState) -> Unit:
         name=name,
         event_name=lambda: unit.fqn or "the root",
         modules=unit.modules,
-        groups=[_group(name, group) for group in unit.groups],
-        borrowed=[_group(name, group) for group in unit.borrowed],
+        groups=[_group(name, group, names) for group in unit.groups],
+        borrowed=[_group(name, group, names) for group in unit.borrowed],
         mp_policy=unit.mp_policy,
         reshard_after_forward=unit.options.reshard_after_forward,
         is_kept_as_root=unit.options.reshard_is_default,
@@ -115,11 +117,11 @@ def _unit(name: str, unit: ModuleState) -> Unit:
     )
 
 
-def _group(name: str, group: ParamGroup) -> Group:
+def _group(name: str, group: ParamGroup, names: Mapping[ShardedParam, str]) -> Group:
     mesh, plan = group.mesh, group.plan
     return Group(
         name=name,
-        params=[_parameter(param) for param in group.params],
+        params=[_parameter(param, names.get(param, param.fqn)) for param in group.params],
         device=group.device,
         ranks=mesh.ranks,
         num_shards=None if mesh.shard_axis is None else mesh.shard_size,
@@ -139,10 +141,10 @@ def _group(name: str, group: ParamGroup) -> Group:
     )
 
 
-def _parameter(param: ShardedParam) -> Parameter:
+def _parameter(param: ShardedParam, fqn: str) -> Parameter:
     spec = param.spec
     return Parameter(
-        fqn=param.fqn,
+        fqn=fqn,
         owners=param.owners,
         sharded=param.sharded,
         shape=spec.cut.shape if spec.order is None else tuple(spec.cut.shape[spec.order.index(dim)] for dim in range(len(spec.order))),
@@ -166,7 +168,7 @@ def parameters_of(tensors: Iterable[Tensor]) -> dict[int, Parameter]:
     """The parameters that ``tensors`` stand for, by the id of each: a shard, an unsharded parameter, or the original of one."""
     known = sharded_parameters()
     found = {id(each): sharded_from(each) or known.get(id(each), (None,))[0] for each in tensors}
-    return {key: _parameter(param) for key, param in found.items() if param is not None}
+    return {key: _parameter(param, param.fqn) for key, param in found.items() if param is not None}
 
 
 def shard_of(tensor: Tensor) -> Tensor:
@@ -184,23 +186,25 @@ def root_of(param: Parameter) -> nn.Module:
 def groups_of_process() -> list[Group]:
     """All living groups in this process but those of a planner's rehearsal, which have no memory."""
     groups = {id(group): group for param, group in sharded_parameters().values() if not isinstance(param.local, compat.FakeTensor)}
-    return [_group(group.fqn, group) for group in groups.values()]
+    return [_group(group.fqn, group, {}) for group in groups.values()]
 
 
 def unmanaged_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable parameters of ``model``, by name, that no ``fully_shard`` call took, nor another way of torch to average them."""
     known = sharded_parameters()  # those of a unit around the model, too
-    plain = plain_parameters(model, [unit for _, unit in units_below(model)])
+    plain = plain_parameters(model, [unit for _, unit in named_units(model)])
     return {name: param for name, param in plain.items() if id(param) not in known}
 
 
-def state_tensors(optimizer: Optimizer) -> list[Tensor]:
-    """The tensors of its state that have the shape of their parameter, as it keeps them; step counters have none."""
+def state_tensors(optimizer: Optimizer, of_any_shape: bool = False) -> list[Tensor]:
+    """The tensors of its state that have the shape of their parameter, as it keeps them; step counters have none. Or all."""
     asks = getattr(optimizer, "state_tensors", None)  # of our flat optimizers: their ``state`` may be dequantized
     if asks is not None:
         return list(asks())
-    pairs = [(owner, each) for owner, values in optimizer.state.items() for each in values.values()]
-    return [each for owner, each in pairs if isinstance(each, Tensor) and each.shape == owner.shape and each.ndim > 0]
+    pairs = [(owner, each) for owner, values in optimizer.state.items() for each in values.values() if isinstance(each, Tensor)]
+    if of_any_shape:
+        return [each for _, each in pairs]
+    return [each for owner, each in pairs if each.shape == getattr(owner, "shape", None) and each.ndim > 0]  # a key may be a name
 
 
 # --- events -------------------------------------------------------------------------------------------------------------------------
@@ -217,12 +221,12 @@ def listen(listener: Listener, model: nn.Module | None = None) -> Callable[[], N
         model(x).sum().backward()
         undo()
     """
-    undo = ExitStack()
-    events.listen(listener, current_step)
-    undo.callback(events.ignore, listener)
-    for unit in [] if model is None else torch_fsdp2.states(model):
-        undo.enter_context(torch_fsdp2.heard(*unit, listener))
-    return undo.close
+    with ExitStack() as undo:
+        events.listen(listener, current_step)
+        undo.callback(events.ignore, listener)
+        for unit in [] if model is None else torch_fsdp2.states(model):
+            undo.enter_context(torch_fsdp2.heard(*unit, listener))
+        return undo.pop_all().close
 
 
 def recording() -> AbstractContextManager[CollectiveLog]:

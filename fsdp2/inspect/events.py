@@ -230,9 +230,10 @@ def listen(listener: Listener, step: Callable[[], int]) -> None:
 
 
 def ignore(listener: Listener) -> None:
-    """Undo ``listen``; a second call does nothing."""
+    """Undo one ``listen``."""
     global listeners, _heard
-    listeners = tuple(each for each in listeners if each is not listener)
+    at = [each is listener for each in listeners].index(True)
+    listeners = (*listeners[:at], *listeners[at + 1 :])
     _heard = _heard if listeners else None
     collective_log.current = _watched or _heard
 

@@ -145,17 +145,23 @@ def heard(name: str, state: Any, listener: Listener) -> Iterator[None]:
     with ExitStack() as undo:
 
         def begin(phase: str, *_: Any) -> None:
-            listener.begins(phase, unit)
+            if not torch.compiler.is_compiling():  # a graph has no place for what a listener does
+                listener.begins(phase, unit)
+
+        def resume(*_: Any) -> None:
+            if not torch.compiler.is_compiling():
+                listener.resumes()
 
         def end(phase: str, *_: Any) -> None:
-            listener.ends(phase, unit)
-            listener.resumes()
-            if phase == "forward" and state._is_root:
-                listener.leaves()
+            if not torch.compiler.is_compiling():
+                listener.ends(phase, unit)
+                listener.resumes()
+                if phase == "forward" and state._is_root:
+                    listener.leaves()
 
         for module in state._modules:
             undo.callback(module.register_forward_pre_hook(functools.partial(begin, "forward"), prepend=True).remove)
-            undo.callback(module.register_forward_pre_hook(lambda *_: listener.resumes()).remove)
+            undo.callback(module.register_forward_pre_hook(resume).remove)
             undo.callback(module.register_forward_hook(functools.partial(end, "forward")).remove)
         for group in _groups_of(state):
             events = _GroupEvents(group, unit, listener)
@@ -223,7 +229,7 @@ def _around(
     owner: Any, method: str, before: Callable[[], None] | None = None, after: Callable[[], None] | None = None
 ) -> Callable[[], None]:
     """Call ``before`` and ``after`` around a method of one object, until the returned function is called."""
-    usual, calls = getattr(owner, method), [before, after]
+    usual, calls, had_one = getattr(owner, method), [before, after], method in vars(owner)
 
     @functools.wraps(usual)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -238,7 +244,10 @@ def _around(
     def undo() -> None:
         calls[:] = None, None  # others may have put theirs around it
         if vars(owner).get(method) is call:
-            setattr(owner, method, usual)
+            if had_one:
+                setattr(owner, method, usual)
+            else:
+                delattr(owner, method)
 
     setattr(owner, method, call)
     return undo

@@ -69,7 +69,7 @@ class Parameter:
 class Group:
     """Parameters of one dtype and mesh, which are gathered and reduced together. Its attributes are what a table of groups shows.
 
-    name:          that of its unit
+    name:          that of the unit that shows it
     ranks:         all that train these parameters on different data, this rank among them
     num_shards, num_replicas: ranks on the axis that cuts, and on the one that copies; None: the mesh has no such axis
     param_dtype, reduce_dtype: in which parameters are gathered and computed with, and in which gradients are reduced
@@ -113,7 +113,8 @@ class Unit:
     is_kept_as_root: the user has not chosen ``reshard_after_forward``, so that the unit stays unsharded if it is the root
     reduces:         returns whether the next backward reduces its gradients over the shard axis
     all_reduces:     returns False if the user has switched off the all-reduce over replicas, and did not ask to add up shards instead
-    on_backward_end: calls its argument at the end of each backward under the root, until the function that it returns is called
+    on_backward_end: calls its argument at the end of each backward that this unit ends, until the function that it returns is called.
+                     The root ends fsdp2's backwards, the unit whose gradients come first torch's: register it on each
     """
 
     name: str

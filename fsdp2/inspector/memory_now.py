@@ -61,7 +61,7 @@ def kept_bytes(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) ->
 def all_kept_bytes() -> int:
     """The memory of everything in this process that was sharded, and of every optimizer that has stepped; not of a plan's rehearsal."""
     storages = [storage for group in groups_of_process() for _, storage in group.memory()]
-    tensors = [each for optimizer in optimizers_that_stepped() for each in state_tensors(optimizer)]
+    tensors = [each for optimizer in optimizers_that_stepped() for each in state_tensors(optimizer, of_any_shape=True)]
     storages += [storage for each in tensors if not isinstance(local_of(each), compat.FakeTensor) for storage in storages_of(each)]
     return sum({compat.address_of(storage): storage.nbytes() for storage in storages}.values())
 

@@ -137,6 +137,7 @@ def _run(folder: Path, here: Path, claimed: Path, arguments: list[str], num_rank
                 process.wait(_GRACE_S)
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.wait()
     files = [folder / f"rank{rank}.jsonl" for rank in range(num_ranks)]
     ranks = [[json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [] for file in files]
     stacks = {rank: file.read_text() for rank in range(num_ranks) if (file := folder / f"rank{rank}.stack").exists()}

@@ -1,6 +1,6 @@
 """The time that a recorded step would take on a card, by a model: docs/step_clock.md has its error and what it leaves out.
 
-The host's time above torch's dispatcher is not counted, so a slow host takes longer.
+The host's time above torch's dispatcher is not counted, so steps on a slow host take longer than this says.
 """
 
 from __future__ import annotations

@@ -201,7 +201,7 @@ def _may_be_faster(plan: Plan, setting: Setting) -> bool:
 
 
 def _key(setting: Setting) -> tuple[object, ...]:
-    shown = setting.strategy, setting.shard_size, setting.checkpointing, setting.prefetch, setting.batch
+    shown = setting.strategy, setting.node_size, setting.checkpointing, setting.prefetch, setting.batch
     return (*shown, id(setting.wrap) if callable(setting.wrap) else repr(setting.wrap))
 
 

@@ -84,26 +84,36 @@ def units_in(modules: Iterable[nn.Module]) -> list[ModuleState]:
     return list(dict.fromkeys(unit for module in modules if (unit := unit_of(module)) is not None))
 
 
-def units_below(root: nn.Module) -> list[tuple[str, ModuleState]]:
-    """The units in the tree of ``root`` in the order of ``named_modules()``, with the name of their first module there.
-
-    Also gives every parameter its name from ``root``.
-    """
+def named_units(root: nn.Module) -> list[tuple[str, ModuleState]]:
+    """The units in the tree of ``root`` in the order of ``named_modules()``, with the name of their first module there."""
     found: dict[int, tuple[str, ModuleState]] = {}
     for name, module in root.named_modules():
         unit = unit_of(module)
         if unit is not None:
             found.setdefault(id(unit), (name, unit))
-    names = {id(param): name for name, param in root.named_parameters()}
-    prefixes = {id(module): f"{name}." if name else "" for name, module in root.named_modules()}
-    for _, unit in found.values():
-        for group in unit.groups:
-            for param in group.params:
-                shown = param.unsharded if group.is_unsharded else param.sharded
-                place = param.owners[0]
-                prefix = prefixes.get(id(place.module))
-                param.fqn = names.get(id(shown)) or (param.fqn if prefix is None else prefix + place.name)
     return list(found.values())
+
+
+def names_from(root: nn.Module, units: Iterable[tuple[str, ModuleState]]) -> dict[ShardedParam, str]:
+    """The name from ``root`` of each parameter of ``units``; a parameter whose module is elsewhere keeps its own."""
+    shown_names = {id(param): name for name, param in root.named_parameters()}
+    prefixes = {id(module): f"{name}." if name else "" for name, module in root.named_modules()}
+    names = {}
+    for group in (group for _, unit in units for group in unit.groups):
+        for param in group.params:
+            shown = param.unsharded if group.is_unsharded else param.sharded
+            place = param.owners[0]
+            prefix = prefixes.get(id(place.module))
+            names[param] = shown_names.get(id(shown)) or (param.fqn if prefix is None else prefix + place.name)
+    return names
+
+
+def units_below(root: nn.Module) -> list[tuple[str, ModuleState]]:
+    """The ``named_units`` of ``root``, from where every parameter has its name now."""
+    found = named_units(root)
+    for param, name in names_from(root, found).items():
+        param.fqn = name
+    return found
 
 
 def schedule_of(unit: ModuleState) -> Schedule:

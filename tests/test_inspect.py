@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import Counter
 
 import torch
@@ -13,6 +14,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fsdp2
 from fsdp2 import inspect
+from fsdp2.core.group.param import ShardedParam
+from fsdp2.core.iteration.module_state import named_units
 from harness import cpu_mesh, on_ranks
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -43,6 +46,10 @@ def shard(way, mesh, **options) -> nn.Module:
         way(block, mesh=mesh, **options)
     way(model, mesh=mesh, **options)
     return model
+
+
+def params_below(model: nn.Module) -> list[ShardedParam]:
+    return [param for _, unit in named_units(model) for group in unit.groups for param in group.params]
 
 
 def said_of(model: nn.Module) -> list[object]:
@@ -188,3 +195,70 @@ def test_summary_and_check_take_a_model_of_torchs_fsdp2():
     model = shard(fully_shard, cpu_mesh(2))
     optimizer = torch.optim.AdamW(list(model.parameters())[1:])
     assert [finding.check for finding in fsdp2.doctor.check(model, optimizer)] == ["optimizer-misses-parameters"]
+    with torch.no_grad():
+        model(torch.arange(4))  # torch's root stays unsharded
+    assert fsdp2.doctor.check(model, torch.optim.AdamW(model.parameters())).findings == ()
+
+
+@on_ranks(2)
+def test_a_look_at_a_submodule_renames_nothing():
+    model = shard(fsdp2.fully_shard, cpu_mesh(2))
+    model(torch.arange(4)).sum().backward()
+    names = [param.fqn for param in params_below(model)]
+    assert [param.fqn for unit in inspect.units(model.blocks[0]) for group in unit.groups for param in group.params] == [
+        "weight",
+        "bias",
+    ]
+    fsdp2.summary(model.blocks[0])
+    assert [param.fqn for param in params_below(model)] == names
+    assert "blocks.0.weight" in names
+
+
+class Counting(inspect.Listener):
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+
+    def begins(self, phase: str, unit: str) -> None:
+        self.begun.append(f"{phase} {unit}")
+
+
+@on_ranks(2)
+def test_a_listener_that_listens_twice_is_undone_twice():
+    model, listener = shard(fsdp2.fully_shard, cpu_mesh(2)), Counting()
+    first, second = inspect.listen(listener), inspect.listen(listener)
+    first()
+    first()
+    model(torch.arange(4))
+    assert "forward the root" in listener.begun
+    second()
+    listener.begun.clear()
+    model(torch.arange(4))
+    assert listener.begun == []
+
+
+@on_ranks(2)
+def test_blocks_compile_whole_while_somebody_listens():
+    for way in (fsdp2.fully_shard, fully_shard):
+        model, listener = Tied(), Counting()
+        for block in model.blocks:
+            block.compile(backend="eager", fullgraph=True)
+            way(block, mesh=cpu_mesh(2))
+        way(model, mesh=cpu_mesh(2))
+        undo = inspect.listen(listener, model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the compiler looks at gradients of tensors that are no leaves
+            model(torch.arange(4)).sum().backward()
+        undo()
+        assert "forward the root" in listener.begun
+    torch.compiler.reset()
+
+
+def test_states_by_other_keys_than_parameters_are_no_states_of_parameters():
+    param = nn.Parameter(torch.ones(4, 3))
+    optimizer = torch.optim.AdamW([param])
+    param.sum().backward()
+    optimizer.step()
+    optimizer.state["schedule"] = {"rows": torch.ones(4)}  # type: ignore[index]
+    optimizer.state[param]["row"] = torch.ones(4)
+    assert [each.shape for each in inspect.state_tensors(optimizer)] == [(4, 3), (4, 3)]
+    assert len(inspect.state_tensors(optimizer, of_any_shape=True)) == 5  # the step, too

@@ -9,7 +9,8 @@
 are those of the moment of the call; what changes from step to step is a function (``param.unsharded()``). Views are made anew by
 each call: compare them by ``param.sharded``.
 
-The doctor, the inspector, the hang tools and the summary know the core by this file alone, but for torch's private names. Nothing here communicates but ``exchange``.
+The doctor, the inspector, the hang tools and the summary know the core by this file alone, but for torch's private names. Nothing here
+communicates but ``exchange``.
 """
 
 from __future__ import annotations

@@ -37,6 +37,11 @@ def test_a_call_that_only_some_ranks_have_made_is_named_with_the_ranks_that_have
     told = explain({rank: replace(inside, rank=rank) for rank in range(3)}, 3, {})
     assert "which all ranks must make" not in told  # they save together
     assert Report.from_json(inside.to_json()) == inside
+    of_two = replace(inside, of_call=(0, 2))  # rank 1 belongs to another mesh
+    assert Report.from_json(of_two.to_json()) == of_two
+    assert "has not made it" not in explain({0: of_two, 1: report(1, ("", "")), 2: replace(of_two, rank=2)}, 3, {})
+    waiting = explain({0: of_two, 1: report(1, ("", "")), 2: report(2, ("", ""))}, 3, {})
+    assert "full_state_dict, call 3, which all its ranks must make: rank 2 has not made it" in waiting
 
 
 def test_the_first_collective_for_which_ranks_send_something_else():

@@ -67,6 +67,20 @@ def test_what_fits_is_proposed_the_fastest_first_as_changes_and_as_many_sequence
     assert why["{'strategy': 'zero2'}"] == "needs 50 B, in backward of the model"
 
 
+def test_no_setting_is_planned_twice():
+    """A hybrid strategy without ``shard_size`` is the one over the ranks of a host."""
+    for strategy in ("zero3", "hsdp"):
+        planned = []
+
+        def plan(setting, is_of_interest=None, planned=planned):
+            planned.append(str(replace(setting, shard_size=setting.node_size)))
+            return made_up(setting)
+
+        found = searched(plan, replace(ASKED, strategy=strategy), limit=60, keep=9)
+        assert len(set(planned)) == len(planned)
+        assert len({str(each.changes) for each in found.proposals}) == len(found.proposals)
+
+
 def test_what_is_too_large_by_its_state_alone_is_dropped_before_it_is_planned():
     planned: list[Setting] = []
 

@@ -1,12 +1,13 @@
-"""Whether compiler, checkpointing and sharding were put around one another in an order that loses; the first forward warns once.
+"""Warn once, at the first forward, if compiler, checkpointing and sharding are nested in an order that loses.
 
-Modules below a root tell whether they are compiled, checkpointed and sharded; of the code around the root, only the compiler tells
-whether it runs it. The costs were measured, see docs/compile.md:
+Modules below a root show whether they are compiled, checkpointed and sharded. Code around the root shows only whether
+the compiler runs it. The costs were measured, see docs/compile.md:
 
-    torch.compile(model) around checkpoint(sharded block)   the compiler leaves all below the checkpoint alone: no graph at all
-    torch.compile(model) around sharded blocks              the graph breaks at each block; around a loop over them, code next to the
-                                                            loop is not compiled
-    the compiler on each block, checkpoint and sharding around it or inside, in any order   one graph, no break: no warning
+    torch.compile(model) around checkpoint(sharded block)   nothing below the checkpoint is compiled: no graph at all
+    torch.compile(model) around sharded blocks              the graph breaks at each block; around a loop over them,
+                                                            code next to the loop is not compiled
+    the compiler on each block, checkpoint and sharding     one graph, no break: no warning
+    around it or inside, in any order
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ def _text(outer: str, below: list[Unit], is_checkpointed: bool) -> str:
             "fully_shard(checkpoint_wrapper(block)) instead of a checkpoint around fully_shard(block)",
         )
     return message(
-        f"torch.compile on {outer} is outside of {len(below)} modules that fully_shard took: its graph breaks at each of them",
+        f"torch.compile on {outer} is outside of {len(below)} modules that fully_shard took: "
+        "its graph breaks at each of them",
         items=named,
         expected="the compiler on the modules that are sharded: one graph for all that are alike, without a break",
-        fix="call compile() on each of them instead, before or after fully_shard; or fsdp2.compile(model): one graph of everything",
+        fix="call compile() on each of them instead, before or after fully_shard; "
+        "or fsdp2.compile(model): one graph of everything",
     )

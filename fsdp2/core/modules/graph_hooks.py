@@ -1,4 +1,4 @@
-"""The nodes of autograd's graph around a call, and the hooks before them: each tells the schedule which moment of backward has come.
+"""Hooks before nodes of autograd's graph around a call: each tells the schedule which moment of backward has come.
 
 ``hooks.py`` registers them in forward, and knows why before these nodes.
 """
@@ -20,7 +20,7 @@ from ..iteration.module_state import ModuleState
 
 @contextlib.contextmanager
 def labelled(moment: str, unit: ModuleState) -> Iterator[None]:
-    """Label the moment for the profiler, outside of any transform of ``torch.func``: parameters are the same to all of them."""
+    """Label the moment for the profiler, outside of transforms of ``torch.func``: all of them share the parameters."""
     with torch.profiler.record_function(f"fsdp2::{moment} ({unit.fqn})"), compat.functorch_disabled():
         yield
 
@@ -59,7 +59,7 @@ def pass_input(unit: ModuleState, call: Call, grads: Any) -> None:
 
 
 def _watch_gradients(unit: ModuleState, call: Call, grads: tuple[Tensor | None, ...]) -> None:
-    """A backward with ``create_graph`` made a graph: a backward through that graph needs the parameters from here on."""
+    """A backward with ``create_graph`` made a graph: a backward through it needs the parameters from here on."""
     part = call.graph()
     if part is None:
         return
@@ -77,7 +77,7 @@ def _begin_backward_through_backward(unit: ModuleState, part: GraphPart, grads: 
         schedule.backward.keep_to_end(unit)
 
 
-# --- which nodes ----------------------------------------------------------------------------------------------------------------
+# --- which nodes ------------------------------------------------------------------------------------------------------
 
 
 def apart_from(nodes: list[Any], output: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def apart_from(nodes: list[Any], output: Tensor) -> Tensor:
 
 
 def made_input(nodes: list[Any], node: Any) -> bool:
-    """Whether an input is a view of what ``node`` made: then another module's backward runs it. nodes: of a call's inputs"""
+    """Whether an input is a view made by ``node``, so that another module's backward runs it. nodes: of the inputs"""
     for each in nodes:
         edges = each.next_functions
         while len(edges) == 1 and edges[0][0] is not None:
@@ -102,7 +102,7 @@ def below(node: Any) -> Any:
 
 
 def find_bottoms(part: GraphPart, nodes: list[Any]) -> None:
-    """Give a call nodes that run with each of ``nodes``, those of its outputs, unless such a node is one of its inputs' nodes.
+    """Give a call nodes that run with each of ``nodes``, its outputs' nodes, unless one is also the node of an input.
 
     A bottom has only leaves below it, so the nodes that reference the call never form a cycle with it.
     """

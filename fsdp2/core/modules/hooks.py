@@ -1,13 +1,13 @@
-"""What ``fully_shard`` does to the user's modules and to autograd: it registers hooks.
+"""The hooks that ``fully_shard`` registers on the user's modules and in autograd's graph.
 
-Per forward call of a unit: a pre-hook unshards and passes each input through a node of its own, whose turn in backward comes when the
-gradient of that input is done; a post-hook reshards and puts a hook before the node of every output, whose turn comes when the
-output's gradient has arrived (``graph_hooks.py``). Each hook reports a moment to the schedule, which decides.
+In each forward call of a unit, a pre-hook unshards and passes each input through a node of its own, which runs in
+backward when the gradient of that input is done. A post-hook reshards and puts a hook before the node of every output,
+which runs when the output's gradient has arrived (``graph_hooks.py``). Each reports a moment; the schedule decides.
 
-Note: why nodes and not tensor hooks. A view made of an input costs 3 us and no Python in backward but our hook's (a custom Function
-10 us); it exists under every transform, and in-place changes of it are autograd's usual business. A hook on an output's *node*
-survives an in-place change of the output, which drops a hook on the tensor; for an output that is a view the change rebases the
-node away too, so the base's node gets a hook as well.
+Note: why nodes and not tensor hooks. A view of an input costs 3 us and no Python in backward but our hook (a custom
+Function: 10 us). It exists under every transform, and autograd handles in-place changes of it. An in-place change of an
+output drops a hook on the tensor, but not a hook on its *node*. If the output is a view, the change also moves it to a
+new node, so the base's node gets a hook as well.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from .unmanaged_parameters import REGISTRATIONS, warn_of_plain_parameters
 
 _NOT_LOOKED_FOR: Any = object()
 
-# --- hooks ------------------------------------------------------------------------------------------------------------------------
+# --- hooks ------------------------------------------------------------------------------------------------------------
 
 
 class UnitHooks:
@@ -65,7 +65,7 @@ class UnitHooks:
         self._output_dtype: torch.dtype | None = policy.output_dtype
         self._casts_back = False
         self._num_registrations = 0  # on managed modules, when we last looked for parameters that no unit has
-        # The tensors that each module's forward leaves; looked for in its first forward with autograd, in evaluation and in training.
+        # Tensors that each module's forward leaves; found in its first with autograd, in evaluation and in training.
         self._stored: tuple[dict[int, StoredTensors | None], dict[int, StoredTensors | None]] = ({}, {})
         several = len(unit.modules) > 1
         self.pre_forward = compat.dynamo_disabled(self._pre_forward_of_several if several else self._pre_forward)
@@ -212,7 +212,7 @@ class UnitHooks:
             calls.running.append(None)
             return args, kwargs
         part = calls.shared
-        # The engine runs nodes in the reverse of the order in which they were made: the first module's backward is the last.
+        # The engine runs nodes in reverse order of their creation: the first module's backward is the last.
         is_first = part is None or part.call.begun != -1
         if part is None or is_first:
             part = calls.begin()
@@ -320,7 +320,7 @@ class UnitHooks:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Pass each input that needs a gradient through a node that runs in backward when that gradient is done.
 
-        is_first: False for a module of a list that is not the first to run in this call: the inputs of the first one end it
+        is_first: whether the module is the first of its unit in this call; only the inputs of the first one end it
         """
         levels = compat.functorch_is_active() or compat.forward_ad._current_level >= 0
         if len(args) == 1 and not kwargs and type(args[0]) is Tensor and not levels:  # by far the most common
@@ -389,9 +389,8 @@ class UnitHooks:
             watched = [] if node is None else [node]
             if base is not None and base.grad_fn is not None and not made_input(part, base.grad_fn):
                 watched.append(base.grad_fn)
-            if finds_bottoms and any(
-                below(each) is None for each in watched
-            ):  # else the call would hold a node that holds the call
+            # else the call would hold a node that holds the call
+            if finds_bottoms and any(below(each) is None for each in watched):
                 return self._watch_outputs(part, map_tensors(apart_from_bottom, output))
             for each in watched:
                 if each not in seen:
@@ -410,7 +409,7 @@ _OUR_OWN: list[Callable[..., Any]] = [
     adopt,
     *(each for owner in (Unit, ModuleState, Schedule) for each in vars(owner).values() if inspect.isfunction(each)),
 ]
-"""Functions for flat buffers and shards, which no user annotates. Hooks are not among them: their casts and nodes keep types."""
+"""Functions for flat buffers and shards, which no user annotates; not the hooks: their casts and nodes keep types."""
 
 
 def _refuse_autograd(unit: ModuleState) -> None:

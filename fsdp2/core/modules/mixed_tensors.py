@@ -44,7 +44,8 @@ def explain_mixed_tensors(error: BaseException | None) -> None:
         + message(
             f"{_EXPLAINED}: {found.fqn} {tuple(found.sharded.shape)}, {found.spec.sharded.placements} is sharded here",
             items=[cause.what],
-            expected="parameters that are unsharded, as they are in their module's forward and backward, or DTensors on both sides",
+            expected="parameters that are unsharded, as they are in their module's forward and backward, "
+            "or DTensors on both sides",
             fix=cause.fix,
         ),
     )
@@ -78,7 +79,8 @@ def _cause(found: ShardedParam, frames: list[types.FrameType]) -> _Cause:
     if using is not None:
         return _Cause(
             f"{type(using).__name__} uses it, while the forward of its unit ({owner}, {place}) is not running",
-            f"shard both with one call (fully_shard([a, b])), call {owner} itself, or put unshard() and reshard() of it around the use",
+            f"shard both with one call (fully_shard([a, b])), call {owner} itself, "
+            "or put unshard() and reshard() of it around the use",
         )
     return _Cause(
         f"{frames[0].f_code.co_name} uses it outside of any module's forward",

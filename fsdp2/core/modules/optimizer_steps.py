@@ -1,11 +1,12 @@
-"""What optimizers do outside of our calls: when they write parameters, and which parameters they were given.
+"""Watches optimizers: when they write parameters, and which parameters they were given.
 
-An optimizer that was built before ``fully_shard``, or while parameters were unsharded, holds parameters that never get a gradient:
-its steps would change nothing, without an error. At its first step, when it has no state yet, it gets the sharded ones instead.
-Every step counts as a write to the groups of the optimizer's parameters (``GroupMemory.written_at``).
+An optimizer built before ``fully_shard``, or while parameters were unsharded, holds parameters that never get a
+gradient: its steps would change nothing, without an error. At its first step, when it has no state yet, it gets the
+sharded ones instead. Every step counts as a write to the groups of its parameters (``GroupMemory.written_at``).
 
-FSDP1's files have one ``step`` for all parameters of a flat parameter. torch's optimizers load it as one tensor, and each parameter
-counts in it: with twelve parameters it grows by twelve in a step. Each parameter gets a count of its own after every load.
+FSDP1's files have one ``step`` for all parameters of a flat parameter. torch's optimizers load it as one tensor, and
+each parameter counts in it: with twelve parameters it grows by twelve in a step. So each parameter gets a count of its
+own after every load.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ class _Checked(NamedTuple):
 
 
 class _Steps:
-    """What this file knows of the process's optimizers.
+    """The process's optimizers, as far as this file has seen them.
 
-    sharded:  groups of parameters that were sharded so far
-    checked:  for each optimizer, what it was when it was last checked
-    waiting:  gradients that wait for the last micro-batch, at the last time that they did
-    begun:    how many steps of any optimizer have begun, for records of a run; nothing that ranks decide may depend on it, because one
-              rank may step an optimizer of its own
+    sharded:  number of groups of parameters that were sharded so far
+    checked:  each optimizer at its last check
+    waiting:  gradients that have waited for their last micro-batch; those that are done leave at the next step
+    begun:    number of steps of any optimizer that have begun, for records of a run; ranks must not decide by it,
+              because one rank may step an optimizer of its own
     """
 
     def __init__(self) -> None:
@@ -109,7 +110,7 @@ def _ids(optimizer: Optimizer) -> tuple[int, ...]:
 
 
 def _part_step_counts(optimizer: Optimizer) -> None:
-    """Give each parameter a ``step`` of its own where several share one tensor; an optimizer not of torch may share it on purpose."""
+    """Give each parameter a ``step`` tensor of its own; an optimizer not of torch may share one on purpose."""
     if not any(base.__module__.startswith("torch.optim.") for base in type(optimizer).__mro__ if base is not Optimizer):
         return
     counts: set[int] = set()
@@ -132,9 +133,11 @@ def _refuse_incomplete(optimizer: Optimizer) -> None:
     ]
     if incomplete:
         raise OrderError(
-            f"{type(optimizer).__name__} steps while gradients of {len(incomplete)} parameters wait for their last micro-batch",
+            f"{type(optimizer).__name__} steps while gradients of {len(incomplete)} parameters wait "
+            "for their last micro-batch",
             items=incomplete,
-            expected="a backward inside accumulate(model, last=True) before the step, which hands them to the parameters",
+            expected="a backward inside accumulate(model, last=True) before the step, "
+            "which hands them to the parameters",
             fix="pass last=True for the last micro-batch, or drop them with model.zero_grad()",
         )
 
@@ -160,5 +163,6 @@ def _give_sharded(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} has state for {len(too_late)} parameters that were sharded since",
             items=too_late,
             expected="an optimizer that made no step before fully_shard",
-            fix="build the optimizer after fully_shard, and load the state with torch.distributed.checkpoint.state_dict",
+            fix="build the optimizer after fully_shard, "
+            "and load the state with torch.distributed.checkpoint.state_dict",
         )

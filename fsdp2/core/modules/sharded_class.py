@@ -1,12 +1,12 @@
-"""The class that a sharded module gets: ``FSDP<Name>``, which is our mixin, the user's class and torch's FSDPModule, in this order.
+"""The class of a sharded module, ``FSDP<Name>``: our mixin, the user's class, torch's FSDPModule, in this order.
 
-torch's class comes last so that ``isinstance`` checks elsewhere hold while the user's class stays right after ours, where the
+torch's class comes last: ``isinstance`` checks elsewhere hold, and the user's class stays right after ours, where the
 compiler's guard pickler looks for it.
 
-Note: layouts. CPython lets an instance change to a class only if both lay out their instances alike, which it judges by the first base
-in C of each. For ``class A(ABC, nn.Linear)`` it finds ABC, for ``FSDPA(mixin, A, ...)`` the mixin: alike in every byte, and still
-refused. Such a class becomes the *first* base of its sharded class, whose metaclass then puts the mixin in front of it where methods
-are looked up.
+Note: layouts. CPython lets an instance change its class only if both classes lay out instances the same, judged by the
+first base in C of each. For ``class A(ABC, nn.Linear)`` it finds ABC, for ``FSDPA(mixin, A, ...)`` the mixin: the same
+in every byte, and still refused. Such a class becomes the *first* base of its sharded class, whose metaclass then puts
+the mixin in front of it where methods are looked up.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def sharded_class(module: nn.Module, mixin: type, prefix: str = "FSDP") -> type:
     """The class ``FSDP<Name>`` for ``module``, which stays as it is, and for all modules of its class.
 
     prefix: of the name; the same for all classes of a mixin
-    Raises: any error of the user's class, or of its metaclass, about a subclass; TypeError if ``module`` cannot become an
-            instance of it
+    Raises: TypeError if ``module`` cannot become an instance; any error of the user's class or its metaclass about a
+            subclass
     """
     cls: Any = type(module)
     torch_mixin = compat.torch_mixin()
@@ -53,7 +53,7 @@ def _try(module: nn.Module, new: type) -> None:
 
 
 def _mixin_first(metaclass: type[type], bases: tuple[type, ...]) -> type[type]:
-    """``metaclass``, whose classes look up methods in the order of ``bases`` if they have the same bases in another order."""
+    """A ``metaclass`` whose classes look up methods in the order of ``bases``, if they have these in another order."""
 
     class MixinFirst(metaclass):  # type: ignore[misc, valid-type]
         def mro(self) -> list[type]:
@@ -77,7 +77,7 @@ def swap_class(module: nn.Module, mixin: type, prefix: str = "FSDP") -> None:
 
 
 def seen_as(module: nn.Module, mixin: type, prefix: str = "FSDP") -> nn.Module:
-    """A second object over the attributes of the sharded ``module``, in a ``sharded_class`` with ``mixin``: both share every change."""
+    """A second object that shares the attributes of the sharded ``module``, in a ``sharded_class`` with ``mixin``."""
     other: nn.Module = object.__new__(original_class(type(module)))
     object.__setattr__(other, "__dict__", vars(module))
     swap_class(other, mixin, prefix)

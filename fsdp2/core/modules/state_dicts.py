@@ -1,7 +1,7 @@
-"""What a state dict of a sharded module holds, and takes: hooks show the sharded parameters before saving and loading.
+"""State dicts of sharded modules: hooks show the sharded parameters before saving and loading.
 
-torch refuses to copy a plain tensor into a DTensor. Here a state dict may have a plain tensor with the parameter's whole shape, from an
-unsharded model: each rank cuts its own pieces out of it. Nothing is communicated, so all ranks have to pass the same values.
+torch refuses to copy a plain tensor into a DTensor. Here a state dict may have plain tensors of whole parameters, from
+an unsharded model: each rank cuts its own pieces out. Nothing is communicated, so all ranks must pass the same values.
 
 Worked example: a (5, 4) weight over 2 ranks; the state dict has a plain (5, 4) tensor, rank 1 loads its rows [3, 5)
 """
@@ -38,7 +38,7 @@ class Saving:
 
 
 class Saved(Saving):
-    """After saving: a write to the local tensor of what was saved moves the version counter of the shard.
+    """After saving: a write to the local tensor of a saved DTensor moves the version counter of the shard.
 
     ``detach`` of a DTensor gives its local tensor a counter of its own.
     """
@@ -87,7 +87,7 @@ class Loaded(Saving):
 
 
 def cut_whole_tensors(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Replace the values for parameters that ``module`` owns. state_dict: torch's own copy, so that the caller's stays."""
+    """Replace the values for parameters of ``module``. state_dict: torch's own copy, so that the caller's stays."""
     for group in unit.uses:
         if group.plan.has_own_memory:
             continue  # a tensor subclass decides by itself what it takes

@@ -1,14 +1,14 @@
 """Where a forward leaves tensors: inside of arguments and results of any shape, and on its modules.
 
-Arguments and results are tuples, lists, dicts, dataclasses, and types that pytree knows. Strings, numbers, None and unknown objects
-are left as they are.
+Arguments and results are tuples, lists, dicts, dataclasses, and types that pytree knows. Strings, numbers, None and
+unknown objects are left as they are.
 
-A module may keep a tensor as an attribute instead of returning it: a router's auxiliary loss, kept activations. Backward may begin at
-such a tensor, and then needs the parameters just as when it begins at an output. fsdp2 looks for these attributes after a unit's first
-forward with autograd, in evaluation and in training, and looks them up after every later one: a part that is frozen in the first may be
-trained in the second.
+A module may keep a tensor as an attribute instead of returning it: a router's auxiliary loss, kept activations.
+Backward may begin at such a tensor, and then needs the parameters as it does at an output. fsdp2 looks for these
+attributes after a unit's first forward with autograd, in evaluation and in training, and reads them after every later
+one: a part that is frozen in the first may be trained in the second.
 
-Worked example: forward of ``block.router`` sets ``self.aux_loss``; the places of ``block`` are [(vars(block.router), "aux_loss")]
+Worked example: ``block.router`` sets ``self.aux_loss``; the places of ``block`` are [(vars(block.router), "aux_loss")]
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def find_tensors(tree: Any, found: list[Tensor]) -> None:
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """``tree`` with every tensor changed; containers are copied if something in them changed, else returned as they are."""
+    """``tree`` with every tensor changed; a container is copied if something in it changed, else returned as it is."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, dict):
@@ -95,7 +95,7 @@ def _map_dataclass(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return copy
 
 
-# --- on modules -----------------------------------------------------------------------------------------------------------------
+# --- on modules -------------------------------------------------------------------------------------------------------
 
 _OWN_NAMES = frozenset(vars(nn.Module()))
 """Where ``nn.Module`` keeps parameters, hooks and the like."""
@@ -129,7 +129,7 @@ class StoredTensors:
 
 
 def stored_tensors(module: nn.Module, known: StoredTensors | None) -> StoredTensors | None:
-    """The tensors stored on ``module`` and below it, but not below modules that are sharded by themselves, and those of ``known``.
+    """The tensors stored on ``module`` and below it, but not below modules sharded themselves, and those of ``known``.
 
     Returns: None if there are none
     """

@@ -1,8 +1,8 @@
-"""Parameters that no unit has: registered after ``fully_shard`` was called on a module above them, or held by other modules as well as
-the shards that were cut from them, or next to units in a model whose root was never sharded.
+"""Parameters that no unit has: registered below a module after its ``fully_shard``, or held by other modules as well as
+the shards cut from them, or next to units in a model whose root was never sharded.
 
-fsdp2 looks for the first at the first forward, and again at the first forward after something was registered on a managed module. It
-notices the second when they get a gradient, and the third at an optimizer's first step.
+fsdp2 looks for the first at the first forward, and at the first one after something was registered on a managed module.
+It notices the second when they get a gradient, and the third at an optimizer's first step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Registrations:
         self._watching = False
 
     def watch(self) -> None:
-        """Count from the first ``fully_shard`` on. Compilers never see it: they do not trace code that builds sharded modules."""
+        """Count from the first ``fully_shard`` on; compilers do not trace code that builds sharded modules."""
         if not self._watching:
             self._watching = True
             register_module_parameter_registration_hook(self._note_parameter)
@@ -57,7 +57,7 @@ REGISTRATIONS = _Registrations()
 
 
 def plain_parameters(root: nn.Module, units: Collection[Unit]) -> dict[str, nn.Parameter]:
-    """The trainable parameters below ``root``, by name, that none of ``units`` has, and that nothing else of torch's averages."""
+    """The trainable parameters below ``root``, by name, that none of ``units`` has and no other torch API averages."""
     places = [owner for unit in units for owner in unit.ignored]
     places += [owner for unit in units for group in unit.groups for param in group.params for owner in param.owners]
     known = {(id(owner.module), owner.name) for owner in places}
@@ -78,22 +78,25 @@ def plain_parameters(root: nn.Module, units: Collection[Unit]) -> dict[str, nn.P
 
 
 def warn_of_plain_parameters(root: nn.Module, units: Sequence[Unit]) -> None:
-    """Warn of parameters registered after ``fully_shard``, adapters for instance: no unit has them, each rank would train its own."""
+    """Warn of parameters registered after ``fully_shard``, such as adapters: each rank would train its own."""
     plain = plain_parameters(root, units)
     if plain:
         warn(
             message(
-                f"{len(plain)} trainable parameters were registered below {type(root).__name__} after fully_shard was called on it",
+                f"{len(plain)} trainable parameters were registered below {type(root).__name__} "
+                "after fully_shard was called on it",
                 items=[f"{name} {tuple(param.shape)}" for name, param in plain.items()],
-                expected="every trainable parameter sharded or in ignored_params; no gradient of these is reduced, ranks drift apart",
-                fix="add them before fully_shard, call fully_shard on the modules that were added, or reduce their gradients yourself",
+                expected="every trainable parameter sharded or in ignored_params; "
+                "no gradient of these is reduced, ranks drift apart",
+                fix="add them before fully_shard, call fully_shard on the modules that were added, "
+                "or reduce their gradients yourself",
             ),
             ranks={rank for unit in units for rank in unit.ranks},
         )
 
 
 def warn_of_forgotten_root(trained: Sequence[Tensor], num_sharded: int) -> None:
-    """Warn, once a process, of parameters next to sharded ones: the program has sharded blocks of a model, and not the model.
+    """Warn once in a process of parameters next to sharded ones: blocks of the model were sharded, the model was not.
 
     trained:     parameters of one optimizer
     num_sharded: how many groups of parameters were sharded so far; modules are looked at once for each number
@@ -109,10 +112,11 @@ def warn_of_forgotten_root(trained: Sequence[Tensor], num_sharded: int) -> None:
         if found:
             warn(
                 message(
-                    f"fully_shard was never called on {root}, which has sharded modules and {len(found)} plain parameters "
-                    "that an optimizer trains",
+                    f"fully_shard was never called on {root}, which has sharded modules "
+                    f"and {len(found)} plain parameters that an optimizer trains",
                     items=found,
-                    expected="every trainable parameter in a sharded module; no gradient of these is reduced, ranks drift apart",
+                    expected="every trainable parameter in a sharded module; "
+                    "no gradient of these is reduced, ranks drift apart",
                     fix=f"call fully_shard on the {root} as well, after its blocks and before the first forward",
                 ),
                 ranks=ranks,
@@ -131,9 +135,9 @@ class _Plain(NamedTuple):
 
 @functools.lru_cache(maxsize=1)
 def _partly_sharded(num_sharded: int) -> list[tuple[str, list[_Plain], set[int]]]:
-    """The outermost living modules that were not sharded and have units over several ranks: class, plain parameters, those ranks.
+    """The outermost living unsharded modules with units over several ranks: class, plain parameters, those ranks.
 
-    Nothing leads from a module to the one around it, so this asks the garbage collector for all modules, which takes a moment.
+    No module references its parent, so this asks the garbage collector for all modules, which takes a moment.
     """
     living: list[nn.Module] = [
         each for each in gc.get_objects() if issubclass(type(each), nn.Module) and "_modules" in vars(each)
@@ -153,7 +157,7 @@ def _partly_sharded(num_sharded: int) -> list[tuple[str, list[_Plain], set[int]]
 
 
 def refuse_gradients(original: nn.Parameter, param: ShardedParam) -> None:
-    """Let a backward that reaches ``original`` raise: ``param`` was cut from it, a module still has it, and both would drift apart."""
+    """Let backward raise at ``original``: ``param`` was cut from it, a module still has it, both would drift apart."""
     if original.is_inference() or not (original.is_floating_point() or original.is_complex()):
         return  # it never gets a gradient
     reference = weakref.ref(param)
@@ -162,7 +166,8 @@ def refuse_gradients(original: nn.Parameter, param: ShardedParam) -> None:
         cut = reference()
         name = "a parameter" if cut is None else cut.fqn
         raise OrderError(
-            f"{name} was sharded while a module outside of any fully_shard call is tied to it, and has a gradient of its own now",
+            f"{name} was sharded while a module outside of any fully_shard call is tied to it, "
+            "and has a gradient of its own now",
             expected="every module that shares a sharded parameter below a fully_shard call of its own or of a parent",
             fix="call fully_shard on the root as well, after its children, before the first forward",
         )

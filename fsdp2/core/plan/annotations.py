@@ -1,10 +1,10 @@
-"""Parameters with annotations of the package ``spmd_types``: plain tensors that say how ranks differ in them, axis by axis.
+"""Parameters annotated with the package ``spmd_types``: plain tensors that say how ranks differ in them, axis by axis.
 
-A user annotates the tensor that this rank computes with; fsdp2 keeps it as a DTensor on the full SPMD mesh, and forward sees a plain
-tensor with its annotations again. This file does not import the package: a program that annotates a parameter has imported it; and it
-uses only the package's public names.
+A user annotates the tensor that this rank computes with. fsdp2 keeps it as a DTensor on the full SPMD mesh, and forward
+sees a plain tensor with its annotations again. This file does not import the package, because a program that annotates
+a parameter has imported it, and uses only its public names.
 
-Worked example, a (2, 4) weight on the mesh ("dp", "tp") of 2 x 2 ranks, annotated {tp: S(0)}, with dp_mesh_dims shard="dp":
+Worked example: a (2, 4) weight on the mesh ("dp", "tp") of 2 x 2 ranks, {tp: S(0)}, dp_mesh_dims shard="dp":
 
     stored       a (4, 4) DTensor, Replicate on dp (which FSDP cuts then), Shard(0) on tp
     forward      the (2, 4) tensor, annotated {dp: R, tp: V} and the partition (tp, None)
@@ -12,7 +12,7 @@ Worked example, a (2, 4) weight on the mesh ("dp", "tp") of 2 x 2 ranks, annotat
 
     the type on another axis      the parameter is stored      its gradient counts as
     I (invariant)                 Replicate                    Replicate: equal on all ranks already
-    R (replicated)                Replicate                    Partial: a term of each rank, added up before FSDP reduces
+    R (replicated)                Replicate                    Partial: each rank's term, added up before FSDP reduces
     S(d)                          Shard(d)                     Shard(d)
 """
 
@@ -73,9 +73,9 @@ def is_annotation(value: Any, of: Tensor) -> bool:
 
 
 def exempt_from_typechecking(functions: Iterable[Callable[..., Any]]) -> None:
-    """Let ``spmd_types.typecheck()`` skip what these functions do: they handle tensors that have no annotations.
+    """Let ``spmd_types.typecheck()`` skip these functions: they handle tensors that have no annotations.
 
-    Versions before 0.3 cannot do that, so this call does nothing there; only programs that annotate nothing have them loaded.
+    Versions before 0.3 cannot, so this call does nothing there; only programs without annotations have them loaded.
     """
     register = getattr(_package(), "register_no_typecheck", None) if "spmd_types" in sys.modules else None
     if register is not None:
@@ -84,10 +84,10 @@ def exempt_from_typechecking(functions: Iterable[Callable[..., Any]]) -> None:
 
 
 def read_annotations(param: nn.Parameter, axes: SpmdAxes) -> Annotations | str:
-    """The annotations of ``param`` on the full mesh of ``axes``; or, as a string, why they cannot be read. Collective: no.
+    """The annotations of ``param`` on the full mesh of ``axes``; if unreadable, the reason as a string. Collective: no.
 
-    An axis without an annotation of the parameter is data-parallel, or has one rank. Types in forward may be on other axes than those
-    of the full mesh, if they span the same ranks: on the axes of the annotation, else on those of ``spmd_types.set_current_mesh``.
+    An axis without an annotation is data-parallel, or has one rank. Types in forward may be on other axes than those of
+    the full mesh, if they span the same ranks: the annotation's axes, else those of ``spmd_types.set_current_mesh``.
     """
     spmd = _package()
     names = axes.mesh.mesh_dim_names
@@ -99,15 +99,24 @@ def read_annotations(param: nn.Parameter, axes: SpmdAxes) -> Annotations | str:
     shown = spmd.current_mesh() if _span(types) != _span(stored) else tuple(types)
     if shown is None:
         missing = [name for name, axis in zip(names, stored, strict=True) if axis.size() > 1 and axis not in types]
-        return f"has no spmd_types annotations on {missing}, and no spmd_types.set_current_mesh says on which axes forward has types"
+        return (
+            f"has no spmd_types annotations on {missing}, "
+            "and no spmd_types.set_current_mesh says on which axes forward has types"
+        )
     if not set(types) <= set(shown) or _span(shown) != _span(stored):
-        return f"has spmd_types annotations on {_listed(types)}, on a mesh of {_listed(shown)}, which does not go with {axes.mesh}"
+        return (
+            f"has spmd_types annotations on {_listed(types)}, on a mesh of {_listed(shown)}, "
+            f"which does not go with {axes.mesh}"
+        )
     data = _span([stored[axis] for axis in axes.data])
     for axis, type_ in types.items():
         if set(_ranks(axis)) <= data:
             if type_ is not spmd.R:
                 shown_type = f"S({cut_dims[axis]})" if axis in cut_dims else repr(type_)
-                return f"has the spmd_types annotation {shown_type} on the data-parallel axis {axis!r}; expected R, or none"
+                return (
+                    f"has the spmd_types annotation {shown_type} on the data-parallel axis {axis!r}; "
+                    "expected R, or none"
+                )
         elif axis not in [stored[each] for each in range(len(stored)) if each not in axes.data]:
             return f"has an spmd_types annotation on {axis!r}, which is no axis of {axes.mesh}"
     if _disordered(partition, stored):

@@ -1,16 +1,16 @@
 """Where every element of a parameter group lives on every rank: integers only.
 
-A group's sharded parameters lie one after another in one flat shard; each has a *slot* there, as large as the largest shard
-that any rank keeps, starting at a multiple of ``align`` elements. Its region in the unsharded storage starts at ``num_shards``
-times the slot's offset and holds the slots of all ranks one after another, which for a cut on dim 0 begins with the parameter.
+A group's sharded parameters lie one after another in one flat shard. Each has a *slot* there, as large as the largest
+shard on any rank, at a multiple of ``align`` elements. Its region in the unsharded storage starts at ``num_shards``
+times the slot's offset and holds all ranks' slots one after another; cut on dim 0, it begins with the parameter.
 
 Worked example: parameters (5, 4) and (4,) over 2 ranks, align 32 elements (128 bytes of fp32):
 
     parameter   rows of rank 0, 1   slot_numel   offset   region in the unsharded storage
-    (5, 4)      [0, 3) [3, 5)               12        0   [0, 24), of which [0, 20) is the parameter
+    (5, 4)      [0, 3) [3, 5)               12        0   [0, 24); the parameter is [0, 20)
     (4,)        [0, 2) [2, 4)                2       32   [64, 68)
 
-    flat shard: 64 elements a rank (50 of them padding); unsharded storage: 128 elements
+    flat shard: 64 elements per rank (50 of them padding); unsharded storage: 128 elements
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Rows:
 
 
 def rows_of(num_rows: int, rank: int, num_shards: int) -> Rows:
-    """Rows kept by ``rank``, split as ``torch.chunk`` does: ``rows_of(5, 1, 2) == Rows(3, 5)``, ``rows_of(5, 3, 4) == Rows(5, 5)``."""
+    """Rows of ``rank``, as in torch.chunk: ``rows_of(5, 1, 2) == Rows(3, 5)``, ``rows_of(5, 3, 4) == Rows(5, 5)``."""
     per_rank = -(-num_rows // num_shards)
     start = min(rank * per_rank, num_rows)
     return Rows(start, min(start + per_rank, num_rows))
@@ -44,7 +44,7 @@ def round_up(numel: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How one parameter is cut: ``shape`` along ``dim`` into ``num_shards``; ``dim`` None: every rank keeps all of it."""
+    """A parameter's cut: ``shape`` along ``dim`` into ``num_shards``; ``dim`` None: every rank keeps all of it."""
 
     shape: tuple[int, ...]
     dim: int | None
@@ -55,7 +55,7 @@ class Cut:
         return math.prod(self.shape)
 
     def shard_shape(self, rank: int) -> tuple[int, ...]:
-        """Shape of the shard of ``rank``: ``Cut((5, 4), 0, 2).shard_shape(1) == (2, 4)``; an empty one keeps its other dims."""
+        """The shard's shape: ``Cut((5, 4), 0, 2).shard_shape(1) == (2, 4)``; an empty one keeps its other dims."""
         if self.dim is None:
             return self.shape
         rows = rows_of(self.shape[self.dim], rank, self.num_shards)
@@ -68,12 +68,12 @@ class Cut:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the pieces of all ranks lie one after another in the slots for every shape: cut on dim 0, or not cut."""
+        """Whether all ranks' pieces lie one after another in the slots for every shape: cut on dim 0, or not cut."""
         return self.num_shards == 1 or self.dim is None or self.dim == 0
 
     @property
     def is_row_major(self) -> bool:
-        """Whether the slots of all ranks, one after another, begin with the parameter: cut on its outermost dim, or not cut."""
+        """Whether all ranks' slots, in sequence, begin with the parameter: cut on its outermost dim, or not cut."""
         return self.num_shards == 1 or self.dim is None or math.prod(self.shape[: self.dim]) == 1
 
 
@@ -113,9 +113,9 @@ class GroupLayout:
 
 
 def group_layout(cuts: Iterable[Cut], *, num_shards: int, align: int, block: int = 1) -> GroupLayout:
-    """Lay ``cuts`` out one after another. Each slot starts at a multiple of ``align`` elements, and the total is a multiple as well.
+    """Lay ``cuts`` out one after another: each slot starts at, and the last ends at, a multiple of ``align`` elements.
 
-    block: slots also start at multiples of it, and so does the padding's end: no block of so many elements has parts of two slots
+    block: starts and end are also multiples of it: no block of so many elements has parts of two slots
     """
     align = math.lcm(align, block)
     slots = []
@@ -131,7 +131,7 @@ def group_layout(cuts: Iterable[Cut], *, num_shards: int, align: int, block: int
 class GatherPlan:
     """Which parameters (by index) are gathered straight into the unsharded storage, and which travel packed.
 
-    In the flat shard the packed ones lie after the direct ones, so that a packed gather sends one contiguous piece of it.
+    In the flat shard the packed ones lie after the direct ones: a packed gather sends one contiguous piece of it.
     """
 
     direct: tuple[int, ...]
@@ -141,9 +141,9 @@ class GatherPlan:
 def gather_plan(cuts: Sequence[Cut], *, mode: str, direct_from_numel: int) -> GatherPlan:
     """Choose how each parameter travels.
 
-    mode: "auto" takes direct for what has at least ``direct_from_numel`` elements; "packed" and "direct" force one way; "mixed"
-    alternates. What is not cut on its outermost dim can only travel packed. Uneven cuts may go direct: all slots but the last
-    ones are full, so that the padding comes to lie after the parameter.
+    mode: "auto" takes direct for at least ``direct_from_numel`` elements; "packed" and "direct" force one way; "mixed"
+    alternates. A parameter not cut on its outermost dim can only travel packed. Uneven cuts may go direct: all slots
+    but the last ones are full, so the padding lies after the parameter.
     """
     direct = []
     for index, cut in enumerate(cuts):

@@ -1,8 +1,8 @@
 """Which mesh axes shard and which replicate: a DeviceMesh read as data parallelism.
 
-A 1-D mesh shards over its axis (FSDP); a 2-D mesh replicates over axis 0 and shards over axis 1 (HSDP). On a *full SPMD mesh*,
-parameters already are DTensors: ``DataParallelMeshDims`` names the axes that shard and replicate, and the others are model axes
-(tensor parallelism, ...).
+A 1-D mesh shards over its axis (FSDP); a 2-D mesh replicates over axis 0 and shards over axis 1 (HSDP). On a *full SPMD
+mesh*, parameters already are DTensors: ``DataParallelMeshDims`` names the axes that shard and replicate, and the others
+are model axes (tensor parallelism, ...).
 
 Worked example: a (2, 4) mesh of 8 ranks, seen from rank 5:
 
@@ -30,7 +30,7 @@ from .. import torch_compat as compat
 
 @dataclass(frozen=True)
 class SpmdAxes:
-    """The data-parallel axes of a full SPMD mesh, as indices in ascending order; several of one kind count as one flat axis."""
+    """The data-parallel axes of a full SPMD mesh, as ascending indices; several of one kind count as one flat axis."""
 
     mesh: DeviceMesh
     shard: tuple[int, ...]
@@ -48,7 +48,7 @@ class DataParallelMesh:
     mesh:            the data-parallel DeviceMesh: (shard,), (replicate, shard) or (replicate,)
     shard_axis:      axis of ``mesh`` over which parameters are sharded; None: every rank has whole parameters
     replicate_axis:  axis over which they are replicated; None: there is none
-    spmd:            the axes of the full SPMD mesh that ``mesh`` was taken from, if parameters are DTensors on that mesh
+    spmd:            the axes of the full SPMD mesh that ``mesh`` was taken from, if parameters are DTensors on it
     """
 
     mesh: DeviceMesh
@@ -110,9 +110,9 @@ def data_parallel_mesh(
 def read_mesh(mesh: DeviceMesh | None, dims: Any = None, for_one_parameter: bool = False) -> DataParallelMesh:
     """The mesh argument of ``fully_shard``: 1-D shards, 2-D replicates and shards, None is the whole world.
 
-    dims:       a DataParallelMeshDims: then ``mesh`` is a full SPMD mesh, of which it names the data-parallel axes
-    Collective: for None, where it makes the world's mesh (and process group, if there is none yet), and the first time that
-                several axes are flattened.
+    dims:       a DataParallelMeshDims, which names the data-parallel axes of ``mesh``, a full SPMD mesh then
+    Collective: for None, which makes the world's mesh (and process group, if there is none yet), and the first time
+                that several axes are flattened.
     Raises:     MeshError for any other value
     """
     if mesh is None:
@@ -149,7 +149,8 @@ def _warn_of_model_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> None:
             message(
                 f"fully_shard takes the mesh {names} as (replicate, shard), although an axis is called {found[0]}",
                 expected="the data-parallel axes alone",
-                fix="pass the data-parallel slice, for instance mesh['dp'], or rename the axes if both carry data parallelism",
+                fix="pass the data-parallel slice, for instance mesh['dp'], "
+                "or rename the axes if both carry data parallelism",
             ),
             ranks=set(mesh.mesh.flatten().tolist()),
             once=f"axes {names}",
@@ -157,7 +158,7 @@ def _warn_of_model_axes(mesh: DeviceMesh, names: tuple[str, ...]) -> None:
 
 
 def checked_mesh(mesh: Any, caller: str, argument: str = "mesh") -> DeviceMesh:
-    """``mesh`` itself. Raises: ArgumentTypeError if it is no mesh; MeshError if this rank is not in it, or devices have no streams."""
+    """``mesh``. Raises: ArgumentTypeError if it is no mesh; MeshError if it lacks this rank or devices lack streams."""
     if not isinstance(mesh, DeviceMesh):
         raise ArgumentTypeError(
             got(caller, argument, mesh),
@@ -166,7 +167,8 @@ def checked_mesh(mesh: Any, caller: str, argument: str = "mesh") -> DeviceMesh:
         )
     if not compat.has_streams(mesh.device_type):
         raise MeshError(
-            f"{caller} got a mesh of {mesh.device_type} devices, and torch.{mesh.device_type} lacks streams of a device",
+            f"{caller} got a mesh of {mesh.device_type} devices, "
+            f"and torch.{mesh.device_type} lacks streams of a device",
             expected="devices on which collectives can be ordered after computation: cuda, xpu, or the cpu",
             fix='train on the CPU: init_device_mesh("cpu", (world_size,))',
         )
@@ -180,7 +182,7 @@ def checked_mesh(mesh: Any, caller: str, argument: str = "mesh") -> DeviceMesh:
 
 
 def read_mesh_info(info: Any) -> DataParallelMesh:
-    """Read ``ShardPlacementResult.mesh_info``: a DeviceMesh like that of ``fully_shard``, or torch's description of one."""
+    """Read ``ShardPlacementResult.mesh_info``: a DeviceMesh like ``fully_shard``'s, or torch's description of one."""
     if isinstance(info, DeviceMesh):
         return read_mesh(info, for_one_parameter=True)
     dims = getattr(info, "dp_mesh_dims", None)
@@ -211,7 +213,8 @@ def _read_spmd_mesh(mesh: DeviceMesh, dims: Any) -> DataParallelMesh:
         problem = f"{unknown} not found in mesh.mesh_dim_names {axis_names}" if unknown else f"got {dims}"
         raise MeshError(
             f"dp_mesh_dims does not fit the mesh: {problem}",
-            expected=f"at least one of shard and replicate must be set, each with names out of {axis_names}, none of them twice",
+            expected=f"at least one of shard and replicate must be set, each with names out of {axis_names}, "
+            "none of them twice",
             fix='for instance DataParallelMeshDims(shard="dp")',
         )
     axes = SpmdAxes(
@@ -247,7 +250,8 @@ def world_mesh() -> DeviceMesh:
             raise MeshError(
                 f"there is no process group, and no torchrun started this process: {', '.join(missing)} not set",
                 expected="several processes that know each other",
-                fix="start this with torchrun --nproc-per-node 2 SCRIPT, or call torch.distributed.init_process_group before",
+                fix="start this with torchrun --nproc-per-node 2 SCRIPT, "
+                "or call torch.distributed.init_process_group before",
             )
         dist.init_process_group()
     return init_device_mesh(compat.default_device_type(), (dist.get_world_size(),))

@@ -1,22 +1,21 @@
 """Parameters that already are DTensors: tensor, sequence and expert parallelism combined with data parallelism.
 
-Such a parameter is cut on *model axes* of the job's mesh; each rank's local tensor is then cut again over the shard axis. The sharded
-parameter is a DTensor over data-parallel and model axes together, the unsharded one a DTensor over its own mesh again.
+Such a parameter is cut on *model axes* of the job's mesh; each rank's local tensor is then cut over the shard axis. The
+sharded parameter is a DTensor on data-parallel and model axes together, the unsharded one on its own mesh again.
 
-Note: gradients on a full SPMD mesh. There, data-parallel axes are axes of the parameter's own mesh, and DTensor tells what a gradient
-is
-on them: Partial, if each rank holds the term of its own rows; Replicate, if DTensor has added the terms already (as it does after
-an operation that is not linear in the parameter) or if all ranks have computed the same. FSDP averages terms. Added terms must be
-divided like the others, or that parameter's gradient comes out as many times too large as there are ranks; so a Replicate gradient
-counts once, not once a rank, over every axis over which some activation or gradient of the model was seen to vary. Over an axis where
-none varies, the ranks repeat one computation, and the average of equal gradients is the gradient. If the user sets a divide factor,
-they want sums, and Replicate always counts once.
+Note: gradients on a full SPMD mesh. There, data-parallel axes are axes of the parameter's own mesh, and DTensor places
+a gradient on them: Partial, if each rank holds the term of its own rows; Replicate, if DTensor has added the terms
+already (as it does after an operation that is not linear in the parameter) or if all ranks have computed the same. FSDP
+averages terms. Added terms must be divided like the others, or the gradient is too large by a factor, the number of
+ranks. So a Replicate gradient counts once, not once per rank, over every axis over which some activation or gradient of
+the model was seen to vary. Over an axis where none varies, the ranks repeat one computation, and the average of equal
+gradients is the gradient. If the user sets a divide factor, they want sums, and Replicate always counts once.
 
 Worked example: a (8, 4) weight, ColwiseParallel on tp, on the mesh ("dp", "tp") of 2 x 2 ranks
 
-    unsharded    on tp:      (Shard(0),)                              rank (dp 1, tp 0) computes with rows [0, 4)
-    sharded      on dp, tp:  (_StridedShard(0, split_factor=2), Shard(0))   and keeps rows [2, 4): tp has cut first, dp second
-    gradient     arrives Partial or Replicate on tp where DTensor left it so; it is redistributed to (Shard(0),) before the reduction
+    unsharded   on tp       (Shard(0),)                                     rank (dp 1, tp 0) computes with rows [0, 4)
+    sharded     on dp, tp   (_StridedShard(0, split_factor=2), Shard(0))    and keeps [2, 4): tp cuts first, dp second
+    gradient    on tp       as DTensor left it, maybe Partial or Replicate  becomes (Shard(0),) before the reduction
 """
 
 from __future__ import annotations
@@ -47,7 +46,8 @@ def beside_model_axes(name: str, mesh: DataParallelMesh, model: DTensorSpec, on_
         raise MeshError(
             f"{name} is a DTensor on {model.mesh}, which does not go with the data-parallel mesh {mesh.mesh}: {error}",
             expected="two slices of one mesh with named axes, that have no axis in common",
-            fix='make one mesh, say ("dp", "tp"), and pass mesh["tp"] to parallelize_module and mesh["dp"] to fully_shard; '
+            fix='make one mesh, say ("dp", "tp"), and pass mesh["tp"] to parallelize_module '
+            'and mesh["dp"] to fully_shard; '
             "if the parameter lies on the data-parallel axes as well, pass dp_mesh_dims",
         ) from error
     on_shard_axis = _cut_after(on_shard_axis, model, range(model.mesh.ndim))
@@ -149,7 +149,7 @@ def local_gradient(
 
 
 def varying_axes(tensor: Tensor) -> Iterable[str]:
-    """Names of the mesh axes over which the ranks hold different pieces or terms of ``tensor``; none of a plain tensor."""
+    """Names of the mesh axes over which ranks hold different pieces or terms of ``tensor``; none for a plain tensor."""
     if isinstance(tensor, DTensor):
         for placement, name in zip(tensor.placements, tensor.device_mesh.mesh_dim_names or (), strict=False):
             if not placement.is_replicate():

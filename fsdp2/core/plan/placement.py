@@ -1,7 +1,7 @@
-"""How one parameter is placed: its cut over the shard axis and the DTensor specs that describe it, sharded and unsharded.
+"""The placement of one parameter: its cut over the shard axis, and its DTensor specs, sharded and unsharded.
 
-A parameter is cut in its *physical* shape, the order of its dims in memory, so that channels-last and transposed parameters
-shard like any other; ``order`` leads from logical to physical dims.
+A parameter is cut in its *physical* shape, with its dims in memory order, so that channels-last and transposed
+parameters shard like any other; ``order`` leads from logical to physical dims.
 
 Worked example: a (64, 3, 7, 7) channels-last weight over 8 ranks, Shard(0):
 
@@ -31,12 +31,12 @@ from .model_axes import beside_model_axes, within_spmd_mesh, without_axes
 class ShardSpec:
     """Placement of one parameter.
 
-    cut:        how the physical tensor is cut over the shard axis; for a DTensor parameter, how its local tensor is cut
-    order:      physical dims as indices of logical ones; None if they are the same
-    sharded:    spec of the parameter that the user sees between steps
-    unsharded:  spec of the parameter in forward and backward, if it is a DTensor on model axes (tensor parallelism, ...)
-    data_axes:  of the mesh of ``unsharded``, the data-parallel axes; empty unless it is a full SPMD mesh
-    annotations: of a parameter that forward sees as a plain tensor, the local tensor of ``unsharded``
+    cut:          how the physical tensor is cut over the shard axis; for a DTensor parameter, its local tensor
+    order:        physical dims as indices of logical ones; None if they are the same
+    sharded:      spec of the parameter that the user sees between steps
+    unsharded:    spec in forward and backward, if the parameter is a DTensor on model axes (tensor parallelism, ...)
+    data_axes:    data-parallel axes of the mesh of ``unsharded``; empty unless it is a full SPMD mesh
+    annotations:  of a parameter that forward sees as a plain tensor, the local tensor of ``unsharded``
     """
 
     cut: Cut
@@ -85,7 +85,7 @@ def in_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 
 
 def refuse_unplaceable(placements: Iterable[tuple[str, nn.Parameter, DataParallelMesh, Any]]) -> None:
-    """Raise ParameterError naming every parameter that cannot be placed as ``shard_placement_fn`` says; None means Shard(0)."""
+    """Raise ParameterError for all parameters that cannot be placed as ``shard_placement_fn`` says; None: Shard(0)."""
     found = []
     for name, param, mesh, placement in placements:
         problem = _problem(param, mesh, placement)
@@ -123,8 +123,8 @@ def _problem_on_spmd_mesh(param: nn.Parameter, axes: SpmdAxes) -> str | None:
             read = read_annotations(param, axes)
             return read if isinstance(read, str) else None
         return (
-            "is a plain tensor; with dp_mesh_dims, all parameters must be DTensors on the full SPMD mesh (distribute_module), "
-            "or have annotations of spmd_types"
+            "is a plain tensor; with dp_mesh_dims, all parameters must be DTensors on the full SPMD mesh "
+            "(distribute_module), or have annotations of spmd_types"
         )
     if param.device_mesh != axes.mesh:
         return (
@@ -199,7 +199,7 @@ def _of_annotated(
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """Dims from the outermost in memory to the innermost, if ``tensor`` is a dense permutation other than the identity."""
+    """Dims from outermost to innermost in memory, if ``tensor`` is a dense permutation other than the identity."""
     if tensor.is_contiguous():
         return None
     strides = tensor.stride()

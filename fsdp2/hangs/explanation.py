@@ -119,15 +119,12 @@ def _missing_calls(reports: Mapping[int, Report]) -> Iterator[str]:
     for name in dict.fromkeys(report.call for report in reports.values() if report.call):
         there = [rank for rank, report in sorted(reports.items()) if report.call == name]
         number = max(reports[rank].calls.get(name, 0) for rank in there)
-        expected = (
-            reports.keys()
-            if any(not reports[rank].of_call for rank in there)
-            else {each for rank in there for each in reports[rank].of_call}
-        )
+        of_all = any(not reports[rank].of_call for rank in there)
+        expected = set(reports) if of_all else {each for rank in there for each in reports[rank].of_call}
         absent = [rank for rank, report in sorted(reports.items()) if rank in expected and report.calls.get(name, 0) < number]
         if absent:
             yield (
-                f"{_waiting(there)} in {name}, call {number}, which all {'its ' if len(expected) < len(reports) else ''}ranks must make: {of_ranks(absent)} "
+                f"{_waiting(there)} in {name}, call {number}, which all {'' if of_all else 'its '}ranks must make: {of_ranks(absent)} "
                 f"{'has' if len(absent) == 1 else 'have'} not made it; call it outside of `if rank == 0:`"
             )
 

@@ -23,12 +23,10 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..arguments import POSITIVE, require
 from ..core import torch_compat as compat

@@ -85,7 +85,7 @@ def units_in(modules: Iterable[nn.Module]) -> list[ModuleState]:
 
 
 def named_units(root: nn.Module) -> list[tuple[str, ModuleState]]:
-    """The units in the tree of ``root`` in the order of ``named_modules()``, with the name of their first module there."""
+    """The units below ``root`` in the order of ``named_modules()``, each with the name of its first module."""
     found: dict[int, tuple[str, ModuleState]] = {}
     for name, module in root.named_modules():
         unit = unit_of(module)

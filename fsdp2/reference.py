@@ -8,7 +8,7 @@ Every rank keeps whole parameters, gradients and optimizer states; after backwar
     unused          a parameter that only some ranks used counts as zero on the others; one that no rank used gets no gradient
     initial values  rank r contributes the r-th piece of each parameter, the piece that it would keep
 
-Not here: parameters as DTensors over data-parallel ranks, hooks on gradients and on communication, RNNs in mixed precision.
+Not here: parameters as DTensors over data-parallel ranks, hooks on gradients and communication, RNNs in bf16, failed backwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -55,8 +54,7 @@ def fully_shard(
             placement = getattr(chosen, "placement", chosen)
             axes.assemble(_local(param), 0 if placement is None else placement.dim)
     for each in called:
-        each.__class__ = type(f"FSDP{type(each).__name__}", (ReferenceModule, type(each)), {})
-        each.reference = unit
+        each.__class__ = type(f"FSDP{type(each).__name__}", (ReferenceModule, type(each)), {"reference": unit})
     called[0].register_forward_pre_hook(unit.before_forward, with_kwargs=True)
     called[-1].register_forward_hook(unit.after_forward, always_call=True)
     return module
@@ -98,7 +96,7 @@ class Unit:
         self.modules, self.policy = modules, policy
         self.params: dict[nn.Parameter, Axes] = {}
         self.waiting: dict[nn.Parameter, Tensor] = {}  # sums of gradients that no backward has averaged yet
-        self.is_synchronized, self.fills_unused, self.divide_factor = True, False, 0.0  # factor 0: the number of ranks
+        self.is_synchronized, self.is_replicated, self.fills_unused, self.divide_factor = True, True, False, 0.0  # 0: of ranks
         self.root: Unit | None = None  # the unit that was called first, for which one backward runs
         self.together: dict[nn.Parameter, Unit] = {}  # of a root: all parameters whose gradients are averaged after its backward
         self.earlier: dict[nn.Parameter, Tensor | None] = {}  # of a root in backward: gradients that earlier ones have averaged
@@ -138,7 +136,7 @@ class Unit:
             self.earlier = {param: param.grad for param in self.together}
             for param in self.together:
                 param.grad = None
-            Variable._execution_engine.queue_callback(self.backward_has_ended)
+            torch.autograd.Variable._execution_engine.queue_callback(self.backward_has_ended)
 
     @torch.no_grad()
     def backward_has_ended(self) -> None:
@@ -148,14 +146,15 @@ class Unit:
                 new: Any = param.grad  # of tensor parallelism it may be partial sums
                 new = _local(new.redistribute(placements=param.placements) if isinstance(param, DTensor) else new)
                 unit.waiting[param] = unit.waiting.get(param, 0) + new.to(unit.reduce_dtype(param))
-            new = unit.averaged(param) if unit.is_synchronized and param.requires_grad else None
+            reduces = param.requires_grad and unit.is_synchronized and (unit.is_replicated or not unit.params[param].replicate)
+            new = unit.averaged(param) if reduces else None
             param.grad = earlier[param] if new is None else new if earlier[param] is None else earlier[param] + new
 
     def averaged(self, param: nn.Parameter) -> Tensor | None:
         """The mean over all ranks of what waits for ``param`` (a DTensor of tensor parallelism: of this rank's part of it)."""
         axes, gradient = self.params[param], self.waiting.pop(param, None)
-        is_used = axes.all_reduce(torch.full((), float(gradient is not None), device=param.device), dist.ReduceOp.MAX)
-        if not is_used and not self.fills_unused:
+        flag = torch.full((), float(gradient is not None), device=param.device)
+        if not axes.all_reduce(flag, dist.ReduceOp.MAX) and not self.fills_unused:
             return None
         mine = torch.zeros_like(_local(param), dtype=self.reduce_dtype(param)) if gradient is None else gradient
         mean = (axes.all_reduce(mine) / (self.divide_factor or axes.size)).to(param.dtype)
@@ -174,21 +173,23 @@ class ReferenceModule(nn.Module):
     """The methods of ``FSDPModule`` that say what to compute. The others say how and when to communicate: they do nothing here."""
 
     reference: Unit
-    set_requires_gradient_sync = set_requires_all_reduce = _set("is_synchronized")
+    set_requires_gradient_sync, set_requires_all_reduce = _set("is_synchronized"), _set("is_replicated")
     set_reduce_scatter_unused_params = _set("fills_unused")
     set_gradient_divide_factor = set_reduce_scatter_divide_factor = _set("divide_factor", everywhere=False)
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:  # unshard() returns a handle, which has it
         return self
 
+    def __getattr__(self, name: str) -> Any:
+        return self.wait if name in vars(FSDPModule) else super().__getattr__(name)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.reset_iter_state()
+        super().zero_grad(set_to_none)
+
     def reset_iter_state(self) -> None:
         for unit in (each.reference for each in self.modules() if isinstance(each, ReferenceModule)):
             unit.waiting, unit.earlier = {}, {}
-
-
-for _name in vars(FSDPModule):
-    if not _name.startswith("_") and not hasattr(ReferenceModule, _name):
-        setattr(ReferenceModule, _name, ReferenceModule.wait)
 
 
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
@@ -196,5 +197,4 @@ def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that tensor parallelism has sharded; any other as it is."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -245,3 +245,49 @@ def test_computing_in_fp64_tells_rounding_from_faults():
 
 def test_the_reference_is_read_in_five_minutes():
     assert len(Path(reference.__file__).read_text().splitlines()) <= 200
+
+
+def losses_and_gradients(shard: Shards, calls: Callable[[Any], None]) -> list[Tensor | None]:
+    torch.manual_seed(0)
+    model: Any = nn.Linear(4, 3)
+    shard(model)
+    calls(model)
+    return [whole(param.grad) for param in model.parameters()]
+
+
+def backward(model: Any) -> None:
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def switched_off_all_reduce(model: Any) -> None:
+    model.set_requires_all_reduce(False)  # no replicas: no effect
+    backward(model)
+
+
+def off_and_on_by_another_name(model: Any) -> None:
+    model.set_requires_gradient_sync(requires_gradient_sync=False)
+    model.set_requires_all_reduce(True)
+    backward(model)
+
+
+def dropped_by_zero_grad(model: Any) -> None:
+    model.set_requires_gradient_sync(False)
+    backward(model)
+    model.zero_grad()
+    model.set_requires_gradient_sync(True)
+    backward(model)
+
+
+def not_zeroed(model: Any) -> None:
+    backward(model)
+    model.reset_iter_state()
+    backward(model)
+
+
+@on_ranks(2)
+def test_switches_mean_what_they_do_when_sharded():
+    for calls in (switched_off_all_reduce, off_and_on_by_another_name, dropped_by_zero_grad, not_zeroed):
+        ours, theirs = (losses_and_gradients(shard, calls) for shard in (reference.fully_shard, fsdp2.fully_shard))
+        assert [each is None for each in ours] == [each is None for each in theirs], calls.__name__
+        for a, b in zip(ours, theirs, strict=True):
+            assert a is None or torch.equal(a, b), calls.__name__

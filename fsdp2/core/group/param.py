@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ...errors import ParameterError
 from .. import torch_compat as compat
 from ..plan.annotations import is_annotation
 from ..plan.layout import Slot, rows_of
@@ -128,7 +129,15 @@ class ShardedParam:
         if self.address is None or self.local.data_ptr() == self.address:
             return
         assert self.home is not None
-        shard = shard_view(*self.home, self.spec, self.rank).copy_(self.local)
+        shard = shard_view(*self.home, self.spec, self.rank)
+        if self.local.dtype is not shard.dtype or self.local.shape != shard.shape:
+            raise ParameterError(
+                f"the shard of {self.fqn} was given data of another dtype or shape: {self.local.dtype}, "
+                f"{tuple(self.local.shape)}",
+                expected=f"{shard.dtype}, {tuple(shard.shape)}",
+                fix="cast the model (model.to(dtype)), or copy values into the shard: param.to_local().copy_(values)",
+            )
+        shard.copy_(self.local)
         # No values changed, and whether this rank gathers again depends on the version.
         with compat.preserved_versions((self.local,)):
             self.local.set_(shard.untyped_storage(), shard.storage_offset(), shard.shape, shard.stride())

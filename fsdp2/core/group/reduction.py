@@ -204,8 +204,11 @@ class Reduction:
         try:
             if pending is not None:
                 pending.finish()
-        except RuntimeError as error:
-            raise_lost(error, f"the {kind} of {self._job.group.fqn or 'the root'}")
+        except BaseException as error:
+            self._is_scattered = True  # no leg follows one that failed: its output is no gradient
+            if isinstance(error, RuntimeError):
+                raise_lost(error, f"the {kind} of {self._job.group.fqn or 'the root'}")
+            raise
 
     # --- from leg to leg ---
 
@@ -246,7 +249,7 @@ class Reduction:
         streams = self._job.group.streams
         if streams.host_waits:
             self.advance()
-            if self._job.hands_out and self._handed_out is None:
+            if self._pending is not None:  # the all-reduce; after a leg that failed, nothing is handed out
                 self.hand_out(None)
         self._input = self._partial = None
         handed_out = self._handed_out
@@ -321,9 +324,10 @@ def launch(reductions: Sequence[Reduction], streams: Streams) -> Stream:
         for reduction in reductions:
             reduction.settle()
         scattered = streams.mark(streams.reduce)
+        for reduction in reductions:  # before any hook of the user can raise
+            reduction._scattered = scattered
         replicated = []
         for reduction in reductions:
-            reduction._scattered = scattered
             replicate_group = reduction.group.mesh.replicate_group
             if reduction._job.hands_out and replicate_group is not None:
                 replicated.append((reduction, replicate_group))

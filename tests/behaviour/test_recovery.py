@@ -25,6 +25,7 @@ from fsdp2 import (
     set_semantics,
 )
 from fsdp2.core import torch_compat as compat
+from fsdp2.core.comm import collectives
 from fsdp2.errors import OrderError
 from harness import cpu_mesh, on_ranks
 from harness.models import Block, batches
@@ -673,3 +674,64 @@ def test_a_backward_may_be_retried_through_a_graph_that_was_retained():
         return loss
 
     assert_same_bits(fed_own_chunk(model, batches(), iteration=iteration), fed_in_chunks(reference, batches(), iteration=iteration))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("manual", [False, True])
+def test_after_a_gradient_hook_that_raises_zero_grad_forgets_the_step(manual):
+    """Finishing a reduction whose hook raised must neither fail nor hand out what is no gradient."""
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    reference = copy.deepcopy(model)
+    for layer in model:
+        fully_shard(layer, mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
+    fails = [True]
+
+    def hook(param: nn.Parameter) -> None:
+        if fails[0]:
+            raise ValueError("no")
+
+    for layer in (model[0], model[2]):
+        layer.weight.register_post_accumulate_grad_hook(hook)
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+    model.set_manual_backward_finalization(manual)
+
+    def step() -> None:
+        model(x).sum().backward()
+        if manual:
+            model.finalize_backward(async_op=True).wait()
+
+    with pytest.raises(ValueError, match="no"):
+        step()
+    fails[0] = False
+    model.zero_grad()
+    step()
+    reference(x).sum().backward()
+    for param, whole in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), whole.grad)
+
+
+@on_ranks(2)
+def test_a_hook_may_call_zero_grad():
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+    for layer in model:
+        fully_shard(layer, mesh=cpu_mesh())
+    fully_shard(model, mesh=cpu_mesh())
+    model[1].weight.register_post_accumulate_grad_hook(lambda param: model[1].zero_grad())
+    model(torch.ones(3, 8)).sum().backward()
+    assert model[1].weight.grad is None
+    assert model[2].weight.grad is not None
+
+
+@on_ranks(2)
+def test_after_a_reduction_that_failed_nothing_is_handed_out():
+    """Its output is memory that nobody has written."""
+    model, seen = fully_shard(nn.Linear(8, 8), mesh=cpu_mesh()), []
+    model.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad))
+    loss = model(torch.ones(3, 8)).sum()
+    with mock.patch.object(collectives.Works, "finish", side_effect=RuntimeError("Connection closed by peer")):
+        with pytest.raises(RuntimeError, match="Connection closed"):
+            loss.backward()
+        with contextlib.suppress(RuntimeError):
+            model.zero_grad()
+    assert seen == []

@@ -7,10 +7,12 @@ import itertools
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 
+import pytest
 import torch
 from torch import Tensor
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp2.errors import ParameterError
 from fsdp2.optim import flat
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
@@ -77,3 +79,13 @@ def test_a_shard_that_was_moved_is_the_one_that_trains():
                 move()
         except AssertionError as error:
             raise AssertionError(f"{way.__name__}, {name}, {optimizer}") from error
+
+
+@on_ranks(2)
+def test_a_shard_that_is_given_another_dtype_or_shape_is_an_error():
+    """Its bytes would be read as those of the shard's dtype, and one value would become all of them."""
+    for other in (torch.ones(2, 4, dtype=torch.bfloat16), torch.ones(2, 4, dtype=torch.float64), torch.ones(1)):
+        model = fully_shard(torch.nn.Linear(4, 4), mesh=cpu_mesh())
+        model.weight._local_tensor.data = other
+        with pytest.raises(ParameterError, match=r"the shard of weight was given data of another dtype or shape"):
+            model(torch.ones(1, 4))

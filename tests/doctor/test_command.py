@@ -153,7 +153,7 @@ APART = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", APART)
+@pytest.mark.parametrize("how", ["step", *(pytest.param(how, marks=pytest.mark.full) for how in APART if how != "step")])
 def test_what_one_rank_does_alone_is_named_and_nothing_hangs(tmp_path: Path, how: str) -> None:
     """It aborted, or hung without limit."""
     alone, said = APART[how]
@@ -218,12 +218,12 @@ def test_a_module_of_a_package_is_run_as_python_runs_it(tmp_path: Path) -> None:
 TINY = ["--layers=2", "--width=64", "--heads=2", "--context=32", "--text-bytes=300000"]
 HEALTHY = [
     ("train_lm.py", 2, ["--out={}", *TINY]),
-    ("finetune_hf.py", 2, ["--out={}", "--pairs=80", "--input-length=40", "--width=32", "--batch=8"]),
     ("tutorial/step3_stop_and_resume.py", 2, ["--folder={}"]),
 ]
 MORE_HEALTHY = [
     *(("train_lm.py", 2, ["--out={}", *TINY, f"--optimizer={name}"]) for name in ("flat-adamw", "anyprecision", "muon")),
     ("train_lm.py", 2, ["--out={}", *TINY, "--hsdp"]),
+    ("finetune_hf.py", 2, ["--out={}", "--pairs=80", "--input-length=40", "--width=32", "--batch=8"]),
     ("tutorial/step2_large_models.py", 2, []),
     ("tutorial/step4_many_hosts.py", 2, []),
     ("clients/experts.py", 4, []),

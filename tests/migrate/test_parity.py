@@ -75,8 +75,12 @@ def test_a_folder_that_is_too_large_to_copy_is_refused(
     [
         ("pass", "the same for 3 steps on 2 ranks"),
         ("loss = loss * (1.5 if is_new and dist.get_rank() == 1 and step == 1 else 1)", "different: step 2, rank 1: loss 1 is"),
-        ("is_new and step == 2 and sys.exit(3)", "the old script took 3 steps, the new one 2"),
-        ("optimizer.param_groups[0]['lr'] = 0.2 if is_new else 0.1", "different: after step 1: parameter 0.weight: differs by up to"),
+        pytest.param("is_new and step == 2 and sys.exit(3)", "the old script took 3 steps, the new one 2", marks=pytest.mark.full),
+        pytest.param(
+            "optimizer.param_groups[0]['lr'] = 0.2 if is_new else 0.1",
+            "different: after step 1: parameter 0.weight: differs by up to",
+            marks=pytest.mark.full,
+        ),
         ("raise SystemExit(3) if is_new else None or ValueError('here')", "the old script failed before its first step: "),
     ],
 )
@@ -90,7 +94,7 @@ def test_first_difference_is_shown_with_its_place(change: str, said: str, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", ["old", "new"])
+@pytest.mark.parametrize("which", [pytest.param("old", marks=pytest.mark.full), "new"])
 def test_script_that_hangs_is_ended_and_named_with_its_place_and_last_output(
     which: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

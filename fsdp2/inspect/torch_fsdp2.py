@@ -42,7 +42,7 @@ def _unit(name: str, state: Any, prefixes: dict[int, str]) -> Unit:
         name=name,
         event_name=lambda: name or "the root",
         modules=state._modules,
-        groups=[_group(name, group, prefixes) for group in groups],
+        groups=[_group(name, group, state._mp_policy, prefixes) for group in groups],
         borrowed=(),
         mp_policy=state._mp_policy,
         reshard_after_forward=_resharded_over(state, groups),
@@ -67,8 +67,8 @@ def _groups_of(state: Any) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []  # torch 2.11
 
 
-def _group(name: str, group: Any, prefixes: dict[int, str]) -> Group:
-    info, policy = group.mesh_info, group.mp_policy
+def _group(name: str, group: Any, policy: Any, prefixes: dict[int, str]) -> Group:
+    info = group.mesh_info
     cuts, copies = info.shard_mesh_dim is not None, info.replicate_mesh_dim is not None
     num_shards = info.shard_mesh_size if cuts else 1
     dtype = group.fsdp_params[0].sharded_param.dtype
@@ -164,7 +164,7 @@ def heard(name: str, state: Any, listener: Listener) -> Iterator[None]:
             undo.callback(module.register_forward_pre_hook(resume).remove)
             undo.callback(module.register_forward_hook(functools.partial(end, "forward")).remove)
         for group in _groups_of(state):
-            events = _GroupEvents(group, unit, listener)
+            events = _GroupEvents(group, state._mp_policy, unit, listener)
             for method, before, after in (
                 ("unshard", events.gathers, None),
                 ("wait_for_unshard", events.waits, events.gathered),
@@ -180,15 +180,15 @@ def heard(name: str, state: Any, listener: Listener) -> Iterator[None]:
 class _GroupEvents:
     """Says when one of torch's groups gathers and reduces. under_way: by kind"""
 
-    def __init__(self, group: Any, unit: str, listener: Listener) -> None:
-        self._group, self._unit, self._listener = group, unit, listener
+    def __init__(self, group: Any, policy: Any, unit: str, listener: Listener) -> None:
+        self._group, self._policy, self._unit, self._listener = group, policy, unit, listener
         self._under_way: dict[str, Record] = {}
 
     def gathers(self) -> None:
         group = self._group
         skips = not group.unshard_in_backward and group._training_state.name == "PRE_BACKWARD"
         if group._all_gather_result is None and not group.is_unsharded and not skips:
-            self._begin("all-gather", group.mp_policy.param_dtype, lambda: group._all_gather_process_group)
+            self._begin("all-gather", self._policy.param_dtype, lambda: group._all_gather_process_group)
 
     def waits(self) -> None:
         if "all-gather" in self._under_way:
@@ -202,8 +202,8 @@ class _GroupEvents:
         if self._group.reduce_grads and any(
             _leaf_grad(each) is not None or each.unsharded_accumulated_grad is not None for each in params
         ):
-            policy = self._group.mp_policy
-            self._begin("reduce-scatter", policy.reduce_dtype or policy.param_dtype, lambda: self._group._reduce_scatter_process_group)
+            dtype = self._policy.reduce_dtype or self._policy.param_dtype
+            self._begin("reduce-scatter", dtype, lambda: self._group._reduce_scatter_process_group)
 
     def reduced(self) -> None:
         if "reduce-scatter" in self._under_way:

@@ -214,6 +214,15 @@ def test_a_look_at_a_submodule_renames_nothing():
     assert "blocks.0.weight" in names
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x).relu()
+
+
 class Counting(inspect.Listener):
     def __init__(self) -> None:
         self.begun: list[str] = []
@@ -237,19 +246,18 @@ def test_a_listener_that_listens_twice_is_undone_twice():
 
 
 @on_ranks(2)
-def test_blocks_compile_whole_while_somebody_listens():
-    for way in (fsdp2.fully_shard, fully_shard):
-        model, listener = Tied(), Counting()
-        for block in model.blocks:
-            block.compile(backend="eager", fullgraph=True)
-            way(block, mesh=cpu_mesh(2))
-        way(model, mesh=cpu_mesh(2))
-        undo = inspect.listen(listener, model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the compiler looks at gradients of tensors that are no leaves
-            model(torch.arange(4)).sum().backward()
-        undo()
-        assert "forward the root" in listener.begun
+def test_blocks_of_torchs_fsdp2_compile_whole_while_somebody_listens():
+    model, listener = nn.Sequential(Block(), Block()), Counting()
+    for block in model:
+        block.compile(backend="eager", fullgraph=True)
+        fully_shard(block, mesh=cpu_mesh(2))
+    fully_shard(model, mesh=cpu_mesh(2))
+    undo = inspect.listen(listener, model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler looks at gradients of tensors that are no leaves
+        model(torch.ones(2, 4)).sum().backward()
+    undo()
+    assert "forward the root" in listener.begun
     torch.compiler.reset()
 
 

@@ -280,7 +280,6 @@ def dropped_by_zero_grad(model: Any) -> None:
 
 def not_zeroed(model: Any) -> None:
     backward(model)
-    model.reset_iter_state()
     backward(model)
 
 

@@ -72,8 +72,8 @@ def compare(
 def _rewrite(script: Path, overlay: Path) -> Path | None:
     """Write rewritten copies of the script and of the modules next to it that it imports; prints the findings."""
     imported = imported_names(script.read_text())
-    beside = sorted(script.resolve().parent.glob("*.py"))
-    results = migrate_files(path for path in beside if path.name == script.name or path.stem in imported)
+    siblings = sorted(script.resolve().parent.glob("*.py"))
+    results = migrate_files(path for path in siblings if path.name == script.name or path.stem in imported)
     changed = False
     for path, result in results.items():
         if result.new != result.old:

@@ -20,6 +20,7 @@ COMMANDS = {
     "diff": ("fsdp2.inspector.diff_command", "say where two recorded runs first differ, and whether by rounding"),
     "report": ("fsdp2.inspector.report.command", "show what a run has written down as an HTML page"),
     "doctor": ("fsdp2.doctor.command", "run a script's first steps on CPU ranks and report its faults"),
+    "prove": ("fsdp2.prove.command", "run a script on CPU ranks and say whether it trains what it means to"),
     "migrate": ("fsdp2.migrate.command", "rewrite scripts written for FSDP1, DDP, DeepSpeed or torch's FSDP2"),
 }
 

@@ -92,7 +92,7 @@ class Installation:
                 self._rebound.append((module, name, *found))
 
 
-def install(*, fsdp1: bool = False) -> Installation:
+def install(*, fsdp1: bool = False, reference: bool = False) -> Installation:
     """Let the names of torch's FSDP2 mean fsdp2's in this process, in modules imported before and after this call.
 
     It covers ``torch.distributed.fsdp``, ``torch.distributed._composable.fsdp``, the private modules in which torch defines the names,
@@ -100,16 +100,17 @@ def install(*, fsdp1: bool = False) -> Installation:
     ``replicate`` shards later, go on with torch's.
 
     fsdp1:      FSDP1's names as well (``FullyShardedDataParallel`` and what belongs to it), by ``fsdp2.compat``
+    reference:  ``fully_shard`` and ``FSDPModule``, torch's and fsdp2's, mean those of ``fsdp2.reference``; so does ``parallelize``
     Returns:    the handle that undoes it, by ``uninstall()`` or as a context manager. A second call changes nothing, and neither does
                 its handle.
     Collective: no. Thread-safe.
-    Raises:     ArgumentError if ``fsdp1`` is no bool
+    Raises:     ArgumentError if ``fsdp1`` or ``reference`` is no bool
 
     Example:
         with fsdp2.install():
             from torch.distributed.fsdp import fully_shard  # fsdp2's
     """
-    require("install", SWITCH, fsdp1=fsdp1)
+    require("install", SWITCH, fsdp1=fsdp1, reference=reference)
     installation = Installation()
     with _lock:
         replacements = _replacements("fsdp2", torch_compat.FSDP2_HOMES, FSDP2_NAMES)
@@ -117,6 +118,14 @@ def install(*, fsdp1: bool = False) -> Installation:
         if fsdp1:
             replacements |= _replacements("fsdp2.compat", torch_compat.FSDP1_HOMES, FSDP1_NAMES)
         homes = torch_compat.homes(torch_compat.FSDP2_HOMES + (torch_compat.FSDP1_HOMES if fsdp1 else ()))
+        if reference:
+            means = importlib.import_module("fsdp2.reference")
+            found = {"fully_shard": means.fully_shard, "FSDPModule": means.ReferenceModule}
+            ours = importlib.import_module("fsdp2")
+            for home in homes:
+                replacements |= {id(vars(home)[name]): (vars(home)[name], found[name]) for name in found if name in vars(home)}
+            replacements |= {id(vars(ours)[name]): (vars(ours)[name], found[name]) for name in found}
+            homes += [ours, importlib.import_module("fsdp2.strategy")]
         for module in dict.fromkeys([*homes, torch_compat.state_module]):
             installation._rebind(replacements, module)
         loaded: dict[str, Any] = dict(sys.modules)  # programs put other objects than modules there, too

@@ -70,7 +70,7 @@ class Patient:
         self.record.write(self._folder)
         handles = [register_module_forward_pre_hook(self._before_forward), register_optimizer_step_pre_hook(self._before_step)]
         try:
-            with install(), canaries(), _before_os_exit(self._end):
+            with self._names(), canaries(), _before_os_exit(self._end):
                 script()
         except EnoughSteps:
             self._end(0)
@@ -86,6 +86,10 @@ class Patient:
         finally:
             for handle in handles:
                 handle.remove()
+
+    def _names(self) -> contextlib.AbstractContextManager[Any]:
+        """What ``fully_shard`` and torch's other names mean to the script."""
+        return install()
 
     def _end(self, status: int, error: BaseException | None = None) -> None:
         """The script ends with ``status``, or by ``error``. Collective: no, for the other ranks may have failed."""

@@ -63,21 +63,24 @@ def fingerprint(local: Tensor, shape: Sequence[int], pieces: Iterable[Piece]) ->
 
 
 @torch.no_grad()
-def fingerprints(parts: Sequence[Part]) -> list[Fingerprint]:
-    """Those of many parts, in few operators: small ones are looked at together. Waits for the device once for each 2**18 elements."""
-    found = [NOTHING] * len(parts)
+def fingerprints(parts: Sequence[Part], num_sketches: int = NUM_SKETCHES) -> list[Fingerprint]:
+    """Those of many parts, in few operators: small ones are looked at together. Waits for the device once for each 2**18 elements.
+
+    num_sketches: up to 36; of 16, a distance is good to a fifth
+    """
+    found = [Fingerprint(0, 0.0, (0.0,) * num_sketches)] * len(parts)
     waiting: dict[tuple[torch.device, torch.dtype], _Batch] = {}
     for number, (local, shape, pieces) in enumerate(parts):
         key = local.device, local.dtype
         for piece in pieces:
             for box, extent, numel in _boxes(piece.box):
                 if key in waiting and waiting[key].numel + numel > _CHUNK:
-                    waiting.pop(key).add_to(found)
+                    waiting.pop(key).add_to(found, num_sketches)
                 waiting.setdefault(key, _Batch()).take(
                     number, _values(local, piece, box, extent), _indices(shape, box, extent, local.device)
                 )
     for batch in waiting.values():
-        batch.add_to(found)
+        batch.add_to(found, num_sketches)
     return found
 
 
@@ -101,13 +104,13 @@ class _Batch:
         self._values.append(values)
         self._indices.append(indices)
 
-    def add_to(self, found: list[Fingerprint]) -> None:
+    def add_to(self, found: list[Fingerprint], num_sketches: int) -> None:
         """Add their fingerprints to those of their parts."""
-        for number, made in zip(self._numbers, _made(self._values, self._indices), strict=True):
+        for number, made in zip(self._numbers, _made(self._values, self._indices, num_sketches), strict=True):
             found[number] += made
 
 
-def _made(values: Sequence[Tensor], indices: Sequence[Tensor]) -> Iterator[Fingerprint]:
+def _made(values: Sequence[Tensor], indices: Sequence[Tensor], num_sketches: int) -> Iterator[Fingerprint]:
     """Of each of ``values``."""
     joined, mixed = torch.cat(list(values)), _mixed(torch.cat(list(indices)))
     lengths = torch.tensor([each.numel() for each in values], device=joined.device)
@@ -115,9 +118,9 @@ def _made(values: Sequence[Tensor], indices: Sequence[Tensor]) -> Iterator[Finge
     bits = joined.view(_BITS[joined.element_size()]).to(torch.int64)
     checksums = torch.zeros_like(lengths).index_add_(0, owner, _mixed((bits + 1) * (mixed | 1)))
     wide = joined.to(torch.float64)
-    shifts = torch.arange(NUM_SKETCHES, device=joined.device).unsqueeze(1) * 9 + 11
+    shifts = torch.arange(num_sketches, device=joined.device).unsqueeze(1) * (36 // num_sketches) + 11
     summands = torch.cat([(((mixed >> shifts) & 1) * 2 - 1) * wide, wide.square().unsqueeze(0)])
-    sums = torch.zeros(NUM_SKETCHES + 1, len(values), dtype=torch.float64, device=joined.device).index_add_(1, owner, summands)
+    sums = torch.zeros(num_sketches + 1, len(values), dtype=torch.float64, device=joined.device).index_add_(1, owner, summands)
     for checksum, (*sketch, squares) in zip(checksums.tolist(), sums.t().tolist(), strict=True):
         yield Fingerprint(checksum % _WORD, squares, tuple(sketch))
 

@@ -162,8 +162,8 @@ def parallelize(
             ignored_params=ignored,
         )
         unit = unit_of(group.modules[0])
-        assert unit is not None
-        unit.choose(accumulates_whole=chosen.gradients == "nobody")
+        if unit is not None:  # else fully_shard is the reference's, which shards nothing
+            unit.choose(accumulates_whole=chosen.gradients == "nobody")
     return model
 
 

@@ -1,0 +1,250 @@
+"""Where a run on an implementation differs from the same run on the reference by more than rounding. Pure.
+
+The reference says how much is rounding: run with the program's dtypes (r) and in fp64 (x), it differs from itself by |r - x|, with all
+that the program amplifies. The implementation (i) rounds in another order, and elsewhere:
+
+    |i - r| <= MARGIN |r - x| + limit(eps) size        size: of a gradient, its norm; of a parameter, what training has added to it
+
+``limit`` is that of ``fsdp2 diff``, for the coarsest dtype of the parameter's policy; a parameter adds 4 rounding units of its dtype.
+MARGIN is 8: the worst of many draws, where the reference is one (the fuzzer's margin is 16, of single elements). The largest |r - x| so
+far of the same tensor counts, relative to its size. A tensor counts as large as its share of all, by elements: gradients that are
+zero but for rounding (biases under a norm) have no other scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..inspector.difference import limit
+from ..inspector.fingerprint import Fingerprint
+
+MARGIN = 8.0
+TOO_ROUGH = 0.5
+"""A bound, relative to the size, beyond which a comparison says nothing."""
+
+Events = Mapping[int, Sequence[Mapping[str, Any]]]
+"""Of one run, by rank."""
+PHASES = ("loss", "gradients", "parameters", "buffers")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Tensors, or losses, that differ alike. ranks: of losses; of tensors, the lowest of each copy that differs"""
+
+    step: int
+    phase: str
+    names: tuple[str, ...]
+    ranks: tuple[int, ...]
+    said: str
+
+
+@dataclass
+class Compared:
+    """differences: in the order of the program; counts: tensors that were compared, by phase; rough: those of them that say nothing
+
+    share: the largest difference in relation to its bound, by phase
+    """
+
+    differences: list[Difference] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    rough: dict[str, int] = field(default_factory=dict)
+    share: dict[str, float] = field(default_factory=dict)
+
+    def note(self, phase: str, distance: float, bound: float, size: float) -> bool:
+        """Whether it is a difference."""
+        self.counts[phase] = self.counts.get(phase, 0) + 1
+        if bound > TOO_ROUGH * size and size > 0:
+            self.rough[phase] = self.rough.get(phase, 0) + 1
+        self.share[phase] = max(self.share.get(phase, 0.0), distance / bound if bound else math.inf if distance else 0.0)
+        return not distance <= bound  # NaN differs
+
+
+def compare(real: Events, reference: Events, exact: Events | None, *, is_whole: bool = True) -> Compared:
+    """exact: the reference in fp64; None: it could not run, and MARGIN has nothing to go by. is_whole: the run came to its end"""
+    found = Compared()
+    _compare_losses(found, real, reference, exact, is_whole)
+    tensors = _Tensors(found, reference)
+    for key in dict.fromkeys(key for events in (reference, real) for key in _moments(events)):
+        tensors.compare(key, _wholes(real, key), _wholes(reference, key), _wholes(exact or {}, key))
+    found.differences.sort(key=lambda each: (each.step, PHASES.index(each.phase)))
+    return found
+
+
+def _compare_losses(found: Compared, real: Events, reference: Events, exact: Events | None, is_whole: bool) -> None:
+    by_rank = {rank: [_losses(events, rank) for events in (real, reference, exact or {})] for rank in real}
+    off = max(
+        (abs(a - b) for _, rounded, full in by_rank.values() for (_, a, _), (_, b, _) in zip(rounded, full, strict=False)), default=0.0
+    )
+    wrong: dict[tuple[int, int], list[tuple[int, float, float]]] = {}
+    for rank, (ours, theirs, _) in by_rank.items():
+        for number, ((step, mine, _), (_, its, eps)) in enumerate(zip(ours, theirs, strict=False)):
+            same = mine == its or (math.isnan(mine) and math.isnan(its))
+            bound = MARGIN * off + limit(eps if eps < 1e-4 else eps / 4) * abs(its)
+            if found.note("loss", 0.0 if same else abs(mine - its), bound, abs(its)):
+                wrong.setdefault((step, number), []).append((rank, mine, its))
+        if is_whole and len(ours) != len(theirs):
+            what = f"backward was called {len(ours)} times, and {len(theirs)} times on the reference"
+            found.differences.append(Difference(max((step for step, _, _ in ours), default=1), "loss", (), (rank,), what))
+    for (step, _), each in wrong.items():
+        rank, mine, its = each[0]
+        what = f"the loss is {mine:.6g} on rank {rank}, and {its:.6g} on the reference"
+        found.differences.append(Difference(step, "loss", (), tuple(rank for rank, *_ in each), what))
+
+
+def _losses(events: Events, rank: int) -> list[tuple[int, float, float]]:
+    return [(each["step"], value, each["eps"]) for each in events.get(rank, ()) if each["kind"] == "loss" for value in each["values"]]
+
+
+Key = tuple[int, str, int]
+"""Step, phase and optimizer of what all ranks have recorded."""
+
+
+def _moments(events: Events) -> list[Key]:
+    """In the order of the lowest rank; those that all ranks have."""
+    each = [[(e["step"], e["kind"], e["optimizer"]) for e in of_rank if e["kind"] in PHASES[1:]] for of_rank in events.values()]
+    return [key for key in each[0] if all(key in other for other in each)] if each else []
+
+
+@dataclass(frozen=True)
+class Whole:
+    made: Fingerprint
+    numel: int
+    eps: float
+    dtype_eps: float
+
+    def distance(self, other: Whole | None) -> float:
+        return self.made.distance(other.made) if other is not None else 0.0
+
+    def minus(self, other: Whole | None) -> float:
+        """About the norm of the difference."""
+        return self.made.norm if other is None else self.distance(other)
+
+
+def _wholes(events: Events, key: Key) -> dict[str, dict[int, Whole]]:
+    """By name, and by copy: each a sum over the ranks that have a part of it."""
+    found: dict[str, dict[int, Whole]] = {}
+    for of_rank in events.values():
+        for event in of_rank:
+            if (event["step"], event["kind"], event.get("optimizer", 0)) == key:
+                for name, seen in event["values"].items():
+                    copies = found.setdefault(name, {})
+                    before = copies.get(seen.copy)
+                    made = seen.made if before is None else before.made + seen.made
+                    copies[seen.copy] = Whole(made, seen.numel, seen.eps, seen.dtype_eps)
+    return found
+
+
+def of_copy(copies: dict[int, Whole] | None, copy: int) -> Whole | None:
+    return None if not copies else copies.get(copy, copies[min(copies)])
+
+
+class _Tensors:
+    """Compares the tensors of one moment after the other; remembers how far rounding has carried each."""
+
+    def __init__(self, found: Compared, reference: Events) -> None:
+        self._found = found
+        self._start = _wholes(reference, (1, "start", 0))
+        self._relative: dict[tuple[str, str], float] = {}
+
+    def compare(self, key: Key, real: Any, reference: Any, exact: Any) -> None:
+        step, phase, _ = key
+        total = sum(each[min(each)].made.squares for each in reference.values())
+        numel = sum(each[min(each)].numel for each in reference.values()) or 1
+        wrong: dict[str, list[tuple[float, str, str, int]]] = {}
+        for name in dict.fromkeys([*reference, *real]):
+            for copy in real.get(name) or reference[name]:
+                ours, theirs, full = (of_copy(each.get(name), copy) for each in (real, reference, exact))
+                share, what = self._difference(phase, name, ours, theirs, full, copy, total / numel)
+                if what:
+                    ratio = _ratio(ours, theirs)
+                    kind = what if not share else "differs" if ratio is None else f"is {ratio:.4g} times the reference's"
+                    wrong.setdefault(kind, []).append((share, what if kind == "differs" else kind, name, copy))
+        for each in wrong.values():
+            names = tuple(dict.fromkeys(name for _, _, name, _ in each))
+            ranks = tuple(sorted({copy for *_, copy in each}))
+            worst = max(each, key=lambda found: found[0])
+            said = f"{worst[2]} {worst[1]}" + (f", and {len(names) - 1} more like it" if len(names) > 1 else "")
+            self._found.differences.append(Difference(step, phase, names, ranks, said))
+
+    def _difference(
+        self, phase: str, name: str, ours: Whole | None, theirs: Whole | None, full: Whole | None, copy: int, mean_square: float
+    ) -> tuple[float, str]:
+        """How much larger than rounding the difference is, and what it is; 0.0: it has no size."""
+        if ours is None or theirs is None:
+            has, other = ("on the reference", "the program") if ours is None else ("in the program", "the reference")
+            if theirs is None and ours is not None and not ours.made.squares:
+                return 0.0, ""  # zeros where nothing is
+            return 0.0, f"is there {has} only: {other} has none"
+        size = max(theirs.made.norm, math.sqrt(mean_square * theirs.numel)) if phase == "gradients" else theirs.made.norm
+        bound = 0.0
+        if phase == "parameters":
+            start = of_copy(self._start.get(name), copy)
+            bound = 4 * theirs.dtype_eps * theirs.made.norm
+            size = theirs.minus(start) if start is not None else 0.0
+        off = theirs.distance(full) if full is not None else 0.0
+        if math.isfinite(off) and size > 0:
+            key = phase, name
+            self._relative[key] = max(self._relative.get(key, 0.0), off / size)
+            off = self._relative[key] * size
+        bound += MARGIN * off + limit(max(theirs.eps, theirs.dtype_eps)) * size
+        if ours.made.checksum == theirs.made.checksum:
+            self._found.note(phase, 0.0, bound, size)
+            return 0.0, ""
+        distance = ours.distance(theirs)
+        if not self._found.note(phase, distance, bound, size):
+            return 0.0, ""
+        if not ours.made.squares:
+            return 0.0, "is zero, and not on the reference"
+        if not math.isfinite(ours.made.squares):
+            return 0.0, "is not finite, and is on the reference"
+        percent = distance / theirs.made.norm if theirs.made.norm else math.inf
+        said = f"differs by {percent:.3g} of its norm, where rounding may change {bound / (theirs.made.norm or 1):.3g}"
+        return distance / bound if bound else math.inf, said
+
+
+def _ratio(ours: Whole | None, theirs: Whole | None) -> float | None:
+    """By what the implementation's tensor is multiplied, if by one number."""
+    if ours is None or theirs is None or not ours.made.squares or not math.isfinite(ours.made.squares):
+        return None
+    a, b = ours.made.sketch, theirs.made.sketch
+    along, norm = sum(x * y for x, y in zip(a, b, strict=True)), sum(y * y for y in b)
+    ratio = along / norm if norm else 0.0
+    rest = math.sqrt(sum((x - ratio * y) ** 2 for x, y in zip(a, b, strict=True)) / norm) if norm else math.inf
+    return ratio if ratio and abs(ratio - 1) > 0.02 and rest < 0.02 * abs(ratio) else None
+
+
+def first_differing_call(calls: Mapping[int, Sequence[str]]) -> str | None:
+    """Where ranks of one process group have first issued different collectives. calls: the lines of each rank"""
+    by_group: dict[str, dict[int, list[str]]] = {}
+    for rank, lines in calls.items():
+        for line in lines:
+            name, numel, dtype, ranks, *place = line.split(" ", 4)
+            said = f"{name} of {numel} {dtype}" if numel != "-" else name
+            by_group.setdefault(ranks, {}).setdefault(rank, []).append(said + "".join(f" ({where})" for where in place if where))
+    for ranks, of_rank in by_group.items():
+        members = [int(each) for each in ranks.split(",")]
+        length = max(map(len, of_rank.values()))
+        for number in range(length):
+            here = {rank: _at(of_rank.get(rank, []), number) for rank in members}
+            if len({each.partition(" (")[0] for each in here.values()}) > 1:
+                told = "; ".join(f"{who} {what}" for what, who in _by_value(here))
+                return f"collective {number + 1} of ranks {ranks} is not the same: {told}"
+    return None
+
+
+def _at(lines: Sequence[str], number: int) -> str:
+    return lines[number] if number < len(lines) else "none"
+
+
+def _by_value(here: Mapping[int, str]) -> Iterator[tuple[str, str]]:
+    values: dict[str, list[int]] = {}
+    for rank, value in here.items():
+        values.setdefault(value, []).append(rank)
+    for value, ranks in values.items():
+        yield value, f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}:"
+
+
+__all__ = ["MARGIN", "Compared", "Difference", "Events", "compare", "first_differing_call"]

@@ -1,0 +1,165 @@
+"""From what the ranks of all runs have written down to statements."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..doctor.finding import Report
+from ..doctor.rank_record import RankRecord, read_records, report_of_records
+from ..printable import of_ranks
+from .comparing import Compared, Events, compare, first_differing_call
+from .ranks import Ended, tail_of
+from .verdict import Statement, not_looked_at
+from .witness import read_events
+
+_SUBJECTS = {"loss": "losses", "gradients": "gradients", "parameters": "parameters", "buffers": "buffers"}
+
+
+@dataclass
+class Run:
+    """One run of the program, as its ranks have written it down."""
+
+    role: str
+    folder: Path
+    num_ranks: int
+    ended: Ended
+
+    @functools.cached_property
+    def records(self) -> list[RankRecord]:
+        return read_records(str(self.folder), self.num_ranks)
+
+    @functools.cached_property
+    def events(self) -> Events:
+        return {rank: read_events(self.folder, rank) for rank in range(self.num_ranks)}
+
+    @property
+    def num_steps(self) -> int:
+        return max((record.num_steps for record in self.records), default=0)
+
+    def calls(self) -> dict[int, list[str]]:
+        """The collectives of each rank, in order."""
+        paths = {rank: self.folder / f"calls-{rank}" for rank in range(self.num_ranks)}
+        return {rank: path.read_text().splitlines() if path.exists() else [] for rank, path in paths.items()}
+
+    def first_failure(self) -> RankRecord | None:
+        failed = [record for record in self.records if record.has_failed]
+        # A rank that lost another says so after that one has failed.
+        return min(failed, key=lambda record: (_is_of_backend(record.failure), record.ended_s), default=None)
+
+    def why(self) -> str:
+        """Why it has ended, if not well: a sentence with rank and line."""
+        if self.ended.stalled or self.ended.is_over:
+            return self._where_ranks_wait()
+        record = self.first_failure()
+        if record is not None:
+            at = f" at {record.place}" if record.place else ""
+            return f"rank {record.rank} failed{at}: {record.failure or f'status {record.status}'}"
+        killed = [rank for rank, status in self.ended.statuses.items() if status]
+        lines = [line for rank in killed[:1] for line in tail_of(self.folder, rank, 1)]
+        return f"{of_ranks(killed)} ended with status {[self.ended.statuses[rank] for rank in killed]}: {' '.join(lines)}"
+
+    def _where_ranks_wait(self) -> str:
+        calls = self.calls()
+        places = {record.rank: record.place or "no line of the script" for record in self.records}
+        told = []
+        for rank in range(self.num_ranks):
+            if self.ended.statuses.get(rank) == 0:
+                told.append(f"rank {rank} has ended")
+            else:
+                name, *rest = (calls[rank] or ["no collective"])[-1].split(" ", 4)
+                where = f" in {rest[3]}" if len(rest) > 3 and rest[3] else ""
+                told.append(f"rank {rank} is at {places.get(rank, 'its start')}, its last collective {name}{where}")
+        how = "the ranks wait for each other" if self.ended.stalled else "the time limit is over"
+        return f"{how}: {'; '.join(told[:8])}"
+
+
+def _is_of_backend(failure: str) -> bool:
+    return any(word in failure for word in ("gloo", "LostRankError", "Connection closed", "Connection reset"))
+
+
+def statements_of(real: Run, reference: Run | None, exact: Run | None) -> Iterator[Statement]:
+    """Those that follow from these runs, the gravest faults first."""
+    apart = first_differing_call(real.calls())
+    by_backend = (record := real.first_failure()) is None or _is_of_backend(record.failure)
+    if apart is not None and (real.ended.is_well or by_backend):  # else a rank has failed by itself
+        yield Statement("collectives", False, "measured", apart, "make these calls on all ranks alike, outside of `if rank == 0:`")
+    if not real.ended.is_well:
+        ranks = () if record is None or real.ended.stalled else (record.rank,)
+        subject = "hang" if real.ended.stalled or real.ended.is_over else "run"
+        yield Statement(subject, False, "measured", real.why(), step=real.num_steps + 1, ranks=ranks)
+    if apart is None:
+        most = max(map(len, real.calls().values()), default=0)
+        yield Statement("collectives", True, "measured", f"all ranks issued the same collectives in the same order, up to {most} each")
+    report = report_of_records(real.records)
+    looked = any(record.has_looked for record in real.records)
+    yield from _of_doctor(report, ("error",))
+    yield from _of_comparison(real, reference, exact)
+    yield from _of_doctor(report, ("warning",))
+    if not looked and not report:
+        yield not_looked_at("doctor", "no optimizer has stepped on a sharded model that the doctor knows")
+    elif not any(each.severity != "note" for each in report):
+        yield Statement("doctor", True, "measured", f"no finding in {real.num_steps} steps{_notes(report)}")
+
+
+def _notes(report: Report) -> str:
+    return "".join(f"; note {each.check}: {each.what}" for each in report)
+
+
+def _of_doctor(report: Report, severities: tuple[str, ...]) -> Iterator[Statement]:
+    for each in report:
+        if each.severity in severities:
+            said = f"{each.check}: {each.what}; {each.why}"
+            yield Statement("doctor", False, "measured", said, each.fix, each.check, names=each.params, ranks=each.ranks)
+
+
+def _of_comparison(real: Run, reference: Run | None, exact: Run | None) -> Iterator[Statement]:
+    why = _incomparable(real, reference)
+    if why or reference is None:
+        yield from (not_looked_at(subject, why) for subject in _SUBJECTS.values())
+        return
+    usable = exact if exact is not None and exact.num_steps else None
+    found = compare(real.events, reference.events, None if usable is None else usable.events, is_whole=real.ended.is_well)
+    first = {phase: [each for each in found.differences if each.phase == phase] for phase in _SUBJECTS}
+    for each in sorted((each[0] for each in first.values() if each), key=found.differences.index):
+        same = [other for other in first[each.phase] if other.step == each.step]
+        names = tuple(name for other in same for name in other.names)
+        said = "; ".join(other.said for other in same[:3])
+        yield Statement(_SUBJECTS[each.phase], False, "measured", said, step=each.step, names=names, ranks=each.ranks)
+    for phase, subject in _SUBJECTS.items():
+        if not first[phase]:
+            yield _agreement(subject, phase, found, usable is not None)
+
+
+def _agreement(subject: str, phase: str, found: Compared, has_exact: bool) -> Statement:
+    number, rough = found.counts.get(phase, 0), found.rough.get(phase, 0)
+    if not number:
+        return not_looked_at(subject, "the program has none" if phase == "buffers" else "none was seen")
+    if rough == number:
+        return not_looked_at(subject, f"rounding may change all {number} by half of their size or more")
+    share = f"the worst at {found.share[phase]:.1%} of what rounding may change"
+    but = f"; {rough} of them say little, because rounding may change them by half of their size" if rough else ""
+    without = "" if has_exact else "; the reference did not run in fp64, so the bound has only the dtypes"
+    return Statement(subject, True, "measured", f"{number} {subject} are the reference's, {share}{but}{without}")
+
+
+def _incomparable(real: Run, reference: Run | None) -> str:
+    if reference is None:
+        return "the reference was not run"
+    if not reference.num_steps:
+        return f"the reference could not run the program: {reference.why()}"
+    if not real.num_steps:
+        return "the program made no step"
+    digests = [
+        {rank: next((each["digest"] for each in events if each["kind"] == "inputs"), None) for rank, events in run.events.items()}
+        for run in (real, reference)
+    ]
+    if digests[0] != digests[1]:
+        ranks = [rank for rank in digests[0] if digests[0][rank] != digests[1][rank]]
+        return (
+            f"on {of_ranks(ranks)} the first inputs are not those of the run on the reference: they come from the clock, or from a "
+            "random generator that drew other numbers before, as for parameters that are made on shards; seed it after these"
+        )
+    return ""

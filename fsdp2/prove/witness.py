@@ -1,0 +1,345 @@
+"""What one rank of one run writes down: inputs, losses, gradients, parameters, buffers and collectives, step by step.
+
+The program runs under the doctor's ``Patient``, which ends it after its steps. One file gets an event at each moment, another a line
+before each collective: both are there however the rank ends.
+
+    {"kind": "gradients", "step": 1, "values": {"0.weight": Seen(...)}}
+    all_reduce 12 float32 0,1 backward of layers.0
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import inspect
+import os
+import pickle
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from ..checkpoint.model_tensors import cuts_of
+from ..checkpoint.shard_geometry import Box, Piece, pieces_of
+from ..core import torch_compat as compat
+from ..doctor import hearing
+from ..doctor.patient import Patient, _living
+from ..doctor.rank_record import fault_file
+from ..doctor.step_checks import digest_of
+from ..inspect import Listener, is_sharded, listen
+from ..inspector.fingerprint import Fingerprint, fingerprints
+from ..reference import ReferenceModule
+from ..run import run_script
+from .stand_ins import on_the_reference
+
+NUM_SKETCHES = 16
+REFERENCES = {"reference": None, "reference64": torch.float64}
+"""The runs on the reference, by name, and the dtype in which they compute."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A rank's part of a tensor.
+
+    copy: the lowest rank that has a part of the same copy
+    eps:  the coarsest rounding unit that it went through
+    """
+
+    made: Fingerprint
+    copy: int
+    numel: int
+    eps: float
+    dtype_eps: float
+
+
+@dataclass(frozen=True)
+class Program:
+    """The user's script, or a function of ours in its place."""
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+    call: Callable[[], object] | None = None
+
+    def run(self) -> None:
+        if self.call is not None:
+            self.call()
+        else:
+            run_script(self.script, self.arguments, self.is_module)
+
+
+class Witness(Patient):
+    """role: "real", or one of REFERENCES. start: the folder of the run whose initial values this one takes"""
+
+    def __init__(self, role: str, folder: Path, max_steps: int, start: Path | None) -> None:
+        super().__init__(max_steps, str(folder))
+        self.role, self._start = role, start
+        rank = self.record.rank
+        self._events = open(folder / f"events-{rank}", "wb", buffering=0)  # noqa: SIM115 (until the process ends)
+        self._calls = open(folder / f"calls-{rank}", "wb", buffering=0)  # noqa: SIM115
+        self._named: dict[int, tuple[str, Tensor]] = {}
+        self._eps = 0.0
+        self._coarse: dict[str, float] = {}
+        self._taken: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self._first: nn.Module | None = None
+        self.place = ""
+
+    def _names(self) -> contextlib.AbstractContextManager[Any]:
+        return on_the_reference(REFERENCES[self.role]) if self.role in REFERENCES else contextlib.nullcontext()
+
+    def run(self, script: Callable[[], object]) -> None:
+        with contextlib.ExitStack() as undo:
+            undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            hearing.backwards.listen(self._on_backward)
+            undo.callback(hearing.backwards.ignore, self._on_backward)
+            undo.enter_context(_collectives_told(self._on_collective))
+            undo.callback(listen(_Places(self)))
+            super().run(script)
+
+    def _tell(self, kind: str, step: int, **said: Any) -> None:
+        self._events.write(pickle.dumps({"kind": kind, "step": step, **said}))
+
+    @property
+    def _step(self) -> int:
+        return max(self._taken.values(), default=0) + 1
+
+    # --- moments ---
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if self._first is None and not torch.compiler.is_compiling() and (isinstance(module, ReferenceModule) or is_sharded(module)):
+            self._first = module
+            self._begin(module, args)
+        super()._before_forward(module, args)
+
+    @torch.no_grad()
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        """The first forward of a sharded model begins."""
+        if torch.is_autocast_enabled("cpu"):
+            self._eps = torch.finfo(torch.get_autocast_dtype("cpu")).eps
+        for name, param in module.named_parameters():
+            self._named[id(param)] = _plain(name), param
+        self._tell("inputs", 1, digest=digest_of(args))
+        self._tell("start", 1, values=self._seen(self._named.values()))
+        if self._start is not None:
+            self._take_values_of(self._start)
+        else:
+            kind = "fsdp2" if type(module).__mro__[1].__module__.startswith("fsdp2") else "torch"
+            self._tell("implementation", 1, name=kind)
+            kept = {name: (_local(tensor), _placed(tensor)[1]) for name, tensor in self._named.values()}
+            torch.save({"values": kept, "random": torch.get_rng_state()}, self._file("start"))
+
+    def _take_values_of(self, run: Path) -> None:
+        """Parameters that were made on shards have other values here: go on with those of the other run."""
+        name_of = dict(self._named.values())
+        for path in sorted(run.glob("start-*")):
+            kept = torch.load(path, weights_only=False, mmap=True)
+            for name, (values, pieces) in kept["values"].items():
+                if name in name_of:
+                    _copy(values, pieces, name_of[name])
+            if path == run / f"start-{self.record.rank}":
+                torch.set_rng_state(kept["random"])
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._has_ended:
+            return
+        if self._taken.get(optimizer, 0) == self._max_steps:
+            self._stop_script()
+        self._name(optimizer)
+        held = [self._named[id(param)] for group in optimizer.param_groups for param in group["params"]]
+        number = self._number(optimizer)
+        grads = ((name, param.grad) for name, param in held if param.grad is not None)
+        self._tell(
+            "gradients", self._taken.get(optimizer, 0) + 1, optimizer=number, values=self._seen(grads), held=[name for name, _ in held]
+        )
+        super()._before_step(optimizer, args, kwargs)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._has_ended:
+            return
+        step = self._taken[optimizer] = self._taken.get(optimizer, 0) + 1
+        self.record.num_steps = max(self.record.num_steps, step)
+        self._tell("parameters", step, optimizer=self._number(optimizer), values=self._seen(self._named.values()))
+        if self._first is not None:
+            buffers = ((_plain(name), each) for name, each in self._first.named_buffers() if not each.is_complex())
+            self._tell("buffers", step, optimizer=self._number(optimizer), values=self._seen(buffers))
+
+    def _on_backward(self, tensors: Any) -> None:
+        losses = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        values = [_local(each).double().sum().item() for each in losses]
+        self._tell("loss", self._step, values=values, eps=max([self._eps, *(_eps(each.dtype) for each in losses)]))
+
+    def _on_collective(self, name: str, group: Any, tensor: Any) -> None:
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        what = f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" if isinstance(tensor, Tensor) else "- -"
+        self._calls.write(f"{name} {what} {','.join(map(str, ranks))} {self.place}\n".encode())
+
+    # --- names and fingerprints ---
+
+    def _number(self, optimizer: Optimizer) -> int:
+        self._taken.setdefault(optimizer, 0)
+        return list(self._taken).index(optimizer)
+
+    def _name(self, optimizer: Optimizer) -> None:
+        """Names for those parameters of an optimizer that have none yet: from the living module that has most of them."""
+        missing = {id(param): param for group in optimizer.param_groups for param in group["params"] if id(param) not in self._named}
+        while missing:
+            modules = [(len(missing.keys() & {id(each) for each in module.parameters()}), module) for module in _living(nn.Module)]
+            most, module = max(modules, key=lambda each: (each[0], -len(list(each[1].modules()))), default=(0, nn.Module()))
+            kind = type(module).__name__.removeprefix("FSDP")
+            names = [(f"{kind}: {_plain(name)}", param) for name, param in module.named_parameters() if id(param) in missing]
+            if not most:
+                names = [(f"parameter {number} of the optimizer, in no module", param) for number, param in enumerate(missing.values())]
+            for name, param in names:
+                self._named[id(param)] = name, param
+                del missing[id(param)]
+
+    def _seen(self, tensors: Any) -> dict[str, Seen]:
+        found = [(name, tensor, *_placed(tensor)) for name, tensor in tensors]
+        made = fingerprints([(_local(tensor), tensor.shape, pieces) for _, tensor, _, pieces in found], NUM_SKETCHES)
+        return {
+            name: Seen(each, copy, tensor.numel(), max(self._eps, self._coarsest(name)), _eps(tensor.dtype))
+            for (name, tensor, copy, _), each in zip(found, made, strict=True)
+        }
+
+    def _coarsest(self, name: str) -> float:
+        """Of the dtypes in which the reference computes and reduces a parameter of this name."""
+        if not self._coarse and self.role in REFERENCES and self._first is not None:
+            for unit in dict.fromkeys(each.reference for each in self._first.modules() if isinstance(each, ReferenceModule)):
+                for param in unit.params:
+                    if id(param) in self._named and param.is_floating_point():
+                        dtypes = unit.dtype_of(param), unit.reduce_dtype(param), param.dtype
+                        self._coarse[self._named[id(param)][0]] = max(map(_eps, dtypes))
+        return self._coarse.get(name, 0.0)
+
+    def _file(self, kind: str) -> Path:
+        return Path(self._folder, f"{kind}-{self.record.rank}")
+
+
+class _Places(Listener):
+    """Notes which unit runs."""
+
+    def __init__(self, witness: Witness) -> None:
+        self._witness = witness
+
+    def begins(self, phase: str, unit: str) -> None:
+        self._witness.place = f"{phase} of {unit}"
+
+    def leaves(self) -> None:
+        self._witness.place = ""
+
+
+def witness_rank(role: str, program: Program, folder: Path, max_steps: int, start: Path | None) -> int:
+    """One rank of a run; its exit status."""
+    witness = Witness(role, folder, max_steps, start)
+    with open(fault_file(str(folder), witness.record.rank), "w") as faults:
+        faulthandler.enable(faults)
+        faulthandler.register(signal.SIGTERM, faults, chain=True)
+        witness.run(program.run)
+        faulthandler.unregister(signal.SIGTERM)
+        faulthandler.disable()
+    if not witness.record.has_failed and dist.is_initialized():
+        dist.destroy_process_group()
+    return witness.record.status or 0
+
+
+def read_events(folder: Path, rank: int) -> list[dict[str, Any]]:
+    path = folder / f"events-{rank}"
+    found = []
+    with contextlib.suppress(EOFError, FileNotFoundError, pickle.UnpicklingError), open(path, "rb") as file:
+        while True:
+            found.append(pickle.load(file))
+    return found
+
+
+# --- tensors ------------------------------------------------------------------------------------------------------------------------
+
+
+def _plain(name: str) -> str:
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return compat.waited_for(compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+
+
+@functools.lru_cache
+def _eps(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).eps) if dtype.is_floating_point else 0.0
+
+
+def _placed(tensor: Tensor) -> tuple[int, list[Piece]]:
+    """The lowest rank that has a part of the copy of which this rank has one, and the pieces that it has."""
+    if not isinstance(tensor, DTensor):
+        return int(os.environ["RANK"]), pieces_of(tensor.shape, ())
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    first = tuple(0 if compat.shard_dim(each) is not None else here for each, here in zip(tensor.placements, coordinate, strict=True))
+    return int(mesh.mesh[first]), pieces_of(tensor.shape, cuts_of(tensor, coordinate))
+
+
+def _copy(values: Tensor, pieces: list[Piece], to: Tensor) -> None:
+    """Give ``to`` the elements that both have."""
+    for piece in pieces:
+        for own in _placed(to)[1]:
+            both = piece.box.intersect(own.box)
+            if both.numel:
+                _local(to)[_within(both, own)] = values[_within(both, piece)].to(to.dtype)
+
+
+def _within(box: Box, piece: Piece) -> tuple[slice, ...]:
+    return tuple(
+        slice(start - first + at, stop - first + at)
+        for start, stop, first, at in zip(box.start, box.stop, piece.box.start, piece.at, strict=True)
+    )
+
+
+# --- collectives --------------------------------------------------------------------------------------------------------------------
+
+_SAME_SIZE = (
+    *("all_reduce", "broadcast", "reduce", "barrier"),
+    *("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"),
+)
+_ANY_SIZE = ("all_gather", "all_to_all", "all_to_all_single", "gather", "scatter", "reduce_scatter")
+_FUNCTIONAL = ("all_reduce", "all_gather_tensor", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
+
+
+@contextlib.contextmanager
+def _collectives_told(tell: Callable[[str, Any, Any], None]) -> Iterator[None]:
+    """Inside, ``tell`` hears of each collective of torch.distributed before it is issued: its name, process group, and tensor."""
+
+    def told(usual: Callable[..., Any], name: str) -> Callable[..., Any]:
+        signature = inspect.signature(usual)
+
+        @functools.wraps(usual)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if dist.is_initialized() and not torch.compiler.is_compiling():
+                group = signature.bind(*args, **kwargs).arguments.get("group")
+                if group is None or isinstance(group, dist.ProcessGroup):
+                    tell(name, group, args[0] if args and name in _SAME_SIZE else None)
+            return usual(*args, **kwargs)
+
+        return call
+
+    with contextlib.ExitStack() as undo:
+        owners: list[tuple[Any, tuple[str, ...]]] = [(dist, (*_SAME_SIZE, *_ANY_SIZE)), (functional, _FUNCTIONAL)]
+        for owner, name in [(owner, name) for owner, names in owners for name in names if hasattr(owner, name)]:
+            usual = getattr(owner, name)
+            heard = told(usual, name)
+            for home in (owner, dist.distributed_c10d) if owner is dist else (owner,):
+                undo.callback(setattr, home, name, usual)
+                setattr(home, name, heard)
+        yield
+
+
+__all__ = ["REFERENCES", "Program", "Seen", "Witness", "read_events", "witness_rank"]

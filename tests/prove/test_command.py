@@ -1,0 +1,89 @@
+"""``fsdp2 prove`` on scripts as users start them: what it says, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import torch, torch.distributed as dist
+from torch import nn
+from {module} import fully_shard
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+    def forward(self, x):
+        self.calls += 1
+        return x.relu()
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 8), Counts(), nn.Linear(8, 4))
+for layer in (model[0], model[2]):
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+torch.manual_seed(1 + dist.get_rank())
+for step in range(1000):
+    model(torch.randn(8, 4)).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+    {fault}
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def prove(tmp_path: Path, module: str, fault: str = "", *options: str) -> tuple[int, dict[str, Any], str]:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT.format(module=module, fault=fault))
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    command = [sys.executable, "-m", "fsdp2", "prove", "--json", "--ranks", "2", "--steps", "2", *options, str(script)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=600, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", ["fsdp2", "torch.distributed.fsdp"])
+def test_a_right_program_is_proven(tmp_path: Path, module: str) -> None:
+    status, said, errors = prove(tmp_path, module)
+    assert (status, said["verdict"], said["faults"]) == (0, "proven", []), (said, errors)
+    assert said["schema"] == "fsdp2.prove/1"
+    assert said["steps"] == 2
+    holding = {each["subject"] for each in said["statements"] if each["holds"] and each["method"] == "measured"}
+    assert {"losses", "gradients", "parameters", "buffers", "collectives"} <= holding
+
+
+DOUBLED = "[each.grad._local_tensor.mul_(2) for each in model[2].parameters() if hasattr(each, 'placements')]"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "fault", "subject", "words"),
+    [
+        ("torch.distributed.fsdp", DOUBLED, "gradients", ("2.weight", "2 times")),
+        ("fsdp2", "dist.get_rank() or step or dist.barrier()", "collectives", ("rank 0: barrier", "rank 1: ")),
+        ("fsdp2", "step and dist.get_rank() and 1 / 0", "run", ("rank 1 failed at train.py:23", "ZeroDivisionError")),
+    ],
+)
+def test_a_fault_is_named(tmp_path: Path, module: str, fault: str, subject: str, words: tuple[str, ...]) -> None:
+    status, said, errors = prove(tmp_path, module, fault, "--timeout", "8")
+    assert (status, said["verdict"]) == (1, "fault"), (said, errors)
+    assert said["faults"][0]["subject"] == subject, said["faults"]
+    told = said["faults"][0]["said"] + " ".join(said["faults"][0]["names"])
+    assert all(word in told for word in words), said["faults"][0]
+
+
+@pytest.mark.slow
+def test_a_program_that_cannot_run_is_no_fault(tmp_path: Path) -> None:
+    status, said, _ = prove(tmp_path, "no_such_module")
+    assert (status, said["verdict"]) == (2, "not run")
+    assert "ModuleNotFoundError" in said["why_not_run"]

@@ -55,6 +55,10 @@ class WrittenStreams:
         if event is not None:
             self._log.put("wait", stream=stream, id=event)
 
+    def run(self, legs: Iterator[None]) -> None:
+        for _ in legs:
+            pass
+
     def synchronize(self, event: int | None) -> None:
         if event is not None:
             self._log.put("host waits for event", id=event)

@@ -118,6 +118,10 @@ class RecordingStreams:
         if event is not None:
             _advance(self._clock(stream), event)
 
+    def run(self, legs: Iterator[None]) -> None:
+        for _ in legs:
+            pass
+
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         if storage.nbytes() == nbytes:
             return

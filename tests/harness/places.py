@@ -1,7 +1,7 @@
 """Places where the runtime orders streams, marks events or lets the host wait, found in its source: tests take each out in turn.
 
 A place is named by its function, its method and its number there: ``Gather.start order 2``. Functions outside of classes have the
-file in front: ``reduction.launch mark 1``.
+file in front: ``reduction.legs_of mark 1``.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class Gradients:
 
     def _compares_late(self) -> bool:
         """Whether ranks compare afterwards which group each reduced: before, the host would wait for the device."""
-        if self.group.streams.host_waits or self.group.mesh.size == 1:
+        if self.group.mesh.size == 1:
             return False
         return any(backends.is_stream_ordered(backend) and backends.moves_data(backend) for backend in self.backends)
 
@@ -367,17 +367,12 @@ class Gradients:
         return self._divisions[1]
 
     def reduce(self, buffer: Tensor) -> Reduction:
-        """Reduce the result of ``collect``; see ``Reduction``. Collective: on the host, over the shard axis."""
+        """The reduction of the result of ``collect``, which has not started. See ``legs_of``."""
         group, plan, adding = self.group, self._collected, self._adding
         assert plan is not None
-        partial = None
-        if adding is not None:
-            if group.streams.host_waits:
-                adding.advance()
-            partial, adding.sum = adding.sum, None
         hands_out = self.micro_batch.all_reduces or self.hands_out  # the usual case without a call
         copies_out = group.options.offload and not group.streams.host_waits
         job = ReduceJob(group, plan, self._used, self.divisions(), self.options, hands_out, copies_out)
-        reduction = Reduction(job, buffer, partial)
+        reduction = Reduction(job, buffer, adding)
         self._adding = None if job.hands_out else reduction
         return reduction

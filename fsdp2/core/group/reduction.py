@@ -8,7 +8,7 @@ last use. Gradients copied to the host are held until the reduce stream has wait
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,14 +30,13 @@ AllReduceLaunches = dict[dist.ProcessGroup, list[tuple[Tensor, Division]]]
 class Reduction:
     """One reduction under way, in three legs: reduce-scatter, all-reduce, handing out.
 
-    On a stream device ``launch`` queues all of them at once. On the host the constructor issues the first, and
-    ``advance`` and ``finish`` wait for each.
-
+    legs:       those of its unit (see ``legs_of``), from the moment when they start
     sum:        the result of a reduce-scatter that is not handed out, in reduce dtype
     copies_out: see ``ReduceJob``
     """
 
     __slots__ = (
+        "_before",
         "_handed_out",
         "_input",
         "_is_scattered",
@@ -47,28 +46,28 @@ class Reduction:
         "_pending",
         "_scattered",
         "copies_out",
+        "legs",
         "sum",
     )
 
-    def __init__(self, job: ReduceJob, buffer: Tensor, partial: Tensor | None) -> None:
-        """Prepare to reduce ``buffer``; on the host, start.
+    def __init__(self, job: ReduceJob, buffer: Tensor, before: Reduction | None) -> None:
+        """Prepare to reduce ``buffer``.
 
-        buffer:     (plan.layout.unsharded_numel,), reduce dtype, as the job's plan lays it out
-        partial:    the result of earlier reduce-scatters, which is added to that of this one
-        Collective: on the host, over the shard axis; the other legs follow later.
+        buffer: (plan.layout.unsharded_numel,), reduce dtype, as the job's plan lays it out
+        before: its ``sum`` is added to this reduce-scatter's result; it has started earlier
         """
         self._job = job
         self.copies_out = job.copies_out
         self._input: Tensor | None = buffer
-        self._partial = partial
+        self._before = before
+        self._partial: Tensor | None = None
         self._output: Tensor | None = None
         self._pending: collectives.Pending | None = None  # of the leg under way
         self._is_scattered = False
-        self._scattered: Event = None  # on a stream device, after the reduce-scatter
+        self._scattered: Event = None  # after the reduce-scatter
         self._handed_out: HandedOut | None = None
         self.sum: Tensor | None = None
-        if job.group.streams.host_waits:
-            self.scatter()
+        self.legs: Generator[None] | None = None
 
     @property
     def group(self) -> GroupMemory:
@@ -150,6 +149,9 @@ class Reduction:
             log.done(self, "reduce-scatter", streams, streams.reduce)
         output = self._output
         assert output is not None
+        before, self._before = self._before, None
+        if before is not None:
+            self._partial, before.sum = before.sum, None
         if self._partial is not None:  # held as long as the input: over one rank it is an earlier input
             output.add_(self._partial)
         if not self._job.hands_out:
@@ -204,57 +206,33 @@ class Reduction:
         try:
             if pending is not None:
                 pending.finish()
-        except BaseException as error:
-            self._is_scattered = True  # no leg follows one that failed: its output is no gradient
-            if isinstance(error, RuntimeError):
-                raise_lost(error, f"the {kind} of {self._job.group.fqn or 'the root'}")
-            raise
+        except RuntimeError as error:
+            raise_lost(error, f"the {kind} of {self._job.group.fqn or 'the root'}")
 
     # --- from leg to leg ---
 
-    def poll(self) -> None:
-        """On the host, free the reduce input once the reduce-scatter is complete. Local: other ranks notice nothing.
-
-        On a device, events pass at times that differ between ranks and runs: the allocator would give memory out in
-        another order on each rank, which breaks symmetric memory. And a graph capture cannot query an event.
-        """
-        if not self._job.group.streams.host_waits:
-            return
-        if not self._is_scattered and self._pending is not None:
-            if not self._pending.is_completed():
-                return
-            self._finish_pending("reduce-scatter")
-        self._input = None
-
     def advance(self) -> None:
-        """Wait for the reduce-scatter, or order compute after it: after this the reduce input may be freed."""
-        group = self._job.group
-        if not group.streams.host_waits:
-            if self._input is not None:
-                group.streams.order(group.streams.compute, self._scattered)
-        elif not self._is_scattered:
-            self.settle()
-            self._input = self._partial = None
-            if self._job.hands_out and group.mesh.replicate_group is not None:
-                self.all_reduce(group.mesh.replicate_group)
-            if self._job.hands_out and self._pending is None:
-                self.hand_out(None)
+        """Let compute, and the host, wait for the reduce-scatter: after this the reduce input may be freed."""
+        if self._input is not None:
+            streams = self._job.group.streams
+            if not self._is_scattered and self.legs is not None:
+                next(self.legs, None)
+            streams.order(streams.compute, self._scattered)
         self._input = self._partial = None
 
     def finish(self) -> None:
         """Give the sharded parameters their gradients, but for those of ``late_flags``.
 
-        On a stream device, the caller has ordered compute after ``reduced``.
+        The caller has ordered compute after ``reduced``.
         """
-        streams = self._job.group.streams
-        if streams.host_waits:
-            self.advance()
-            if self._pending is not None:  # the all-reduce; after a leg that failed, nothing is handed out
-                self.hand_out(None)
+        legs = self.legs
+        if legs is not None and not legs.gi_running:  # type: ignore[attr-defined]  # a hook that they run may call this
+            for _ in legs:
+                pass
         self._input = self._partial = None
         handed_out = self._handed_out
         if self._job.group.options.offload:
-            streams.synchronize(self.reduced[1])  # the optimizer runs on the host
+            self._job.group.streams.synchronize(self.reduced[1])  # the optimizer runs on the host
         if handed_out is not None:  # inline ``let_go``: that saves a call for each group
             handed_out.held = ()
 
@@ -279,7 +257,7 @@ class Reduction:
             self._finish_pending("reduction")
         finally:
             streams.order(streams.compute, self.reduced[1])
-            self._input = self._output = self._partial = self.sum = self._handed_out = None
+            self._input = self._output = self._partial = self._before = self.sum = self._handed_out = self.legs = None
 
     # --- what other ranks have told ---
 
@@ -305,14 +283,13 @@ class Reduction:
         self._handed_out.add_late(flags)
 
 
-def launch(reductions: Sequence[Reduction], streams: Streams) -> Stream:
-    """On a stream device, queue all legs of a unit's reductions; each leg is one launch for each process group.
+def legs_of(reductions: Sequence[Reduction], streams: Streams, compute: Stream) -> Generator[None]:
+    """All legs of a unit's reductions, each one launch for each process group; for ``Streams.run``.
 
+    compute:    the stream whose memory the inputs are
     Collective: yes, over the shard axes, then over the replicate axes.
-    Returns:    compute, whose memory the inputs are
     """
     several = len(reductions) > 1
-    compute = streams.compute
     streams.order(streams.reduce, streams.mark(compute))
     with streams.on(streams.reduce):
         scatters: ScatterLaunches | None = {} if several else None
@@ -321,6 +298,7 @@ def launch(reductions: Sequence[Reduction], streams: Streams) -> Stream:
         if scatters:
             for process_group, inputs in scatters.items():
                 collectives.reduce_scatter_together(inputs, process_group)
+        yield
         for reduction in reductions:
             reduction.settle()
         scattered = streams.mark(streams.reduce)
@@ -342,6 +320,6 @@ def launch(reductions: Sequence[Reduction], streams: Streams) -> Stream:
             if all_reduces:
                 for process_group, outputs in all_reduces.items():
                     collectives.all_reduce_together(outputs, process_group)
+            yield
             for reduction, _ in replicated:
                 reduction.hand_out(streams.all_reduce)
-    return compute

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..comm.streams import Stream, Streams
 from ..group.gradients import Gradients
-from ..group.reduction import Reduction, launch
+from ..group.reduction import Reduction, legs_of
 from .late_comparison import read_later
 
 _behind: weakref.WeakSet[Reductions] = weakref.WeakSet()
@@ -49,12 +49,6 @@ class Reductions:
         """Gradients will be computed on what is compute now: autograd runs each node on the stream of its forward."""
         self._computed_on.add(self._streams.compute)
 
-    def poll(self) -> None:
-        """Free inputs that the collectives have read. Local: nothing that other ranks see depends on it."""
-        for started in self._holding:
-            for reduction in started:
-                reduction.poll()
-
     def start(self, taken: list[tuple[Gradients, list[Tensor | None]]]) -> None:
         """Reduce what ``Gradients.take`` returned for the groups of a unit, or add it to what accumulates.
 
@@ -79,11 +73,12 @@ class Reductions:
         if not started:
             return
         holding.append(started)
-        if not self._streams.host_waits:
-            self._computed_on.add(launch(started, self._streams))
-            return
+        compute = self._streams.compute
+        legs = legs_of(started, self._streams, compute)
         for reduction in started:
-            reduction.poll()
+            reduction.legs = legs
+        self._streams.run(legs)
+        self._computed_on.add(compute)
 
     def finish(self) -> None:
         """Wait until all sharded gradients have arrived, as compute sees them."""
@@ -116,12 +111,10 @@ class Reductions:
         _behind.add(self)
 
     def _order(self, stream: Stream) -> None:
-        """On a stream device, order ``stream`` after the last event of each stream."""
-        streams = self._streams
-        if not streams.host_waits:
-            for other, event in dict([reduction.reduced for reduction in self._started]).items():
-                if other != stream:
-                    streams.order(stream, event)
+        """Order ``stream`` after the last event of each stream."""
+        for other, event in dict([reduction.reduced for reduction in self._started]).items():
+            if other != stream:
+                self._streams.order(stream, event)
 
     def _give_back(self) -> None:
         """Order the user's side streams, which own gradients and reduce inputs, after what compute does with them."""

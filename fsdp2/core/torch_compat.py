@@ -643,6 +643,18 @@ def dynamo_skips(function: _F) -> _F:
     return function
 
 
+def keep_hooks_outside(module: nn.Module) -> None:
+    """Let ``module``, if it is compiled in place, run its hooks outside of the graph.
+
+    torch 2.14 puts a function around the call of a module of its own, so that the compiler traces the hooks, too, and
+    breaks the graph at each: the compiler skips that function, and compiles the forward that it leads to.
+    """
+    around = getattr(module._compiled_call_impl, "_torchdynamo_orig_callable", None)
+    if isinstance(around, types.FunctionType):
+        around.__code__ = around.__code__.replace()  # not that of all functions of this kind
+        dynamo_skips(around)
+
+
 # --- the compiler, seen from code that it runs; what captures graphs is in ``compiled/torch_compat.py`` ---------------
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import FSDPModule, MixedPrecisionPolicy, fully_shard
-from harness import cpu_mesh, device_type, needs_torch, on_ranks
+from harness import cpu_mesh, device_type, on_ranks
 from harness.compiled import Counts, counted_compilations, no_recompilation
 from harness.models import Block, Transformer, batches, token_batches
 from harness.training import assert_equal_training, assert_same_bits, fed_in_chunks, fed_own_chunk, forward_backward, sgd
@@ -317,20 +318,40 @@ def test_single_linears_compiled_inside_of_a_unit() -> None:
     assert_same_training(steps, fed_in_chunks(reference, batches(4)))
 
 
-@pytest.mark.slow
-@needs_torch("2.12", "compilation of its own containers where they have hooks")
+class OwnLinear(nn.Linear):
+    """Has its forward from torch, though its class is the user's."""
+
+
+KINDS = {
+    "linear": lambda: nn.Linear(7, 7),
+    "subclass": lambda: OwnLinear(7, 7),
+    "sequential": lambda: nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 7)),
+    "own": lambda: Scaled(0.5, 8),
+}
+
+
 @on_ranks(2, timeout=300)
-def test_a_sequential_that_is_a_unit_is_compiled() -> None:
-    """``compile()`` on a plain Sequential does nothing; our class is not on the compiler's list of what it skips."""
-    model = Chain([nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 7)) for _ in range(3)])
-    reference = copy.deepcopy(model)
-    with counted_compilations() as counts:
-        prepare(model, sharded(), in_place(counts))
-        steps = train(model, batches(4))
-        # Two: the first block's input needs no gradient. From 2.14 on torch also compiles what calls a container's hooks, and breaks
-        # there, as it does with the hooks of its own FSDP2.
-        assert (counts.graphs, counts.breaks) == (2, 0 if torch.__version__ < "2.14" else 2)
-    assert_equal_training(steps, fed_in_chunks(reference, batches(4)))
+@pytest.mark.parametrize(
+    ("kind", "ways"),
+    [("linear", [in_place]), pytest.param("linear", [wrapped], marks=pytest.mark.slow)]
+    + [pytest.param(kind, [in_place, wrapped], marks=pytest.mark.slow) for kind in ("subclass", "sequential", "own")],
+)
+def test_modules_whose_forward_is_from_torch_have_one_graph_without_a_break(kind: str, ways: list[Callable[..., Apply]]) -> None:
+    """The compiler traced their hooks, too, or skipped their forward: it broke at each hook, or ``fullgraph=True`` raised.
+
+    Two graphs in all: the input of the first block needs no gradient. Letters as above.
+    """
+    for order, compiled in itertools.product(("cs", "sc"), ways):
+        for fullgraph, reshard in ((True, True), (False, False)):
+            torch.manual_seed(0)
+            model = Chain([KINDS[kind]() for _ in range(3)])
+            reference = copy.deepcopy(model)
+            with counted_compilations() as counts:
+                letters = {"c": compiled(counts, fullgraph=fullgraph), "s": sharded(reshard_after_forward=reshard)}
+                prepare(model, *(letters[letter] for letter in order))
+                steps = train(model, batches(4))
+                assert (counts.graphs, counts.breaks) == (2, 0), (kind, order, compiled.__name__, fullgraph)
+            assert_same_training(steps, fed_in_chunks(reference, batches(4)))
 
 
 @pytest.mark.slow

@@ -77,6 +77,7 @@ class UnitHooks:
         exempt_from_typechecking(_OUR_OWN)
         unit = self._unit
         for module in unit.modules:  # ahead of the user's hooks
+            compat.keep_hooks_outside(module)
             self._handles.append(module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self.post_forward, always_call=True))
             if any(group.mesh.spmd is not None for group in unit.groups):

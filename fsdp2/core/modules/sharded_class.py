@@ -7,10 +7,17 @@ Note: layouts. CPython lets an instance change its class only if both classes la
 first base in C of each. For ``class A(ABC, nn.Linear)`` it finds ABC, for ``FSDPA(mixin, A, ...)`` the mixin: the same
 in every byte, and still refused. Such a class becomes the *first* base of its sharded class, whose metaclass then puts
 the mixin in front of it where methods are looked up.
+
+Note: forward of torch's own modules. The compiler either skips a forward that torch itself defines, as that of
+``nn.Linear``, or traces all of the module's call, hooks included, and then breaks the graph at each hook. It treats a
+forward that is defined elsewhere as the user's: hooks run outside, and forward is one graph. So the sharded class
+defines one, which calls torch's.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 from torch import nn
@@ -33,7 +40,7 @@ def sharded_class(module: nn.Module, mixin: type, prefix: str = "FSDP") -> type:
     new = _classes.get((mixin, cls, torch_mixin))
     if new is None:
         bases = (mixin, cls, torch_mixin)
-        name, attributes = f"{prefix}{cls.__name__}", {"__module__": cls.__module__}
+        name, attributes = f"{prefix}{cls.__name__}", {"__module__": cls.__module__, **_own_forward(cls)}
         new = type(name, bases, attributes)
         try:
             _try(module, new)
@@ -44,6 +51,19 @@ def sharded_class(module: nn.Module, mixin: type, prefix: str = "FSDP") -> type:
         _originals[new] = cls
     compat.let_guard_pickler_find(cls, new)
     return new
+
+
+def _own_forward(cls: Any) -> dict[str, Any]:
+    """See Note: forward of torch's own modules."""
+    theirs = getattr(cls, "forward", None)
+    if not inspect.isfunction(theirs) or theirs is nn.Module.forward or not theirs.__module__.startswith("torch.nn."):
+        return {}
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return cls.forward(self, *args, **kwargs)
+
+    forward.__code__ = forward.__code__.replace()  # the compiler limits how often it compiles one code object
+    return {"forward": functools.wraps(theirs)(forward)}
 
 
 def _try(module: nn.Module, new: type) -> None:

@@ -26,12 +26,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from .core import torch_compat as compat
 from .core.comm import collective_log
 from .core.group.flat_gradients import forget_padding, joined
 from .core.group.param import as_sharded
 from .errors import ArgumentError, got
 from .hangs.joint_calls import joint
+from .torch_names import torch_dtensors, torch_tensors
 
 
 @joint
@@ -185,7 +185,7 @@ _WIDE = (torch.float64, torch.complex128)
 
 
 def _dtype_of_gradient(param: Tensor) -> torch.dtype:
-    chosen = compat.grad_dtype_of(param)
+    chosen = torch_tensors.grad_dtype_of(param)
     return param.dtype if chosen is None or chosen.dtype is None else chosen.dtype
 
 
@@ -209,7 +209,7 @@ def _spreads(likes: Sequence[Tensor]) -> list[_Spread]:
     """How ranks hold each tensor, found once for each mesh and placements: a model has many parameters, and few placements."""
     known: dict[tuple[int, Any], _Spread] = {}
     found: list[_Spread] = []
-    last: compat.DTensorSpec | None = None
+    last: torch_dtensors.DTensorSpec | None = None
     each = _PLAIN
     for like, spec in zip(likes, _specs_of(likes), strict=True):
         if spec is None:
@@ -232,7 +232,11 @@ def _spread_over(like: Tensor) -> _Spread:
             expected="tensors of which this rank has a piece",
             fix="pass each rank the parameters of the meshes that it is in",
         )
-    axes = [axis for axis, placement in enumerate(like.placements) if compat.shard_dim(placement) is not None and mesh.size(axis) > 1]
+    axes = [
+        axis
+        for axis, placement in enumerate(like.placements)
+        if torch_dtensors.shard_dim(placement) is not None and mesh.size(axis) > 1
+    ]
     groups = [mesh.get_group(axis) for axis in axes]
     return _Spread(
         cut_over=tuple((group, mesh.device_type) for group in groups),
@@ -376,9 +380,9 @@ def scale(tensors: Sequence[Tensor], coefficient: Tensor, foreach: bool | None =
 def complete_locals(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Replace DTensors by their local tensors, waited for; others stay. One call for all gradients of a model."""
     locals_ = [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    return [local.wait() if isinstance(local, compat.AsyncCollectiveTensor) else local for local in locals_]
+    return [local.wait() if isinstance(local, torch_dtensors.AsyncCollectiveTensor) else local for local in locals_]
 
 
-def _specs_of(tensors: Sequence[Tensor]) -> list[compat.DTensorSpec | None]:
+def _specs_of(tensors: Sequence[Tensor]) -> list[torch_dtensors.DTensorSpec | None]:
     """Replace each DTensor by its spec. One call for all gradients of a model."""
     return [tensor._spec if isinstance(tensor, DTensor) else None for tensor in tensors]

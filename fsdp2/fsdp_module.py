@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 
 from .clients.pretrained import saving_whole_tensors
-from .core import torch_compat as compat
 from .core.comm import backends
 from .core.comm.agreement import another_over
 from .core.comm.communicators import (
@@ -43,10 +42,11 @@ from .sharding_arguments import (
     groups_of_one_mesh,
     refuse_custom,
 )
+from .torch_names import torch_collectives, torch_modules, torch_tensors
 from .user_warnings import warn
 
 
-class UnshardHandle(compat.TorchUnshardHandle):
+class UnshardHandle(torch_modules.TorchUnshardHandle):
     """The handle that ``FSDPModule.unshard(async_op=True)`` returns."""
 
     def __init__(self, unit: ModuleState | None = None) -> None:
@@ -538,7 +538,7 @@ class FSDPModule(_Module):
             gradients = group.gradients
             refuse_custom(group.all_gather_comm, gradients.options.comm, "set_allocate_memory_from_process_group_for_comm")
             process_group = group.mesh.shard_group
-            if enable and (process_group is None or not compat.process_group_allocates(process_group, group.device)):
+            if enable and (process_group is None or not torch_collectives.process_group_allocates(process_group, group.device)):
                 warn_without_effect(
                     "set_allocate_memory_from_process_group_for_comm",
                     f"the process group's backend allocates no tensors on {group.device}",
@@ -637,7 +637,7 @@ def _kept_grad_dtypes(unit: ModuleState) -> Iterator[None]:
         if group.options.semantics == "2.13":
             continue
         for param in group.params:
-            grad_dtype = compat.grad_dtype_of(param.sharded)
+            grad_dtype = torch_tensors.grad_dtype_of(param.sharded)
             if grad_dtype is not None:
                 aside.append((param, grad_dtype, param.sharded.grad))
                 param.sharded.grad = None
@@ -645,6 +645,6 @@ def _kept_grad_dtypes(unit: ModuleState) -> Iterator[None]:
         yield
     finally:
         for param, grad_dtype, grad in aside:
-            compat.set_grad_dtype(param.sharded, grad_dtype)
+            torch_tensors.set_grad_dtype(param.sharded, grad_dtype)
             if grad is not None:
                 param.sharded.grad = grad.to(param.sharded.device)

@@ -18,7 +18,7 @@ import types
 from typing import Any
 
 from .arguments import SWITCH, require
-from .clients import torch_compat
+from .clients import torch_names
 from .core.iteration.module_state import unit_of
 
 FSDP2_NAMES = (
@@ -87,7 +87,7 @@ class Installation:
     def _rebind(self, replacements: dict[int, tuple[Any, Any]], module: types.ModuleType) -> None:
         for name, value in list(vars(module).items()):
             found = replacements.get(id(value))
-            if found is not None and not torch_compat.is_needed_by_torch(module, name):
+            if found is not None and not torch_names.is_needed_by_torch(module, name):
                 setattr(module, name, found[1])
                 self._rebound.append((module, name, *found))
 
@@ -113,11 +113,11 @@ def install(*, fsdp1: bool = False, reference: bool = False) -> Installation:
     require("install", SWITCH, fsdp1=fsdp1, reference=reference)
     installation = Installation()
     with _lock:
-        replacements = _replacements("fsdp2", torch_compat.FSDP2_HOMES, FSDP2_NAMES)
+        replacements = _replacements("fsdp2", torch_names.FSDP2_HOMES, FSDP2_NAMES)
         replacements |= _replaced_lookup()
         if fsdp1:
-            replacements |= _replacements("fsdp2.compat", torch_compat.FSDP1_HOMES, FSDP1_NAMES)
-        homes = torch_compat.homes(torch_compat.FSDP2_HOMES + (torch_compat.FSDP1_HOMES if fsdp1 else ()))
+            replacements |= _replacements("fsdp2.compat", torch_names.FSDP1_HOMES, FSDP1_NAMES)
+        homes = torch_names.homes(torch_names.FSDP2_HOMES + (torch_names.FSDP1_HOMES if fsdp1 else ()))
         if reference:
             means = importlib.import_module("fsdp2.reference")
             found = {"fully_shard": means.fully_shard, "FSDPModule": means.ReferenceModule}
@@ -126,7 +126,7 @@ def install(*, fsdp1: bool = False, reference: bool = False) -> Installation:
                 replacements |= {id(vars(home)[name]): (vars(home)[name], found[name]) for name in found if name in vars(home)}
             replacements |= {id(vars(ours)[name]): (vars(ours)[name], found[name]) for name in found}
             homes += [ours, importlib.import_module("fsdp2.strategy")]
-        for module in dict.fromkeys([*homes, torch_compat.state_module]):
+        for module in dict.fromkeys([*homes, torch_names.state_module]):
             installation._rebind(replacements, module)
         loaded: dict[str, Any] = dict(sys.modules)  # programs put other objects than modules there, too
         for name, module in loaded.items():
@@ -159,7 +159,7 @@ def _replacements(ours: str, homes: tuple[str, ...], names: tuple[str, ...]) -> 
     """Of each of torch's objects by these names, by its id, which no other object has while it is here: the object, and ours."""
     package = importlib.import_module(ours)
     found = {}
-    for module in torch_compat.homes(homes):
+    for module in torch_names.homes(homes):
         for name in names:
             theirs, mine = vars(module).get(name), getattr(package, name, None)
             if theirs is not None and mine is not None and theirs is not mine:
@@ -169,7 +169,7 @@ def _replacements(ours: str, homes: tuple[str, ...], names: tuple[str, ...]) -> 
 
 def _replaced_lookup() -> dict[int, tuple[Any, Any]]:
     """torch's private function that finds a module's state, for those who import it from where it is defined."""
-    theirs = torch_compat.state_module._get_module_fsdp_state
+    theirs = torch_names.state_module._get_module_fsdp_state
     if getattr(theirs, "_finds_ours", False):
         return {}
 

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy  # our class descends from it
 
-from .core import torch_compat as compat
 from .core.comm.communicators import ProcessGroupAllGather, ProcessGroupReduceScatter, SymmetricAllGather, SymmetricReduceScatter
 from .core.group.param_group import ParamGroup
 from .core.iteration.module_state import ModuleState, unit_of
 from .core.iteration.unit import PrefetchDepth
 from .errors import ArgumentError, ArgumentTypeError, ModuleError, NotAModuleError, OrderError, got, got_object
 from .policy import AllGather, ReduceScatter
+from .torch_names import torch_modules
 
 _UNFIT: tuple[tuple[Callable[[nn.Module], bool], str, str, str], ...] = (
     (
@@ -34,13 +34,13 @@ _UNFIT: tuple[tuple[Callable[[nn.Module], bool], str, str, str], ...] = (
         "apply fully_shard to the module that was scripted or traced",
     ),
     (
-        lambda module: "fully_shard" in compat.applied_apis(module),
+        lambda module: "fully_shard" in torch_modules.applied_apis(module),
         "fully_shard was already applied to this {}",
         "each module at most once",
         "remove the second call",
     ),
     (
-        lambda module: "replicate" in compat.applied_apis(module),
+        lambda module: "replicate" in torch_modules.applied_apis(module),
         "replicate() was already applied to this {}",
         "one data-parallel API for a module",
         "use a 2-D mesh with fully_shard to replicate and shard",

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from .arguments import COUNT, DTYPE, NATURAL, OPTIMIZER, WORD, require
-from .core import torch_compat as compat
 from .core.setup.semantics import chosen_semantics
 from .errors import ArgumentError, ModuleError, got, got_object
 from .inspect import Kind, state_tensors, storages_of, units
 from .strategy import STRATEGIES
+from .torch_names import torch_tensors
 
 Moment = Literal["accumulating", "stepping"]
 
@@ -72,7 +72,7 @@ def measured_state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer | No
         kept += [(None, storage) for each in state_tensors(optimizer) for storage in storages_of(each)]
     for kind, storage in kept:
         if storage.nbytes() > 0:
-            found[kind][compat.address_of(storage)] = storage.nbytes()
+            found[kind][torch_tensors.address_of(storage)] = storage.nbytes()
     master = found["parameters"]
     compute = sum(nbytes for address, nbytes in found["unsharded"].items() if address not in master)
     return StateBytes(compute, sum(found["gradients"].values()), sum(master.values()), sum(found[None].values()))

@@ -40,7 +40,7 @@ from fsdp2 import (
     ParameterError,
     fully_shard,
 )
-from fsdp2.core import torch_compat as compat
+from fsdp2.torch_names import torch_tensors
 from harness import cpu_mesh, on_ranks
 
 
@@ -334,7 +334,7 @@ def test_a_mesh_of_devices_without_streams_is_refused_in_a_sentence():
     with mock.patch.object(type(mesh), "device_type", "mps"), refused:
         fully_shard(nn.Linear(2, 2), mesh=mesh)
     with mock.patch.object(torch._C, "_get_accelerator", return_value=torch.device("mps")):
-        assert compat.default_device_type() == "cpu"
+        assert torch_tensors.default_device_type() == "cpu"
 
 
 def test_meshes_of_the_wrong_shape_are_refused(mesh):

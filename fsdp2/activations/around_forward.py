@@ -25,8 +25,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from ..core import torch_compat as compat
 from ..core.modules.sharded_class import original_class
+from ..torch_names import torch_compiler, torch_modules
 
 
 class Around(Protocol):
@@ -89,7 +89,7 @@ def around_forward(module: nn.Module) -> AroundForward:
     found = vars(module).get(_ATTRIBUTE)
     if isinstance(found, AroundForward):
         return found
-    cls = original_class(type(module)) if compat.module_state(module) is not None else type(module)
+    cls = original_class(type(module)) if torch_modules.module_state(module) is not None else type(module)
     return AroundForward(module, cls, own=vars(module).get("forward"))
 
 
@@ -121,7 +121,7 @@ def _traced_for(cls: type) -> Callable[..., Any]:
     return types.FunctionType(code, globals(), name)
 
 
-@compat.dynamo_skips
+@torch_compiler.dynamo_skips
 def _outside(around: AroundForward, /, *args: Any, **kwargs: Any) -> Any:
     module = around.module
     run: Callable[..., Any] = functools.partial(around.traced, around)
@@ -130,6 +130,6 @@ def _outside(around: AroundForward, /, *args: Any, **kwargs: Any) -> Any:
     return run(*args, **kwargs) if around.outer is None else around.outer.run(module, run, args, kwargs)
 
 
-@compat.dynamo_skips
+@torch_compiler.dynamo_skips
 def _run(around: Around, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     return around.run(module, forward, args, kwargs)

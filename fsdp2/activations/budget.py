@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from ..core import torch_compat as compat
 from ..core.iteration.module_state import units_below
 from ..core.modules.tensors import find_tensors
 from ..errors import OrderError
+from ..torch_names import torch_autograd, torch_compiler, torch_tensors
 from .around_forward import around_forward, own_forward
 from .checkpoint import Checkpoint
 from .storages import StorageMap, has_storage, parameter_storages
-from .torch_compat import hooks_for_saved_tensors, is_compiled_whole
+from .torch_names import hooks_for_saved_tensors, is_compiled_whole
 
 _OUTSIDE = (
     "a budget of activations measures modules outside of the graph: compile without fullgraph, or use a policy without max_nbytes"
@@ -58,14 +58,14 @@ class Budget:
     def __reduce__(self) -> tuple[Any, ...]:
         return Budget, (self.max_nbytes,)  # a copied or loaded model measures anew
 
-    @compat.dynamo_skips
+    @torch_compiler.dynamo_skips
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs around ``forward``, in which ``Checkpoint`` does as chosen: measure, without the compiler, or nothing."""
         if torch.is_grad_enabled() and self._is_to_measure(module, args, kwargs):
             return self._run_measured(module, args, kwargs)
         return forward(*args, **kwargs)
 
-    @functools.partial(compat.dynamo_disabled, reason=_OUTSIDE)
+    @functools.partial(torch_compiler.dynamo_disabled, reason=_OUTSIDE)
     def _is_to_measure(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         known = self.measured.get(module)
         if known is None or _nbytes_of((args, kwargs)) > known.inputs:
@@ -74,7 +74,7 @@ class Budget:
             self._choose()
         return False
 
-    @compat.dynamo_disabled
+    @torch_compiler.dynamo_disabled
     def _run_measured(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse_units_below(module)
         if is_compiled_whole(module):
@@ -125,13 +125,13 @@ class _Measurement:
     def __init__(self, result: Measured, module: nn.Module, inputs: Any) -> None:
         self._result = result
         self._there_anyway = parameter_storages(module)
-        self._there_anyway |= {compat.storage_key(tensor) for tensor in _tensors_in(inputs) if has_storage(tensor)}
+        self._there_anyway |= {torch_tensors.storage_key(tensor) for tensor in _tensors_in(inputs) if has_storage(tensor)}
         self._seen: StorageMap[bool] = StorageMap()
 
     def run(self, forward: Callable[..., Any], *args: Any) -> Any:
         """``forward(*args)``, in a checkpoint; in its recomputation nothing is counted."""
         of_checkpoint = hooks_for_saved_tensors()
-        if compat.current_graph_task() != -1 or of_checkpoint is None:
+        if torch_autograd.current_graph_task() != -1 or of_checkpoint is None:
             return forward(*args)
         pack, unpack = of_checkpoint
 
@@ -145,7 +145,7 @@ class _Measurement:
     def _count(self, tensor: Tensor) -> None:
         if not has_storage(tensor):
             self._result.saved += tensor.nbytes
-        elif compat.storage_key(tensor) not in self._there_anyway and not self._seen.get(tensor):
+        elif torch_tensors.storage_key(tensor) not in self._there_anyway and not self._seen.get(tensor):
             self._seen.put(tensor, True)
             self._result.saved += tensor.untyped_storage().nbytes()
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from .torch_compat import selective_checkpoint
+from .torch_names import selective_checkpoint
 
 
 class Checkpoint:

@@ -10,8 +10,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..arguments import NATURAL, SWITCH, require
-from ..core import torch_compat as compat
 from ..errors import ModuleError
+from ..torch_names import torch_autograd, torch_compiler
 from .around_forward import around_forward, put_around_forward
 from .on_host import Call, HostMemory
 from .policy import chosen_modules, is_below
@@ -61,7 +61,7 @@ class _Offload:
     def __init__(self, memory: HostMemory) -> None:
         self.memory = memory
 
-    @compat.dynamo_skips
+    @torch_compiler.dynamo_skips
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self._begin(module)
         if call is None:
@@ -69,10 +69,10 @@ class _Offload:
         with saved_tensors_hooks(call.pack, call.unpack):
             return forward(*args, **kwargs)
 
-    @compat.dynamo_disabled
+    @torch_compiler.dynamo_disabled
     def _begin(self, module: nn.Module) -> Call | None:
         """None if no backward follows, or if one runs already: it needs at once what a recomputation saves."""
-        return self.memory.begin(module) if torch.is_grad_enabled() and compat.current_graph_task() == -1 else None
+        return self.memory.begin(module) if torch.is_grad_enabled() and torch_autograd.current_graph_task() == -1 else None
 
 
 def _refuse_twice(model: nn.Module, chosen: dict[str, nn.Module]) -> None:

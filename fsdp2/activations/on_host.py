@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..core import torch_compat as compat
 from ..core.comm.streams import Event, Streams, streams_of
 from ..errors import OrderError
+from ..torch_names import torch_compiler, torch_tensors
 from .storages import StorageMap, has_storage, parameter_storages
 
 
@@ -157,7 +157,7 @@ class HostMemory:
             return None
         if self.max_nbytes is not None and self.nbytes + nbytes > self.max_nbytes:
             return None
-        if compat.storage_key(tensor) in parameter_storages(module):
+        if torch_tensors.storage_key(tensor) in parameter_storages(module):
             return None
         data = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         streams = streams_of(tensor.device)
@@ -202,7 +202,7 @@ class Call:
         self._before = before
         self._storages: list[weakref.ref[OnHost]] = []
 
-    @compat.dynamo_disabled
+    @torch_compiler.dynamo_disabled
     def pack(self, tensor: Tensor) -> Saved | Kept:
         """The object that autograd keeps in place of ``tensor``."""
         if has_storage(tensor) and tensor.device == self._device and not tensor.is_conj() and not tensor.is_neg():
@@ -212,7 +212,7 @@ class Call:
                 return Saved(self, storage, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         return Kept(self, tensor, tensor._version)
 
-    @compat.dynamo_disabled
+    @torch_compiler.dynamo_disabled
     def unpack(self, saved: Saved | Kept) -> Tensor:
         """The tensor that ``saved`` stands for. Raises: OrderError if it was changed in place since, as autograd does."""
         self._memory.begin_backward(self._module)

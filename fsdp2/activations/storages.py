@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..core import torch_compat as compat
+from ..torch_names import torch_tensors
 
 _Value = TypeVar("_Value")
 
@@ -20,11 +20,11 @@ class StorageMap(Generic[_Value]):
         self._found: dict[int, tuple[weakref.ref[torch.UntypedStorage], _Value]] = {}
 
     def get(self, tensor: Tensor) -> _Value | None:
-        found = self._found.get(compat.storage_key(tensor))
+        found = self._found.get(torch_tensors.storage_key(tensor))
         return None if found is None or found[0]() is None else found[1]
 
     def put(self, tensor: Tensor, value: _Value) -> None:
-        self._found[compat.storage_key(tensor)] = (weakref.ref(tensor.untyped_storage()), value)
+        self._found[torch_tensors.storage_key(tensor)] = (weakref.ref(tensor.untyped_storage()), value)
 
     def prune(self) -> None:
         """Forget the dead."""
@@ -34,7 +34,7 @@ class StorageMap(Generic[_Value]):
 def parameter_storages(module: nn.Module) -> set[int]:
     """Keys of the storages of what ``module`` and those below it show now as parameters and buffers."""
     return {
-        compat.storage_key(tensor)
+        torch_tensors.storage_key(tensor)
         for each in module.modules()
         for tensors in (each._parameters, each._buffers)
         for tensor in tensors.values()

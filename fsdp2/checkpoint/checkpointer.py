@@ -35,11 +35,11 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 from ..arguments import COUNT, OPTIMIZER, PROCESS_GROUP, SWITCH, Kind, require
-from ..core import torch_compat as compat
 from ..core.comm.agreement import agree, another_over, default_group, is_lost
 from ..errors import ArgumentError, FSDPError, LostRankError, OrderError
 from ..hangs.joint_calls import joint
 from ..inspect import at_disk
+from ..torch_names import torch_collectives
 from .checkpoint_folder import CheckpointFolder
 from .checkpointer_load import Restored, read_state
 from .dcp_read import pack, read_metadata, unpack
@@ -393,7 +393,7 @@ def give_back(group: dist.ProcessGroup, process_group: dist.ProcessGroup | None)
 
 def _free_for(process_group: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
     over = _over(process_group)
-    key = tuple(dist.get_process_group_ranks(over)), compat.timeout_of_group(over)
+    key = tuple(dist.get_process_group_ranks(over)), torch_collectives.timeout_of_group(over)
     return _free.setdefault(_over(None), {}).setdefault(key, [])
 
 

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..core import torch_compat as compat
+from ..torch_names import torch_dtensors
 from .dcp_read import DcpChunks, read_metadata, unflatten, unpack
 from .digests import compared, dcp_parts
 from .failures import failure, on_every_rank
@@ -170,7 +170,7 @@ class _Reading:
         wanted = [(key, value) for key, value in self.flat.items() if value is not None]
         with ByteReader() as reader:
             for key, value in wanted:
-                local = compat.local_tensor(value) if isinstance(value, DTensor) else value
+                local = torch_dtensors.local_tensor(value) if isinstance(value, DTensor) else value
                 for piece in own_pieces(value):
                     chunks.read(key, piece.box, local[piece.local.slices], reader)
         for key in [key for key, value in self.flat.items() if value is None]:

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from ..core import torch_compat as compat
 from ..core.iteration.module_state import unit_of, units_in
 from ..core.iteration.unit import Unit
 from ..errors import ArgumentError, ParameterError, got_object
+from ..torch_names import torch_dtensors, torch_modules, torch_tensors
 from .file_reading import ByteReader
 from .lazy_tensors import NAMES, LazyTensor, Stored
 from .shard_geometry import Box, Cut, Piece, in_order, local_shape_of, pieces_of
@@ -60,7 +60,7 @@ class ModelTensor:
     def local(self) -> Tensor:
         """This rank's shard, without autograd."""
         tensor = self.tensor
-        return (compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+        return (torch_dtensors.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
 
     @property
     def is_meta(self) -> bool:
@@ -82,9 +82,12 @@ class ModelTensor:
             coordinate = tensor.device_mesh.get_coordinate()
             if coordinate is None:
                 return f"lies on a mesh without this rank: {tensor.device_mesh}"
-            if _has_own_order(tensor) or local_shape_of(tensor.shape, cuts_of(tensor, coordinate)) != compat.local_tensor(tensor).shape:
+            if (
+                _has_own_order(tensor)
+                or local_shape_of(tensor.shape, cuts_of(tensor, coordinate)) != torch_dtensors.local_tensor(tensor).shape
+            ):
                 return f"is sharded in a way that its placements {tensor.placements} do not describe; redistribute it"
-            tensor = compat.local_tensor(tensor)
+            tensor = torch_dtensors.local_tensor(tensor)
         if tensor.layout is not torch.strided or _has_inner_tensors(tensor):
             return f"is not a dense tensor but a {type(tensor).__name__} with {tensor.layout}"
         return None
@@ -99,7 +102,7 @@ def cuts_of(tensor: DTensor, coordinate: Sequence[int]) -> list[Cut]:
     """The cuts by the placements of ``tensor`` on the rank at ``coordinate`` of its mesh, in the order in which they are made."""
     cuts = []
     for axis, placement in enumerate(tensor.placements):
-        dim = compat.shard_dim(placement)
+        dim = torch_dtensors.shard_dim(placement)
         if dim is not None:
             split_factor = int(getattr(placement, "split_factor", 1))  # of a _StridedShard
             cuts.append(Cut(dim, tensor.device_mesh.size(axis), coordinate[axis], split_factor))
@@ -112,12 +115,12 @@ def is_strided(placement: Placement) -> bool:
 
 
 def _has_inner_tensors(tensor: Any) -> bool:
-    return compat.is_traceable_wrapper_subclass(tensor)
+    return torch_tensors.is_traceable_wrapper_subclass(tensor)
 
 
 def _has_own_order(tensor: DTensor) -> bool:
     """Whether mesh axes cut a dim out of order, which torch records next to the placements."""
-    order = getattr(compat.spec_of(tensor), "shard_order", None) or ()
+    order = getattr(torch_dtensors.spec_of(tensor), "shard_order", None) or ()
     return any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in order)
 
 
@@ -157,7 +160,7 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
 def reshard(model: nn.Module) -> list[Unit]:
     """Make the modules show their sharded parameters; returns the units. Collective: no."""
     for module in model.modules():
-        if isinstance(module, compat.TorchFSDPModule) and unit_of(module) is None:
+        if isinstance(module, torch_modules.TorchFSDPModule) and unit_of(module) is None:
             module.reshard()
     units: list[Unit] = [*units_in(model.modules())]
     for unit in units:
@@ -196,7 +199,7 @@ def give_storage(tensors: Iterable[ModelTensor], units: Sequence[Unit], device: 
             elif unit is not None:
                 place = unit.device
             else:
-                place = device if each.mesh is None else compat.current_device(each.mesh.device_type)
+                place = device if each.mesh is None else torch_tensors.current_device(each.mesh.device_type)
             _allocate(each, place)
         if unit is not None:
             unit.notice_changes()
@@ -215,8 +218,8 @@ def _allocate(each: ModelTensor, device: torch.device) -> None:
     old = each.tensor
     new: Tensor
     if isinstance(old, DTensor):
-        local = torch.empty_like(compat.local_tensor(old), device=device, requires_grad=False)
-        new = compat.new_dtensor(local, compat.spec_of(old))
+        local = torch.empty_like(torch_dtensors.local_tensor(old), device=device, requires_grad=False)
+        new = torch_dtensors.new_dtensor(local, torch_dtensors.spec_of(old))
         if isinstance(old, nn.Parameter):
             new = nn.Parameter(new, requires_grad=old.requires_grad)
     else:
@@ -225,7 +228,7 @@ def _allocate(each: ModelTensor, device: torch.device) -> None:
         if name not in vars(new):  # a DTensor's own are there
             setattr(new, name, value)
     try:
-        compat.swap_tensors(old, new)
+        torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
     except RuntimeError:  # somebody has a weak reference to it
         for registry, name in each.places:
             registry[name] = new

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..arguments import FUNCTION, SWITCH, checked_path, require
-from ..core import torch_compat as compat
 from ..core.comm.agreement import agree_on_meshes, outermost
 from ..core.iteration.unit import Unit
 from ..errors import FSDPError, MaterializationError
 from ..hangs.joint_calls import joint
 from ..materialize import RESET_NAMES, materialize
+from ..torch_names import torch_tensors
 from .digests import compared, safetensors_parts
 from .failures import failure, tried
 from .file_reading import ByteReader
@@ -341,7 +341,7 @@ def _refuse(report: LoadReport, path: Path, options: LoadOptions) -> None:
 def _device(units: Sequence[Unit], device: torch.device | str | None) -> torch.device:
     if device is not None:
         return torch.device(device)
-    return units[0].device if units else torch.device(compat.default_device_type())
+    return units[0].device if units else torch.device(torch_tensors.default_device_type())
 
 
 def _read(targets: Sequence[tuple[ModelTensor, LazyTensor, Tensor]], progress: bool | None) -> int:

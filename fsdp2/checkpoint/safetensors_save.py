@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..arguments import COUNT, PROCESS_GROUP, SWITCH, require
-from ..core import torch_compat as compat
 from ..core.comm.agreement import agree, agree_over, default_group
 from ..core.modules.sharded_class import original_class
 from ..core.plan.mesh import device_of
 from ..errors import ArgumentError, FSDPError, LostRankError, MaterializationError
 from ..fsdp_module import FSDPModule
 from ..hangs.joint_calls import joint
+from ..torch_names import torch_modules
 from .checkpoint_folder import LOCK, locked
 from .failures import failure, on_every_rank, tried
 from .file_reading import bytes_of, open_regular
@@ -399,6 +399,6 @@ def _class_of(model: nn.Module) -> type:
         return _class_of(wrapped)
     if isinstance(model, FSDPModule):
         return original_class(type(model))
-    if isinstance(model, compat.TorchFSDPModule):
+    if isinstance(model, torch_modules.TorchFSDPModule):
         return type(model).__bases__[1]
     return type(model)

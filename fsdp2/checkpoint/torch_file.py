@@ -32,12 +32,16 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ..core import torch_compat as compat
 from ..errors import CheckpointError
+from ..torch_names import torch_name
 from .failures import failure, readable
 from .file_reading import open_regular
 from .inert_pickle import STORAGE_DTYPES, SavedTensor, unpickle
 from .lazy_tensors import NAMES, LazyTensor, Signed, Stored, Strided, is_contiguous
+
+REBUILD_TENSOR = torch_name("torch._utils._rebuild_tensor_v2")
+REBUILD_TENSOR_OF_DTYPE = torch_name("torch._utils._rebuild_tensor_v3")
+"""The functions that ``torch.load`` calls to make a tensor of a typed storage, and of an untyped one."""
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # its first bytes, and the lengths of the name and the extra fields that follow
 _MAX_EXPANDED_NBYTES = 1 << 30
@@ -239,8 +243,8 @@ class TensorPickler(pickle.Pickler):
         stride = tuple(math.prod(max(size, 1) for size in stored.shape[dim + 1 :]) for dim in range(len(stored.shape)))
         arguments: tuple[Any, ...] = (stored, 0, stored.shape, stride, False, collections.OrderedDict())
         if stored.dtype in _TYPED:
-            return compat.REBUILD_TENSOR, arguments
-        return compat.REBUILD_TENSOR_OF_DTYPE, (*arguments, stored.dtype)
+            return REBUILD_TENSOR, arguments
+        return REBUILD_TENSOR_OF_DTYPE, (*arguments, stored.dtype)
 
 
 def described(tensor: Tensor) -> bytes | None:

@@ -40,8 +40,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..core import torch_compat as compat
 from ..errors import meta_error
+from ..torch_names import torch_dtensors, torch_tensors
 from .dcp_read import chunk_of
 from .failures import failure
 from .file_reading import bytes_of
@@ -74,7 +74,7 @@ def named_model_state(model: nn.Module) -> State:
     if on_meta:
         devices = {value.device_mesh.device_type for value in on_meta.values() if hasattr(value, "device_mesh")}
         items = [f"{name} {tuple(value.shape)}" for name, value in on_meta.items()]
-        raise meta_error(items, next(iter(devices), compat.default_device_type()))
+        raise meta_error(items, next(iter(devices), torch_tensors.default_device_type()))
     return state
 
 
@@ -220,7 +220,7 @@ def random_state(device_type: str) -> dict[str, Any]:
         kind, key, *rest = numpy.random.get_state()
         state["numpy"] = [str(kind), key.tolist(), *(float(each) if isinstance(each, float) else int(each) for each in rest)]
     if device_type != "cpu":
-        state[device_type] = compat.device_module(device_type).get_rng_state()
+        state[device_type] = torch.get_device_module(device_type).get_rng_state()
     return state
 
 
@@ -235,7 +235,7 @@ def set_random_state(state: dict[str, Any], device_type: str) -> None:
         kind, key, *rest = state["numpy"]
         np.random.set_state((kind, np.array(key, dtype=np.uint32), *rest))
     if device_type in state:
-        compat.device_module(device_type).set_rng_state(state[device_type])
+        torch.get_device_module(device_type).set_rng_state(state[device_type])
 
 
 # --- copies in host memory --------------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def host_copy(state: Any, *, shared: bool = False) -> Any:
 
     def copied(value: Any) -> Any:
         if isinstance(value, DTensor):
-            return tell_chunks(compat.new_dtensor(copied(compat.local_tensor(value)), compat.spec_of(value)))
+            return tell_chunks(torch_dtensors.new_dtensor(copied(torch_dtensors.local_tensor(value)), torch_dtensors.spec_of(value)))
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
         if shared and value.device.type == "cpu":
@@ -265,17 +265,17 @@ def host_copy(state: Any, *, shared: bool = False) -> Any:
     result = map_values(copied, state)
     for device in devices:
         if device.type != "cpu":
-            compat.device_module(device.type).current_stream(device).synchronize()
+            torch.get_device_module(device.type).current_stream(device).synchronize()
     return result
 
 
 def host_space(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Uninitialized host memory for this rank's shard of ``like``."""
     if isinstance(like, DTensor):
-        spec = compat.spec_of(like)
+        spec = torch_dtensors.spec_of(like)
         assert spec.tensor_meta is not None
-        local = host_space(compat.local_tensor(like), dtype)
-        return compat.new_dtensor(local, replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype)))
+        local = host_space(torch_dtensors.local_tensor(like), dtype)
+        return torch_dtensors.new_dtensor(local, replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype)))
     return torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
 
 
@@ -287,7 +287,7 @@ def tell_chunks(tensor: DTensor) -> DTensor:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None or not any(map(is_strided, tensor.placements)):
         return tensor
-    local = compat.local_tensor(tensor)
+    local = torch_dtensors.local_tensor(tensor)
     told = _Chunks(local, torch.Size(tensor.shape), pieces_of(tensor.shape, cuts_of(tensor, coordinate)))
     for name, method in (("write_items", told.write_items), ("chunk_list", told.chunks)):
         setattr(local, f"__create_{name}__", method)

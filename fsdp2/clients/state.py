@@ -28,7 +28,7 @@ from ..core.iteration.first_forward import refuse_meta
 from ..core.iteration.module_state import ModuleState, units_below
 from ..core.plan.mesh import read_mesh_info
 from ..errors import ArgumentError
-from . import torch_compat
+from . import torch_names
 
 
 class ClientState(ModuleState):
@@ -139,7 +139,7 @@ class ParamGroupNames:
     def mesh_info(self) -> Any:
         """torch's FSDPMeshInfo, HSDPMeshInfo or DDPMeshInfo."""
         mesh = self._groups[0].mesh
-        return torch_compat.mesh_info(mesh.mesh, mesh.shard_axis, mesh.replicate_axis)
+        return torch_names.mesh_info(mesh.mesh, mesh.shard_axis, mesh.replicate_axis)
 
     @property
     def post_forward_mesh_info(self) -> Any:
@@ -147,7 +147,7 @@ class ParamGroupNames:
         if self._unit.options.reshard_after_forward is False:
             return None
         smaller = self._groups[0].smaller_mesh
-        return self.mesh_info if smaller is None else torch_compat.mesh_info(smaller.mesh, smaller.shard_axis, smaller.replicate_axis)
+        return self.mesh_info if smaller is None else torch_names.mesh_info(smaller.mesh, smaller.shard_axis, smaller.replicate_axis)
 
     @post_forward_mesh_info.setter
     def post_forward_mesh_info(self, mesh_info: Any) -> None:
@@ -203,12 +203,12 @@ class ParamGroupNames:
 
     @property
     def _training_state(self) -> Any:
-        return torch_compat.idle()
+        return torch_names.idle()
 
     @_training_state.setter
     def _training_state(self, state: Any) -> None:
         """Readers set the state to idle before ``reshard()``, which does not need it here. Raises: ArgumentError for other states."""
-        if state is not torch_compat.idle():
+        if state is not torch_names.idle():
             raise ArgumentError(
                 f"_training_state of {self._unit.fqn or 'the root'} is set to {state}",
                 expected="TrainingState.IDLE, which changes nothing",
@@ -254,7 +254,7 @@ class ParamNames:
     @property
     def mesh_info(self) -> Any:
         mesh = self._group.mesh
-        return torch_compat.mesh_info(mesh.mesh, mesh.shard_axis, mesh.replicate_axis)
+        return torch_names.mesh_info(mesh.mesh, mesh.shard_axis, mesh.replicate_axis)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from ..core.modules.sharded_class import set_class
-from ..core.torch_compat import TorchFSDPModule
 from ..errors import ModuleError
+from ..torch_names.torch_modules import TorchFSDPModule
 from .api import (
     BackwardPrefetch,
     CPUOffload,

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..core import torch_compat as compat
 from ..core.group.param import ShardedParam
 from ..core.iteration.module_state import units_in
 from ..core.modules.state_dicts import cut_whole
 from ..core.plan.mesh import DataParallelMesh
+from ..torch_names import torch_dtensors, torch_tensors
 
 
 @torch.no_grad()
@@ -21,12 +21,12 @@ def whole(value: Tensor) -> Tensor:
     value = value.detach()
     if not isinstance(value, DTensor):
         return value.clone()
-    local = compat.local_tensor(value)
+    local = torch_dtensors.local_tensor(value)
     kind = value.device_mesh.device_type
     if local.device.type != kind:  # offloaded: the mesh cannot gather from host memory
-        value = compat.new_dtensor(local.to(kind), compat.spec_of(value))
+        value = torch_dtensors.new_dtensor(local.to(kind), torch_dtensors.spec_of(value))
     gathered = value.full_tensor()
-    return gathered.clone() if compat.storage_key(gathered) == compat.storage_key(local) else gathered
+    return gathered.clone() if torch_tensors.storage_key(gathered) == torch_tensors.storage_key(local) else gathered
 
 
 def sharded_params(module: nn.Module) -> dict[int, ShardedParam]:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ..checkpoint.model_tensors import all_names
 from ..checkpoint.training_state import clean_name
-from ..core import torch_compat as compat
 from ..core.group.param import sharded_from
 from ..core.plan.mesh import DataParallelMesh
 from ..core.setup.build import managed_modules
@@ -125,7 +124,7 @@ def _keep_identity(module: nn.Module, before: dict[str, nn.Parameter | None]) ->
     for name, old in before.items():
         new = module._parameters.get(name)
         if old is not None and new is not None and new is not old and old.is_meta:
-            compat.swap_tensors(old, new)
+            torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
             module._parameters[name] = old
 
 

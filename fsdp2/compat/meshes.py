@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..core import torch_compat as compat
 from ..core.comm.collective_log import during
 from ..core.plan.mesh import DataParallelMesh, checked_mesh, data_parallel_mesh
 from ..errors import ArgumentError, MeshError, got
 from ..strategy.meshes import node_size
+from ..torch_names import torch_tensors
 from .api import ShardingStrategy
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -105,7 +105,7 @@ def _hybrid_mesh(strategy: ShardingStrategy, process_group: Any, device_type: st
     if process_group is None:
         world = _checked_group(strategy, None)
         known = _meshes.setdefault(world, {})
-        devices = world.size() if device_type == "cpu" else compat.device_module(device_type).device_count()
+        devices = world.size() if device_type == "cpu" else torch.get_device_module(device_type).device_count()
         size = node_size(strategy.name, world.size(), None, by_default=devices)
         if (size, device_type) not in known:
             shape = (world.size() // size, size)
@@ -138,7 +138,7 @@ def read_device(device_id: Any, device_mesh: Any, tensors: Iterable[torch.Tensor
 
     An int is the index of an accelerator; without accelerators it is ignored. Raises: ArgumentError for anything else.
     """
-    default = compat.default_device_type()
+    default = torch_tensors.default_device_type()
     if isinstance(device_id, int) and not isinstance(device_id, bool):
         return torch.device(default) if default == "cpu" else torch.device(default, device_id)
     try:
@@ -161,4 +161,4 @@ def current(device: torch.device) -> AbstractContextManager[Any]:
     """Inside, ``device`` is the current one of its type."""
     if device.type == "cpu" or device.index is None:
         return contextlib.nullcontext()
-    return compat.device_module(device.type).device(device)  # type: ignore[no-any-return]
+    return torch.get_device_module(device.type).device(device)  # type: ignore[no-any-return]

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint.training_state import clean_name, wants_shards
-from ..core import torch_compat as compat
 from ..core.iteration.module_state import units_in
 from ..errors import ArgumentError, ModuleError, got
+from ..torch_names import torch_dtensors, torch_tensors
 from .api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -160,13 +160,13 @@ def _convert(module: nn.Module, state: State, prefix: str, gathered: _Gathered) 
 def _converted(value: Tensor, gathered: _Gathered, full: bool, drop: bool, to_cpu: bool) -> Any:
     if not isinstance(value, DTensor):
         return value.detach().cpu() if to_cpu and value.device.type != "cpu" else value
-    local = compat.local_tensor(value)
+    local = torch_dtensors.local_tensor(value)
     if not full:
         if not to_cpu:
             return value
         host = local.detach().to("cpu", copy=True)
-        return compat.new_dtensor(host, compat.spec_of(value))
-    key = compat.storage_key(local)
+        return torch_dtensors.new_dtensor(host, torch_dtensors.spec_of(value))
+    key = torch_tensors.storage_key(local)
     if key not in gathered:
         result = whole(value)
         gathered[key] = local, None if drop else result.cpu() if to_cpu else result
@@ -202,8 +202,8 @@ def place_for_loading(module: nn.Module, state: State, prefix: str) -> None:
 
 def _from_shards(shards: list[Tensor], param: DTensor) -> Tensor | None:
     """This rank's shard of one of FSDP1's ShardedTensors as a DTensor, if the same number of ranks saved it."""
-    local = compat.local_tensor(param)
+    local = torch_dtensors.local_tensor(param)
     shard = shards[0] if shards else local.new_empty(local.shape)
     if len(shards) > 1 or shard.shape != local.shape:
         return None
-    return compat.new_dtensor(shard, compat.spec_of(param))
+    return torch_dtensors.new_dtensor(shard, torch_dtensors.spec_of(param))

@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 
 from ..checkpoint.failures import failure
 from ..checkpoint.training_state import clean_name, map_values, names_in, numbered_optimizer_state
-from ..core import torch_compat as compat
 from ..core.comm.collective_log import during
 from ..core.group.param import ShardedParam
 from ..core.iteration.module_state import units_in
+from ..torch_names import torch_dtensors
 from .api import OptimStateKeyType, StateDictSettings, StateDictType, member
 from .gather_and_cut import cut_like, is_first_rank, sharded_params, whole
 from .model_state import fsdp_modules_of
@@ -73,7 +73,9 @@ def _saved(value: Any, form: Form, drop: bool) -> Any:
             gathered = whole(value)
             return None if drop else gathered.cpu() if form.to_cpu else gathered
         if form.to_cpu:
-            return compat.new_dtensor(compat.local_tensor(value).detach().to("cpu", copy=True), compat.spec_of(value))
+            return torch_dtensors.new_dtensor(
+                torch_dtensors.local_tensor(value).detach().to("cpu", copy=True), torch_dtensors.spec_of(value)
+            )
         return value
     if drop:
         return None
@@ -150,8 +152,8 @@ def _loaded(what: str, value: Any, param: Tensor, cuts: dict[int, ShardedParam])
         return value.detach().clone()
     cut = cut_like(value, param, cuts.get(id(param)))
     assert isinstance(cut, DTensor)
-    own = compat.local_tensor(cut).to(compat.local_tensor(param).device, copy=isinstance(value, DTensor))
-    return compat.new_dtensor(own, compat.spec_of(cut))
+    own = torch_dtensors.local_tensor(cut).to(torch_dtensors.local_tensor(param).device, copy=isinstance(value, DTensor))
+    return torch_dtensors.new_dtensor(own, torch_dtensors.spec_of(cut))
 
 
 def _with_names(state: State, names: list[list[str]]) -> State:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..core import torch_compat as compat
 from ..core.group.param import ShardedParam, own_shard
 from ..core.group.shown_parameters import set_parameter
 from ..core.iteration.module_state import ModuleState, units_in
 from ..core.plan.placement import in_dtype
 from ..errors import ArgumentError, OrderError
+from ..torch_names import torch_autograd, torch_dtensors, torch_tensors
 from .gather_and_cut import is_first_rank, whole
 
 
@@ -75,7 +75,7 @@ def _units(module: nn.Module, recurse: bool) -> list[ModuleState]:
 
 
 def _refuse_busy(units: list[ModuleState]) -> None:
-    in_backward = compat.current_graph_task() != -1
+    in_backward = torch_autograd.current_graph_task() != -1
     for unit in units:
         if unit.summoned or unit.calls.running or in_backward:
             where = "inside of summon_full_params" if unit.summoned else "inside of forward or backward"
@@ -99,7 +99,7 @@ def _show(param: ShardedParam, keep: bool, to_cpu: bool, with_grads: bool) -> _S
             setattr(instead, name, value)
     if grad is not None:
         if grad.dtype is not instead.dtype:
-            compat.allow_any_grad_dtype(instead)
+            torch_tensors.allow_any_grad_dtype(instead)
         instead.grad = grad.cpu() if to_cpu else grad
     for owner in param.owners:
         set_parameter(owner.module, owner.name, instead)
@@ -117,10 +117,10 @@ def _whole_over_data(param: ShardedParam, value: Tensor) -> Tensor:
         placement if id(value.device_mesh.get_group(axis)) in model_axes and axis not in param.spec.data_axes else Replicate()
         for axis, placement in enumerate(value.placements)
     ]
-    local = compat.local_tensor(value.redistribute(placements=kept)).clone()
+    local = torch_dtensors.local_tensor(value.redistribute(placements=kept)).clone()
     if param.spec.annotations is not None:
         return local
-    return compat.new_dtensor(local, in_dtype(model, value.dtype))
+    return torch_dtensors.new_dtensor(local, in_dtype(model, value.dtype))
 
 
 @torch.no_grad()
@@ -131,9 +131,9 @@ def _write_back(shown: _Shown, with_grads: bool) -> None:
     param.local_now().copy_(_own(param, instead.detach()))
     grad = param.sharded.grad
     if with_grads and grad is not None and instead.grad is not None:
-        compat.local_tensor(grad).copy_(_own(param, instead.grad))  # type: ignore[arg-type]
+        torch_dtensors.local_tensor(grad).copy_(_own(param, instead.grad))  # type: ignore[arg-type]
 
 
 def _own(param: ShardedParam, value: Tensor) -> Tensor:
-    local = compat.local_tensor(value) if isinstance(value, DTensor) else value
+    local = torch_dtensors.local_tensor(value) if isinstance(value, DTensor) else value
     return param.spec.to_logical(own_shard(local, param.spec, param.rank))

@@ -12,13 +12,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..core import torch_compat as compat
 from ..core.iteration.module_state import unit_of
 from ..core.modules.sharded_class import sharded_class, swap_class
 from ..core.setup.build import build_unit
 from ..errors import ArgumentError, got
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..sharding_arguments import check_policies, checked_modules
+from ..torch_names import torch_tensors
 from .api import BackwardPrefetch, MixedPrecision, ShardingStrategy, member
 from .auto_wrap import chosen_modules
 from .ignored import read_ignored
@@ -88,7 +88,7 @@ def wrap_module(module: nn.Module, options: Options, mixin: type, mixin_below: t
             semantics="2.13",  # FSDP1 reduces in ``param_dtype``, unlike torch's FSDP2 from 2.15 on
         )
     for buffer, data in zip(left_alone, before, strict=True):
-        compat.set_data(buffer, data)
+        torch_tensors.set_data(buffer, data)
     swap_class(module, mixin, prefix="")  # type(model.module).__name__ is the user's, as in FSDP1
     give_settings(module, settings)
     _choose_casts(module)

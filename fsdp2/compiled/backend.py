@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from . import graph_order
-from . import torch_compat as compiler
+from . import torch_names as compiler
 from .graph_summary import GraphSummary, summary_of
 from .rewriting import Rewritten, rewritten
 from .stand_ins import Face

@@ -27,7 +27,7 @@ from ..core.group.param import ShardedParam
 from ..core.group.rank_pieces import assemble, disassemble
 from ..core.plan.layout import Cut, Slot
 from . import operators
-from . import torch_compat as compiler
+from . import torch_names as compiler
 from .stand_ins import Face, Landing
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from ..core import torch_compat as compat
 from ..core.comm.agreement import agree
 from ..core.group.memory import GroupState
 from ..core.iteration.first_forward import adopt
@@ -22,7 +21,8 @@ from ..core.iteration.schedule import Schedule
 from ..core.modules.tensors import find_tensors, map_tensors
 from ..core.modules.unmanaged_parameters import REGISTRATIONS, warn_of_plain_parameters
 from ..errors import CompileError, FSDPError, OrderError
-from . import torch_compat as compiler
+from ..torch_names import torch_compiler, torch_tensors
+from . import torch_names as compiler
 from .backend import CompileOptions, compiled_graph
 from .graph_summary import GraphSummary
 from .refusals import causes_of, not_captured, refuse_what_graphs_lack
@@ -49,7 +49,7 @@ class FullGraph:
         self._runs: dict[Any, Callable[..., Any]] = {}  # for each choice of settings and of trainable parameters
         self.summaries: list[GraphSummary] = []
 
-    @compat.dynamo_disabled  # a compiler around the model leaves to us what we have compiled
+    @torch_compiler.dynamo_disabled  # a compiler around the model leaves to us what we have compiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward. Collective: yes; the first one also compares what the ranks have captured."""
         run = self._prepare()
@@ -156,8 +156,8 @@ class FullGraph:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = call(*args, **kwargs)
-            if any(isinstance(each, nn.Parameter) for each in compat.pytree.tree_leaves(output)):
-                output = compat.pytree.tree_map_only(nn.Parameter, Tensor.clone, output)  # else the stand-in would be returned
+            if any(isinstance(each, nn.Parameter) for each in torch_tensors.pytree.tree_leaves(output)):
+                output = torch_tensors.pytree.tree_map_only(nn.Parameter, Tensor.clone, output)  # else the stand-in would be returned
             return output
 
         return compiler.uninterrupted(forward, self._backend, self._options.dynamic)

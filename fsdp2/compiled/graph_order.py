@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from . import torch_compat as compiler
+from . import torch_names as compiler
 
 _VIEWS_AND_CASTS = frozenset(
     {

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
-from . import torch_compat as compiler
+from . import torch_names as compiler
 from .graph_order import operator_name, wait_of
 
 _HEAVY = ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "linear", "matmul")

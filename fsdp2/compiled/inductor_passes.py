@@ -1,6 +1,6 @@
-"""Our passes in the form in which inductor takes them: the part of ``torch_compat`` that imports inductor, which takes seconds.
+"""Our passes in the form in which inductor takes them: the part of ``torch_names`` that imports inductor, which takes seconds.
 
-``torch_compat`` imports this file when it compiles. The classes stand at the top of a module, for inductor pickles them into the
+``torch_names`` imports this file when it compiles. The classes stand at the top of a module, for inductor pickles them into the
 keys of its caches.
 """
 

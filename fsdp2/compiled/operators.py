@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..core.comm import collectives
 from ..core.comm.backends import AllGatherAlgorithm, ReduceScatterAlgorithm
-from . import torch_compat as compiler
+from . import torch_names as compiler
 
 
 @torch.library.custom_op("fsdp2::all_gather", mutates_args=())

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..core.iteration.unit import Unit
 from ..errors import CompileError, OrderError
-from . import torch_compat as compiler
+from . import torch_names as compiler
 
 # How torch begins the lines of what it says about code that it cannot trace.
 _EXPLANATION, _CONTEXT = "Explanation:", "Developer debug context:"

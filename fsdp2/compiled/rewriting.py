@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ..errors import CompileError
-from . import torch_compat as compiler
+from . import torch_names as compiler
 from .bucket import Bucket, Member
 from .stand_ins import Face
 

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core import torch_compat as compat
 from ..core.group.param import ShardedParam
 from ..core.group.param_group import ParamGroup
 from ..core.group.reduce_plan import GradView, ReducePlan
 from ..core.group.shown_parameters import show
+from ..torch_names import torch_dtensors
 
 
 class Landing:
@@ -59,9 +59,9 @@ def _hand_out(reduced: Tensor, views: Sequence[GradView]) -> None:
         grad = reduced.as_strided(view.shape, view.strides, reduced.storage_offset() + view.offset)
         before = sharded.grad
         if before is None:
-            sharded.grad = compat.new_dtensor(grad, view.param.spec.sharded)
+            sharded.grad = torch_dtensors.new_dtensor(grad, view.param.spec.sharded)
         else:
-            compat.local_tensor(before).add_(grad)  # type: ignore[arg-type]
+            torch_dtensors.local_tensor(before).add_(grad)  # type: ignore[arg-type]
         for hook in tuple((sharded._post_accumulate_grad_hooks or {}).values()):
             with torch.enable_grad():
                 hook(sharded)

@@ -23,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..arguments import POSITIVE
-from ..core import torch_compat as compat
 from ..errors import ArgumentError, got
 from ..inspect import Group, Parameter, during, exchange, local_of
+from ..torch_names import torch_dtensors
 from .finding import Finding, Report, report_of
 from .inspected import Inspected, inspect
 
@@ -149,7 +149,7 @@ def _check_arguments(step: Any, declared: Any, tolerance: Any) -> None:
 
 def _projections(param: Parameter, grad: Tensor, *, cut: bool) -> Tensor:
     """(4,): of a whole gradient, or of this rank's piece of it, on random signs that are the same on all ranks."""
-    local = compat.waited_for(local_of(grad))
+    local = torch_dtensors.waited_for(local_of(grad))
     found = []
     for number in range(_NUM_PROJECTIONS):
         generator = torch.Generator().manual_seed(zlib.crc32(f"{param.fqn} {number}".encode()))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..core import torch_compat as compat
 from ..inspect import Group, Parameter
 from .finding import Finding
 
@@ -204,7 +203,7 @@ def same_random_numbers(ranks: tuple[int, ...]) -> Finding:
 def random_state(device: torch.device) -> int:
     """A digest of the generators from which forward draws."""
     found = zlib.crc32(bytes(torch.get_rng_state().untyped_storage()))
-    asks = getattr(compat.device_module(device.type), "get_rng_state", None) if device.type != "cpu" else None
+    asks = getattr(torch.get_device_module(device.type), "get_rng_state", None) if device.type != "cpu" else None
     return found if asks is None else zlib.crc32(bytes(asks(device).untyped_storage()), found)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..core import torch_compat as compat
+from ..torch_names import torch_collectives
 
 PATIENCE_S = 600.0
 """Seconds after which a rank that gives no sign is taken for one that does not come; compiling a model may take minutes."""
@@ -28,7 +28,7 @@ class Meeting:
         global _num_made
         _num_made += 1
         self._rank, self._num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        self._store: Any = compat.keys_of_the_store(f"fsdp2_doctor_{_num_made}") if self._num_ranks > 1 else None
+        self._store: Any = torch_collectives.keys_of_the_store(f"fsdp2_doctor_{_num_made}") if self._num_ranks > 1 else None
         try:
             self._read("come", self._rank)
         except RuntimeError:  # a store that keeps nothing, of pretended ranks

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..arguments import COUNT, SWITCH, require
-from ..core import torch_compat as compat
 from ..errors import ArgumentError, DoctorError, DoctorWarning
 from ..inspect import Parameter, exchange, find_tensors, shard_of
+from ..torch_names import torch_compiler, torch_dtensors
 from ..user_warnings import warn
 from . import hearing, learning
 from .arguments import ignored_checks
@@ -130,9 +130,9 @@ class Watch:
     def _begin(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
         undo = self._undo
         # Ahead of the hook that gathers: a rank that others wait for must say that it begins a forward.
-        before = compat.dynamo_disabled(self._before_forward)
+        before = torch_compiler.dynamo_disabled(self._before_forward)
         undo.callback(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
-        undo.callback(model.register_forward_hook(compat.dynamo_disabled(self._after_forward)).remove)
+        undo.callback(model.register_forward_hook(torch_compiler.dynamo_disabled(self._after_forward)).remove)
         for unit in self._units:
             undo.callback(unit.on_backward_end(self._after_backward))
         for param in self._no_gradient:
@@ -141,7 +141,7 @@ class Watch:
             undo.callback(handle.remove)
         hooks = [self._before_step, *[self._before_any_step] * (len(optimizers) - 1)]
         for optimizer, hook in zip(optimizers, hooks, strict=True):
-            undo.callback(optimizer.register_step_pre_hook(compat.dynamo_disabled(hook)).remove)
+            undo.callback(optimizer.register_step_pre_hook(torch_compiler.dynamo_disabled(hook)).remove)
         for calls, listener in (
             (hearing.clips, self._on_clip),
             (hearing.backwards, self._on_backward),
@@ -417,7 +417,7 @@ def _are_one(first: Optimizer, second: Optimizer) -> bool:
 
 
 def _storage_of(tensor: Tensor) -> int:
-    local = compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    local = torch_dtensors.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage().data_ptr() if type(local) in (Tensor, nn.Parameter) else id(local)
 
 

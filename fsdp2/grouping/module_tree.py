@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from ..core import torch_compat as compat
 from ..core.iteration.module_state import unit_of
 from ..core.modules.sharded_class import original_class
 from ..core.plan.placement import is_lazy
 from ..errors import ParameterError
+from ..torch_names import torch_modules
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 OPAQUE = (nn.MultiheadAttention,)
@@ -105,4 +105,4 @@ def refuse_lazy_parameters(model: nn.Module) -> None:
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether a data-parallel API took ``module`` before."""
-    return bool({"fully_shard", "replicate"} & set(compat.applied_apis(module)))
+    return bool({"fully_shard", "replicate"} & set(torch_modules.applied_apis(module)))

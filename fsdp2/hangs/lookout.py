@@ -29,8 +29,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ..arguments import POSITIVE, require
-from ..core import torch_compat as compat
 from ..inspect import lost_ranks, number_of_world
+from ..torch_names import torch_collectives
 from . import joint_calls
 from .background import BackgroundThread
 from .joint_calls import JointCall
@@ -89,7 +89,7 @@ class Lookout:
     @property
     def _store(self) -> Any:
         if self._store_if_made is None:
-            self._store_if_made = compat.own_connection_to_the_store(f"fsdp2_lookout_{number_of_world()}")
+            self._store_if_made = torch_collectives.own_connection_to_the_store(f"fsdp2_lookout_{number_of_world()}")
         return self._store_if_made
 
     def look(self) -> None:

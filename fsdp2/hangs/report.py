@@ -15,8 +15,8 @@ from types import FrameType
 
 import torch
 
-from ..core import torch_compat as compat
 from ..inspect import CollectiveLog, Issued, Stage
+from ..torch_names import torch_tensors
 from . import joint_calls
 
 LAST = 128
@@ -95,7 +95,7 @@ def report_of(rank: int, log: CollectiveLog) -> Report:
     )
 
 
-_BETWEEN = ("torch/nn/modules/module.py", "fsdp2/core/torch_compat.py")  # files that call a module's forward, and hooks
+_BETWEEN = ("torch/nn/modules/module.py", "fsdp2/torch_names/torch_compiler.py")  # files that call a module's forward, and hooks
 
 
 def stacks() -> str:
@@ -150,7 +150,7 @@ class MainThread:
 def cpu_time_of_main_thread() -> float | None:
     """Seconds; None on a platform without such a clock, and next to an accelerator, for which a thread computes while it waits."""
     main = threading.main_thread().ident
-    if main is None or not hasattr(time, "pthread_getcpuclockid") or compat.default_device_type() != "cpu":
+    if main is None or not hasattr(time, "pthread_getcpuclockid") or torch_tensors.default_device_type() != "cpu":
         return None
     return time.clock_gettime(time.pthread_getcpuclockid(main))
 

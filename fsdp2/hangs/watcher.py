@@ -25,10 +25,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..core import torch_compat as compat
 from ..errors import ArgumentError, OrderError, short
 from ..inspect import CollectiveLog, lost_ranks, recording
 from ..printable import printable
+from ..torch_names import torch_collectives
 from .background import BackgroundThread
 from .explanation import explain, own_account
 from .patience import Patience, Sign
@@ -261,7 +261,7 @@ def watchdog(timeout: float = 600.0, *, patience: float | None = None) -> Iterat
             fix="enter it after init_process_group()",
         )
     _num_made += 1
-    store = compat.own_connection_to_the_store(f"fsdp2_watchdog_{_num_made}")
+    store = torch_collectives.own_connection_to_the_store(f"fsdp2_watchdog_{_num_made}")
     with recording() as log, _asked_by_signal() as asked:
         dog = Watchdog(store, log, timeout, patience)
         dog.look()  # the first sign: it shows that a rank that dies soon after was there

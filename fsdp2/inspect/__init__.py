@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..core import torch_compat as compat
 from ..core.comm import agreement
 from ..core.comm.collective_log import during
 from ..core.comm.lost_ranks import lost_ranks, number_of_world
@@ -38,6 +37,7 @@ from ..core.modules.optimizer_steps import STEPS, optimizers_that_stepped
 from ..core.modules.tensors import find_tensors
 from ..core.modules.unmanaged_parameters import plain_parameters
 from ..errors import FSDPError
+from ..torch_names import torch_tensors
 from . import events, torch_fsdp2
 from .events import CollectiveLog, Issued, Listener, Record, Stage, at_disk
 from .views import Group, Kind, Parameter, Unit, local_of, storages_of
@@ -92,7 +92,7 @@ def units(model: nn.Module) -> list[Unit]:
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether a ``fully_shard`` call was made on this very module."""
-    return _unit_of(module) is not None or compat.torch_fsdp2_state(module) is not None
+    return _unit_of(module) is not None or torch_fsdp2.state_of(module) is not None
 
 
 # --- modules of fsdp2.fully_shard ---------------------------------------------------------------------------------------------------
@@ -186,7 +186,9 @@ def root_of(param: Parameter) -> nn.Module:
 
 def groups_of_process() -> list[Group]:
     """All living groups in this process but those of a planner's rehearsal, which have no memory."""
-    groups = {id(group): group for param, group in sharded_parameters().values() if not isinstance(param.local, compat.FakeTensor)}
+    groups = {
+        id(group): group for param, group in sharded_parameters().values() if not isinstance(param.local, torch_tensors.FakeTensor)
+    }
     return [_group(group.fqn, group, {}) for group in groups.values()]
 
 

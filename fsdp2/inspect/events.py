@@ -22,9 +22,9 @@ from enum import Enum
 import torch
 import torch.distributed as dist
 
-from ..core import torch_compat as compat
 from ..core.comm import collective_log
 from ..core.comm.streams import Event, Stream, Streams
+from ..torch_names import torch_autograd
 
 LENGTH = 1024
 """How many records are kept: a few steps of a large model."""
@@ -137,7 +137,7 @@ class CollectiveLog:
         if group not in self.ranks:
             self.ranks[group] = tuple(dist.get_process_group_ranks(process_group))
         number = self._numbers[group] = self._numbers.get(group, 0) + 1
-        phase = "backward" if compat.current_graph_task() != -1 else self.place[0] or "forward"
+        phase = "backward" if torch_autograd.current_graph_task() != -1 else self.place[0] or "forward"
         record = Record(number, group, kind, unit, phase, self._step(), numel, str(dtype).removeprefix("torch."))
         self._open[id(owner), kind] = record
         self.records.append(record)

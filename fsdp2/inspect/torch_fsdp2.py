@@ -15,17 +15,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..core import torch_compat as compat
 from ..core.group.param import Owner
+from ..torch_names import torch_autograd, torch_name, torch_tensors
 from .events import Listener, Record
 from .views import Group, Kind, Parameter, Unit, storages_of
+
+_get_module_state = torch_name("torch.distributed._composable_state._get_module_state", lambda module: None)
+# If gone, torch's own modules are not inspected.
+_TorchFSDPState = torch_name("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState")
+
+
+def state_of(module: nn.Module) -> Any:
+    """The state that torch's own ``fully_shard`` has put on a module, or None."""
+    state = _get_module_state(module)
+    return state if isinstance(state, _TorchFSDPState) else None
 
 
 def states(model: nn.Module) -> list[tuple[str, Any]]:
     """torch's states below ``model``, each once, with the name of its first module."""
     found: dict[int, tuple[str, Any]] = {}
     for name, module in model.named_modules():
-        state = compat.torch_fsdp2_state(module)
+        state = state_of(module)
         if state is not None:
             found.setdefault(id(state), (name, state))
     return list(found.values())
@@ -85,7 +95,7 @@ def _group(name: str, group: Any, policy: Any, prefixes: dict[int, str]) -> Grou
         replicate_group=info.replicate_process_group if copies else None,
         dtype=dtype,
         param_dtype=computed,
-        reduce_dtype=policy.reduce_dtype or (computed if compat.INSTALLED_SEMANTICS == "2.13" else dtype),
+        reduce_dtype=policy.reduce_dtype or (computed if torch_tensors.INSTALLED_SEMANTICS == "2.13" else dtype),
         chosen_dtype=policy.param_dtype,
         is_offloaded=group.fsdp_params[0].offload_to_cpu,
         sharded_nbytes=slots * dtype.itemsize,
@@ -214,7 +224,7 @@ class _GroupEvents:
         if self._group.mesh_info.shard_mesh_dim is None or over().size() == 1:
             return
         params, num_ranks = self._group.fsdp_params, over().size()
-        phase = "backward" if compat.current_graph_task() != -1 else "forward"
+        phase = "backward" if torch_autograd.current_graph_task() != -1 else "forward"
         numel = self._group.mesh_info.shard_mesh_size * sum(param.padded_sharded_param_size.numel() for param in params)
         told = str(dtype or params[0].sharded_param.dtype).removeprefix("torch.")
         record = self._under_way[kind] = Record(0, over().group_name, kind, self._unit, phase, 0, numel, told)

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core import torch_compat as compat
 from ..core.group.own_memory import leaves_of
 from ..core.group.param import Owner
+from ..torch_names import torch_dtensors
 
 Kind = Literal["parameters", "unsharded", "gradients"]
 """What memory is for: shards, unsharded copies of them, or gradients that wait for another micro-batch or for the optimizer."""
@@ -62,7 +62,7 @@ class Parameter:
     def grad(self) -> Tensor | None:
         """This rank's shard of the gradient; the host has waited for it."""
         grad = self.sharded.grad
-        return None if grad is None else compat.waited_for(local_of(grad)).detach()
+        return None if grad is None else torch_dtensors.waited_for(local_of(grad)).detach()
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,11 +142,11 @@ class Unit:
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """Those of a tensor, of the tensors that a subclass is made of, or of a DTensor's local tensor; none on the meta device."""
-    local = compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor  # not detached: some subclasses cannot be
+    local = torch_dtensors.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor  # not detached: some subclasses cannot be
     if not local.is_meta:
         yield from (leaf.untyped_storage() for leaf in leaves_of(local))
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """A DTensor's local tensor; another tensor itself, without autograd."""
-    return compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+    return torch_dtensors.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()

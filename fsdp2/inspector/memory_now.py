@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ..core import torch_compat as compat
 from ..inspect import buffers_of, groups_of_process, local_of, optimizers_that_stepped, state_tensors, storages_of
 from ..planner.recorder import GATHERING, GRADIENTS, OPTIMIZER, PARAMETERS, REDUCING, UNSHARDED
 from ..state_bytes import measured_state_bytes
+from ..torch_names import torch_tensors
 
 _KINDS = (UNSHARDED, GATHERING, REDUCING)
 
@@ -62,8 +62,10 @@ def all_kept_bytes() -> int:
     """The memory of everything in this process that was sharded, and of every optimizer that has stepped; not of a plan's rehearsal."""
     storages = [storage for group in groups_of_process() for _, storage in group.memory()]
     tensors = [each for optimizer in optimizers_that_stepped() for each in state_tensors(optimizer, of_any_shape=True)]
-    storages += [storage for each in tensors if not isinstance(local_of(each), compat.FakeTensor) for storage in storages_of(each)]
-    return sum({compat.address_of(storage): storage.nbytes() for storage in storages}.values())
+    storages += [
+        storage for each in tensors if not isinstance(local_of(each), torch_tensors.FakeTensor) for storage in storages_of(each)
+    ]
+    return sum({torch_tensors.address_of(storage): storage.nbytes() for storage in storages}.values())
 
 
 def training_device() -> torch.device:
@@ -73,11 +75,11 @@ def training_device() -> torch.device:
 
 def allocator_peak(device: torch.device) -> int | None:
     """Bytes at most since ``forget_allocator_peak``; None where no allocator counts (the CPU's)."""
-    asks = getattr(compat.device_module(device.type), "max_memory_allocated", None)
+    asks = getattr(torch.get_device_module(device.type), "max_memory_allocated", None)
     return None if asks is None else int(asks(device))
 
 
 def forget_allocator_peak(device: torch.device) -> None:
-    forgets = getattr(compat.device_module(device.type), "reset_peak_memory_stats", None)
+    forgets = getattr(torch.get_device_module(device.type), "reset_peak_memory_stats", None)
     if forgets is not None:
         forgets(device)

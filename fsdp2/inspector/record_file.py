@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from ..arguments import COUNT, NATURAL, require
 from ..checkpoint.model_tensors import cuts_of
 from ..checkpoint.shard_geometry import Cut, Piece, pieces_of
-from ..core import torch_compat as compat
 from ..doctor.inspected import inspect
 from ..inspect import Group, Listener
+from ..torch_names import torch_dtensors
 from .fingerprint import fingerprints
 from .run_folder import Values, folder_of
 from .step_lines import StepLines
@@ -155,9 +155,9 @@ def _said(tensors: Iterable[tuple[str, str, Tensor, float]]) -> Values:
         cuts: list[Cut] = []
         if isinstance(tensor, DTensor):
             coordinate = tensor.device_mesh.get_coordinate() or ()
-            local, cuts = compat.local_tensor(tensor), cuts_of(tensor, coordinate)
+            local, cuts = torch_dtensors.local_tensor(tensor), cuts_of(tensor, coordinate)
             for axis, placement in enumerate(tensor.placements):
-                if compat.shard_dim(placement) is None:
+                if torch_dtensors.shard_dim(placement) is None:
                     replica = replica * tensor.device_mesh.size(axis) + coordinate[axis]
         named.append((unit, name, replica, eps))
         parts.append((local.detach(), tensor.shape, _pieces(tensor.shape, tuple(cuts))))

@@ -12,8 +12,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..core import torch_compat as compat
 from ..inspect import Listener, listen
+from ..torch_names import torch_compiler
 from .run_folder import Lines, drop_absent_ranks, rank_file
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class StepLines:
     def _begin(self, listener: Listener, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """optimizers: the last one's step ends a step; if there is none, that of any optimizer"""
         self._undo.callback(listen(listener, model))
-        end_step = compat.dynamo_disabled(self._end_step)
+        end_step = torch_compiler.dynamo_disabled(self._end_step)
         register = optimizers[-1].register_step_post_hook if optimizers else register_optimizer_step_post_hook
         self._undo.callback(register(end_step).remove)
 

@@ -14,8 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.profiler import ProfilerActivity, profile
 
 from ..arguments import SWITCH, require
-from ..core import torch_compat as compat
 from ..inspect import exchange, listen
+from ..torch_names import torch_autograd, torch_compiler
 from .chrome import events_of
 from .clock import Offset, measure
 from .memory_now import all_kept_bytes, training_device
@@ -45,7 +45,7 @@ def trace(folder: Any, *, allocations: bool = True) -> Iterator[None]:
     device = training_device()
     moments = Moments(allocated=_allocator_of(device))
     offset = measure()
-    counts = allocations and device.type == "cpu" and not compat.profiler_is_on()
+    counts = allocations and device.type == "cpu" and not torch_autograd.profiler_is_on()
     records = profile(activities=[ProfilerActivity.CPU], profile_memory=True) if counts else None
     before = all_kept_bytes()
     try:
@@ -75,8 +75,8 @@ def _file_of(rank: int, moments: Moments, offset: Offset) -> Values:
 @contextlib.contextmanager
 def _listening(moments: Moments) -> Iterator[None]:
     ignore = listen(moments)
-    before = register_optimizer_step_pre_hook(compat.dynamo_disabled(lambda *_: moments.begin_optimizer()))
-    behind = register_optimizer_step_post_hook(compat.dynamo_disabled(lambda *_: moments.end_optimizer()))
+    before = register_optimizer_step_pre_hook(torch_compiler.dynamo_disabled(lambda *_: moments.begin_optimizer()))
+    behind = register_optimizer_step_post_hook(torch_compiler.dynamo_disabled(lambda *_: moments.end_optimizer()))
     try:
         yield
     finally:
@@ -86,7 +86,7 @@ def _listening(moments: Moments) -> Iterator[None]:
 
 
 def _allocator_of(device: torch.device) -> Callable[[], int] | None:
-    asks = getattr(compat.device_module(device.type), "memory_allocated", None)
+    asks = getattr(torch.get_device_module(device.type), "memory_allocated", None)
     return None if asks is None else lambda: int(asks(device))
 
 

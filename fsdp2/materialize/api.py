@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from ..arguments import SWITCH, require
-from ..core import torch_compat as compat
 from ..errors import ArgumentError, MaterializationError, got, got_object
 from ..hangs.joint_calls import joint
+from ..torch_names import torch_tensors
 from .meta_tensors import MetaTensors, find_meta_tensors
 from .whole_parameters import Initializing
 
@@ -117,7 +117,7 @@ def _device(found: MetaTensors, device: torch.device | str | None) -> torch.devi
             ) from error
     if found.units:
         return found.units[0].device
-    return torch.device(compat.default_device_type())
+    return torch.device(torch_tensors.default_device_type())
 
 
 def _in_apply_order(module: nn.Module, above: tuple[nn.Module, ...] = ()) -> Iterator[nn.Module]:

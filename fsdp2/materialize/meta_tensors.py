@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ..core import torch_compat as compat
 from ..core.group.param import ShardedParam
 from ..core.iteration.module_state import units_in
 from ..core.iteration.unit import Unit
@@ -55,7 +55,7 @@ class MetaTensors:
         The object stays the same, for the optimizer and the closures that hold it, unless there is a weak reference to it.
         """
         try:
-            compat.swap_tensors(old, new)
+            torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
         except RuntimeError:
             for place in places:
                 place.registry[place.name] = new

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..core import torch_compat as compat
 from ..core.group.own_memory import needs_own_memory
 from ..core.group.param import ShardedParam, own_shard
 from ..core.group.shown_parameters import set_parameter
 from ..core.plan.model_axes import own_piece
 from ..errors import MaterializationError
+from ..torch_names import torch_dtensors, torch_tensors
 from .meta_tensors import MetaTensors, Place, PlainTensor
 
 
@@ -42,7 +42,7 @@ class _Whole:
     is_shown: bool = False
 
 
-class Initializing(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Initializing(torch_tensors.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """One materialisation. As a dispatch mode it redirects operations to whole parameters and notices what is written."""
 
     def __init__(self, found: MetaTensors, device: torch.device) -> None:
@@ -131,7 +131,7 @@ class Initializing(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             full = self._empty(param)
             local = param.local_now()
             if not local.is_meta:  # written by an earlier call, or never on the meta device
-                on_mesh = compat.new_dtensor(local.to(self._device_of(param)), param.spec.sharded)
+                on_mesh = torch_dtensors.new_dtensor(local.to(self._device_of(param)), param.spec.sharded)
                 full.copy_(on_mesh.full_tensor())
             whole = _Whole(param, param.sharded, full, _key(full), keeps=key not in self._found.sharded)
             if full.numel() == 0:
@@ -154,7 +154,7 @@ class Initializing(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _close_unused(self) -> None:
         """Cut whole parameters that have no view left: a function that goes through a whole model needs one at a time."""
         for whole in list(self._open.values()):
-            if not whole.is_shown and compat.storage_use_count(whole.full) == 1:
+            if not whole.is_shown and _storage_use_count(whole.full) == 1:
                 self._close(whole)
 
     def _close(self, whole: _Whole) -> None:
@@ -180,7 +180,7 @@ class Initializing(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             values.copy_(piece)
         else:
             values = piece.to(param.sharded.dtype, copy=True)
-        new = nn.Parameter(compat.new_dtensor(values, spec.sharded), requires_grad=param.sharded.requires_grad)
+        new = nn.Parameter(torch_dtensors.new_dtensor(values, spec.sharded), requires_grad=param.sharded.requires_grad)
         for name, value in vars(param.sharded).items():
             setattr(new, name, value)
         param.sharded, _ = self._found.exchange(param.sharded, new, [Place(o.module._parameters, o.name) for o in param.owners])
@@ -193,14 +193,14 @@ class Initializing(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if DTensor in types:
             self._close_unused()
-            args, kwargs = compat.pytree.tree_map_only(DTensor, self._redirect, (args, kwargs))
+            args, kwargs = torch_tensors.pytree.tree_map_only(DTensor, self._redirect, (args, kwargs))
         result = func(*args, **kwargs)
         schema = func._schema
         if schema.is_mutable:
             for index, argument in enumerate(schema.arguments):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     value = args[index] if index < len(args) else kwargs.get(argument.name)
-                    for tensor in compat.pytree.tree_leaves(value):
+                    for tensor in torch_tensors.pytree.tree_leaves(value):
                         if isinstance(tensor, Tensor):
                             self._note_write(_key(tensor))
         return result
@@ -243,7 +243,7 @@ class Initializing(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             plain.written = True
             if now is not None and now.device.type != self._device.type:
-                compat.set_data(now, now.data.to(self._device))
+                torch_tensors.set_data(now, now.data.to(self._device))
 
     def leave_unwritten_on_meta(self) -> None:
         """After an exception as well: a tensor without a value must not look as if it had one."""
@@ -259,7 +259,7 @@ def _own(module: nn.Module) -> Iterator[Tensor | None]:
 
 
 def _key(tensor: Tensor) -> int:
-    return compat.storage_key(tensor)
+    return torch_tensors.storage_key(tensor)
 
 
 def _unset(tensor: Tensor) -> Tensor:
@@ -270,3 +270,9 @@ def _unset(tensor: Tensor) -> Tensor:
 def _dense_strides(tensor: Tensor) -> tuple[int, ...]:
     """The strides that ``to_empty`` gives: the tensor's own if it is dense."""
     return torch.empty_like(tensor, device="meta").stride()
+
+
+def _storage_use_count(tensor: Tensor) -> int:
+    """How many tensors and others share the storage of ``tensor``; 1 if none does."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # less ``storage`` itself

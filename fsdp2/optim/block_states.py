@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..core import torch_compat as compat
-from .torch_compat import step_unheard
+from ..torch_names import torch_tensors
+from .torch_names import step_unheard
 
 QUANTIZED_FROM_NUMEL = 4096
 """Smaller tensors keep whole states in torchao's optimizers and in bitsandbytes'."""
@@ -28,7 +28,7 @@ def block_of(optimizer: Optimizer) -> int:
 
 
 def is_quantized(value: Any) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, DTensor) and compat.is_traceable_wrapper_subclass(value)
+    return isinstance(value, Tensor) and not isinstance(value, DTensor) and torch_tensors.is_traceable_wrapper_subclass(value)
 
 
 def values_of(value: Any) -> Any:
@@ -40,7 +40,7 @@ def values_of(value: Any) -> Any:
     if not is_quantized(value):
         return value
     values: Tensor = value.dequantize()
-    if isinstance(values, compat.FakeTensor):
+    if isinstance(values, torch_tensors.FakeTensor):
         return values
     names, context = value.__tensor_flatten__()
     again = type(value).__tensor_unflatten__(

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ..errors import ArgumentError
 from .arguments import made
 from .block_states import block_of
-from .torch_compat import outside_of_modes, step_unheard
+from .torch_names import outside_of_modes, step_unheard
 
 _NUM_STEPS = 3
 

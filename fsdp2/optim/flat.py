@@ -17,16 +17,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..clip import clip_coefficient, scale, total_norm
-from ..core import torch_compat as compat
 from ..core.group.flat_gradients import forget_padding
 from ..core.group.param_group import ParamGroup
 from ..core.iteration.module_state import sharded_parameters
 from ..errors import ArgumentError, meta_error
+from ..torch_names import torch_dtensors, torch_tensors
 from .arguments import checked_class, listed_params
 from .block_states import is_quantized, quantized, values_of
 from .elementwise import check_elementwise
 from .runs import Piece, Run, is_elementwise, runs_of
-from .torch_compat import can_divide_gradients, have_equal_values, step_dividing_gradients, step_unheard
+from .torch_names import can_divide_gradients, have_equal_values, step_dividing_gradients, step_unheard
 
 State = dict[str, Any]
 
@@ -334,7 +334,7 @@ def _device_of(params: list[Any]) -> torch.device:
         for param in [listed] if isinstance(listed, Tensor) else listed:
             tensor = param[1] if isinstance(param, tuple) else param
             if isinstance(tensor, DTensor):
-                tensor = compat.local_tensor(tensor)
+                tensor = torch_dtensors.local_tensor(tensor)
             if isinstance(tensor, Tensor) and not tensor.is_meta:
                 return tensor.device
     return torch.device("cpu")
@@ -364,7 +364,7 @@ def _is_as_shown(key: str, value: Any, run: Run, piece: Piece, shown: Any) -> bo
     if not isinstance(shown, Tensor) or shown.dtype is not value.dtype:
         return False
     local: Tensor = _local(shown, piece.param)
-    return compat.is_same_memory(local, piece.place_in(value))
+    return torch_tensors.is_same_memory(local, piece.place_in(value))
 
 
 def _are_equal(value: Any, other: Any) -> bool:
@@ -438,4 +438,4 @@ def _local(value: Any, param: Tensor) -> Any:
             expected="state that is placed as its parameter is",
             fix="load it with torch.distributed.checkpoint, or with fsdp2.checkpoint, which place it anew",
         )
-    return values_of(compat.local_tensor(value))
+    return values_of(torch_dtensors.local_tensor(value))

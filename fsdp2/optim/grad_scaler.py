@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..core import torch_compat as compat
 from ..core.comm.collective_log import during
-from .torch_compat import unscale_and_check
+from ..torch_names import torch_dtensors, torch_tensors
+from .torch_names import unscale_and_check
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -44,7 +44,7 @@ class GradScaler(torch.amp.GradScaler):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(
-            device if device is not None else compat.default_device_type(),
+            device if device is not None else torch_tensors.default_device_type(),
             init_scale=init_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
@@ -81,4 +81,4 @@ class GradScaler(torch.amp.GradScaler):
 def _values(grad: Tensor) -> Tensor:
     if grad.is_sparse:
         return grad._values()
-    return compat.local_tensor(grad) if isinstance(grad, DTensor) else grad
+    return torch_dtensors.local_tensor(grad) if isinstance(grad, DTensor) else grad

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..core import torch_compat as compat
 from ..core.comm.streams import Event, streams_of
 from ..mapped_file import MappedFile, WriteBehind, mapped
 from ..policy import CPUOffloadPolicy, DiskOffloadPolicy
+from ..torch_names import torch_tensors
 from .runs import Run, is_elementwise
-from .torch_compat import step_unheard
+from .torch_names import step_unheard
 
 State = dict[str, Any]
 _HOST = (torch.device("cpu"), torch.device("cpu:0"))
@@ -67,9 +67,9 @@ class HostRun:
         streams = self._streams
         streams.order(streams.offload, streams.mark(streams.compute))
         with streams.on(streams.offload):
-            compat.set_data(self._param, self._to_host(self.data))
+            torch_tensors.set_data(self._param, self._to_host(self.data))
             if grad.dtype is not self._param.dtype:
-                compat.allow_any_grad_dtype(self._param)
+                torch_tensors.allow_any_grad_dtype(self._param)
             self._param.grad = self._to_host(grad)
         self._arrived = streams.mark(streams.offload)
         self._read = (grad,)
@@ -109,7 +109,7 @@ class HostRun:
         with streams.on(streams.offload), torch.no_grad():
             self.data.copy_(self._param.detach(), non_blocking=self._pin_memory)  # the tensor stays the same object
         self._param.grad = None
-        compat.set_data(self._param, torch.empty(0, dtype=self.data.dtype, device="cpu"))
+        torch_tensors.set_data(self._param, torch.empty(0, dtype=self.data.dtype, device="cpu"))
 
     def values(self) -> State:
         """The entries of the state with a value for each element."""

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..core import torch_compat as compat
 from ..errors import OrderError
+from ..torch_names import torch_compiler, torch_dtensors
 from .host_runs import HostRun
 from .runs import Run
 
@@ -71,7 +71,7 @@ class BackwardSteps:
             if param not in self._watched and param.requires_grad:
                 self._watched[param] = param.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
 
-    @compat.dynamo_disabled
+    @torch_compiler.dynamo_disabled
     def _arrived(self, param: Tensor) -> None:
         begin = self._begin()
         if begin is None:
@@ -147,13 +147,13 @@ class BackwardSteps:
 
 def _version(grad: Tensor) -> int:
     version: int = grad._version
-    return version + compat.local_tensor(grad)._version if isinstance(grad, DTensor) else version
+    return version + torch_dtensors.local_tensor(grad)._version if isinstance(grad, DTensor) else version
 
 
 @torch.no_grad()
 def _norm(grad: Tensor) -> Tensor:
     """The bytes of the norm, in fp32 or wider."""
-    local: Tensor = compat.local_tensor(grad) if isinstance(grad, DTensor) else grad
+    local: Tensor = torch_dtensors.local_tensor(grad) if isinstance(grad, DTensor) else grad
     norm: Tensor = torch.linalg.vector_norm(local, dtype=torch.promote_types(local.dtype, torch.float32))
     return norm.view(1).view(torch.uint8)
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..core import torch_compat as compat
 from ..errors import ArgumentError
+from ..torch_names import torch_dtensors
 from .any_precision import step_adamw
 from .arguments import holds, listed_params
 from .whole_matrices import Cut, Job, compute_by_owners, cut_of
@@ -183,7 +183,7 @@ def _cost(shape: torch.Size) -> float:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return compat.waited_for(compat.local_tensor(tensor)) if isinstance(tensor, DTensor) else tensor
+    return torch_dtensors.waited_for(torch_dtensors.local_tensor(tensor)) if isinstance(tensor, DTensor) else tensor
 
 
 def _groups(params: nn.Module | Iterable[Any]) -> list[dict[str, Any]]:

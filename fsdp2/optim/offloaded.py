@@ -30,7 +30,7 @@ from .flat import FlatOptimizer, State, state_of
 from .host_runs import HostRun, HostStates
 from .in_backward import BackwardSteps, in_turn
 from .runs import Run
-from .torch_compat import step_unheard
+from .torch_names import step_unheard
 
 _ALL_FIRST = "no clipping and no loss scaling: they need all gradients before the first step"
 _FIX = "leave step_in_backward out of offloaded(...), or the clipping and scaling"

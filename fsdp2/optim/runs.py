@@ -24,13 +24,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..clip import complete_locals
-from ..core import torch_compat as compat
 from ..core.group.param import ShardedParam, shard_view
 from ..core.group.param_group import ParamGroup
 from ..core.plan.layout import Slot, round_up
 from ..core.plan.placement import in_dtype
+from ..torch_names import torch_dtensors, torch_tensors
 from .block_states import QUANTIZED_FROM_NUMEL
-from .torch_compat import first_byte_of
+from .torch_names import first_byte_of
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Piece:
         """This parameter's part of a tensor with an element for each of the run's, as a tensor of the parameter's kind."""
         if self.sharded is not None and self.slot is not None:
             local = shard_view(buffer, self.slot, self.sharded.spec, self.sharded.rank)
-            return compat.new_dtensor(local, in_dtype(self.sharded.spec.sharded, buffer.dtype))
+            return torch_dtensors.new_dtensor(local, in_dtype(self.sharded.spec.sharded, buffer.dtype))
         if isinstance(self.param, DTensor):
-            return compat.new_dtensor(buffer, in_dtype(self.param._spec, buffer.dtype))
+            return torch_dtensors.new_dtensor(buffer, in_dtype(self.param._spec, buffer.dtype))
         return buffer
 
     def place_in(self, buffer: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Run:
             torch._foreach_copy_([piece.place_in(grad) for piece in self.pieces], there)
             self._has_copies = True
         if grad.dtype is not self.data.dtype:
-            compat.allow_any_grad_dtype(self.data)
+            torch_tensors.allow_any_grad_dtype(self.data)
         self.data.grad = grad
         return True
 
@@ -157,7 +157,7 @@ def runs_of(params: Iterable[Tensor], known: dict[int, tuple[ShardedParam, Param
     for param in wanted:
         found = known.get(id(param))
         if found is None or found[1].flat is None:
-            local = compat.local_tensor(param) if isinstance(param, DTensor) else param
+            local = torch_dtensors.local_tensor(param) if isinstance(param, DTensor) else param
             runs.append(Run(local.detach(), [Piece(param)]))
         elif id(found[1]) not in done:
             done.add(id(found[1]))

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..core import torch_compat as compat
 from ..core.comm.collective_log import during
 from ..errors import ParameterError
+from ..torch_names import torch_dtensors
 
 Function = Callable[[Tensor], Tensor]
 
@@ -55,7 +55,7 @@ def cut_of(param: Tensor, name: str) -> Cut | None:
     axes = [axis for axis, placement in enumerate(param.placements) if mesh.size(axis) > 1 and not placement.is_replicate()]
     if not axes:
         return None
-    dim = compat.shard_dim(param.placements[axes[0]])
+    dim = torch_dtensors.shard_dim(param.placements[axes[0]])
     if len(axes) > 1 or dim is None:
         raise ParameterError(
             f"{name} {tuple(param.shape)} is placed as {param.placements}",

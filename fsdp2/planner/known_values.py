@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import torch_compat as compat
+from . import torch_names
 
 _MOST_ELEMENTS = 1 << 20
 _DTYPES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -38,24 +38,24 @@ class KnownValues:
 
     def note_written(self, tensor: Tensor) -> None:
         """The values of ``tensor`` and of its views are not known any more."""
-        storage = compat.storage_of(tensor)
+        storage = torch_names.storage_of(tensor)
         others = [(key, other) for key, (reference, _) in self._of.items() if (other := reference()) is not None]
         for key, other in others:
-            if compat.storage_of(other) is storage:
+            if torch_names.storage_of(other) is storage:
                 del self._of[key]
 
     def follow(self, func: Any, args: Any, kwargs: dict[str, Any], results: list[Tensor]) -> None:
         """Keep the value of ``func``'s result, if that is one small integer tensor, and update what ``func`` has written."""
         if len(results) != 1 or results[0].dtype not in _DTYPES:
             return
-        if compat.writes(func):
+        if torch_names.writes(func):
             self.note_written(results[0])
         elif results[0].numel() <= _MOST_ELEMENTS:
             self.note(results[0], self.computed(func, args, kwargs))
 
     def computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What ``func`` returns for the values of its arguments; None where they are not known, or do not decide."""
-        if compat.is_undetermined(func):
+        if torch_names.is_undetermined(func):
             return None
         try:
             given = {name: "cpu" if name == "device" and value is not None else self._value(value) for name, value in kwargs.items()}
@@ -72,6 +72,6 @@ class KnownValues:
             return given
         if id(given) in self._of:
             return self._of[id(given)][1]
-        if given.is_meta or isinstance(given, compat.FakeTensor):
+        if given.is_meta or isinstance(given, torch_names.FakeTensor):
             raise _UnknownError
         return given

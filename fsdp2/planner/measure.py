@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ..core import torch_compat as compat
 from ..run import command_of_ranks, environment_of_ranks
 from ..testing.clock.cards import Card, HostCosts, Protocol
+from ..torch_names import torch_tensors
 from .card_file import write_card
 
 _ROUNDS = 7
@@ -31,19 +31,19 @@ _DTYPES = {"BFloat16": torch.bfloat16, "Half": torch.float16, "Float": torch.flo
 
 def measure_in_ranks(path: Path) -> int:
     """Start ranks, one for each device, or two on a CPU, which measure and write ``path``. Returns: their exit status"""
-    kind = compat.default_device_type()
-    num_ranks = 2 if kind == "cpu" else compat.device_module(kind).device_count()
+    kind = torch_tensors.default_device_type()
+    num_ranks = 2 if kind == "cpu" else torch.get_device_module(kind).device_count()
     command = command_of_ranks(num_ranks, "-m", "fsdp2.planner.measure", str(path))
     return subprocess.run(command, env=environment_of_ranks(hides_devices=False), check=False).returncode
 
 
 def main(path: str) -> None:
     """One rank."""
-    kind = compat.default_device_type()
+    kind = torch_tensors.default_device_type()
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device(kind) if kind == "cpu" else torch.device(kind, local_rank)
     if kind != "cpu":
-        compat.device_module(kind).set_device(device)
+        torch.get_device_module(kind).set_device(device)
     dist.init_process_group("gloo" if kind == "cpu" else None)
     card = measured_card(device)
     if dist.get_rank() == 0:
@@ -69,7 +69,7 @@ def measured_card(device: torch.device) -> Card:
     base, bandwidth = _collectives(device)
     kernel = 0.0 if is_cpu else _seconds(lambda: one.add_(1), device, times=100)
     return Card(
-        name="CPU, measured" if is_cpu else f"{compat.device_module(device.type).get_device_name(device)}, measured",
+        name="CPU, measured" if is_cpu else f"{torch.get_device_module(device.type).get_device_name(device)}, measured",
         flops=flops,
         memory_bandwidth=2 * nbytes / _seconds(lambda: target.copy_(source), device),
         memory_nbytes=float(_memory_of(device)),
@@ -113,7 +113,7 @@ def _collectives(device: torch.device) -> tuple[float, float]:
 def _memory_of(device: torch.device) -> int:
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    properties: Any = compat.device_module(device.type).get_device_properties(device)
+    properties: Any = torch.get_device_module(device.type).get_device_properties(device)
     return int(properties.total_memory)
 
 
@@ -122,7 +122,7 @@ def _seconds(run: Callable[[], object], device: torch.device, times: int = 3, wa
 
     def synchronize() -> None:
         if device.type != "cpu":
-            compat.device_module(device.type).synchronize(device)
+            torch.get_device_module(device.type).synchronize(device)
 
     run()
     found = []

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..testing.clock.trace import Entry, Ranks, Seen
-from . import torch_compat as compat
+from . import torch_names
 from .known_values import KnownValues
 
 PARAMETERS = "sharded parameters"
@@ -85,7 +85,7 @@ class Block:
     in_file: bool = False
 
 
-class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(torch_names.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down what runs inside.
 
     entries: since ``take``; blocks: all that ever were, by their number; groups: ranks of each process group, by its number
@@ -102,7 +102,7 @@ class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.stream = 0
         self.phase = ""
         self.where = ""
-        self._fake = compat.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self._fake = torch_names.FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Block]] = {}
         self._group_numbers: dict[dist.ProcessGroup | None, int] = {}
         self._together: list[tuple[str, int, int]] | None = None
@@ -126,7 +126,7 @@ class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def block_of(self, tensor: Tensor) -> Block | None:
         """That ``tensor`` (of a DTensor, its local tensor) lies in; None for what has not been seen, or is no memory of the plan's."""
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        found = self._alive.get(id(compat.storage_of(local)))
+        found = self._alive.get(id(torch_names.storage_of(local)))
         return None if found is None else found[1]
 
     def block_of_storage(self, storage: torch.UntypedStorage) -> Block | None:
@@ -154,7 +154,7 @@ class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return weakref.ref(storage, died)
 
     def _new_block(self, nbytes: int, label: str) -> Block:
-        node = compat.number_of_running_node() if self.phase == "backward" else None
+        node = torch_names.number_of_running_node() if self.phase == "backward" else None
         block = Block(len(self.blocks), nbytes, label, self.phase, self.where, node)
         self.blocks.append(block)
         if nbytes:
@@ -166,7 +166,7 @@ class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.entries.append(Entry("free", stream=self.stream, id=block.id))
 
     def _see(self, tensor: Tensor) -> None:
-        storage = compat.storage_of(tensor)
+        storage = torch_names.storage_of(tensor)
         key = id(storage)
         if key not in self._alive:
             block = self._new_block(storage.nbytes(), _label_by_caller())
@@ -176,12 +176,12 @@ class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     # --- operators ---
 
     def __torch_dispatch__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
-        if func is compat.ASKS_DEVICE and isinstance(args[0], compat.FakeTensor):  # more than half of all calls
+        if func is torch_names.ASKS_DEVICE and isinstance(args[0], torch_names.FakeTensor):  # more than half of all calls
             return args[0].fake_device
         kwargs = kwargs or {}
         if DTensor in types:
             return NotImplemented  # let it unfold into operators on local tensors, which come back here
-        if compat.is_inside_fake_mode():
+        if torch_names.is_inside_fake_mode():
             return func(*args, **kwargs)
         result = self._run(func, args, kwargs) if self._is_of_the_plan(args, kwargs) else func(*args, **kwargs)
         results = [each for each in _tensors(result) if _has_storage(each)]
@@ -196,12 +196,12 @@ class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         """On tensors without memory. A result that depends on values is what those that are known say."""
         try:
             with self._fake:
-                if func.overloadpacket is compat.GROUPED_PRODUCT and args[0].dtype != torch.bfloat16:
-                    return compat.grouped_product(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
+                if func.overloadpacket is torch_names.GROUPED_PRODUCT and args[0].dtype != torch.bfloat16:
+                    return torch_names.grouped_product(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs"))
                 return func(*args, **kwargs)
         except Exception as error:
-            value = self._values.computed(func, args, kwargs) if compat.reads_values(error) else None
-            if value is None and self.phase == "optimizer" and func is compat.READS_NUMBER and args[0].dtype != torch.bool:
+            value = self._values.computed(func, args, kwargs) if torch_names.reads_values(error) else None
+            if value is None and self.phase == "optimizer" and func is torch_names.READS_NUMBER and args[0].dtype != torch.bool:
                 return 1.0 if args[0].is_floating_point() else 1  # a norm or a step count, which scales an update
             if not isinstance(value, Tensor):
                 if value is None:
@@ -221,12 +221,12 @@ class Recorder(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = False
         for each in (*_tensors(args), *_tensors(tuple(kwargs.values()))):
             given = True
-            if isinstance(each, compat.FakeTensor) or (device is not None and each.is_meta):
+            if isinstance(each, torch_names.FakeTensor) or (device is not None and each.is_meta):
                 return True
         return not given
 
     def _put_operator(self, func: Any, args: Any, kwargs: Any, results: list[Any]) -> None:
-        name = compat.name_of_operator(func)
+        name = torch_names.name_of_operator(func)
         base = name.partition("::")[2]
         arguments, views = _roles(func)
         if base in _MAKE_NOTHING or (views and all(views)):
@@ -294,17 +294,17 @@ def _tensors(given: Any) -> Iterator[Tensor]:
 
 def _has_storage(tensor: Tensor) -> bool:
     """Of the plan's tensors, all but sparse gradients, which no reduction takes."""
-    return isinstance(tensor, compat.FakeTensor) and tensor.layout is torch.strided
+    return isinstance(tensor, torch_names.FakeTensor) and tensor.layout is torch.strided
 
 
 def _seen(tensor: Tensor, is_read: bool, is_written: bool) -> Seen:
-    nbytes = min(tensor.numel() * tensor.itemsize, compat.storage_of(tensor).nbytes())  # an expanded dim is read once
+    nbytes = min(tensor.numel() * tensor.itemsize, torch_names.storage_of(tensor).nbytes())  # an expanded dim is read once
     return Seen(is_read, is_written, _DTYPES.get(tensor.dtype, str(tensor.dtype)), nbytes, tuple(tensor.shape))
 
 
 @cache
 def _roles(func: Any) -> tuple[list[tuple[str, bool]], list[bool]]:
-    return compat.roles_of_arguments(func)
+    return torch_names.roles_of_arguments(func)
 
 
 def _label_by_caller() -> str:

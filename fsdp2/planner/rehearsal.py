@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
 
 from ..activations import HEAVY_OPS, ActivationCheckpointPolicy, apply_activation_checkpointing
-from ..core import torch_compat as core_compat
 from ..core.comm.streams import use_streams
 from ..core.group.param_group import ParamGroup
 from ..core.iteration import reductions
@@ -32,8 +31,9 @@ from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..state_bytes import StateBytes, measured_state_bytes
 from ..strategy import accumulate, parallelize
 from ..testing.clock.trace import Entry, Ranks
+from ..torch_names import torch_tensors
 from . import recorder as labels
-from . import torch_compat as compat
+from . import torch_names
 from .memory import FileBytes
 from .recorder import Block, Recorder
 from .setting import OPTIMIZERS, Setting
@@ -93,12 +93,12 @@ def rehearse(workload: Workload, setting: Setting) -> Rehearsed:
     recorder = Recorder(device)
     with contextlib.ExitStack() as stack:
         stack.enter_context(world(setting.world_size, setting.backend, recorder))
-        stack.enter_context(compat.on_this_thread(core_compat, "current_device", lambda *_: device))
+        stack.enter_context(torch_names.on_this_thread(torch_tensors, "current_device", lambda *_: device))
         is_device = setting.backend == "nccl"
         stack.enter_context(use_streams(device, WrittenStreams(recorder) if is_device else WrittenHost(recorder)))
         model = _sharded(workload, setting)
-        stack.enter_context(compat.on_this_thread(reductions, "read_flags", _unused_everywhere))
-        stack.enter_context(compat.fake_tensors_in_their_place())
+        stack.enter_context(torch_names.on_this_thread(reductions, "read_flags", _unused_everywhere))
+        stack.enter_context(torch_names.fake_tensors_in_their_place())
         stack.enter_context(recorder)
         _materialize(model, device, policy_of_parameters(setting.offload))
         for block in recorder.alive():
@@ -227,7 +227,7 @@ def _step(
 def _not_rehearsed(workload: Workload, inputs: tuple[Any, ...], error: Exception) -> ModuleError:
     """The user's forward, or loss, has raised."""
     given = ", ".join(f"{tuple(each.shape)} {each.dtype}" if isinstance(each, Tensor) else short(each) for each in inputs)
-    if compat.reads_values(error):
+    if torch_names.reads_values(error):
         return ModuleError(
             f"{workload.name} reads values of tensors, which a plan does not have: {error}",
             expected="a forward whose Python does not depend on values (.item(), if mask.any(), boolean indexing)",
@@ -276,7 +276,7 @@ class _Units:
 
     def begin(self, name: str) -> None:
         """Nodes made from now on are of ``name``."""
-        self._starts.append(compat.sequence_number())
+        self._starts.append(torch_names.sequence_number())
         self._names.append(name)
 
     def unit_of(self, node: int) -> str:

@@ -33,7 +33,7 @@ from ..optim import FlatOptimizer, OffloadedOptimizer, flat, offloaded
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from ..run import run_script
 from ..wrap import by_name
-from . import torch_compat as compat
+from . import torch_names
 from .setting import Setting
 from .tiers import options_of
 from .workload import Workload, next_token_loss, on_meta
@@ -154,9 +154,9 @@ def _in_its_place(setting: Setting, calls: _Calls) -> Iterator[None]:
     replaced += [(ours, "parallelize", calls.parallelize), (ours, "accumulate", lambda *_, **__: contextlib.nullcontext())]
     before = dict(os.environ), sys.argv, sys.path
     with contextlib.ExitStack() as stack:
-        stack.enter_context(compat.world_of_its_own("fake", setting.world_size))
+        stack.enter_context(torch_names.world_of_its_own("fake", setting.world_size))
         for owner, name, stand_in in replaced:
-            stack.enter_context(compat.replaced(owner, name, stand_in))
+            stack.enter_context(torch_names.replaced(owner, name, stand_in))
         os.environ.update(environment)
         sys.path = [*sys.path]
         try:

@@ -13,8 +13,8 @@ from typing import Any, Literal, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from ..core import torch_compat as core_compat
-from . import torch_compat as compat
+from ..torch_names import torch_collectives
+from . import torch_names
 
 Backend = Literal["nccl", "gloo"]
 
@@ -50,11 +50,11 @@ def world(size: int, backend: Backend, listener: Listener) -> Iterator[None]:
         "all_to_all_single": ("all_to_all", 1, "input"),
     }
     with contextlib.ExitStack() as stack:
-        stack.enter_context(compat.world_of_its_own("fake" if backend == "nccl" else compat.GLOO_STAND_IN, size))
+        stack.enter_context(torch_names.world_of_its_own("fake" if backend == "nccl" else torch_names.GLOO_STAND_IN, size))
         for name, (kind, position, argument) in names.items():
             if hasattr(dist, name):
-                stack.enter_context(compat.replaced(dist, name, _told(getattr(dist, name), kind, position, argument, listener)))
-        stack.enter_context(compat.on_this_thread(core_compat, "one_launch", _one_launch(listener)))
+                stack.enter_context(torch_names.replaced(dist, name, _told(getattr(dist, name), kind, position, argument, listener)))
+        stack.enter_context(torch_names.on_this_thread(torch_collectives, "one_launch", _one_launch(listener)))
         yield
 
 
@@ -70,7 +70,7 @@ def _told(real: Any, kind: str, position: int, argument: str, listener: Listener
 
     def collective(*args: Any, group: dist.ProcessGroup | None = None, async_op: bool = False, **kwargs: Any) -> Any:
         whole: Tensor = args[position] if len(args) > position else kwargs[argument]
-        if not isinstance(whole, compat.FakeTensor):
+        if not isinstance(whole, torch_names.FakeTensor):
             return real(*args, group=group, async_op=async_op, **kwargs)
         splits = args[3] if len(args) > 3 else kwargs.get("input_split_sizes")
         if kind == "all_to_all" and splits:

@@ -32,7 +32,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..checkpoint.model_tensors import cuts_of
 from ..checkpoint.shard_geometry import Box, Piece, pieces_of
-from ..core import torch_compat as compat
 from ..doctor import hearing
 from ..doctor.patient import Patient, _living
 from ..doctor.rank_record import fault_file
@@ -41,6 +40,7 @@ from ..inspect import Listener, is_sharded, listen
 from ..inspector.fingerprint import Fingerprint, fingerprints
 from ..reference import ReferenceModule
 from ..run import run_script
+from ..torch_names import torch_dtensors
 from .stand_ins import on_the_reference
 
 NUM_SKETCHES = 16
@@ -270,7 +270,7 @@ def _plain(name: str) -> str:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return compat.waited_for(compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
+    return torch_dtensors.waited_for(torch_dtensors.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor).detach()
 
 
 @functools.lru_cache
@@ -284,7 +284,9 @@ def _placed(tensor: Tensor) -> tuple[int, list[Piece]]:
         return int(os.environ["RANK"]), pieces_of(tensor.shape, ())
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
-    first = tuple(0 if compat.shard_dim(each) is not None else here for each, here in zip(tensor.placements, coordinate, strict=True))
+    first = tuple(
+        0 if torch_dtensors.shard_dim(each) is not None else here for each, here in zip(tensor.placements, coordinate, strict=True)
+    )
     return int(mesh.mesh[first]), pieces_of(tensor.shape, cuts_of(tensor, coordinate))
 
 

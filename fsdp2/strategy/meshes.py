@@ -18,9 +18,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..core import torch_compat as compat
 from ..core.plan.mesh import checked_mesh
 from ..errors import ArgumentError, MeshError, OrderError
+from ..torch_names import torch_dtensors, torch_tensors
 
 AXES = ("replicate", "shard")
 
@@ -36,7 +36,7 @@ def flat_mesh(name: str, mesh: DeviceMesh | None) -> DeviceMesh:
     if mesh is None:
         _require_processes()
         world = dist.get_world_size()
-        return _once(("world", world), lambda: init_device_mesh(compat.default_device_type(), (world,)))
+        return _once(("world", world), lambda: init_device_mesh(torch_tensors.default_device_type(), (world,)))
     if checked_mesh(mesh, "parallelize").ndim != 1:
         raise MeshError(
             f"strategy {name!r} got a {mesh.ndim}-D mesh: {mesh}",
@@ -77,7 +77,7 @@ def flat_mesh_of_nodes(name: str, mesh: DeviceMesh | None, shard_size: int | Non
     if names is None:
         ranks = mesh.mesh.flatten()
         return _once(("flat", mesh), lambda: DeviceMesh(mesh.device_type, ranks)), mesh.size(1)
-    return compat.flatten_mesh(mesh, names), mesh.size(1)
+    return torch_dtensors.flatten_mesh(mesh, names), mesh.size(1)
 
 
 def node_size(name: str, num_ranks: int, shard_size: int | None, by_default: int | None = None) -> int:
@@ -144,7 +144,7 @@ def _cut(flat: DeviceMesh, shape: tuple[int, int]) -> DeviceMesh:
         return _once((flat, shape), lambda: DeviceMesh(flat.device_type, ranks, mesh_dim_names=AXES))
     # ``flat`` may be a slice: the result has to go together with the other axes of the same mesh.
     parts = (f"{names[0]}_{AXES[0]}", f"{names[0]}_{AXES[1]}")
-    return _once((flat, shape), lambda: compat.unflatten_mesh(flat, 0, shape, parts))
+    return _once((flat, shape), lambda: torch_dtensors.unflatten_mesh(flat, 0, shape, parts))
 
 
 def _once(key: Any, make: Callable[[], DeviceMesh]) -> DeviceMesh:

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..core import torch_compat as compat
 from ..core.comm.collective_log import during
 from ..core.plan.mesh import device_of
 from ..errors import ModuleError
+from ..torch_names import torch_dtensors, torch_modules
 
 
 def require_same(mesh: DeviceMesh, facts: Iterable[str], what: str) -> None:
@@ -67,7 +67,7 @@ def free_tensors(model: nn.Module, ignored: Iterable[nn.Parameter]) -> list[tupl
     managed = {
         id(below)
         for module in model.modules()
-        if {"fully_shard", "replicate"} & set(compat.applied_apis(module))
+        if {"fully_shard", "replicate"} & set(torch_modules.applied_apis(module))
         for below in module.modules()
     }
     for prefix, module in model.named_modules():
@@ -102,7 +102,7 @@ def broadcast(mesh: DeviceMesh, device: torch.device, tensors: Sequence[tuple[st
     for _, tensor in tensors:
         if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
             continue
-        local = compat.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+        local = torch_dtensors.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor.detach()
         if local.is_meta or type(local) is not Tensor or local.numel() == 0:
             continue
         moved = local.to(device).contiguous()

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..core import torch_compat as compat
+from ..torch_names import torch_tensors
 
 Seen = TypeVar("Seen")
 
@@ -36,7 +36,7 @@ def watched(by: Observer[Any]) -> Iterator[None]:
         yield
 
 
-class _Operators(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operators(torch_tensors.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Files every operator that runs under it, in backward as well: on the CPU, that is on the calling thread."""
 
     def __init__(self, observer: Observer[Any]) -> None:
@@ -46,7 +46,7 @@ class _Operators(compat.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         subclasses = [kind for kind in types if _has_own_dispatch(kind)]
-        if compat.FakeTensor in subclasses:  # it has no memory
+        if torch_tensors.FakeTensor in subclasses:  # it has no memory
             return func(*args, **kwargs)
         if subclasses:
             return NotImplemented  # a DTensor, say: it comes back with its local tensors

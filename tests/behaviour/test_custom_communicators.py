@@ -16,9 +16,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as TorchAllG
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as TorchReduceScatter
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
-from fsdp2.core import torch_compat as compat
 from fsdp2.errors import OrderError
 from fsdp2.policy import AllGather, ReduceScatter
+from fsdp2.torch_names import torch_collectives
 from harness import cpu_mesh, needs_torch, on_ranks
 from harness.models import batches, mlp
 from harness.training import (
@@ -56,13 +56,13 @@ class Recorder:
 class Gather(Recorder):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False):
         self.log.append((self.name, "call", self.about(output_tensor), self.about(input_tensor), group.size(), async_op))
-        return compat.all_gather_single(output_tensor, input_tensor, group, async_op)
+        return torch_collectives.all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
 class Scatter(Recorder):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False):
         self.log.append((self.name, "call", self.about(output_tensor), self.about(input_tensor), group.size(), str(op), async_op))
-        return compat.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+        return torch_collectives.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
 
 class OurGather(Gather, AllGather): ...
@@ -239,7 +239,7 @@ class GroupOf(Scatter):
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False):
         self.groups.append(group)
-        return compat.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+        return torch_collectives.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
 
 class OurGroupOf(GroupOf, ReduceScatter): ...
@@ -279,8 +279,8 @@ def test_memory_of_process_groups_is_that_of_the_group_that_communicates(separat
         return torch.empty(numel, dtype=dtype, device=device)
 
     with (
-        mock.patch.object(compat, "process_group_allocates", return_value=True),
-        mock.patch.object(compat, "process_group_empty", empty),
+        mock.patch.object(torch_collectives, "process_group_allocates", return_value=True),
+        mock.patch.object(torch_collectives, "process_group_empty", empty),
     ):
         if separate_first:
             model.set_separate_reduce_scatter_group()

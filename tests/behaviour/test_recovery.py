@@ -24,9 +24,9 @@ from fsdp2 import (
     register_fsdp_forward_method,
     set_semantics,
 )
-from fsdp2.core import torch_compat as compat
 from fsdp2.core.comm import collectives
 from fsdp2.errors import OrderError
+from fsdp2.torch_names import torch_autograd
 from harness import cpu_mesh, on_ranks
 from harness.models import Block, batches
 from harness.training import assert_equal_training, assert_same_bits, fed_in_chunks, fed_own_chunk, forward_backward, own_chunk
@@ -590,12 +590,12 @@ def test_a_failed_backward_is_over_when_the_next_forward_begins_though_the_engin
     model, reference = make(Fails)
     model.held = list(model.parameters())
     held = []
-    queue = compat.queue_end_of_backward
+    queue = torch_autograd.queue_end_of_backward
 
     def iteration(each: Fails, x: Tensor) -> Tensor:
         return retried(each, x, "backward", RuntimeError("trap"), "optimizer")
 
-    with mock.patch.object(compat, "queue_end_of_backward", lambda callback: held.append(callback) or queue(callback)):
+    with mock.patch.object(torch_autograd, "queue_end_of_backward", lambda callback: held.append(callback) or queue(callback)):
         steps = fed_own_chunk(model, batches(), iteration=iteration)
     assert len(held) == 2 * len(batches())
     assert_same_bits(steps, fed_in_chunks(reference, batches(), iteration=iteration))

@@ -117,14 +117,14 @@ def two_layers(difference: str = "none", mesh: Any = None) -> nn.Module:
 def test_models_that_differ_between_ranks_are_refused_before_the_first_gather_by_the_parameters_name():
     """Symptom: gloo aborted a process ("Received data size doesn't match expected size"), and no text named a parameter."""
     stores: list[Meeting] = []
-    real = same_models.compat.keys_of_the_store
+    real = same_models.torch_collectives.keys_of_the_store
 
     def keys_of_the_store(prefix: str) -> Any:
         stores.append(Meeting(real(prefix)))
         return stores[-1]
 
     found = {"shape": "1.weight", "missing": "1.bias", "dtype": "1.weight", "policy": "0.weight"}
-    with mock.patch.object(same_models.compat, "keys_of_the_store", keys_of_the_store):
+    with mock.patch.object(same_models.torch_collectives, "keys_of_the_store", keys_of_the_store):
         for difference, name in found.items():
             with pytest.raises(fsdp2.ModuleError) as caught:
                 two_layers(difference)(X)
@@ -142,7 +142,7 @@ def test_models_that_differ_between_ranks_are_refused_before_the_first_gather_by
 
 @on_ranks(1)
 def test_one_rank_compares_its_model_with_nobody():
-    with mock.patch.object(same_models.compat, "keys_of_the_store", side_effect=AssertionError("a request")):
+    with mock.patch.object(same_models.torch_collectives, "keys_of_the_store", side_effect=AssertionError("a request")):
         fully_shard(mlp(), mesh=cpu_mesh())(X).sum().backward()
 
 
@@ -190,15 +190,15 @@ def test_a_name_that_fsdp2_lacks_points_to_the_right_one():
 def test_models_whose_forward_communicates_nothing_may_run_first_on_one_rank_alone():
     """First forwards are counted: without a gather in them, ranks need not run them in one order."""
     mesh = cpu_mesh(2, 1)  # replicated: only gradients are sent
-    with mock.patch.object(same_models.compat, "keys_of_the_store", side_effect=AssertionError):
+    with mock.patch.object(same_models.torch_collectives, "keys_of_the_store", side_effect=AssertionError):
         fully_shard(nn.Linear(4, 2 + dist.get_rank()), mesh=mesh)(torch.ones(1, 4))
 
 
 @on_ranks(4)
 def test_under_hsdp_ranks_that_gather_together_are_compared():
     """Symptom: ranks compared under the names of both of their process groups, which no two ranks have in common."""
-    real = same_models.compat.keys_of_the_store
-    with mock.patch.object(same_models.compat, "keys_of_the_store", lambda prefix: Meeting(real(prefix))):
+    real = same_models.torch_collectives.keys_of_the_store
+    with mock.patch.object(same_models.torch_collectives, "keys_of_the_store", lambda prefix: Meeting(real(prefix))):
         model = two_layers("shape", cpu_mesh(2, 2))
         if dist.get_rank() < 2:
             with pytest.raises(fsdp2.ModuleError, match=r"models differ between ranks: 1\.weight"):

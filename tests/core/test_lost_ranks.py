@@ -114,7 +114,7 @@ def test_each_collective_that_is_waited_for_where_it_is_called_lies_in_what_name
     package = Path(fsdp2.__file__).parent
     own = {
         "core/comm/collectives.py",  # of a group, which knows its unit's name
-        "core/torch_compat.py",  # the two names of one collective
+        "torch_names/torch_collectives.py",  # the two names of one collective
         "policy.py",  # examples of communicators
         "planner/measure.py",  # a program of its own, without a model
         "reference.py",  # what fully_shard means, to compare with: no more than that
@@ -140,7 +140,7 @@ def test_each_collective_that_is_waited_for_where_it_is_called_lies_in_what_name
             for call in ast.walk(tree)
             if isinstance(call, ast.Call)
             and call not in named
-            and re.match(r"(dist|compat)\.", ast.unparse(call.func))
+            and re.match(r"(dist|torch_collectives)\.", ast.unparse(call.func))
             and collective.match(ast.unparse(call.func).partition(".")[2])
             and not any(keyword.arg == "async_op" and ast.unparse(keyword.value) != "False" for keyword in call.keywords)
         ]

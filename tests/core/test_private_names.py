@@ -13,8 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "fsdp2"
 NAMES = sorted(
     f"{prefix}{path}"
-    for home in ("core", "clients")
-    for text in [(PACKAGE / home / "torch_compat.py").read_text()]
+    for text in [path.read_text() for path in PACKAGE.rglob("*.py")]
     for prefixed, path in re.findall(r'torch_name\(\s*(f?)"([^"]+)"', text)
     for prefix, path in [("torch._C._dynamo.eval_frame." if prefixed else "", path.removeprefix("{_eval_frame}"))]
 )

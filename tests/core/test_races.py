@@ -23,13 +23,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import AllGather, CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, ReduceScatter, fully_shard
-from fsdp2.core import torch_compat as compat
 from fsdp2.core.comm.streams import streams_of
 from fsdp2.core.group.all_gather import Gather
 from fsdp2.core.group.handing_out import HandedOut
 from fsdp2.core.group.reduction import Reduction
 from fsdp2.core.iteration.module_state import schedule_of
 from fsdp2.testing.recording import Race, RaceError, RecordingStreams, recording
+from fsdp2.torch_names import torch_collectives
 from harness import cpu_mesh, on_ranks
 from harness.models import MLP, batches, mlp
 from harness.places import Place, place_of_caller, places_of
@@ -314,7 +314,7 @@ class StockAllGather(AllGather):
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        return compat.all_gather_single(output_tensor, input_tensor, group, async_op)
+        return torch_collectives.all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
 class StockReduceScatter(ReduceScatter):
@@ -322,7 +322,7 @@ class StockReduceScatter(ReduceScatter):
         return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        return compat.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+        return torch_collectives.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
 
 def use_custom_communicators(model: Any) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard, set_semantics, user_warnings
-from fsdp2.core import torch_compat as compat
+from fsdp2.torch_names import torch_tensors
 from harness import cpu_mesh, on_ranks
 
 BF16 = torch.bfloat16
@@ -25,14 +25,14 @@ def as_if_nobody_was_told(installed: str) -> Iterator[list[str]]:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     logger = logging.getLogger("fsdp2")
-    before = user_warnings._told, compat.INSTALLED_SEMANTICS, logger.propagate
-    user_warnings._told, compat.INSTALLED_SEMANTICS, logger.propagate = set(), installed, False
+    before = user_warnings._told, torch_tensors.INSTALLED_SEMANTICS, logger.propagate
+    user_warnings._told, torch_tensors.INSTALLED_SEMANTICS, logger.propagate = set(), installed, False
     logger.addHandler(handler)
     try:
         yield said
     finally:
         logger.removeHandler(handler)
-        user_warnings._told, compat.INSTALLED_SEMANTICS, logger.propagate = before
+        user_warnings._told, torch_tensors.INSTALLED_SEMANTICS, logger.propagate = before
 
 
 def shard(**options: object) -> None:

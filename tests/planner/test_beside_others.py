@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp2
-from fsdp2.core import torch_compat
 from fsdp2.errors import ModuleError
+from fsdp2.torch_names import torch_tensors
 from harness import on_ranks
 
 
@@ -22,7 +22,7 @@ from harness import on_ranks
 def test_a_thread_that_communicates_while_another_one_plans_sees_its_own_ranks(world_size):
     """The plan swapped torch's record of process groups for all threads: a thread that saved was alone in a world of 64 ranks."""
     seen: list[Any] = []
-    outside = dist.get_rank(), dist.distributed_c10d._world, sys.excepthook, torch_compat.current_device("cpu")
+    outside = dist.get_rank(), dist.distributed_c10d._world, sys.excepthook, torch_tensors.current_device("cpu")
 
     def save() -> None:
         found = torch.full((1,), float(dist.get_rank() + 1))
@@ -40,7 +40,7 @@ def test_a_thread_that_communicates_while_another_one_plans_sees_its_own_ranks(w
 
     fsdp2.plan(nn.Linear(4, 4), 64, inputs=inputs)
     assert seen == [64, (2, outside[0], 3.0, 2)]
-    assert (dist.get_rank(), dist.distributed_c10d._world, sys.excepthook, torch_compat.current_device("cpu")) == outside
+    assert (dist.get_rank(), dist.distributed_c10d._world, sys.excepthook, torch_tensors.current_device("cpu")) == outside
 
 
 def test_a_wrong_input_is_one_error_without_a_traceback_of_tensors_without_memory_before_it():

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp2
-from fsdp2.core import torch_compat as compat
+from fsdp2.torch_names import torch_tensors
 from harness import on_ranks
 from harness.training import forward_backward
 
@@ -69,13 +69,13 @@ def test_a_parameter_without_dims_leaves_the_fused_copy_in_on():
     model.register_forward_hook(lambda module, args, output: output * module.scale)
     fsdp2.fully_shard(model, mesh=init_device_mesh("pretend", (4,)))
     pieces: list[Tensor] = []
-    original = compat.chunk_cat
+    original = torch_tensors.chunk_cat
 
     def watched(tensors: list[Tensor], *args: Any) -> None:
         pieces.extend(tensors)
         original(tensors, *args)
 
-    with mock.patch.object(compat, "chunk_cat", watched):
+    with mock.patch.object(torch_tensors, "chunk_cat", watched):
         forward_backward(model, torch.ones(3, 8, device="pretend"))
     assert pieces != []
     assert [tuple(piece.shape) for piece in pieces if not piece.is_contiguous()] == []

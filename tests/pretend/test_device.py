@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp2.core import torch_compat as compat
 from fsdp2.testing import pretend
+from fsdp2.torch_names import torch_collectives
 from harness import on_ranks
 from harness.models import transformer
 
@@ -400,10 +400,10 @@ def test_collectives_between_processes_are_ordered_by_streams_and_have_the_backe
         side = side_stream()
         side.wait_stream(torch.pretend.current_stream())
         with torch.pretend.stream(side):
-            compat.all_gather_single(gathered, own, world(), False)
+            torch_collectives.all_gather_single(gathered, own, world(), False)
         torch.pretend.current_stream().wait_stream(side)
         averaged = torch.empty(2, device="pretend")
-        compat.reduce_scatter_single(averaged, own.clone(), dist.ReduceOp.AVG, world(), False)
+        torch_collectives.reduce_scatter_single(averaged, own.clone(), dist.ReduceOp.AVG, world(), False)
         work = dist.all_reduce(own, op=dist.ReduceOp.PREMUL_SUM(0.5), async_op=True)
         work.wait()
         assert gathered.tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
@@ -417,9 +417,9 @@ def test_coalesced_collectives_are_one_launch():
     outputs = [torch.empty(2 * n, device="pretend") for n in (3, 5)]
     inputs = [torch.full((n,), float(dist.get_rank()), device="pretend") for n in (3, 5)]
     pretend.reset_counts()
-    with compat.one_launch(world(), torch.device("pretend:0")):
+    with torch_collectives.one_launch(world(), torch.device("pretend:0")):
         for output, input_ in zip(outputs, inputs, strict=True):
-            compat.all_gather_single(output, input_, world(), False)
+            torch_collectives.all_gather_single(output, input_, world(), False)
     assert pretend.launches() == {"all_gather": 1}
     assert outputs[1].tolist() == [0.0] * 5 + [1.0] * 5
 
@@ -439,10 +439,10 @@ def test_ranks_that_issue_different_collectives_are_told_so():
 def test_one_process_plays_a_rank_of_many():
     assert dist.get_world_size() == 8
     gathered = torch.empty(16, device="pretend")
-    compat.all_gather_single(gathered, torch.tensor([1.0, 2.0], device="pretend"), world(), False)
+    torch_collectives.all_gather_single(gathered, torch.tensor([1.0, 2.0], device="pretend"), world(), False)
     assert gathered.tolist() == [1.0, 2.0] * 8
     averaged = torch.empty(2, device="pretend")
-    compat.reduce_scatter_single(averaged, gathered, dist.ReduceOp.AVG, world(), False)
+    torch_collectives.reduce_scatter_single(averaged, gathered, dist.ReduceOp.AVG, world(), False)
     assert averaged.tolist() == [1.4375, 2.875]  # rank r has 1 + r / 8 times this one's
 
 

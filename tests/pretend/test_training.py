@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch.distributed.fsdp as torch_fsdp
 
-from fsdp2.core import torch_compat as compat
 from fsdp2.core.comm import collectives
 from fsdp2.testing import pretend
+from fsdp2.torch_names import torch_collectives
 from harness import on_ranks
 from harness.pretend_training import (
     MORE_SCENARIOS,
@@ -98,9 +98,9 @@ def divides_before_the_launch() -> Iterator[None]:
     """A planted fault: the division is queued while the launch is put together."""
 
     def scatter(buffers: Any, process_group: Any) -> None:
-        with compat.one_launch(process_group, buffers[0][0].device):
+        with torch_collectives.one_launch(process_group, buffers[0][0].device):
             for output, input_, division in buffers:
-                compat.reduce_scatter_single(output, input_, division.op, process_group, False)
+                torch_collectives.reduce_scatter_single(output, input_, division.op, process_group, False)
                 if division.postdivide is not None:
                     output.div_(division.postdivide)
 

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ... import errors
 from ...errors import CheckpointError, FSDPError, LostRankError
-from .. import torch_compat as compat
+from ...torch_names import torch_collectives
 from ..plan.mesh import device_of
 from .collective_log import during
 from .lost_ranks import raise_lost
@@ -182,8 +182,10 @@ def another_over(process_group: dist.ProcessGroup, name: str, backend: str | Non
     Collective: yes, over these ranks
     """
     ranks = dist.get_process_group_ranks(process_group)
-    drawn = torch.tensor([int.from_bytes(os.urandom(7), "big")], device=compat.device_of_group(process_group))
+    drawn = torch.tensor(
+        [int.from_bytes(os.urandom(7), "big")], device=torch_collectives.device_of_group(process_group)
+    )
     with during("agreement of ranks", process_group, drawn):
         dist.broadcast(drawn, src=ranks[0], group=process_group)
-    timeout = compat.timeout_of_group(process_group)
-    return compat.new_named_group(ranks, backend, f"fsdp2_{name}", f"fsdp2_{name}_{drawn.item():x}", timeout)
+    timeout = torch_collectives.timeout_of_group(process_group)
+    return torch_collectives.new_named_group(ranks, backend, f"fsdp2_{name}", f"fsdp2_{name}_{drawn.item():x}", timeout)

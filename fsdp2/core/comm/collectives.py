@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import torch_compat as compat
+from ...torch_names import torch_collectives, torch_tensors
 from .backends import AllGatherAlgorithm, AllReduceAlgorithm, ReduceScatterAlgorithm
 from .division import Division
 
@@ -69,14 +69,16 @@ def all_gather(
     if algorithm == "stock":
         if async_op:
             pairs = zip(outputs, inputs, strict=True)
-            works = [compat.all_gather_single(output, input_, process_group, True) for output, input_ in pairs]
+            works = [
+                torch_collectives.all_gather_single(output, input_, process_group, True) for output, input_ in pairs
+            ]
             return Works(works, (outputs, inputs))
         if len(outputs) == 1:
-            compat.all_gather_single(outputs[0], inputs[0], process_group, False)
+            torch_collectives.all_gather_single(outputs[0], inputs[0], process_group, False)
         else:
-            with compat.one_launch(process_group, outputs[0].device):
+            with torch_collectives.one_launch(process_group, outputs[0].device):
                 for output, input_ in zip(outputs, inputs, strict=True):
-                    compat.all_gather_single(output, input_, process_group, False)
+                    torch_collectives.all_gather_single(output, input_, process_group, False)
         return _DONE
     rank = process_group.rank()
     works = []
@@ -111,7 +113,7 @@ def reduce_scatter(
             output.div_(division.postdivide)
         return _DONE
     if algorithm == "stock":
-        work = compat.reduce_scatter_single(output, input, division.op, process_group, async_op)
+        work = torch_collectives.reduce_scatter_single(output, input, division.op, process_group, async_op)
         if async_op:
             return Works([work], (input,), output, division.postdivide)
         if division.postdivide is not None:
@@ -145,9 +147,9 @@ def reduce_scatter_together(
     for _, input_, division in buffers:
         if division.predivide is not None:
             input_.div_(division.predivide)
-    with compat.one_launch(process_group, buffers[0][0].device):
+    with torch_collectives.one_launch(process_group, buffers[0][0].device):
         for output, input_, division in buffers:
-            compat.reduce_scatter_single(output, input_, division.op, process_group, False)
+            torch_collectives.reduce_scatter_single(output, input_, division.op, process_group, False)
     for output, _, division in buffers:
         if division.postdivide is not None:
             output.div_(division.postdivide)
@@ -182,7 +184,7 @@ def all_reduce(
         return _DONE
     assert division.op == dist.ReduceOp.SUM, f"{algorithm!r} sums locally, but the reduction is {division}"
     gathered = buffer.new_empty(world_size * buffer.numel())
-    work = compat.all_gather_single(gathered, buffer, process_group, async_op)
+    work = torch_collectives.all_gather_single(gathered, buffer, process_group, async_op)
     rows = gathered.view(world_size, buffer.numel()).unbind()
     return _issued(Works([work], (), buffer, division.postdivide, rows), async_op)
 
@@ -195,7 +197,7 @@ def all_reduce_together(buffers: Sequence[tuple[Tensor, Division]], process_grou
     for buffer, division in buffers:
         if division.predivide is not None:
             buffer.div_(division.predivide)
-    with compat.one_launch(process_group, buffers[0][0].device):
+    with torch_collectives.one_launch(process_group, buffers[0][0].device):
         for buffer, division in buffers:
             dist.all_reduce(buffer, op=division.op, group=process_group)
     for buffer, division in buffers:
@@ -245,7 +247,7 @@ def _issued(pending: Works, async_op: bool) -> Pending:
 
 
 def _copy_unless_same(target: Tensor, source: Tensor) -> None:
-    if not compat.is_same_memory(target, source):
+    if not torch_tensors.is_same_memory(target, source):
         assert target.numel() == source.numel(), f"{target.numel()} elements from {source.numel()}"
         target.copy_(source)
 

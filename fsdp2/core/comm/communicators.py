@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...policy import AllGather, ReduceScatter
+from ...torch_names import torch_collectives
 from ...user_warnings import warn
-from .. import torch_compat as compat
 from .collectives import Pending, Works
 from .division import Division
 
@@ -50,7 +50,7 @@ class _ProcessGroupMemory:
         return type(self)(process_group)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return compat.process_group_empty(self._process_group, math.prod(size), dtype, device)
+        return torch_collectives.process_group_empty(self._process_group, math.prod(size), dtype, device)
 
 
 class _SymmetricMemory:
@@ -58,45 +58,45 @@ class _SymmetricMemory:
 
     def __init__(self, process_group: dist.ProcessGroup, backend: str) -> None:
         self._backend = backend
-        compat.init_symmetric_memory(process_group, backend)
+        torch_collectives.init_symmetric_memory(process_group, backend)
 
     def over(self, process_group: dist.ProcessGroup) -> Self:
         """The same for another process group. Collective: yes, over ``process_group``."""
         return type(self)(process_group, self._backend)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return compat.symmetric_empty(math.prod(size), dtype, device)
+        return torch_collectives.symmetric_empty(math.prod(size), dtype, device)
 
 
 class ProcessGroupAllGather(_ProcessGroupMemory, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        return compat.all_gather_single(output_tensor, input_tensor, group, async_op)
+        return torch_collectives.all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
 class ProcessGroupReduceScatter(_ProcessGroupMemory, ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        return compat.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+        return torch_collectives.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
 
 class SymmetricAllGather(_SymmetricMemory, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        compat.rendezvous(output_tensor, group)
-        return compat.all_gather_single(output_tensor, input_tensor, group, async_op)
+        torch_collectives.rendezvous(output_tensor, group)
+        return torch_collectives.all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
 class SymmetricReduceScatter(_SymmetricMemory, ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        compat.rendezvous(input_tensor, group)
-        compat.rendezvous(output_tensor, group)
-        return compat.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+        torch_collectives.rendezvous(input_tensor, group)
+        torch_collectives.rendezvous(output_tensor, group)
+        return torch_collectives.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
 
 def warn_without_effect(setter: str, why: str) -> None:

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import FSDPError, LostRankError
-from .. import torch_compat as compat
+from ...torch_names import torch_collectives
 
 PATIENCE = 1.0
 """Seconds for which a rank whose collective has failed looks for one that is gone: its process may still be ending."""
@@ -66,7 +66,7 @@ def lost_ranks() -> dict[int, str]:
     if _roll is None:
         return {}
     roll = copy.copy(_roll)
-    roll.store = compat.own_connection_to_the_store(_prefix())
+    roll.store = torch_collectives.own_connection_to_the_store(_prefix())
     return roll.known()
 
 
@@ -85,7 +85,7 @@ def note_process() -> None:
         atexit.register(_tell_exception)
     _num_made += 1
     with contextlib.suppress(RuntimeError):  # a store that keeps nothing, as torch's fake backend has
-        _roll = _Roll(compat.keys_of_the_store(_prefix()), world)
+        _roll = _Roll(torch_collectives.keys_of_the_store(_prefix()), world)
 
 
 def _prefix() -> str:

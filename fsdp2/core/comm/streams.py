@@ -36,8 +36,6 @@ from typing import Any, Protocol
 
 import torch
 
-from .. import torch_compat as compat
-
 Stream = Any  # a device stream, or a name on the recording implementation, or None on the host
 Event = Any
 
@@ -141,7 +139,7 @@ class DeviceStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._module = compat.device_module(device.type)
+        self._module = torch.get_device_module(device.type)
         self._asks_capturing = getattr(self._module, "is_current_stream_capturing", None)
         # High priority: a collective's small copies should not queue after a large matrix product.
         self.copy_in = self._module.Stream(device=device, priority=-1)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...policy import AllGather
-from .. import torch_compat as compat
+from ...torch_names import torch_tensors
 from ..comm import backends, collectives
 from ..comm.streams import Event, Stream, Streams
 from ..plan.layout import Cut, GroupLayout, group_layout
@@ -327,7 +327,7 @@ class LocalGather:
         self._streams = streams
         like = torch.empty(0, dtype=target.dtype, device=target.device)
         self._event: Event = None
-        shares = compat.address_of(target.storage) == compat.address_of(flat.untyped_storage())
+        shares = torch_tensors.address_of(target.storage) == torch_tensors.address_of(flat.untyped_storage())
         self._whole = None if shares else storage_view(target.storage, like, 0, (flat.numel(),))
 
     def start(self, flat: Tensor | None, copy: bool, together: list[Waiting] | None = None) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...policy import AllGather
-from .. import torch_compat as compat
+from ...torch_names import torch_tensors
 from ..comm import backends, collectives
 from ..comm.streams import Event, Stream, Streams
 from ..plan.layout import Cut
@@ -370,7 +370,7 @@ class ExtensionGather:
         """Keep the results of the first gather; from now on, large stacked tensors are gathered straight into place."""
         plan = self._plan
         made = [*(place.output for place in places), *(tensor for tensors in kept for tensor in tensors)]
-        storages = {compat.storage_key(tensor): tensor.untyped_storage() for tensor in made}
+        storages = {torch_tensors.storage_key(tensor): tensor.untyped_storage() for tensor in made}
         left = iter(places)
         released = []
         for param, each in zip(plan.params, sent, strict=True):

@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ...errors import ExtensionError
-from .. import torch_compat as compat
+from ...torch_names import torch_autograd, torch_dtensors, torch_tensors
 from ..plan.layout import rows_of
 from ..plan.mesh import DataParallelMesh
 from .own_memory import POST, PRE, RELEASE, has_extension, missing_half
@@ -130,9 +130,9 @@ class Extensions:
             return
         unsharded = param.unsharded
         assert unsharded is not None
-        local = compat.local_tensor(unsharded) if isinstance(unsharded, DTensor) else unsharded
+        local = torch_dtensors.local_tensor(unsharded) if isinstance(unsharded, DTensor) else unsharded
         # The method writes the values that autograd has saved views of: for autograd nothing has changed.
-        with compat.preserved_versions((unsharded, local, *kept)):
+        with torch_autograd.preserved_versions((unsharded, local, *kept)):
             post(gathered, metadata, self._param_dtype, out=unsharded)
 
 
@@ -213,7 +213,7 @@ def _values(param: ShardedParam, local: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    wraps: bool = compat.is_traceable_wrapper_subclass(tensor)
+    wraps: bool = torch_tensors.is_traceable_wrapper_subclass(tensor)
     if not wraps:
         return tensor
     plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

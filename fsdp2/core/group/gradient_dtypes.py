@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import torch_compat as compat
+from ...torch_names import torch_tensors
 from .options import GroupOptions
 from .param import ShardedParam
 
@@ -30,7 +30,7 @@ class GradientDtypes:
 
     reduced: torch.dtype
     kept: dict[ShardedParam, torch.dtype] | None
-    added_up: dict[ShardedParam, compat.GradDtype]
+    added_up: dict[ShardedParam, torch_tensors.GradDtype]
     usual: torch.dtype
 
     def added_up_in(self, param: ShardedParam) -> torch.dtype | None:
@@ -38,9 +38,9 @@ class GradientDtypes:
         of_user = self.added_up.get(param)
         return self.usual if of_user is None else of_user.dtype
 
-    def of_unsharded(self, param: ShardedParam, adds_up: bool) -> compat.GradDtype | None:
+    def of_unsharded(self, param: ShardedParam, adds_up: bool) -> torch_tensors.GradDtype | None:
         """``grad_dtype`` of the unsharded parameter; None: its own dtype. adds_up: several backwards add up there."""
-        return compat.GradDtype(self.added_up_in(param)) if adds_up else self.added_up.get(param)
+        return torch_tensors.GradDtype(self.added_up_in(param)) if adds_up else self.added_up.get(param)
 
 
 def gradient_dtypes(
@@ -50,13 +50,13 @@ def gradient_dtypes(
     given = options.reduce_dtype
     if options.semantics == "2.13":
         return GradientDtypes(given or param_dtype, None, {}, given or param_dtype)
-    of_user = {param: found for param in params if (found := compat.grad_dtype_of(param.sharded)) is not None}
+    of_user = {param: found for param in params if (found := torch_tensors.grad_dtype_of(param.sharded)) is not None}
     wanted = [given or (dtype if param not in of_user else of_user[param].dtype or param_dtype) for param in params]
     reduced = functools.reduce(torch.promote_types, wanted)
     kept = {param: (of_user[param].dtype or reduced) if param in of_user else dtype for param in params}
     return GradientDtypes(
         reduced,
         None if all(each is dtype for each in kept.values()) else kept,
-        of_user if given is None else dict.fromkeys(of_user, compat.GradDtype(given)),
+        of_user if given is None else dict.fromkeys(of_user, torch_tensors.GradDtype(given)),
         given or dtype,
     )

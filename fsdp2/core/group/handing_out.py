@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .. import torch_compat as compat
+from ...torch_names import torch_dtensors, torch_tensors
 from ..comm.streams import Stream
 from ..plan.placement import in_dtype
 from .flat_gradients import note_gradients
@@ -130,10 +130,10 @@ class HandedOut:
             if before is None:
                 spec = param.spec.sharded
                 if not is_usual and self._dtypes is None:
-                    compat.allow_any_grad_dtype(sharded)
-                sharded.grad = compat.new_dtensor(grad, spec if is_usual else in_dtype(spec, grad.dtype))
+                    torch_tensors.allow_any_grad_dtype(sharded)
+                sharded.grad = torch_dtensors.new_dtensor(grad, spec if is_usual else in_dtype(spec, grad.dtype))
             else:
-                compat.local_tensor(before).add_(grad)  # type: ignore[arg-type]
+                torch_dtensors.local_tensor(before).add_(grad)  # type: ignore[arg-type]
             if sharded._post_accumulate_grad_hooks:
                 self.has_run_hooks = True
                 self._run_hooks(sharded)

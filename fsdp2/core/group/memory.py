@@ -24,7 +24,7 @@ from torch import Tensor
 from ...errors import FSDPError, meta_error, misplaced_error
 from ...mapped_file import READ_AHEAD, MappedFile, mapped
 from ...policy import AllGather
-from .. import torch_compat as compat
+from ...torch_names import torch_tensors
 from ..comm import collective_log
 from ..comm.agreement import tell_later
 from ..comm.lost_ranks import raise_lost
@@ -166,7 +166,7 @@ class GroupMemory:
                     self.options.folder, [leaf for local in locals_ for leaf in leaves_of(local)], self._what()
                 )
                 for leaf, copy in copies:
-                    compat.set_data(leaf, copy)
+                    torch_tensors.set_data(leaf, copy)
             except FSDPError as error:  # of this rank alone: the parameters stay in memory until ranks meet
                 tell_later(error)
             self._write_file()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import ExtensionError
-from .. import torch_compat as compat
+from ...torch_names import torch_dtensors, torch_tensors
 from ..plan.placement import ShardSpec
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -27,8 +27,8 @@ def has_extension(local: Tensor) -> bool:
 
 def needs_own_memory(param: Tensor) -> bool:
     """Whether a parameter (the local tensor of a DTensor) cannot be a piece of a flat buffer."""
-    local = compat.local_tensor(param) if isinstance(param, DTensor) else param
-    return has_extension(local) or compat.is_traceable_wrapper_subclass(compat.waited_for(local))
+    local = torch_dtensors.local_tensor(param) if isinstance(param, DTensor) else param
+    return has_extension(local) or torch_tensors.is_traceable_wrapper_subclass(torch_dtensors.waited_for(local))
 
 
 def leaves_of(local: Tensor) -> list[Tensor]:
@@ -38,10 +38,10 @@ def leaves_of(local: Tensor) -> list[Tensor]:
     without it, the tensors among its attributes count.
     """
     made_of: Any = local
-    if compat.is_traceable_wrapper_subclass(made_of):
+    if torch_tensors.is_traceable_wrapper_subclass(made_of):
         names, _ = made_of.__tensor_flatten__()
         inner = [getattr(local, name) for name in names]
-    elif compat.has_storage_of_its_own(local):
+    elif torch_tensors.has_storage_of_its_own(local):
         return [local]
     else:
         inner = [value for value in vars(local).values() if isinstance(value, Tensor)]
@@ -52,7 +52,7 @@ def refuse_unextendable(params: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Raise ExtensionError naming all parameters with half an extension, or of a kind that cannot be sharded."""
     found = []
     for name, param in params:
-        local = compat.local_tensor(param) if isinstance(param, DTensor) else param
+        local = torch_dtensors.local_tensor(param) if isinstance(param, DTensor) else param
         problem = missing_half(local) or _refused_release(local)
         if problem is None and needs_own_memory(local):
             if local.ndim == 0:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...errors import ParameterError
-from .. import torch_compat as compat
+from ...torch_names import torch_autograd, torch_dtensors, torch_tensors
 from ..plan.annotations import is_annotation
 from ..plan.layout import Slot, rows_of
 from ..plan.placement import ShardSpec, in_dtype, is_lazy
@@ -78,7 +78,7 @@ class ShardedParam:
         self.leave_flat()
         self.trainable = sharded.requires_grad
         self.unsharded: nn.Parameter | None = None
-        self.adds_up_in: compat.GradDtype | None = None
+        self.adds_up_in: torch_tensors.GradDtype | None = None
         self.kind: type[nn.Parameter] | None = None
 
     @property
@@ -96,14 +96,14 @@ class ShardedParam:
 
     def local_now(self) -> Tensor:
         """The local tensor of ``sharded`` as it is now: ``_apply`` and loading may have replaced it."""
-        return compat.local_tensor(self.sharded)  # type: ignore[arg-type]
+        return torch_dtensors.local_tensor(self.sharded)  # type: ignore[arg-type]
 
     def move_to(self, local: Tensor) -> None:
         """Let ``sharded`` keep its data in ``local``."""
-        compat.set_local_tensor(self.sharded, local)  # type: ignore[arg-type]
+        torch_dtensors.set_local_tensor(self.sharded, local)  # type: ignore[arg-type]
         mesh = self.spec.sharded.mesh
         if self.sharded.device_mesh is not mesh:  # type: ignore[attr-defined]
-            compat.set_mesh(self.sharded, mesh)  # type: ignore[arg-type]
+            torch_dtensors.set_mesh(self.sharded, mesh)  # type: ignore[arg-type]
         self.local = local
 
     def leave_flat(self) -> None:
@@ -139,7 +139,7 @@ class ShardedParam:
             )
         shard.copy_(self.local)
         # No values changed, and whether this rank gathers again depends on the version.
-        with compat.preserved_versions((self.local,)):
+        with torch_autograd.preserved_versions((self.local,)):
             self.local.set_(shard.untyped_storage(), shard.storage_offset(), shard.shape, shard.stride())
 
 
@@ -151,7 +151,7 @@ def whole_local(param: ShardedParam) -> Tensor:
     """The unsharded parameter, or its local tensor if it is a DTensor, without autograd."""
     assert param.unsharded is not None
     unsharded = param.unsharded
-    return compat.local_tensor(unsharded) if isinstance(unsharded, DTensor) else unsharded.detach()
+    return torch_dtensors.local_tensor(unsharded) if isinstance(unsharded, DTensor) else unsharded.detach()
 
 
 @torch.no_grad()
@@ -191,7 +191,7 @@ def new_sharded_param(
     """
     with torch.no_grad():
         if shard is None:
-            whole = compat.local_tensor(original) if isinstance(original, DTensor) else original.detach()
+            whole = torch_dtensors.local_tensor(original) if isinstance(original, DTensor) else original.detach()
             shard = spec.to_logical(own_shard(whole, spec, rank))
         local = shard
         # A DTensor keeps the storage offset of its first local tensor, and ``deepcopy`` refuses it if that is not 0.
@@ -199,7 +199,7 @@ def new_sharded_param(
         # It keeps its device as well, and refuses a gradient on another device.
         if not local.is_meta and local.device != device:
             at_zero = torch.empty_like(at_zero, device=device) if type(local) is Tensor else local.to(device)
-        sharded = nn.Parameter(compat.new_dtensor(at_zero, spec.sharded), requires_grad=original.requires_grad)
+        sharded = nn.Parameter(torch_dtensors.new_dtensor(at_zero, spec.sharded), requires_grad=original.requires_grad)
     # Attributes that users set on parameters: no_weight_decay, tensor-parallel marks, ...
     for name, value in vars(original).items():
         # ``local`` has a subclass's inner tensors.
@@ -257,15 +257,17 @@ def new_unsharded_param(param: ShardedParam, whole: Tensor) -> nn.Parameter:
         if param.spec.annotations is not None:
             param.spec.annotations.put_on(unsharded)
     else:
-        unsharded = nn.Parameter(compat.new_dtensor(whole, in_dtype(model, whole.dtype)), requires_grad=requires_grad)
+        unsharded = nn.Parameter(
+            torch_dtensors.new_dtensor(whole, in_dtype(model, whole.dtype)), requires_grad=requires_grad
+        )
         # nn.Parameter made an alias with the same counter.
-        compat.set_local_tensor(unsharded, whole)  # type: ignore[arg-type]
+        torch_dtensors.set_local_tensor(unsharded, whole)  # type: ignore[arg-type]
     mark(unsharded, param)
     if param.adds_up_in is not None:
-        compat.set_grad_dtype(unsharded, param.adds_up_in)
+        torch_tensors.set_grad_dtype(unsharded, param.adds_up_in)
     before = None if param.unsharded is None else param.unsharded.grad
     if before is not None and before.device == unsharded.device:  # accumulated without sync
-        compat.set_grad_dtype(unsharded, compat.GradDtype(before.dtype))
+        torch_tensors.set_grad_dtype(unsharded, torch_tensors.GradDtype(before.dtype))
         unsharded.grad = before
     return unsharded
 
@@ -282,15 +284,17 @@ def _of_kind(kind: type[nn.Parameter], param: ShardedParam, whole: Tensor) -> nn
 
 def carry_grad_dtype(old: nn.Parameter, new: nn.Parameter) -> None:
     """``new`` takes the place of ``old``, and has no ``grad_dtype`` of its own."""
-    grad_dtype = compat.grad_dtype_of(old)
-    if grad_dtype is not None and compat.grad_dtype_of(new) is None:
-        compat.set_grad_dtype(new, grad_dtype)
+    grad_dtype = torch_tensors.grad_dtype_of(old)
+    if grad_dtype is not None and torch_tensors.grad_dtype_of(new) is None:
+        torch_tensors.set_grad_dtype(new, grad_dtype)
 
 
 def let_add_up(param: ShardedParam) -> None:
     """Let autograd add up on the unsharded parameter, which has no gradient, in ``adds_up_in``."""
     if param.unsharded is not None:
-        compat.set_grad_dtype(param.unsharded, param.adds_up_in or compat.GradDtype(param.unsharded.dtype))
+        torch_tensors.set_grad_dtype(
+            param.unsharded, param.adds_up_in or torch_tensors.GradDtype(param.unsharded.dtype)
+        )
 
 
 def shard_view(flat: Tensor, slot: Slot, spec: ShardSpec, rank: int) -> Tensor:
@@ -301,7 +305,7 @@ def shard_view(flat: Tensor, slot: Slot, spec: ShardSpec, rank: int) -> Tensor:
     shape = slot.cut.shard_shape(rank)
     numel = math.prod(shape)
     piece = flat[slot.offset : slot.offset + numel].view(torch.uint8)
-    covered = compat.with_own_storage(piece)
+    covered = torch_tensors.with_own_storage(piece)
     # 0, but for fake tensors: their storage is the whole of ``flat``'s.
     offset = covered.storage_offset() // flat.element_size()
     own = torch.empty(0, dtype=flat.dtype, device=flat.device)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ...errors import ParameterError
-from .. import torch_compat as compat
+from ...torch_names import torch_dtensors, torch_tensors
 from ..comm.division import Divisions
 from ..plan.layout import Cut, group_layout
 from ..plan.model_axes import local_gradient, varying_axes
@@ -128,7 +128,7 @@ class ReducePlan:
                 continue
             names = model.mesh.mesh_dim_names or ()
             if param.spec.annotations is not None:
-                grad = compat.new_dtensor(
+                grad = torch_dtensors.new_dtensor(
                     grad, replace(in_dtype(model, grad.dtype), placements=param.spec.annotations.gradient)
                 )
             once = frozenset(axis for axis in param.spec.data_axes if always_once or names[axis] in varying)
@@ -169,10 +169,10 @@ class ReducePlan:
         try:
             if out.dtype is not dtype and out.device.type == "cpu" and out.nbytes <= CAST_BEHIND_NBYTES:
                 laid = torch.empty(out.shape, dtype=dtype, device=out.device)
-                compat.chunk_cat(pieces, self.num_shards, laid.view(self.num_shards, -1))  # type: ignore[arg-type]
+                torch_tensors.chunk_cat(pieces, self.num_shards, laid.view(self.num_shards, -1))  # type: ignore[arg-type]
                 out.copy_(laid)
             else:
-                compat.chunk_cat(pieces, self.num_shards, out.view(self.num_shards, -1))  # type: ignore[arg-type]
+                torch_tensors.chunk_cat(pieces, self.num_shards, out.view(self.num_shards, -1))  # type: ignore[arg-type]
         except RuntimeError:
             self._refuse_sparse(grads)
             raise

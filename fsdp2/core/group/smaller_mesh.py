@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...policy import AllGather
-from .. import torch_compat as compat
+from ...torch_names import torch_dtensors
 from ..comm.backends import AllGatherAlgorithm
 from ..comm.streams import Streams
 from ..plan.layout import group_layout
@@ -64,7 +64,7 @@ class SmallerShards:
             local = shard_view(flat, slot, spec, self.mesh.shard_rank)
             local.copy_(spec.to_logical(own_shard(whole_local(param), spec, self.mesh.shard_rank)))
             shown.append(
-                nn.Parameter(compat.new_dtensor(local, spec.sharded), requires_grad=param.sharded.requires_grad)
+                nn.Parameter(torch_dtensors.new_dtensor(local, spec.sharded), requires_grad=param.sharded.requires_grad)
             )
             mark(shown[-1], param)
             if param.adds_up_in is not None:

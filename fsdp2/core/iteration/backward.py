@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from torch.profiler import record_function
 
-from .. import torch_compat as compat
+from ...torch_names import torch_autograd
 from ..comm import collective_log
 from .call import Call
 from .forward_log import ForwardLog, Moment, Reading
@@ -154,7 +154,9 @@ class Backward:
             and not group.gradients.leave()
             and (grads := group.gradients.take())
         ]
-        if compat.functorch_is_active():  # the backward of a functorch transform, for which parameters are constants
+        if (
+            torch_autograd.functorch_is_active()
+        ):  # the backward of a functorch transform, for which parameters are constants
             taken = []
         if unit.micro_batch.reshards:
             # First, because the unsharded parameters' memory can then hold the reduce-scatter input.
@@ -163,7 +165,7 @@ class Backward:
             before = self._prefetch_behind.pop(unit, None)
             if before is not None and not at_end:
                 self._prefetch(before)
-        if taken and compat.profiler_is_on():
+        if taken and torch_autograd.profiler_is_on():
             with record_function(f"FSDP::reduce ({unit.fqn or 'root'})"):
                 self._tree.reductions.start(taken)
         elif taken:

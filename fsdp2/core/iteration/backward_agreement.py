@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import OrderError
-from .. import torch_compat as compat
+from ...torch_names import torch_autograd, torch_collectives
 from ..comm import backends, collective_log
 from ..comm.agreement import agree, agree_over, has_untold, take_untold
 from ..group.param_group import ParamGroup
@@ -135,7 +135,7 @@ class Agreement:
         if not self._process_groups:
             self._raise_alone()
             return
-        task = compat.current_graph_task()
+        task = torch_autograd.current_graph_task()
         if self._compared_in == task or not any(map(self._communicates, self._units)):
             return
         parts = [self._part(is_first=True)]
@@ -196,7 +196,7 @@ class Agreement:
                     gathered.zero_().view(group.size(), -1)[group.rank()] = found
                     dist.all_reduce(gathered, group=group)
                 else:
-                    compat.all_gather_single(gathered, found, group, async_op=False)
+                    torch_collectives.all_gather_single(gathered, found, group, async_op=False)
             found = gathered
         first, *others = found.tolist()
         return first >= 0 and all(other == first for other in others)
@@ -304,7 +304,7 @@ class Agreement:
 
     def _in_graph(self, unit: Unit) -> tuple[int, list[int], list[int]]:
         """What this backward does with ``unit``, and at which moments of forward it begins and ends with its calls."""
-        task = compat.current_graph_task()
+        task = torch_autograd.current_graph_task()
         calls = [call for call in unit.calls.awaiting if call.will_pass_inputs(task)]
         opened = [call.left for call in calls if not call.graph()]
         begins = [call.left for call in calls if call.graph()]
@@ -324,7 +324,7 @@ class Agreement:
             units = [other for other in self._all_units if not modules.isdisjoint(other.modules)]
             below = self._below[unit] = list(dict.fromkeys(group for other in units for group in other.uses))
         return any(
-            compat.leaf_gets_gradient_in_this_backward(param.unsharded)
+            torch_autograd.leaf_gets_gradient_in_this_backward(param.unsharded)
             for group in below
             for param in group.params
             if param.unsharded is not None and param.unsharded.requires_grad

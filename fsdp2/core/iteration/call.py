@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from .. import torch_compat as compat
+from ...torch_names import torch_autograd
 
 next_moment = itertools.count().__next__
 """Numbers for the beginnings and ends of forward calls, in their order."""
@@ -94,7 +94,7 @@ class Call:
             return False
         if not part:
             return self.begun in (-1, task)
-        return any(map(compat.will_run_in_this_backward, part))
+        return any(map(torch_autograd.will_run_in_this_backward, part))
 
     def will_end(self, task: int) -> bool:
         """Whether the backward ``task``, which runs, has yet to pass the call's inputs."""
@@ -107,14 +107,14 @@ class Call:
             return True
         if self._counted != task:
             self._counted = task
-            self._inputs_left = sum(map(compat.will_run_in_this_backward, part))
+            self._inputs_left = sum(map(torch_autograd.will_run_in_this_backward, part))
         self._inputs_left -= 1
         return self._inputs_left == 0
 
     def is_in_this_backward(self) -> bool:
         """Whether this rank's backward reaches the call's inputs, or, if none needs a gradient, its outputs."""
         part = self.graph()
-        return part is not None and any(map(compat.will_run_in_this_backward, (*part, *part.bottoms)))
+        return part is not None and any(map(torch_autograd.will_run_in_this_backward, (*part, *part.bottoms)))
 
 
 class UnitCalls:
@@ -150,7 +150,7 @@ class UnitCalls:
 
         A recomputation in backward forgets none: other calls may have begun their backward and not ended it.
         """
-        in_backward = compat.current_graph_task() != -1
+        in_backward = torch_autograd.current_graph_task() != -1
         alive = [call for call in self.awaiting if call.graph() is not None]
         self.awaiting = [call for call in alive if in_backward or call.begun == -1 or call.again]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import OrderError
-from .. import torch_compat as compat
+from ...torch_names import torch_modules
 
 
 class CommContext:
@@ -42,7 +42,7 @@ class CommContext:
             )
 
 
-class GradientReductionHandle(compat.TorchGradientReductionHandle):
+class GradientReductionHandle(torch_modules.TorchGradientReductionHandle):
     """What ``FSDPModule.finalize_backward(async_op=True)`` returns."""
 
     def __init__(self, finish: Callable[[], None] | None = None, owner: object = None) -> None:

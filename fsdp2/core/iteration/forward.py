@@ -11,7 +11,7 @@ from types import FrameType
 
 import torch
 
-from .. import torch_compat as compat
+from ...torch_names import torch_autograd
 from ..comm import collective_log
 from .forward_log import ForwardLog
 from .unit import Unit, ahead
@@ -141,7 +141,7 @@ class _Caller:
     __slots__ = ("_frame",)
 
     def __init__(self) -> None:
-        self._frame = compat.caller_of_hooks()
+        self._frame = torch_autograd.caller_of_hooks()
 
     def is_running(self) -> bool:
         """Whether the frame is below us on the stack."""

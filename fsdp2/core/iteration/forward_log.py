@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from .. import torch_compat as compat
+from ...torch_names import torch_autograd
 from .call import Call, GraphPart, next_moment
 from .unit import Unit
 
@@ -53,7 +53,7 @@ class ForwardLog:
 
     def _segment_around(self) -> int | None:
         """The number of the outermost checkpointed segment whose forward is running."""
-        around = compat.checkpoint_around()
+        around = torch_autograd.checkpoint_around()
         return None if around is None else self._segments.setdefault(around, next_moment())
 
     def enter(self, unit: Unit, part: GraphPart) -> None:

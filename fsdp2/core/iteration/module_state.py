@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from .. import torch_compat as compat
+from ...torch_names import torch_modules
 from ..group.param import ShardedParam, units
 from ..group.param_group import ParamGroup
 from .finalization import CommContext
@@ -19,7 +19,7 @@ from .schedule import Schedule
 from .unit import Unit
 
 
-class ModuleState(Unit, compat.ModuleStateBase):
+class ModuleState(Unit, torch_modules.ModuleStateBase):
     """A unit, as its modules refer to it.
 
     schedule: that of the root above, or one of its own until the first forward; None until something needs it
@@ -27,7 +27,7 @@ class ModuleState(Unit, compat.ModuleStateBase):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        compat.ModuleStateBase.__init__(self)
+        torch_modules.ModuleStateBase.__init__(self)
         Unit.__init__(self, *args, **kwargs)
         self.schedule: Schedule | None = None
         self.hooks: Any = None
@@ -68,7 +68,7 @@ def sharded_parameters() -> dict[int, tuple[ShardedParam, ParamGroup]]:
 
 def unit_of(module: Any) -> ModuleState | None:
     """The unit that the ``fully_shard`` call on ``module`` made, or None if there was no such call."""
-    state = compat.module_state(module) if hasattr(module, "__dict__") else None
+    state = torch_modules.module_state(module) if hasattr(module, "__dict__") else None
     return state if isinstance(state, ModuleState) else None
 
 

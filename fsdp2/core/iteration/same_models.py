@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from ...errors import ModuleError
-from .. import torch_compat as compat
+from ...torch_names import torch_collectives
 from ..comm import backends
 from ..comm.lost_ranks import number_of_world
 from .peers import peers_in
@@ -58,7 +58,7 @@ def require_same_as_neighbors(units: Sequence[Unit]) -> None:
     at = ranks.index(rank)
     written: dict[int, bytes] = {}
     with contextlib.suppress(RuntimeError):  # a store that keeps nothing, or that is gone: the next collective tells
-        store = compat.keys_of_the_store(
+        store = torch_collectives.keys_of_the_store(
             f"fsdp2_models_{number_of_world()}/{process_group.group_name}/{peers.num_models}"
         )
         store.set(str(rank), zlib.compress(json.dumps(facts).encode()))

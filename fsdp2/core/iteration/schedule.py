@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from ...errors import CompileError, OrderError
-from .. import torch_compat as compat
+from ...torch_names import torch_autograd, torch_compiler
 from ..comm import collective_log
 from ..comm.streams import Event
 from ..group.memory import GroupState
@@ -100,7 +100,7 @@ class Schedule:
 
     def begin_forward(self, unit: Unit) -> None:
         """``unit`` is about to run, in a forward or in the recomputation of a checkpointed segment. Collective: yes."""
-        task = compat.current_graph_task()
+        task = torch_autograd.current_graph_task()
         if task != -1:
             # This recomputation may be our first hook in the backward, while the outermost graph task runs.
             self._backward_of(task).begin_recomputation(unit)
@@ -143,7 +143,9 @@ class Schedule:
 
     def end_forward(self, unit: Unit) -> None:
         """``unit`` has run. After a recomputation, backward frees what it does not need."""
-        if unit.calls.running or compat.current_graph_task() != -1:  # ``running``: the call was inside another one
+        if (
+            unit.calls.running or torch_autograd.current_graph_task() != -1
+        ):  # ``running``: the call was inside another one
             return
         forward = self.forward
         if forward is None:  # the user reset it while it ran
@@ -156,7 +158,7 @@ class Schedule:
     def end_part(self, unit: Unit) -> None:
         """One module of the list ``unit`` has run. Its other modules may follow in this forward."""
         forward = self.forward
-        if forward is not None and compat.current_graph_task() == -1 and forward.end_part(unit):
+        if forward is not None and torch_autograd.current_graph_task() == -1 and forward.end_part(unit):
             self._finish_forward(forward)
 
     def _finish_forward(self, forward: Forward, failed: bool = False) -> None:
@@ -184,7 +186,7 @@ class Schedule:
 
         On other ranks it may have returned.
         """
-        if unit.calls.running or compat.current_graph_task() != -1:
+        if unit.calls.running or torch_autograd.current_graph_task() != -1:
             return
         if collective_log.current is not None:
             collective_log.current.fail("forward", unit.fqn or "the root")
@@ -200,7 +202,7 @@ class Schedule:
 
     def end_interrupted_forward(self) -> None:
         """End a forward that something other than an ``Exception``, such as ctrl-C, ended: torch calls no hook."""
-        if self.forward is None or compat.current_graph_task() != -1 or not self.forward.was_interrupted():
+        if self.forward is None or torch_autograd.current_graph_task() != -1 or not self.forward.was_interrupted():
             return
         for unit in reversed(self.tree.units):  # the root last
             if unit.calls.running:
@@ -216,7 +218,7 @@ class Schedule:
 
         Collective: yes, over the shard axis.
         """
-        if not self.goes_on or self.forward is not None or compat.current_graph_task() != -1:
+        if not self.goes_on or self.forward is not None or torch_autograd.current_graph_task() != -1:
             return
         positions = self.tree.step.positions
         ran = [unit for unit in self.tree.units if positions.get(unit)]
@@ -226,13 +228,13 @@ class Schedule:
         for unit in waiting:
             unit.wait()
 
-    @compat.dynamo_disabled
+    @torch_compiler.dynamo_disabled
     def before_listing(self) -> None:
         """The user lists parameters, maybe on one rank alone: show the sharded ones, which have the gradients.
 
         See ``FSDPModule.named_parameters``.
         """
-        if self.forward is not None or compat.current_graph_task() != -1 or self.goes_on:
+        if self.forward is not None or torch_autograd.current_graph_task() != -1 or self.goes_on:
             return  # the user gets the parameters that the module computes with
         left_by_forward = self.tree.step.left_by_forward
         for unit in left_by_forward:
@@ -244,7 +246,7 @@ class Schedule:
 
     def begin_backward(self, call: Call, unit: Unit) -> None:
         """An output of ``call`` has its gradient. Collective: yes."""
-        task = compat.current_graph_task()
+        task = torch_autograd.current_graph_task()
         if call.begun == task:
             return
         call.begun = task
@@ -256,7 +258,7 @@ class Schedule:
 
     def end_backward_of(self, call: Call, unit: Unit) -> None:
         """An input of ``call`` has its gradient. Collective: yes, if the call was its unit's last in this backward."""
-        task = compat.current_graph_task()
+        task = torch_autograd.current_graph_task()
         log = collective_log.current
         if log is not None:
             log.exit("backward", unit.fqn or "the root")
@@ -272,10 +274,10 @@ class Schedule:
             return self.backward
         tree = self.tree
         late_comparison.compare()
-        if self.agreement is not None and not compat.functorch_is_active():
+        if self.agreement is not None and not torch_autograd.functorch_is_active():
             self.agreement.check()
         at_end = functools.partial(self.end_of_backward)
-        if not compat.queue_end_of_backward(at_end):
+        if not torch_autograd.queue_end_of_backward(at_end):
             raise _compiled_autograd_error()
         for group in tree.step.unsharded:
             group.take_over_toggles()
@@ -351,7 +353,7 @@ class Schedule:
         if manual is self.tree.holds_pending:
             return
         self.comm_ctx.refuse_open("set_manual_backward_finalization")
-        if self._to_finalize or compat.current_graph_task() != -1:
+        if self._to_finalize or torch_autograd.current_graph_task() != -1:
             raise OrderError(
                 "set_manual_backward_finalization cannot change mode after backward starts",
                 expected="the same mode from the first backward of an iteration to its finalize_backward()",
@@ -369,7 +371,7 @@ class Schedule:
         problem = None
         if not self.tree.holds_pending:
             problem = "finalize_backward requires manual backward finalization"
-        elif compat.current_graph_task() != -1:
+        elif torch_autograd.current_graph_task() != -1:
             problem = "finalize_backward was called inside of a backward"
         elif any(
             group.mesh.replicate_group is not None and unit.micro_batch.reduces and not unit.micro_batch.all_reduces

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
-from .. import torch_compat as compat
+from ...torch_names import torch_autograd
 from ..comm.streams import streams_of
 from ..group.all_gather import Waiting, send_together
 from ..group.max_norm import shrinking_weights
@@ -159,7 +159,7 @@ class Unit:
         """Start unsharding, in one launch for each process group. Collective: yes, over the shard axis."""
         together: list[Waiting] | None = [] if self._launches_together else None
         profiled: Any = None
-        if compat.profiler_is_on():
+        if torch_autograd.profiler_is_on():
             profiled = record_function(f"FSDP::all_gather ({self.fqn or 'root'})")
             profiled.__enter__()
         try:

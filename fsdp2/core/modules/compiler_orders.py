@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from ...errors import LosingOrderWarning, message
+from ...torch_names import torch_compiler
 from ...user_warnings import warn
-from .. import torch_compat as compat
 from ..iteration.unit import Unit
 
 
@@ -27,7 +27,7 @@ def warn_of_losing_orders(root: nn.Module, units: Sequence[Unit], is_compiled: b
 
     is_compiled: code that the compiler runs has called ``root``
     """
-    compiled = compat.compiled_modules(root)
+    compiled = torch_compiler.compiled_modules(root)
     said: set[bool] = set()
     for outer in [root, *compiled] if is_compiled else compiled:
         # The compiler may be on a unit itself, whose hooks run outside of the graph.

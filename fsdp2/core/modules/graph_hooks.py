@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import torch_compat as compat
+from ...torch_names import torch_autograd, torch_compiler
 from ..iteration.call import Call, GraphPart
 from ..iteration.module_state import ModuleState
 
@@ -21,37 +21,37 @@ from ..iteration.module_state import ModuleState
 @contextlib.contextmanager
 def labelled(moment: str, unit: ModuleState) -> Iterator[None]:
     """Label the moment for the profiler, outside of transforms of ``torch.func``: all of them share the parameters."""
-    with torch.profiler.record_function(f"fsdp2::{moment} ({unit.fqn})"), compat.functorch_disabled():
+    with torch.profiler.record_function(f"fsdp2::{moment} ({unit.fqn})"), torch_autograd.functorch_disabled():
         yield
 
 
-@compat.dynamo_disabled
+@torch_compiler.dynamo_disabled
 def begin_backward(unit: ModuleState, part: GraphPart, grads: Any) -> None:
     """Before the node of an output: its gradient has arrived."""
     schedule = unit.schedule
     assert schedule is not None
-    if compat.profiler_is_on() or compat.functorch_is_active():
+    if torch_autograd.profiler_is_on() or torch_autograd.functorch_is_active():
         with labelled("pre_backward", unit):
             schedule.begin_backward(part.call, unit)
     else:
         schedule.begin_backward(part.call, unit)
 
 
-@compat.dynamo_disabled
+@torch_compiler.dynamo_disabled
 def end_backward(unit: ModuleState, call: Call, grads: Any) -> None:
     """Before the node of an input: its gradient is done, and no module of the unit comes after in this call."""
     schedule = unit.schedule
     assert schedule is not None
     if torch.is_grad_enabled():
         _watch_gradients(unit, call, grads)
-    if compat.profiler_is_on() or compat.functorch_is_active():
+    if torch_autograd.profiler_is_on() or torch_autograd.functorch_is_active():
         with labelled("post_backward", unit):
             schedule.end_backward_of(call, unit)
     else:
         schedule.end_backward_of(call, unit)
 
 
-@compat.dynamo_disabled
+@torch_compiler.dynamo_disabled
 def pass_input(unit: ModuleState, call: Call, grads: Any) -> None:
     """Autograd has computed the gradient of an input that does not end the call."""
     if torch.is_grad_enabled():
@@ -64,12 +64,12 @@ def _watch_gradients(unit: ModuleState, call: Call, grads: tuple[Tensor | None, 
     if part is None:
         return
     for grad in grads:
-        for each in () if grad is None else compat.levels_of(grad):
+        for each in () if grad is None else torch_autograd.levels_of(grad):
             if each.grad_fn is not None:
                 each.grad_fn.register_prehook(functools.partial(_begin_backward_through_backward, unit, part))
 
 
-@compat.dynamo_disabled
+@torch_compiler.dynamo_disabled
 def _begin_backward_through_backward(unit: ModuleState, part: GraphPart, grads: Any) -> None:
     begin_backward(unit, part, grads)
     schedule = unit.schedule

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CompileError, OrderError
-from .. import torch_compat as compat
+from ...torch_names import torch_autograd, torch_compiler, torch_tensors
 from ..group.param_group import ParamGroup
 from ..iteration.call import GraphPart, next_moment
 from ..iteration.first_forward import adopt
@@ -68,8 +68,12 @@ class UnitHooks:
         # Tensors that each module's forward leaves; found in its first with autograd, in evaluation and in training.
         self._stored: tuple[dict[int, StoredTensors | None], dict[int, StoredTensors | None]] = ({}, {})
         several = len(unit.modules) > 1
-        self.pre_forward = compat.dynamo_disabled(self._pre_forward_of_several if several else self._pre_forward)
-        self.post_forward = compat.dynamo_disabled(self._post_forward_of_several if several else self._post_forward)
+        self.pre_forward = torch_compiler.dynamo_disabled(
+            self._pre_forward_of_several if several else self._pre_forward
+        )
+        self.post_forward = torch_compiler.dynamo_disabled(
+            self._post_forward_of_several if several else self._post_forward
+        )
         self._handles: list[Any] = []
 
     def install(self) -> None:
@@ -77,12 +81,12 @@ class UnitHooks:
         exempt_from_typechecking(_OUR_OWN)
         unit = self._unit
         for module in unit.modules:  # ahead of the user's hooks
-            compat.keep_hooks_outside(module)
+            torch_compiler.keep_hooks_outside(module)
             self._handles.append(module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self.post_forward, always_call=True))
             if any(group.mesh.spmd is not None for group in unit.groups):
                 self._handles.append(
-                    module.register_forward_hook(compat.dynamo_disabled(self._watch_axes), with_kwargs=True)
+                    module.register_forward_hook(torch_compiler.dynamo_disabled(self._watch_axes), with_kwargs=True)
                 )
         for group in unit.uses:
             self.watch_state_dicts(group)
@@ -161,18 +165,24 @@ class UnitHooks:
         return zip(forward[::2], forward[1::2], strict=True)
 
     def _traced_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not compat.is_tracing():  # no compiler runs: stand-ins have no memory
+        if not torch_compiler.is_tracing():  # no compiler runs: stand-ins have no memory
             raise CompileError(
                 "the compiler did not compile forward",
                 expected="torch.compile to be on: no TORCH_COMPILE_DISABLE, no torch.compiler.set_stance that skips it",
                 fix="switch it on, or call fsdp2.uncompile(model)",
             )
         return (
-            None if self._input_dtype is None else compat.pytree.tree_map_only(Tensor, self._cast_input, (args, kwargs))
+            None
+            if self._input_dtype is None
+            else torch_tensors.pytree.tree_map_only(Tensor, self._cast_input, (args, kwargs))
         )
 
     def _traced_post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return None if self._output_dtype is None else compat.pytree.tree_map_only(Tensor, self._cast_output, output)
+        return (
+            None
+            if self._output_dtype is None
+            else torch_tensors.pytree.tree_map_only(Tensor, self._cast_output, output)
+        )
 
     # --- forward ---
 
@@ -187,7 +197,9 @@ class UnitHooks:
         if schedule is None or not schedule.settled:
             schedule = adopt(unit)
             warn_of_plain_parameters(unit.modules[0], schedule.tree.units)
-            warn_of_losing_orders(unit.modules[0], schedule.tree.units, compat.has_met_compiler(self.pre_forward))
+            warn_of_losing_orders(
+                unit.modules[0], schedule.tree.units, torch_compiler.has_met_compiler(self.pre_forward)
+            )
             self._num_registrations = REGISTRATIONS.count
         elif self._num_registrations != REGISTRATIONS.count and unit is schedule.tree.root:
             warn_of_plain_parameters(unit.modules[0], [below for _, below in units_below(unit.modules[0])])
@@ -202,7 +214,7 @@ class UnitHooks:
                 args = (self._cast_input(args[0]),)
             else:
                 args, kwargs = map_tensors(self._cast_input, (args, kwargs))
-        if compat.profiler_is_on() or compat.functorch_is_active():
+        if torch_autograd.profiler_is_on() or torch_autograd.functorch_is_active():
             with labelled("pre_forward", unit):
                 schedule.begin_forward(unit)
         else:
@@ -226,7 +238,7 @@ class UnitHooks:
         unit = self._unit
         if unit.summoned:
             return output
-        if output is None and compat.a_module_has_failed():
+        if output is None and torch_autograd.a_module_has_failed():
             self.end_failed_forward()
             return None
         part = unit.calls.running.pop()
@@ -237,8 +249,8 @@ class UnitHooks:
         elif type(output) is not Tensor or output._base is not None:
             output = map_tensors(outlive_parameters, output)
         assert unit.schedule is not None
-        if compat.functorch_is_active():
-            with compat.functorch_disabled():
+        if torch_autograd.functorch_is_active():
+            with torch_autograd.functorch_disabled():
                 unit.schedule.end_forward(unit)
         else:
             unit.schedule.end_forward(unit)
@@ -252,7 +264,7 @@ class UnitHooks:
             unit.calls.running.pop()
         unit.calls.end_pass()
         if unit.schedule is not None:
-            with compat.functorch_disabled():
+            with torch_autograd.functorch_disabled():
                 unit.schedule.end_failed_forward(unit)
 
     def _pre_forward_of_several(
@@ -270,7 +282,7 @@ class UnitHooks:
         if part is not None:
             calls.shared = part
         if part is None or calls.to_rerun:
-            in_backward = compat.current_graph_task() != -1
+            in_backward = torch_autograd.current_graph_task() != -1
             assert unit.schedule is not None
             if in_backward or unit.schedule.precedes_backward:
                 calls.note_run(module, part is not None, in_backward)
@@ -278,7 +290,7 @@ class UnitHooks:
 
     def _post_forward_of_several(self, module: nn.Module, args: Any, output: Any) -> Any:
         unit = self._unit
-        if output is None and compat.a_module_has_failed() and compat.current_graph_task() == -1:
+        if output is None and torch_autograd.a_module_has_failed() and torch_autograd.current_graph_task() == -1:
             self.end_failed_forward()
             return None
         calls = unit.calls
@@ -323,7 +335,7 @@ class UnitHooks:
 
         is_first: whether the module is the first of its unit in this call; only the inputs of the first one end it
         """
-        levels = compat.functorch_is_active() or compat.forward_ad._current_level >= 0
+        levels = torch_autograd.functorch_is_active() or torch_autograd.forward_ad._current_level >= 0
         if len(args) == 1 and not kwargs and type(args[0]) is Tensor and not levels:  # by far the most common
             return (self._watched(part, args[0], is_first=is_first),) if args[0].requires_grad else args, kwargs
         watched: dict[int, Tensor] = {}
@@ -340,7 +352,7 @@ class UnitHooks:
 
     def _watched(self, part: GraphPart, tensor: Tensor, levels: bool = False, is_first: bool = True) -> Tensor:
         view = tensor.view_as(tensor)
-        for each in compat.levels_of(view) if levels else (view,):
+        for each in torch_autograd.levels_of(view) if levels else (view,):
             node = each.grad_fn
             if node is not None and not is_first:
                 node.register_prehook(functools.partial(pass_input, self._unit, part.call))
@@ -365,9 +377,9 @@ class UnitHooks:
         else:
             found = []
             find_tensors(output, found)
-        levels = compat.functorch_is_active() or compat.forward_ad._current_level >= 0
+        levels = torch_autograd.functorch_is_active() or torch_autograd.forward_ad._current_level >= 0
         if levels:
-            found = [each for tensor in found for each in compat.levels_of(tensor)]
+            found = [each for tensor in found for each in torch_autograd.levels_of(tensor)]
         schedule = self._unit.schedule
         assert schedule is not None
         forward = schedule.forward

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import OrderError
-from .. import torch_compat as compat
+from ...torch_names import torch_autograd, torch_compiler
 from ..group.gradients import Gradients
 from ..group.param import ShardedParam, sharded_from
 from ..group.param_group import ParamGroup
@@ -64,7 +64,7 @@ STEPS = _Steps()
 def watch_optimizers() -> None:
     """Parameters were sharded: check every optimizer at its next step, and count steps from now on."""
     if STEPS.sharded == 0:
-        register_optimizer_step_pre_hook(compat.dynamo_disabled(_before_step))
+        register_optimizer_step_pre_hook(torch_compiler.dynamo_disabled(_before_step))
     STEPS.sharded += 1
 
 
@@ -95,7 +95,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             params, STEPS.sharded, [(weakref.ref(group), each) for group, each in groups.items()]
         )
     now = next_moment()
-    in_backward = compat.current_graph_task() != -1
+    in_backward = torch_autograd.current_graph_task() != -1
     for reference, members in checked.groups:
         its_group = reference()
         if its_group is not None:

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-from .. import torch_compat as compat
+from ...torch_names import torch_modules
 
 _classes: dict[tuple[type, type, type], type] = {}
 _originals: dict[type, type] = {}
@@ -36,7 +36,7 @@ def sharded_class(module: nn.Module, mixin: type, prefix: str = "FSDP") -> type:
             subclass
     """
     cls: Any = type(module)
-    torch_mixin = compat.torch_mixin()
+    torch_mixin = torch_modules.torch_mixin()
     new = _classes.get((mixin, cls, torch_mixin))
     if new is None:
         bases = (mixin, cls, torch_mixin)
@@ -49,7 +49,7 @@ def sharded_class(module: nn.Module, mixin: type, prefix: str = "FSDP") -> type:
             _try(module, new)
         _classes[(mixin, cls, torch_mixin)] = new
         _originals[new] = cls
-    compat.let_guard_pickler_find(cls, new)
+    torch_modules.let_guard_pickler_find(cls, new)
     return new
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import torch_compat as compat
+from ...torch_names import torch_dtensors, torch_tensors
 from ..group.own_memory import leaves_of
 from ..group.param import ShardedParam, carry_grad_dtype, own_shard
 from ..iteration.call import next_moment
@@ -49,16 +49,16 @@ class Saved(Saving):
             for param in group.params:
                 for owner in param.owners:
                     value = state_dict.get(prefix + owner.name) if owner.module is module else None
-                    if isinstance(value, DTensor) and _is_alias(compat.local_tensor(value), param.local):
-                        compat.set_local_tensor(value, param.local.detach())
+                    if isinstance(value, DTensor) and _is_alias(torch_dtensors.local_tensor(value), param.local):
+                        torch_dtensors.set_local_tensor(value, param.local.detach())
 
 
 def _is_alias(one: Tensor, other: Tensor) -> bool:
     """Whether they are two whole views of the same memory."""
     if one is other or type(one) is not type(other) or one.shape != other.shape or one.dtype is not other.dtype:
         return False
-    return [compat.storage_key(leaf) for leaf in leaves_of(one)] == [
-        compat.storage_key(leaf) for leaf in leaves_of(other)
+    return [torch_tensors.storage_key(leaf) for leaf in leaves_of(one)] == [
+        torch_tensors.storage_key(leaf) for leaf in leaves_of(other)
     ]
 
 
@@ -105,4 +105,4 @@ def cut_whole(param: ShardedParam, whole: Tensor) -> Tensor:
     whole = whole.detach()
     piece = whole if spec.unsharded is None else own_piece(whole, spec.unsharded)
     shard = spec.to_logical(own_shard(piece, spec, param.rank)).clone()  # ``assign`` must not keep the whole
-    return compat.new_dtensor(shard, in_dtype(spec.sharded, whole.dtype))
+    return torch_dtensors.new_dtensor(shard, in_dtype(spec.sharded, whole.dtype))

@@ -20,7 +20,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..torch_compat import applied_apis, pytree
+from ...torch_names.torch_modules import applied_apis
+from ...torch_names.torch_tensors import pytree
 
 
 def find_tensors(tree: Any, found: list[Tensor]) -> None:

@@ -21,8 +21,8 @@ from torch.nn.modules.module import (
 )
 
 from ...errors import OrderError, message
+from ...torch_names import torch_modules
 from ...user_warnings import warn, was_told
-from .. import torch_compat as compat
 from ..group.param import ShardedParam, sharded_from
 from ..iteration.module_state import unit_of, units_in
 from ..iteration.unit import Unit
@@ -65,7 +65,7 @@ def plain_parameters(root: nn.Module, units: Collection[Unit]) -> dict[str, nn.P
         below
         for module in root.modules()
         if isinstance(module, nn.parallel.DistributedDataParallel)
-        or ({"fully_shard", "replicate"} & set(compat.applied_apis(module)) and unit_of(module) is None)
+        or ({"fully_shard", "replicate"} & set(torch_modules.applied_apis(module)) and unit_of(module) is None)
         for below in module.modules()
     }
     return {

@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate
 
 from ...errors import ArgumentError, ArgumentTypeError, MeshError, got, message
+from ...torch_names import torch_dtensors, torch_tensors
 from ...user_warnings import warn
-from .. import torch_compat as compat
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def checked_mesh(mesh: Any, caller: str, argument: str = "mesh") -> DeviceMesh:
             expected="a torch.distributed.device_mesh.DeviceMesh or None",
             fix="build one with init_device_mesh(device_type, (world_size,))",
         )
-    if not compat.has_streams(mesh.device_type):
+    if not torch_tensors.has_streams(mesh.device_type):
         raise MeshError(
             f"{caller} got a mesh of {mesh.device_type} devices, "
             f"and torch.{mesh.device_type} lacks streams of a device",
@@ -223,7 +223,7 @@ def _read_spmd_mesh(mesh: DeviceMesh, dims: Any) -> DataParallelMesh:
         tuple(sorted(axis_names.index(name) for name in replicate_names)),
     )
     flat = [
-        compat.flatten_mesh(mesh, tuple(axis_names[axis] for axis in some))
+        torch_dtensors.flatten_mesh(mesh, tuple(axis_names[axis] for axis in some))
         for some in (axes.replicate, axes.shard)
         if some
     ]
@@ -231,7 +231,7 @@ def _read_spmd_mesh(mesh: DeviceMesh, dims: Any) -> DataParallelMesh:
         return data_parallel_mesh(flat[0], shard_axis=None, replicate_axis=0, spmd=axes)
     if not axes.replicate:
         return data_parallel_mesh(flat[0], shard_axis=0, spmd=axes)
-    return data_parallel_mesh(compat.concatenate_meshes(flat), shard_axis=1, replicate_axis=0, spmd=axes)
+    return data_parallel_mesh(torch_dtensors.concatenate_meshes(flat), shard_axis=1, replicate_axis=0, spmd=axes)
 
 
 def _names_of(dims: Any, field: str) -> tuple[str, ...]:
@@ -254,12 +254,12 @@ def world_mesh() -> DeviceMesh:
                 "or call torch.distributed.init_process_group before",
             )
         dist.init_process_group()
-    return init_device_mesh(compat.default_device_type(), (dist.get_world_size(),))
+    return init_device_mesh(torch_tensors.default_device_type(), (dist.get_world_size(),))
 
 
 def device_of(mesh: DeviceMesh | DataParallelMesh) -> torch.device:
     """This rank's device: the current device of the mesh's type."""
-    return compat.current_device(mesh.device_type)
+    return torch_tensors.current_device(mesh.device_type)
 
 
 _smaller: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, DataParallelMesh]] = weakref.WeakKeyDictionary()
@@ -281,6 +281,6 @@ def post_forward_mesh(mesh: DataParallelMesh, size: int) -> DataParallelMesh:
         else:  # cut the axis in two, so that the result goes together with model axes of the same mesh
             name = names[mesh.shard_axis]
             parts = (f"{name}_by_{size}", f"{name}_in_{size}")
-            smaller = compat.unflatten_mesh(mesh.mesh, mesh.shard_axis, (mesh.shard_size // size, size), parts)
+            smaller = torch_dtensors.unflatten_mesh(mesh.mesh, mesh.shard_axis, (mesh.shard_size // size, size), parts)
             known[size] = data_parallel_mesh(smaller, shard_axis=mesh.shard_axis + 1)
     return known[size]

@@ -29,8 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from ...errors import MeshError, ParameterError
-from .. import torch_compat as compat
-from ..torch_compat import DTensorSpec
+from ...torch_names import torch_dtensors
+from ...torch_names.torch_dtensors import DTensorSpec
 from .layout import rows_of
 from .mesh import DataParallelMesh
 
@@ -41,7 +41,7 @@ def beside_model_axes(name: str, mesh: DataParallelMesh, model: DTensorSpec, on_
     Raises: MeshError if both meshes are not slices of one.
     """
     try:
-        both = compat.concatenate_meshes([mesh.mesh, model.mesh])
+        both = torch_dtensors.concatenate_meshes([mesh.mesh, model.mesh])
     except Exception as error:
         raise MeshError(
             f"{name} is a DTensor on {model.mesh}, which does not go with the data-parallel mesh {mesh.mesh}: {error}",
@@ -77,7 +77,7 @@ def within_spmd_mesh(mesh: DataParallelMesh, model: DTensorSpec, on_shard_axis: 
         elif axis not in axes.data:
             meshes.append(model.mesh[name])
             flat.append(model.placements[axis])
-    return DTensorSpec(compat.concatenate_meshes(meshes), tuple(flat), tensor_meta=model.tensor_meta)
+    return DTensorSpec(torch_dtensors.concatenate_meshes(meshes), tuple(flat), tensor_meta=model.tensor_meta)
 
 
 def without_axes(model: DTensorSpec, axes: tuple[int, ...]) -> DTensorSpec | None:
@@ -98,15 +98,15 @@ def _cut_after(placement: Placement, model: DTensorSpec, axes: Iterable[int]) ->
         return placement
     factor = 1
     for axis in axes:
-        if compat.shard_dim(model.placements[axis]) == placement.dim:
+        if torch_dtensors.shard_dim(model.placements[axis]) == placement.dim:
             factor *= model.mesh.size(axis)
-    return compat.strided_shard(placement.dim, factor) if factor > 1 else placement
+    return torch_dtensors.strided_shard(placement.dim, factor) if factor > 1 else placement
 
 
 def own_piece(whole: Tensor, model: DTensorSpec) -> Tensor:
     """This rank's piece of ``whole``, if it is placed as ``model`` says; a view."""
     for axis, placement in enumerate(model.placements):
-        dim = compat.shard_dim(placement)
+        dim = torch_dtensors.shard_dim(placement)
         if dim is not None:
             rows = rows_of(whole.shape[dim], model.mesh.get_local_rank(axis), model.mesh.size(axis))
             whole = whole.narrow(dim, rows.start, len(rows))
@@ -144,7 +144,7 @@ def local_gradient(
     if grad.placements != tuple(target):
         grad = grad if dtype is None else cast(DTensor, grad.to(dtype))
         grad = grad.redistribute(placements=target)
-    local = compat.waited_for(compat.local_tensor(grad))
+    local = torch_dtensors.waited_for(torch_dtensors.local_tensor(grad))
     return local if copies == 1 else local / copies
 
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ...errors import ParameterError
-from .. import torch_compat as compat
-from ..torch_compat import DTensorSpec, TensorMeta
+from ...torch_names import torch_dtensors
+from ...torch_names.torch_dtensors import DTensorSpec, TensorMeta
 from .annotations import Annotations, has_types, read_annotations, was_annotated
 from .layout import Cut
 from .mesh import DataParallelMesh, SpmdAxes
@@ -150,7 +150,7 @@ def shard_spec(name: str, param: nn.Parameter, mesh: DataParallelMesh, placement
     """
     dim = 0 if placement is None else placement.dim
     ndim = param.ndim
-    local = compat.local_tensor(param) if isinstance(param, DTensor) else param
+    local = torch_dtensors.local_tensor(param) if isinstance(param, DTensor) else param
     order = memory_order(local)
     shape, strides = param.shape, param.stride()
     if order is None and not local.is_contiguous():  # overlapping or sliced: the shard becomes contiguous

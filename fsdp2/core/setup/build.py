@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ...errors import ArgumentError, DeviceError, FSDPError, MeshError, ModuleError, OrderError, ParameterError, got
 from ...mapped_file import check_disk_policy
 from ...policy import DiskOffloadPolicy
-from .. import torch_compat as compat
+from ...torch_names import torch_dtensors, torch_modules, torch_tensors
 from ..comm.agreement import agree_on_meshes
 from ..group.options import GroupOptions
 from ..group.own_memory import cut_out, needs_own_memory, refuse_unextendable
@@ -105,7 +105,7 @@ def build_unit(
         agree_on_meshes([mesh.mesh], None)  # raises on all ranks if the disk of one had no room
     for buffer in read.buffers.values():
         if not buffer.is_meta:
-            compat.set_data(buffer, buffer.to(device))
+            torch_tensors.set_data(buffer, buffer.to(device))
     for sharded, _, more_owners in read.tied:
         for owner in more_owners:
             group_with(sharded).registry.add_owner(sharded, owner)
@@ -128,7 +128,7 @@ def build_unit(
     unit.hooks = UnitHooks(unit)
     unit.hooks.install()
     for module in modules:
-        compat.register_module_state(module, unit)
+        torch_modules.register_module_state(module, unit)
     if semantics is None:
         tell_of_wide_gradients(
             type(modules[0]).__name__, [group.plan for group in groups], mp_policy.reduce_dtype is not None
@@ -189,7 +189,7 @@ def managed_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
     def visit(module: nn.Module) -> None:
         if module in found or (
-            module not in modules and {"fully_shard", "replicate"} & set(compat.applied_apis(module))
+            module not in modules and {"fully_shard", "replicate"} & set(torch_modules.applied_apis(module))
         ):
             return
         found[module] = None
@@ -422,7 +422,7 @@ def _cut_own_memory(
         return {
             param: cut_out(
                 names[0],
-                compat.local_tensor(param) if isinstance(param, DTensor) else param,
+                torch_dtensors.local_tensor(param) if isinstance(param, DTensor) else param,
                 specs[param],
                 ranks[param],
             )
@@ -451,11 +451,11 @@ def _new_group(
     kept_on = torch.device("cpu") if options.offload else device
     for param in params:
         names, owners = owned[param]
-        grad_dtype = compat.grad_dtype_of(param) if options.semantics != "2.13" else None
+        grad_dtype = torch_tensors.grad_dtype_of(param) if options.semantics != "2.13" else None
         sharded.append(
             new_sharded_param(names[0], owners, param, specs[param], mesh.shard_rank, kept_on, cut.get(param))
         )
         if grad_dtype is not None:
-            compat.set_grad_dtype(sharded[-1].sharded, grad_dtype)
+            torch_tensors.set_grad_dtype(sharded[-1].sharded, grad_dtype)
         refuse_gradients(param, sharded[-1])
     return ParamGroup(sharded, mesh, device, options)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import torch_compat as compat
+from ...torch_names import torch_dtensors, torch_modules
 from ..group.memory import GroupState
 from ..group.param import Owner, ShardedParam, carry_grad_dtype
 from ..group.param_group import ParamGroup
@@ -79,7 +79,7 @@ def _copy_module(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
 @contextlib.contextmanager
 def _as_if_plain(module: nn.Module) -> Iterator[None]:
     sharded_class = type(module)
-    with compat.without_module_state(module):
+    with torch_modules.without_module_state(module):
         unswap_class(module)
         try:
             yield
@@ -102,7 +102,7 @@ def _remember_params(group: ParamGroup, memo: dict[Any, Any]) -> None:
 
 def _copy_sharded(param: ShardedParam, memo: dict[Any, Any]) -> nn.Parameter:
     with torch.no_grad():
-        local = compat.new_dtensor(param.local_now().clone(), compat.spec_of(param.sharded))
+        local = torch_dtensors.new_dtensor(param.local_now().clone(), torch_dtensors.spec_of(param.sharded))
         new = nn.Parameter(local, requires_grad=param.sharded.requires_grad)
     carry_grad_dtype(param.sharded, new)
     for name, value in vars(param.sharded).items():
@@ -136,7 +136,7 @@ def _copy_unit(unit: ModuleState, memo: dict[Any, Any], copies: dict[ModuleState
     new.hooks.install()
     new.hooks.take_places_of(unit.hooks, memo)
     for module in new.modules:
-        compat.register_module_state(module, new)
+        torch_modules.register_module_state(module, new)
     return new
 
 
@@ -145,7 +145,9 @@ def _copy_group(group: ParamGroup, memo: dict[Any, Any]) -> ParamGroup:
     for param in group.params:
         owners = [Owner(memo[id(owner.module)], owner.name) for owner in param.owners if id(owner.module) in memo]
         sharded = memo[id(param.sharded)]
-        params.append(ShardedParam(param.fqn, owners, param.spec, param.rank, sharded, compat.local_tensor(sharded)))
+        params.append(
+            ShardedParam(param.fqn, owners, param.spec, param.rank, sharded, torch_dtensors.local_tensor(sharded))
+        )
         params[-1].kind = param.kind
     new = ParamGroup(params, group.mesh, group.device, group.options)
     new.fqn = group.fqn

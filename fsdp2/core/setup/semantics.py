@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from ...errors import ArgumentError, got
+from ...torch_names import torch_tensors
 from ...user_warnings import log_once, was_told
-from .. import torch_compat as compat
 from ..group.group_plan import GroupPlan
 
 Semantics = Literal["2.13", "2.15"]
@@ -44,7 +44,7 @@ def set_semantics(semantics: Literal["torch", "2.13", "2.15"]) -> None:
 
 
 def chosen_semantics() -> Semantics:
-    return _chosen or compat.INSTALLED_SEMANTICS
+    return _chosen or torch_tensors.INSTALLED_SEMANTICS
 
 
 _NAME = "wide gradients"

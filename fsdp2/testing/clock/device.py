@@ -15,8 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...core.comm.backends import declare_backend
-from ..pretend import build
-from ..pretend import torch_compat as compat
+from ..pretend import build, torch_names
 from ..pretend.device_module import make_device_module
 from .trace import Entry, Ranks, Trace
 
@@ -39,10 +38,10 @@ def activate() -> None:
     if _active:
         return
     _active.append(True)
-    compat.activate_meta_kernels()
+    torch_names.activate_meta_kernels()
     extension = _extension()
     extension.register_hooks()
-    compat.name_backend(DEVICE_TYPE, lambda: make_device_module(DEVICE_TYPE, extension))
+    torch_names.name_backend(DEVICE_TYPE, lambda: make_device_module(DEVICE_TYPE, extension))
     dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=[DEVICE_TYPE])
     declare_backend(BACKEND, averages=True)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from . import torch_compat as compat
+from . import torch_names
 from .build import extension, library, missing_tools
 from .device_module import make_device_module
 from .process_group import BACKEND, MODEL, register_backends
@@ -35,9 +35,9 @@ def activate() -> None:
     if _active:
         return
     _active.append(True)
-    compat.activate_meta_kernels()
+    torch_names.activate_meta_kernels()
     extension().register_hooks()
-    compat.name_backend(DEVICE_TYPE, lambda: make_device_module(DEVICE_TYPE))
+    torch_names.name_backend(DEVICE_TYPE, lambda: make_device_module(DEVICE_TYPE))
     register_backends(DEVICE_TYPE)
 
 

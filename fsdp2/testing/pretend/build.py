@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import torch_compat as compat
+from . import torch_names
 
 NAME = "fsdp2_pretend_device"
 SOURCES = Path(__file__).parent / "csrc"
@@ -42,7 +42,7 @@ def compiled(name: str, folder: Path, sources: Iterable[Path]) -> Path:
     if not target.exists():
         work = folder / f"by-{os.getpid()}"
         work.mkdir(parents=True, exist_ok=True)
-        compat.compile_extension(name, [str(path) for path in sorted(sources)], str(work))
+        torch_names.compile_extension(name, [str(path) for path in sorted(sources)], str(work))
         (work / f"{name}.so").replace(target)  # a process that comes second finds all of it or nothing
         shutil.rmtree(work, ignore_errors=True)
     return target

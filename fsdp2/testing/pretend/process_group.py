@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ...core.comm.backends import declare_backend
-from . import torch_compat as compat
+from . import torch_names
 from .build import extension
 
 BACKEND = "pretend"
@@ -23,7 +23,7 @@ MODEL = "pretend_model"
 
 
 def _between_processes(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    wire = compat.gloo(store, rank, size, timeout)
+    wire = torch_names.gloo(store, rank, size, timeout)
     return extension().make_group(wire, rank, size)
 
 

@@ -1,4 +1,4 @@
-"""The compiler's half of ``core/torch_compat``: private names and version differences of capturing, partitioning and inductor.
+"""What captures graphs: private names and version differences of capturing, partitioning and inductor.
 
 Importing this file imports no compiler; each function imports what it needs when it is called.
 """

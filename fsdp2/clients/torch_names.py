@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..core.torch_compat import torch_name
+from ..torch_names import torch_name
 
 __all__ = ["FSDP1_HOMES", "FSDP2_HOMES", "homes", "idle", "is_needed_by_torch", "mesh_info", "state_module"]
 

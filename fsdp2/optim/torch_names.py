@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..core.torch_compat import FakeTensor, storage_key
+from ..torch_names.torch_tensors import FakeTensor, storage_key
 
 
 def first_byte_of(tensors: Sequence[Tensor]) -> Callable[[Tensor], int]:

@@ -11,17 +11,16 @@ Worked example, 2 ranks, parameters (5, 4) and (4,), fp32: stand-ins (5, 4) and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..core.group.handing_out import give
 from ..core.group.param import ShardedParam
 from ..core.group.param_group import ParamGroup
-from ..core.group.reduce_plan import GradView, ReducePlan
+from ..core.group.reduce_plan import ReducePlan
 from ..core.group.shown_parameters import show
-from ..torch_names import torch_dtensors
 
 
 class Landing:
@@ -32,6 +31,7 @@ class Landing:
     """
 
     def __init__(self, group: ParamGroup, plan: ReducePlan) -> None:
+        self._group = group
         self.plan = plan
         one = torch.zeros(1, dtype=group.plan.dtype, device=group.device)
         self.leaf = one.expand(plan.layout.shard_numel).detach().requires_grad_()
@@ -49,22 +49,7 @@ class Landing:
             flags = reduced[slot.offset : slot.offset + slot.numel].tolist()
             views = [view for view, flag in zip(views, flags, strict=True) if flag != 0]
         self.used.clear()
-        _hand_out(reduced, views)
-
-
-def _hand_out(reduced: Tensor, views: Sequence[GradView]) -> None:
-    """Let the sharded parameters of ``views`` have their gradients, views of ``reduced``; run their hooks."""
-    for view in views:
-        sharded = view.param.sharded
-        grad = reduced.as_strided(view.shape, view.strides, reduced.storage_offset() + view.offset)
-        before = sharded.grad
-        if before is None:
-            sharded.grad = torch_dtensors.new_dtensor(grad, view.param.spec.sharded)
-        else:
-            torch_dtensors.local_tensor(before).add_(grad)  # type: ignore[arg-type]
-        for hook in tuple((sharded._post_accumulate_grad_hooks or {}).values()):
-            with torch.enable_grad():
-                hook(sharded)
+        give(reduced, views, self._group.plan.dtype, self._group.wait)
 
 
 class Face:

@@ -95,7 +95,8 @@ def report_of(rank: int, log: CollectiveLog) -> Report:
     )
 
 
-_BETWEEN = ("torch/nn/modules/module.py", "fsdp2/torch_names/torch_compiler.py")  # files that call a module's forward, and hooks
+_BETWEEN = ("torch/nn/modules/module.py", "fsdp2/torch_names/torch_compiler.py", "fsdp2/core/modules/sharded_class.py")
+"""Files that call a module's forward, and hooks."""
 
 
 def stacks() -> str:

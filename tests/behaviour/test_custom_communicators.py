@@ -195,6 +195,33 @@ def test_training_through_a_custom_communicator():
     assert_equal_training(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
 
 
+class Pooled:
+    """Allocates in the middle of a larger buffer, as a communicator with a pool of its own does."""
+
+    def allocate(self, size, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        numel = torch.Size(size).numel()
+        return torch.full((numel + 96,), torch.nan, dtype=dtype, device=device)[64 : 64 + numel].view(size)
+
+
+class PooledGather(Pooled, OurGather): ...
+
+
+class PooledScatter(Pooled, OurScatter): ...
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(("gather", "scatter"), [(PooledGather, OurScatter), (OurGather, PooledScatter)])
+def test_buffers_of_a_communicator_may_lie_in_a_larger_one(gather, scatter):
+    """Gradients were read from where the larger buffer begins."""
+    model = mlp()
+    reference = copy.deepcopy(model)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=cpu_mesh())
+        module.set_custom_all_gather(gather([], ""))
+        module.set_custom_reduce_scatter(scatter([], ""))
+    assert_equal_training(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_replicas_of_shards_through_a_custom_reduce_scatter(policy):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...torch_names import torch_dtensors, torch_tensors
 from ..comm.streams import Stream
@@ -121,22 +121,7 @@ class HandedOut:
 
     def _give(self, reduced: Tensor, views: list[GradView]) -> None:
         """Give the sharded parameters of ``views`` their gradients, views of ``reduced``."""
-        is_usual = reduced.dtype is self._job.group.plan.dtype
-        for view in views:
-            param = view.param
-            sharded = param.sharded
-            grad = reduced.as_strided(view.shape, view.strides, view.offset)
-            before = sharded.grad
-            if before is None:
-                spec = param.spec.sharded
-                if not is_usual and self._dtypes is None:
-                    torch_tensors.allow_any_grad_dtype(sharded)
-                sharded.grad = torch_dtensors.new_dtensor(grad, spec if is_usual else in_dtype(spec, grad.dtype))
-            else:
-                torch_dtensors.local_tensor(before).add_(grad)  # type: ignore[arg-type]
-            if sharded._post_accumulate_grad_hooks:
-                self.has_run_hooks = True
-                self._run_hooks(sharded)
+        give(reduced, views, self._job.group.plan.dtype, self._before_hooks, keeps_grad_dtype=self._dtypes is not None)
         plan, options = self._job.plan, self._job.options
         is_ours = options.comm is None and options.all_reduce_hook is None and options.all_reduce_instead is None
         # Only then nothing but zeros lies between the gradients.
@@ -144,8 +129,40 @@ class HandedOut:
             strides = plan.strides_by_offset if views is plan.views else strides_by_offset(views)
             note_gradients(reduced, strides, plan.flags_slot.offset)
 
-    def _run_hooks(self, sharded: nn.Parameter) -> None:
+    def _before_hooks(self) -> None:
+        self.has_run_hooks = True
         self._job.group.wait()  # a hook may write the shard: close its lease
-        with torch.enable_grad():
-            for hook in tuple(sharded._post_accumulate_grad_hooks.values()):
-                hook(sharded)
+
+
+def give(
+    reduced: Tensor,
+    views: Sequence[GradView],
+    usual: torch.dtype,
+    before_hooks: Callable[[], object],
+    keeps_grad_dtype: bool = False,
+) -> None:
+    """Give the sharded parameters of ``views`` their gradients, views of ``reduced``, and run their hooks.
+
+    usual:            the parameters' dtype
+    before_hooks:     is called before the hooks of each parameter that has some
+    keeps_grad_dtype: each parameter's ``grad_dtype`` already allows the dtype of ``reduced``
+    """
+    is_usual = reduced.dtype is usual
+    start = reduced.storage_offset()
+    for view in views:
+        param = view.param
+        sharded = param.sharded
+        grad = reduced.as_strided(view.shape, view.strides, start + view.offset)
+        before = sharded.grad
+        if before is None:
+            spec = param.spec.sharded
+            if not is_usual and not keeps_grad_dtype:
+                torch_tensors.allow_any_grad_dtype(sharded)
+            sharded.grad = torch_dtensors.new_dtensor(grad, spec if is_usual else in_dtype(spec, grad.dtype))
+        else:
+            torch_dtensors.local_tensor(before).add_(grad)  # type: ignore[arg-type]
+        if sharded._post_accumulate_grad_hooks:
+            before_hooks()
+            with torch.enable_grad():
+                for hook in tuple(sharded._post_accumulate_grad_hooks.values()):
+                    hook(sharded)

@@ -56,11 +56,11 @@ class ReducePlan:
         self.layout = group_layout(
             cuts if compact else [*cuts, flags], num_shards=self.num_shards, align=1 if compact else group.plan.align
         )
-        self.input_numel = self.layout.unsharded_numel
         self.flags_slot = None if compact else self.layout.slots[-1]
         self.grad_dtype = group.plan.param_dtype
         self._keeps_wider = group.options.semantics == "2.15"  # gradients added up in another dtype are not cast back
         self._dtypes = group.plan.gradients
+        self.reduce_dtype = self._dtypes.reduced
         # The input of chunk_cat: room for each gradient and for the flags, and zeros for the gap after each.
         self._pieces: list[Tensor | None] = []
         self._piece_of_slot: list[int] = []
@@ -98,10 +98,6 @@ class ReducePlan:
         for index, digit in enumerate(tag_of(number)):
             if digit == 1:
                 self._all_used[:, len(self.params) + index] = 1
-
-    @property
-    def reduce_dtype(self) -> torch.dtype:
-        return self._dtypes.reduced
 
     @property
     def tag_offset(self) -> int:

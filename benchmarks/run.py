@@ -35,6 +35,7 @@ SCRIPTS = (
     "checkpoints",
     "doctor",
     "inspector",
+    "many_ranks",
 )
 
 

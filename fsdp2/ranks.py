@@ -334,6 +334,9 @@ def _as_new_process(log: Path, stack: TextIO) -> Iterator[None]:
         stream = open(number, "w", buffering=1, closefd=False)  # noqa: SIM115  # open as long as the process
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
+    for handler in [each() for each in logging._handlerList]:  # type: ignore[attr-defined]
+        if type(handler) is logging.StreamHandler:
+            handler.stream = sys.stderr  # the parent's stream may be no file: that of a test, of a notebook
     try:
         yield
     finally:

@@ -1,6 +1,7 @@
 """Ranks that are forks of this process: what bodies and scripts see, how they end, and that nothing outlives them."""
 
 import atexit
+import copy
 import os
 import select
 import signal
@@ -8,11 +9,17 @@ import subprocess
 import sys
 import textwrap
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from fsdp2 import fully_shard
+from fsdp2.core import torch_compat as compat
 from fsdp2.errors import OrderError
 from fsdp2.ranks import OVER, run_ranks
 from fsdp2.run import run_script
@@ -161,3 +168,84 @@ def test_a_process_that_is_a_rank_itself_is_refused():
             run_ranks(2, print)
     finally:
         dist.destroy_process_group()
+
+
+def blocks():
+    torch.manual_seed(0)
+    layers = (nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    return nn.Sequential(*(nn.Sequential(*copy.deepcopy(layers)) for _ in range(4))).double()
+
+
+def trained(model, rank=0, size=1):
+    """Losses of 4 steps on one rank's rows."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(4):
+        x = torch.randn(64, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(step)).chunk(size)[rank]
+        loss = (model(x) - x.roll(1, dims=1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+MESHES = {
+    "HSDP": {"replicate": 8, "shard": 8},
+    "HSDP and tensor parallelism": {"replicate": 4, "shard": 4, "tp": 4},
+    "shards over two of four axes": {"replicate": 2, "shard": 4, "context": 2, "tp": 4},
+}
+
+
+def sharded(model, axes):
+    """The sharded model, and the mesh over whose ranks the rows are cut."""
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    shards = compat.flatten_mesh(mesh, tuple(name for name in ("shard", "context") if name in axes))
+    data = compat.concatenate_meshes([mesh["replicate"], shards])
+    for block in model:
+        if "tp" in axes:
+            parallelize_module(block, mesh["tp"], {"1": ColwiseParallel(), "3": RowwiseParallel()})
+        fully_shard(block, mesh=data)
+    return fully_shard(model, mesh=data), data
+
+
+@pytest.mark.slow
+def test_64_ranks_train_four_blocks_as_one_process_does_on_meshes_of_two_to_four_axes():
+    whole = blocks()
+    expected = trained(whole)
+
+    def body(rank):
+        dist.init_process_group("gloo")
+        for name, axes in MESHES.items():
+            model, data = sharded(blocks(), axes)
+            row, column = data.get_coordinate()
+            losses = trained(model, row * data.size(1) + column, data.size())
+            dist.all_reduce(losses)
+            torch.testing.assert_close(losses / 64, expected, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+            for key, param in model.named_parameters():
+                own, theirs = param.full_tensor(), whole.get_parameter(key)
+                torch.testing.assert_close(own, theirs, rtol=1e-9, atol=1e-9, msg=lambda text, at=(name, key): f"{at}: {text}")
+            rank.send(name)
+
+    ranks = run_ranks(64, body, limit_s=600)
+    assert ranks.status == 0, ranks.first_failed and ranks.first_failed.error
+    assert all(end.sent == list(MESHES) for end in ranks)
+
+
+@pytest.mark.slow
+def test_experts_on_a_mesh_of_their_own_give_the_same_losses_on_64_ranks_as_on_one(tmp_path):
+    examples = Path(__file__).parents[1] / "examples" / "clients"
+    text = (examples / "experts.py").read_text()
+    script = tmp_path / "experts.py"
+    script.write_text(text.replace("EXPERTS, TOKENS = 6, 16, 4, 64", "EXPERTS, TOKENS = 6, 16, 4, 1024"))
+    assert script.read_text() != text
+
+    def body(rank):
+        sys.path.append(str(examples))
+        run_script(str(script), [])
+
+    one, many = (run_ranks(number, body, limit_s=600) for number in (1, 64))
+    assert (one.status, many.status) == (0, 0), (one.first_failed, many.first_failed)
+    losses = [[float(word) for word in ranks[0].output.split()[1:]] for ranks in (one, many)]
+    assert len(losses[0]) == 6
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

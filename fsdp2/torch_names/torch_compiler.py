@@ -75,11 +75,6 @@ def keep_hooks_outside(module: nn.Module) -> None:
         dynamo_skips(around)
 
 
-def is_tracing() -> bool:
-    """Whether the compiler traces the caller; a constant to it."""
-    return torch.compiler.is_compiling()
-
-
 def has_met_compiler(hook: Callable[..., Any]) -> bool:
     """Whether code that the compiler runs has called ``hook``, a ``dynamo_disabled`` function."""
     return bool(getattr(hook, "_guarded", ()))

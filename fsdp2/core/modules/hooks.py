@@ -165,7 +165,7 @@ class UnitHooks:
         return zip(forward[::2], forward[1::2], strict=True)
 
     def _traced_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if not torch_compiler.is_tracing():  # no compiler runs: stand-ins have no memory
+        if not torch.compiler.is_compiling():  # no compiler runs: stand-ins have no memory
             raise CompileError(
                 "the compiler did not compile forward",
                 expected="torch.compile to be on: no TORCH_COMPILE_DISABLE, no torch.compiler.set_stance that skips it",
@@ -402,7 +402,7 @@ class UnitHooks:
             watched = [] if node is None else [node]
             if base is not None and base.grad_fn is not None and not made_input(part, base.grad_fn):
                 watched.append(base.grad_fn)
-            # else the call would hold a node that holds the call
+            # Otherwise the call and that node would keep each other alive.
             if finds_bottoms and any(below(each) is None for each in watched):
                 return self._watch_outputs(part, map_tensors(apart_from_bottom, output))
             for each in watched:

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import fully_shard
-from fsdp2.core import torch_compat as compat
 from fsdp2.errors import OrderError
 from fsdp2.ranks import OVER, run_ranks
 from fsdp2.run import run_script
+from fsdp2.torch_names import torch_dtensors
 
 
 def test_a_body_meets_the_other_ranks_and_gives_its_result_back(monkeypatch, capsys):
@@ -200,8 +200,8 @@ MESHES = {
 def sharded(model, axes):
     """The sharded model, and the mesh over whose ranks the rows are cut."""
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    shards = compat.flatten_mesh(mesh, tuple(name for name in ("shard", "context") if name in axes))
-    data = compat.concatenate_meshes([mesh["replicate"], shards])
+    shards = torch_dtensors.flatten_mesh(mesh, tuple(name for name in ("shard", "context") if name in axes))
+    data = torch_dtensors.concatenate_meshes([mesh["replicate"], shards])
     for block in model:
         if "tp" in axes:
             parallelize_module(block, mesh["tp"], {"1": ColwiseParallel(), "3": RowwiseParallel()})

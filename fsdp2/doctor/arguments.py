@@ -22,6 +22,7 @@ CHECKS = (
     "never-averaged",
     "nothing-trains",
     "two-optimizers",
+    "write-not-seen",
     "pure-low-precision",
     "wide-parameters-cast-down",
     "narrow-parameters-cast-up",

@@ -22,7 +22,7 @@ from .environment import environment_findings
 from .finding import Finding, Report, report_of
 from .initialization import initialization_findings
 from .inspected import Inspected, inspect
-from .optimizers import never_averaged, nothing_trains, optimizer_findings
+from .optimizers import never_averaged, nothing_trains, optimizer_findings, unseen_writes
 from .replicas import Facts, facts_of, replica_findings
 from .ties import Ties, tie_findings
 from .wrapping import wrapping_findings
@@ -84,6 +84,7 @@ def _local_findings(inspected: Inspected, ties: Ties) -> Iterable[Finding]:
     yield from tie_findings(inspected, ties)
     yield from optimizer_findings(inspected)
     yield from never_averaged(inspected)
+    yield from unseen_writes(inspected)
     yield from dtype_findings(inspected)
     yield from wrapping_findings(inspected)
     yield from environment_findings(os.environ, inspected.groups[0].device.type if inspected.groups else "cpu")

@@ -1,10 +1,10 @@
-"""Does the optimizer have the parameters that train, and does fsdp2 have them?"""
+"""Does the optimizer have the parameters that train, and does fsdp2 have them, with their values?"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..inspect import is_sharded, parameters_of, shard_of, unmanaged_parameters
+from ..inspect import is_sharded, parameters_of, shard_of, unmanaged_parameters, written_unseen
 from .finding import Finding
 from .inspected import Inspected
 from .learning import stepped_twice
@@ -78,6 +78,21 @@ def never_averaged(inspected: Inspected) -> Iterator[Finding]:
             f"call fully_shard on the {kind} as well, after its blocks"
             if not is_sharded(inspected.model)
             else "add them before fully_shard, call fully_shard on the modules that were added, or freeze them",
+            names,
+        )
+
+
+def unseen_writes(inspected: Inspected) -> Iterator[Finding]:
+    """Finding on writes that the next forward does not use. On the host that forward raises; on a device the doctor alone looks."""
+    if names := tuple(written_unseen(inspected.model)):
+        yield Finding(
+            "write-not-seen",
+            "error",
+            f"{len(names)} parameters were written while they were kept unsharded, where no version counter of their shards shows it",
+            "the next forward computes with their former values: on the CPU it raises, on a device nothing is noticed until they are "
+            "gathered again",
+            "write param itself under torch.no_grad(), one at a time, instead of param.data, param.detach().to_local() or lists for "
+            "torch._foreach_*; or call reshard() on the FSDP modules before the write",
             names,
         )
 

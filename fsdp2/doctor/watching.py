@@ -28,7 +28,7 @@ from .arguments import ignored_checks
 from .finding import Finding, Report, report_of
 from .inspected import inspect
 from .meeting import Meeting
-from .optimizers import never_averaged
+from .optimizers import never_averaged, unseen_writes
 from .replicas import digest
 from .step_checks import (
     SAMPLED,
@@ -123,6 +123,7 @@ class Watch:
         self._used: set[Parameter] = set()  # one of each optimizer's, with whose gradient it has stepped
         self._before: tuple[Parameter, Tensor, int] | None = None  # a parameter's values, and how many steps have left them so
         self._metric: float | None = None
+        self._had_grad = True  # in the last forward
         self._meeting = Meeting()
         self._undo = contextlib.ExitStack()
         self._begin(model, inspected.optimizers)
@@ -180,6 +181,11 @@ class Watch:
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         close = self._close
+        if self._device.type != "cpu":  # there forward itself raises
+            # Programs exchange weights for their average, and back, where training and evaluation meet.
+            had_grad, self._had_grad = self._had_grad, torch.is_grad_enabled()
+            for finding in unseen_writes(self._inspected) if close.is_on or had_grad is not self._had_grad else ():
+                self._note_own(finding)
         if close.is_on and torch.is_grad_enabled():
             close.data = digest_of((args, kwargs, close.data and torch.tensor(close.data, device="cpu")))
             close.random = learning.random_state(self._device) if close.random is None else close.random

@@ -74,6 +74,7 @@ __all__ = [
     "storages_of",
     "units",
     "unmanaged_parameters",
+    "written_unseen",
 ]
 
 T = TypeVar("T")
@@ -197,6 +198,17 @@ def unmanaged_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     known = sharded_parameters()  # those of a unit around the model, too
     plain = plain_parameters(model, [unit for _, unit in named_units(model)])
     return {name: param for name, param in plain.items() if id(param) not in known}
+
+
+def written_unseen(model: nn.Module) -> list[str]:
+    """Parameters by name, kept unsharded, whose shards were written where no version counter shows it: forward uses old values.
+
+    The host waits for a device. Collective: no
+    """
+    found = named_units(model)
+    names = names_from(model, found)
+    trees = dict.fromkeys(unit.schedule.tree for _, unit in found if unit.schedule is not None)
+    return [names.get(param, param.fqn) for tree in trees for param in tree.written_unseen()]
 
 
 def state_tensors(optimizer: Optimizer, of_any_shape: bool = False) -> list[Tensor]:

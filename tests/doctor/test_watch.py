@@ -309,6 +309,30 @@ def test_a_step_on_some_ranks_is_found_before_ranks_communicate_and_training_goe
     assert [finding.check for finding in watching.report] == ["step-on-some-ranks"] * dist.get_rank()
 
 
+@on_ranks(2, device="pretend")
+def test_on_a_device_writes_that_the_next_forward_does_not_use_are_found():
+    """Symptom: an average exchanged for the weights through ``.data`` was evaluated as the weights, and nobody noticed."""
+    for after in (False, True):
+        torch.manual_seed(0)
+        model = mlp()
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=cpu_mesh(), reshard_after_forward=after)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x = torch.full((2, 7), 0.1 + dist.get_rank(), device="pretend")
+        kept = [] if after else [name for name, _ in model.named_parameters()]
+        watching = doctor.watch(model, optimizer, strict=True)
+        for expected, written in (([], lambda param: param), (kept, lambda param: param.data)):
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(x)
+                for param in model.parameters():
+                    written(param).add_(1)
+            assert {name for finding in doctor.check(model, optimizer) for name in finding.params} == set(expected)
+            with pytest.raises(DoctorError, match=r"write-not-seen") if expected else contextlib.nullcontext():
+                backward(model, x)
+        watching.give_up()
+
+
 @on_ranks(2)
 def test_nothing_is_left_behind_by_a_watch():
     functions = dist.all_reduce, torch.autograd.backward, ReduceLROnPlateau.step

@@ -24,7 +24,7 @@ from fsdp2 import CPUOffloadPolicy, FSDPError, MixedPrecisionPolicy, fully_shard
 from fsdp2.core.comm import collectives
 from harness import cpu_mesh, on_ranks
 
-DIM = 5
+DIM = 7  # uneven, and no rank of four is without rows: such a rank would not see what others have written where no counter shows it
 
 
 class Model(nn.Module):
@@ -32,7 +32,7 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
-        self.head = nn.Linear(DIM, 3)
+        self.head = nn.Linear(DIM, DIM)
         self.fails = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,6 +143,11 @@ def by_dcp(run: Run) -> None:
     set_model_state_dict(run.model, {name: value.clone().mul_(0.5) for name, value in get_model_state_dict(run.model).items()})
 
 
+def by_assigning_local_data(run: Run) -> None:
+    for param in run.params:
+        getattr(param, "_local_tensor", param).data = local(param.data) * 0.5
+
+
 WAYS: dict[str, Callable[[Run], None]] = {
     "state_dict": lambda run: halve(run.model.state_dict().values()),
     "state_dict, local": lambda run: halve(local(value) for value in run.model.state_dict().values()),
@@ -165,6 +170,7 @@ WAYS: dict[str, Callable[[Run], None]] = {
     "held, local": lambda run: halve(local(param) for param in run.params),
     "held, data": lambda run: halve(param.data for param in run.params),
     "held, foreach": lambda run: torch._foreach_mul_([local(param.detach()) for param in run.params], 0.5),
+    "held, data of local assigned": by_assigning_local_data,
     "optimizer": by_optimizer,
     "load_state_dict": by_loading,
     "set_model_state_dict": by_dcp,
@@ -185,6 +191,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "kept": lambda: sharded(reshard=False),
     "resharded": lambda: sharded(reshard=True),
     "kept in bf16": lambda: sharded(reshard=False, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+    "smaller": lambda: sharded(reshard=2),
     "kept, offloaded": lambda: sharded(reshard=False, offload_policy=CPUOffloadPolicy(pin_memory=False)),
     **{strategy: lambda strategy=strategy: fsdp2.parallelize(Model(), strategy) for strategy in ("ddp", "zero1", "zero2", "zero3")},
     "zero1 in bf16": lambda: fsdp2.parallelize(Model(), "zero1", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
@@ -244,9 +251,22 @@ def test_every_way_to_write_in_every_state_of_parameters_that_are_kept():
 
 @on_ranks(2)
 @pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "kept"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("kept", "smaller")])
 def test_every_way_to_write_in_every_state_under_every_policy(name):
     assert faults([name], STATES, WAYS) == []
+
+
+@on_ranks(4)
+def test_writes_while_parameters_are_sharded_over_a_smaller_mesh_are_used_or_refused():
+    """Symptom: the next forward gathered what the smaller mesh had; or it used a write that was lost a step later."""
+    ways = ("parameters", "parameters, local", "held, data", "state_dict, local")
+    assert faults(["smaller"], (evaluated, ran_without_backward, raised), ways) == []
+
+
+@on_ranks(4)
+@pytest.mark.full
+def test_every_way_to_write_in_every_state_of_parameters_that_are_sharded_over_a_smaller_mesh():
+    assert faults(["smaller"], STATES, WAYS) == []
 
 
 @on_ranks(2)

@@ -375,19 +375,25 @@ class GroupMemory:
         self._num_told += len(saved)
 
     def unsharded_version(self) -> int:
-        """Changes when the user writes an unsharded parameter in place."""
-        return sum([param.unsharded._version for param in self.params if param.unsharded is not None]) - self._num_told
+        """Changes when the user writes in place an unsharded parameter, or a shard over the smaller mesh."""
+        smaller = self.unsharded.smaller if self.state is GroupState.RESHARDED and self.unsharded is not None else None
+        versions = [param.unsharded._version for param in self.params if param.unsharded is not None]
+        return sum(versions) - self._num_told + (0 if smaller is None else smaller.num_writes())
 
-    def written_unseen(self) -> list[str]:
-        """Names of the parameters whose unsharded values are not those of this rank's shard.
+    def written_unseen(self) -> list[ShardedParam]:
+        """Parameters whose unsharded values are not those of this rank's shard. The host waits for a device.
 
-        On the host only: the host would have to wait for a device. Collective: no.
+        Collective: no.
         """
-        if not self.streams.host_waits or self.plan.has_own_memory or self.all_gather_comm is not None:
+        if self.state is GroupState.RESHARDED:
+            assert self.unsharded is not None
+            assert self.unsharded.smaller is not None
+            return self.unsharded.smaller.written_unseen()
+        if self.plan.has_own_memory or self.all_gather_comm is not None:
             return []  # extensions and communicators of the user may gather other values than the shard's
         if self.state not in (GroupState.UNSHARDED, GroupState.HIDDEN):
             return []
-        return [param.fqn for param in self.params if not has_values_of_shard(param)]
+        return [param for param in self.params if not has_values_of_shard(param)]
 
     # --- reshard ---
 

@@ -24,6 +24,8 @@ from ..plan.annotations import is_annotation
 from ..plan.layout import Slot, rows_of
 from ..plan.placement import ShardSpec, in_dtype, is_lazy
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 @dataclass(frozen=True, slots=True)
 class Owner:
@@ -163,6 +165,14 @@ def has_values_of_shard(param: ShardedParam) -> bool:
     piece = param.spec.to_logical(own_shard(whole_local(param), param.spec, param.rank))
     local = local.to(piece.dtype)
     return torch.equal(piece, local) or torch.allclose(piece, local, rtol=0, atol=0, equal_nan=True)
+
+
+def sum_of_bits(tensor: Tensor) -> int:
+    """The elements' bits, added up as integers: another number after almost every write. 0 for a fake tensor."""
+    if type(tensor) is not Tensor:
+        return 0
+    tensor = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return int(tensor.view(_INTEGERS[tensor.dtype.itemsize]).sum().item())
 
 
 def own_shard(original: Tensor, spec: ShardSpec, rank: int) -> Tensor:

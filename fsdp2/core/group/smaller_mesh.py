@@ -21,7 +21,7 @@ from ..comm.streams import Streams
 from ..plan.layout import group_layout
 from ..plan.mesh import DataParallelMesh
 from .all_gather import GatherTarget, Waiting, new_gather
-from .param import ShardedParam, mark, own_shard, shard_view, whole_local
+from .param import ShardedParam, mark, own_shard, shard_view, sum_of_bits, whole_local
 
 
 class SmallerShards:
@@ -42,9 +42,12 @@ class SmallerShards:
         assert params[0].unsharded is not None
         self._specs = [param.spec.over(param.fqn, mesh, params[0].unsharded.dtype) for param in params]
         self._layout = group_layout([spec.cut for spec in self._specs], num_shards=mesh.shard_size, align=align)
+        self._streams = streams
         self._gather = new_gather(self._layout, target, mesh.shard_group, streams, algorithm, comm)
         self._flat: Tensor | None = None
         self.shown: list[nn.Parameter] = []  # the last result of ``keep_shards``
+        self._version = 0  # of ``shown``, as ``keep_shards`` left it
+        self._sums: list[tuple[int, int]] = []
 
     @property
     def has_shards(self) -> bool:
@@ -70,6 +73,32 @@ class SmallerShards:
             if param.adds_up_in is not None:
                 shown[-1].grad_dtype = param.sharded.grad_dtype
         self._flat, self.shown = flat, shown  # last: there may be no memory for the copies
+        self._version = self._version_of_shown()
+        self._sums = self._sums_of_bits() if self._streams.host_waits else []
+
+    def num_writes(self) -> int:
+        """How often the user has written ``shown`` in place since ``keep_shards``."""
+        return self._version_of_shown() - self._version
+
+    def _version_of_shown(self) -> int:
+        return sum([each._version for each in (*self.shown, *self._locals())])
+
+    def _locals(self) -> list[Tensor]:
+        return [torch_dtensors.local_tensor(each) for each in self.shown]  # type: ignore[arg-type]
+
+    def written_unseen(self) -> list[ShardedParam]:
+        """Parameters whose shard, or whose shard over the smaller mesh, is not what it was at ``keep_shards``.
+
+        The two may have no row in common, so neither shows what was written to the other. On the host only.
+        """
+        if not self._sums:
+            return []
+        compared = zip(self._params, self._sums, self._sums_of_bits(), strict=True)
+        return [param for param, was, now in compared if was != now]
+
+    def _sums_of_bits(self) -> list[tuple[int, int]]:
+        both = zip(self._params, self._locals(), strict=True)
+        return [(sum_of_bits(param.local), sum_of_bits(local)) for param, local in both]
 
     def issue(self, together: list[Waiting] | None = None) -> None:
         """Start gathering over the smaller mesh; see ``Gather.start``. Collective: yes, over its shard axis."""

@@ -11,6 +11,7 @@ import torch
 from ...errors import OrderError
 from ..comm.streams import Event, Streams, streams_of
 from ..group.memory import GroupState
+from ..group.param import ShardedParam
 from ..group.param_group import ParamGroup
 from .reductions import Reductions
 from .unit import Unit
@@ -121,13 +122,25 @@ class UnitTree:
             elif group.is_out_of_date(kept.shards):  # equal on all ranks; HIDDEN depends on which rank lists parameters
                 group.reshard_for_all()
                 del unsharded[group]
-            elif not wrote_whole and (unseen := group.written_unseen()):
-                lost[group] = unseen
+            elif not wrote_whole and self.streams.host_waits and (unseen := group.written_unseen()):
+                lost[group] = [param.fqn for param in unseen]
         if lost:
             for group in lost:
                 group.reshard_for_all()
                 del unsharded[group]
             raise _unseen_writes([name for names in lost.values() for name in names])
+
+    def written_unseen(self) -> list[ShardedParam]:
+        """Parameters that were written where no version counter shows it: the next forward would use old values.
+
+        The host waits for a device, so only tools ask; on the host each forward raises. Collective: no.
+        """
+        return [
+            param
+            for group, kept in self.step.unsharded.items()
+            if not group.is_out_of_date(kept.shards) and group.unsharded_version() == kept.unsharded
+            for param in group.written_unseen()
+        ]
 
     def reshard_after_forward(self, unit: Unit, stays: bool = False) -> None:
         """Free what backward does not need of a unit that has run (``stays``: nothing)."""

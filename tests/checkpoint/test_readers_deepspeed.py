@@ -181,6 +181,24 @@ def test_files_of_two_ranks_that_are_exchanged_or_copied_are_refused(
         open_source(tmp_path)
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_files_of_zero_2_without_names_are_compared_with_the_weights_of_the_model(tmp_path: Path, copied: bool) -> None:
+    """Files that were saved through a file object do not have their names in them."""
+    folder = tmp_path / "zero"
+    expected = zero2(folder, 4, None)
+    names = sorted(folder.glob("*_optim_states.pt"))
+    for path in names:
+        state = torch.load(path)
+        with path.open("wb") as file:
+            torch.save(state, file)
+    assert open_source(folder).model.keys() == expected["param"].keys()
+    data = names[0].read_bytes(), names[1].read_bytes()
+    names[0].write_bytes(data[1])
+    names[1].write_bytes(data[1] if copied else data[0])
+    with pytest.raises(CheckpointError, match=r"pp_rank_0_mp_rank_00_optim_states\.pt has other values of \S+ than the model states"):
+        open_source(folder)
+
+
 def test_the_model_without_the_optimizer_files_is_an_error(tmp_path: Path, foreign: types.ModuleType) -> None:
     folder = tmp_path / "step"
     zero3(folder, foreign, 2, SUB_GROUPS)

@@ -160,6 +160,23 @@ def test_an_error_of_another_kind_stays_what_it_is() -> None:
 
 
 @on_ranks(2)
+def test_a_rank_of_this_host_that_has_not_come_to_fully_shard_is_named() -> None:
+    """Symptom: of a rank that died before its first ``fully_shard`` the others said that no process of this host has ended."""
+    model_of_three()
+    roll = lost_ranks._Roll(store_of("not come"), dist.group.WORLD)
+    dist.barrier()
+    environment = {"LOCAL_RANK": str(dist.get_rank()), "LOCAL_WORLD_SIZE": "3"}
+    with (
+        patch.object(lost_ranks, "_roll", roll),
+        patch.object(lost_ranks, "PATIENCE", 0.0),
+        patch.dict(os.environ, environment),
+        pytest.raises(LostRankError, match="rank 2: it has not come to its first fully_shard"),
+    ):
+        lost_ranks.raise_lost(GONE, "the comparison of models")
+    assert dist.get_rank() not in roll.known()
+
+
+@on_ranks(2)
 def test_what_one_rank_has_found_the_ranks_on_other_hosts_hear() -> None:
     model_of_three()
     rank = dist.get_rank()

@@ -45,7 +45,7 @@ def raise_lost(error: Exception, what: str, problem: FSDPError | None = None) ->
     lost = {} if _roll is None else _roll.look()
     items = [f"rank {rank}: {why}" for rank, why in lost.items()]
     if _roll is not None and not items:
-        items = [
+        items = [f"rank {rank}: it has not come to its first fully_shard" for rank in _roll.absent()] or [
             (
                 "no process of this host has ended or is stopped: "
                 "look at the other hosts, or a rank has not come (docs/hangs.md)"
@@ -135,6 +135,14 @@ class _Roll:
         for rank in here.keys() - told.keys():
             told[rank] = here[rank]
         return {rank: why for rank, why in told.items() if why and rank != self._rank}
+
+    def absent(self) -> list[int]:
+        """Ranks that torchrun has started on this host, and that have not written their processes."""
+        present = {int(entry.split()[0]) for entry in self._entries(self._host)}
+        first = self._rank - int(os.environ.get("LOCAL_RANK", 0))
+        return [
+            rank for rank in range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", 0))) if rank not in present
+        ]
 
     def tell(self, rank: int, why: str) -> None:
         self._append("told", f"{rank} {why}")

@@ -74,9 +74,13 @@ class RankEnd:
 
 
 class Ranks(tuple[RankEnd, ...]):
-    """The ends of all ranks, by rank. is_late: some had not ended at the limit"""
+    """The ends of all ranks, by rank.
+
+    is_late: some had not ended at the limit; stopped_by: the exception of ``stops_on`` that ended them
+    """
 
     is_late = False
+    stopped_by: BaseException | None = None
 
     @property
     def first_failed(self) -> RankEnd | None:
@@ -109,6 +113,7 @@ def run_ranks(
     *,
     limit_s: float | None = None,
     grace_s: float = 5.0,
+    stops_on: tuple[type[BaseException], ...] = (),
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
     output: TextIO | None = None,
@@ -119,6 +124,7 @@ def run_ranks(
     body:     may be a closure; ``run_script`` runs a script. An exception is printed and ends the rank with status 1
     limit_s:  after so long the ranks are ended; ``RankEnd.stack`` has where each was
     grace_s:  how long the others have to end by themselves once a rank has failed
+    stops_on: exceptions in this process, as by ctrl-C, that end the ranks, and are then ``Ranks.stopped_by`` instead of raised
     env:      of the ranks, above this process's and ``RANK``, ``WORLD_SIZE``, ...; ``OMP_NUM_THREADS`` is 1 unless it says otherwise
     output:   gets what ranks print while they run, each line with its rank; None: it is in ``RankEnd.output`` alone
     """
@@ -132,13 +138,17 @@ def run_ranks(
         importlib.import_module(name)
     with tempfile.TemporaryDirectory(prefix="fsdp2-ranks-") as name:
         run = _Run(num_ranks, Path(name), output)
+        is_late, stopped_by = False, None
         try:
             run.start(body, dict(env or {}), cwd, hides_devices)
             is_late = run.wait(limit_s, grace_s)
+        except stops_on as error:
+            stopped_by = error
+            run.terminate()
         finally:
             run.kill()
         ranks = Ranks(map(run.end_of, range(num_ranks)))
-        ranks.is_late = is_late
+        ranks.is_late, ranks.stopped_by = is_late, stopped_by
         return ranks
 
 
@@ -226,11 +236,11 @@ class _Run:
             failed = [when for rank, when in self._ended_s.items() if ranks[rank].exitcode]
             is_late = deadline is not None and time.monotonic() > deadline
             if is_late or (failed and self._now() > min(failed) + grace_s):
-                self._terminate()
+                self.terminate()
                 return is_late
             time.sleep(_LOOK_S)
 
-    def _terminate(self) -> None:
+    def terminate(self) -> None:
         """SIGTERM, at which ranks write their stacks."""
         ranks = self._processes[1:]
         for process in ranks:

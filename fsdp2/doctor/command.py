@@ -3,8 +3,9 @@
     fsdp2 doctor --ranks 2 --steps 3 train.py -- --config tiny.toml
     fsdp2 doctor -m recipes.train -- --config tiny.toml
 
-The script runs as under torchrun; ``patient.py`` is what each rank runs. Its devices are hidden: it must be able to train on the CPU.
-However the ranks end, this process reads their records and says what they have found, or why they could not look.
+The script runs as under torchrun, on forks of this process; ``patient.py`` is what each rank runs. Its devices are hidden: it must be
+able to train on the CPU. What it prints goes to standard error. However the ranks end, this process reads their records and says what
+they have found, or why they could not look.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ import contextlib
 import importlib.machinery
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from ..arguments import COUNT, POSITIVE, word_of
 from ..errors import ArgumentError
 from ..hangs.watcher import EXIT_STATUS
 from ..printable import of_ranks, say, say_json
-from ..run import add_script, command_of_ranks, environment_of_ranks
+from ..ranks import OVER, Ranks, run_ranks
+from ..run import add_script, run_script
 from .finding import Finding
+from .patient import examine
 from .rank_record import RankRecord, read_records, report_of_records
 
 
@@ -49,9 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--limit", type=word_of(POSITIVE, float), default=600.0, metavar="S", help="seconds that the script may take (default: 600)"
     )
     parser.add_argument("--strict", action="store_true", help="exit status 1 if there is a finding")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object; what the script prints goes to standard error instead"
-    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_script(parser)
 
 
@@ -67,13 +68,19 @@ def run(options: argparse.Namespace) -> int:
             fix="for instance: fsdp2 doctor --ranks 2 train.py -- --lr 0.1",
         )
     arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
+    script = partial(run_script, options.script, arguments, options.is_module)
     with tempfile.TemporaryDirectory() as folder, _terminated_as_error():
-        patient = ["-m", "fsdp2.doctor.patient", str(options.steps), folder, str(options.timeout), str(int(options.is_module))]
-        status = _status_of(
-            command_of_ranks(options.ranks, *patient, options.script, *arguments), options.limit, sys.stderr if options.json else None
+        ranks = run_ranks(
+            options.ranks,
+            lambda rank: examine(script, options.steps, folder, options.timeout),
+            limit_s=options.limit,
+            grace_s=1.0,
+            stops_on=(KeyboardInterrupt, _StoppedError),
+            output=sys.stderr,
         )
-        records = read_records(folder, options.ranks)
-        num_findings = _say(records, options.script, status, options.json)
+        status = _status_of(ranks)
+        records = read_records(folder, ranks)
+    num_findings = _say(records, ranks, options.script, status, options.json)
     has_looked = any(record.has_looked for record in records)
     return status or int(not has_looked or (options.strict and num_findings > 0))
 
@@ -88,27 +95,10 @@ class _StoppedError(Exception):
     """Somebody has told this process to end."""
 
 
-_OVER = 124
-"""Exit status of a script that has taken too long, as that of ``timeout``."""
-
-
-def _status_of(command: Sequence[str], limit: float, stdout: Any) -> int:
-    """Run ``command`` to its end, or for ``limit`` seconds, printing to ``stdout`` (None: this process's own).
-
-    ctrl-C and SIGTERM end it, and not this process, which has to report.
-    """
-    with subprocess.Popen(command, env=environment_of_ranks(hides_devices=True), stdout=stdout) as launcher:
-        try:
-            status = launcher.wait(limit)
-        except (KeyboardInterrupt, _StoppedError) as error:
-            launcher.terminate()  # it ends its ranks, those that do not react by SIGKILL
-            launcher.wait()
-            return 128 + (signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
-        except subprocess.TimeoutExpired:
-            launcher.terminate()
-            launcher.wait()
-            return _OVER
-    return status if status >= 0 else 128 - status
+def _status_of(ranks: Ranks) -> int:
+    if ranks.stopped_by is not None:
+        return 128 + (signal.SIGINT if isinstance(ranks.stopped_by, KeyboardInterrupt) else signal.SIGTERM)
+    return OVER if ranks.is_late else int(ranks.first_failed is not None)
 
 
 @contextlib.contextmanager
@@ -126,12 +116,12 @@ def _terminated_as_error() -> Iterator[None]:
         signal.signal(signal.SIGTERM, usual)
 
 
-def _say(records: Sequence[RankRecord], script: str, status: int, as_json: bool) -> int:
+def _say(records: Sequence[RankRecord], ranks: Ranks, script: str, status: int, as_json: bool) -> int:
     """Print what ``records`` have, or why they have nothing. Returns the number of findings."""
     report = report_of_records(records, list(_apart(records, status)))
     num_steps = max((record.num_steps for record in records), default=0)
     has_looked = bool(report) or any(record.has_looked for record in records)
-    ends = list(_ends(records, status))
+    ends = list(_ends(records, ranks))
     if as_json:
         ends += [] if has_looked else [_why_nothing(records)]
         seen = {"script": script, "steps": num_steps, "has_looked": has_looked, "status": status, "ends": ends}
@@ -166,7 +156,7 @@ def _apart(records: Sequence[RankRecord], status: int) -> Iterator[Finding]:
         )
 
 
-def _ends(records: Sequence[RankRecord], status: int) -> Iterator[str]:
+def _ends(records: Sequence[RankRecord], ranks: Ranks) -> Iterator[str]:
     """How the script has ended, if not well: the first failure, as others follow from it."""
     failed = sorted((record for record in records if record.has_failed), key=lambda record: record.ended_s)
     if failed:
@@ -181,14 +171,12 @@ def _ends(records: Sequence[RankRecord], status: int) -> Iterator[str]:
         yield f"the script {how}"
         if any(word in first.failure.lower() for word in ("cuda", "nccl", "gpu")):
             yield "the doctor hides devices: the script must train on the CPU, with gloo, where torch.cuda.is_available() is False"
-    elif status == _OVER:
+    elif ranks.is_late:
         yield "the script has taken longer than --limit, and was stopped"
-    elif status > 128:
-        yield f"the script was stopped by {signal.Signals(status - 128).name}"
-    elif status:
-        lost = tuple(record.rank for record in records if record.status is None)
-        where = of_ranks(lost) if lost else "a rank"
-        yield f"a signal, or code other than Python's, ended the script on {where}; the launcher's lines above have its exit code"
+    elif ranks.stopped_by is not None:
+        yield f"the script was stopped by {signal.Signals(_status_of(ranks) - 128).name}"
+    elif lost := ranks.first_failed:
+        yield f"a signal, or code other than Python's, ended the script on rank {lost.rank} with status {lost.status}"
 
 
 def _why_nothing(records: Sequence[RankRecord]) -> str:

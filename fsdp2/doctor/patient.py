@@ -7,10 +7,8 @@ ends, its record (``rank_record.py``) says what was seen; the command prints it.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import gc
 import os
-import signal
 import sys
 import threading
 import time
@@ -30,14 +28,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..hangs import watcher
 from ..inspect import is_sharded, parameters_of, root_of
 from ..installation import install
-from ..run import run_script
 from .checking import check, check_alone
 from .finding import Finding
 from .initialization import canaries
 from .inspected import inspect
 from .learning import step_on_some_ranks
 from .meeting import Meeting
-from .rank_record import RankRecord, fault_file, place_of
+from .rank_record import RankRecord, place_of
 from .watching import Watch
 
 T = TypeVar("T")
@@ -248,23 +245,9 @@ def _before_os_exit(tell: Callable[[int], None]) -> Iterator[None]:
         os._exit = usual
 
 
-def main(arguments: list[str]) -> int:
-    """arguments: number of steps, folder of the records, the watchdog's seconds, whether the program is a module, it, its arguments"""
-    max_steps, folder, timeout, is_module, program, *rest = arguments
-    patient = Patient(int(max_steps), folder, float(timeout))
-    with open(fault_file(folder, patient.record.rank), "w") as faults:
-        faulthandler.enable(faults)
-        faulthandler.register(signal.SIGTERM, faults, chain=True)  # of the launcher, once another rank has failed
-        patient.run(lambda: run_script(program, rest, is_module == "1"))
-        faulthandler.unregister(signal.SIGTERM)
-        faulthandler.enable(sys.__stderr__ or 2)
-    if not patient.record.has_failed and dist.is_initialized():
-        dist.destroy_process_group()
-    return patient.record.status or 0
-
-
-if __name__ == "__main__":
-    status = main(sys.argv[1:])
+def examine(script: Callable[[], object], max_steps: int, folder: str, timeout: float) -> NoReturn:
+    """Be one rank: run ``script``, and end this process without waiting for threads that the script has left."""
+    patient = Patient(max_steps, folder, timeout)
+    patient.run(script)
     sys.stdout.flush()
-    # As the examples do: a thread of gloo (torch <= 2.13) may still be dropping its last tensor when the interpreter ends.
-    os._exit(status)
+    os._exit(patient.record.status or 0)

@@ -29,7 +29,7 @@ from ..ranks import OVER, Ranks, run_ranks
 from ..run import add_script, run_script
 from .finding import Finding
 from .patient import examine
-from .rank_record import RankRecord, read_records, report_of_records
+from .rank_record import RankRecord, fault_file, read_records, report_of_records
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +79,9 @@ def run(options: argparse.Namespace) -> int:
             output=sys.stderr,
         )
         status = _status_of(ranks)
-        records = read_records(folder, ranks)
+        for end in ranks:
+            fault_file(folder, end.rank).write_text(end.stack)
+        records = read_records(folder, options.ranks)
     num_findings = _say(records, ranks, options.script, status, options.json)
     has_looked = any(record.has_looked for record in records)
     return status or int(not has_looked or (options.strict and num_findings > 0))

@@ -10,13 +10,12 @@ import os
 import pickle
 import re
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from ..ranks import RankEnd
 from .finding import Finding, Report, report_of
 
 
@@ -58,14 +57,21 @@ class RankRecord:
         os.replace(unfinished, path)
 
 
-def read_records(folder: str, ranks: Sequence[RankEnd]) -> list[RankRecord]:
+def read_records(folder: str, num_ranks: int) -> list[RankRecord]:
     """Those of the ranks that have begun to run the script, by rank."""
-    found = ((Path(folder, f"rank-{each.rank}"), each.stack) for each in ranks)
-    records: list[tuple[RankRecord, str]] = [(pickle.loads(path.read_bytes()), stack) for path, stack in found if path.exists()]
-    for record, stack in records:
-        if not record.place and "Segmentation fault" not in stack:  # which is no collective's
-            record.place = place_of([(file, int(line)) for file, line in re.findall(r'File "(.+)", line (\d+)', stack)])
-    return [record for record, _ in records]
+    paths = (Path(folder, f"rank-{rank}") for rank in range(num_ranks))
+    records: list[RankRecord] = [pickle.loads(path.read_bytes()) for path in paths if path.exists()]
+    for record in records:
+        if not record.place and fault_file(folder, record.rank).exists():
+            text = fault_file(folder, record.rank).read_text()
+            if "Segmentation fault" not in text:  # which is no collective's
+                record.place = place_of([(file, int(line)) for file, line in re.findall(r'File "(.+)", line (\d+)', text)])
+    return records
+
+
+def fault_file(folder: str, rank: int) -> Path:
+    """Has the stacks of a rank that a signal has ended, the innermost call first."""
+    return Path(folder, f"fault-{rank}")
 
 
 def place_of(calls: Iterable[tuple[str, int]]) -> str:

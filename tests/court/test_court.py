@@ -14,6 +14,7 @@ import torch.distributed.fsdp._fully_shard._fsdp_param_group as upstream
 
 from court.programs import FOUND, SINGLE, draw, on_four
 from court.trial import tried
+from fsdp2.testing import pretend
 from harness import on_ranks
 
 PROGRAMS = Path(__file__).parents[2] / "docs" / "court"
@@ -57,6 +58,15 @@ def test_it_acquits_random_programs():
 def test_it_acquits_single_ways_of_training():
     verdicts = {name: str(tried(on_four(program), range(3))) for name, program in SINGLE.items() if name not in FOUND}
     assert {name: verdict for name, verdict in verdicts.items() if "WRONG" in verdict} == {}
+
+
+@pytest.mark.full
+@on_ranks(4, device="pretend", timeout=600)
+def test_on_four_ranks_collectives_that_run_one_at_a_time_never_wait_for_each_other():
+    """Those of several meshes above all: whichever group of a unit drains earlier buffers, ranks issue them in one order."""
+    for name in ("meshes", "meshes_turned", "meshes_turned_bf16", "hsdp", "shared_context", "backward_split_hsdp_bf16"):
+        with pretend.one_collective_at_a_time(300):
+            assert str(tried(on_four(SINGLE[name]), range(2))) == "right", name
 
 
 @pytest.mark.full

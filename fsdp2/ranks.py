@@ -47,6 +47,8 @@ _WARM = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsd
 """What scripts that shard import sooner or later: once here, instead of once on every rank."""
 _LOOK_S = 0.02
 _END_S = 3.0
+_IDLE_S = 0.05
+"""Seconds that a rank may compute and still wait: its threads look now and then."""
 _KEPT_NBYTES = 200_000
 
 
@@ -76,10 +78,11 @@ class RankEnd:
 class Ranks(tuple[RankEnd, ...]):
     """The ends of all ranks, by rank.
 
-    is_late: some had not ended at the limit; stopped_by: the exception of ``stops_on`` that ended them
+    is_late:    some had not ended at the limit, or all stood still; is_stalled: they had computed nothing for the patience
+    stopped_by: the exception of ``stops_on`` that ended them
     """
 
-    is_late = False
+    is_late = is_stalled = False
     stopped_by: BaseException | None = None
 
     @property
@@ -112,6 +115,7 @@ def run_ranks(
     body: Callable[[Rank], object],
     *,
     limit_s: float | None = None,
+    patience_s: float | None = None,
     grace_s: float = 5.0,
     stops_on: tuple[type[BaseException], ...] = (),
     env: Mapping[str, str] | None = None,
@@ -123,6 +127,7 @@ def run_ranks(
 
     body:     may be a closure; ``run_script`` runs a script. An exception is printed and ends the rank with status 1
     limit_s:  after so long the ranks are ended; ``RankEnd.stack`` has where each was
+    patience_s: so long all ranks may compute nothing, as ranks do that wait for each other; then they are ended. Linux only
     grace_s:  how long the others have to end by themselves once a rank has failed
     stops_on: exceptions in this process, as by ctrl-C, that end the ranks, and are then ``Ranks.stopped_by`` instead of raised
     env:      of the ranks, above this process's and ``RANK``, ``WORLD_SIZE``, ...; ``OMP_NUM_THREADS`` is 1 unless it says otherwise
@@ -141,14 +146,14 @@ def run_ranks(
         is_late, stopped_by = False, None
         try:
             run.start(body, dict(env or {}), cwd, hides_devices)
-            is_late = run.wait(limit_s, grace_s)
+            is_late = run.wait(limit_s, patience_s, grace_s)
         except stops_on as error:
             stopped_by = error
             run.terminate()
         finally:
             run.kill()
         ranks = Ranks(map(run.end_of, range(num_ranks)))
-        ranks.is_late, ranks.stopped_by = is_late, stopped_by
+        ranks.is_late, ranks.is_stalled, ranks.stopped_by = is_late, run.is_stalled, stopped_by
         return ranks
 
 
@@ -161,6 +166,7 @@ class _Run:
         self._ended_s: dict[int, float] = {}
         self._shown = [0] * num_ranks  # bytes of each rank's output
         self._group = 0
+        self.is_stalled = False
         self._life, self._own_life = os.pipe()  # ends when this process does, for only it keeps the writing end
         self._ports, self._port_for_ranks = os.pipe()  # the guardian writes the store's port, once for each rank
 
@@ -221,9 +227,10 @@ class _Run:
                     raise SystemExit(1) from None
                 raise
 
-    def wait(self, limit_s: float | None, grace_s: float) -> bool:
-        """Until all ranks have ended. Returns whether they took longer than ``limit_s``."""
+    def wait(self, limit_s: float | None, patience_s: float | None, grace_s: float) -> bool:
+        """Until all ranks have ended. Returns whether they took longer than ``limit_s``, or stood still for ``patience_s``."""
         deadline = None if limit_s is None else self._begin + limit_s
+        computed_s, moved = 0.0, self._begin
         ranks = self._processes[1:]
         is_late = False
         while True:
@@ -234,7 +241,11 @@ class _Run:
             if len(self._ended_s) == len(ranks):
                 return is_late
             failed = [when for rank, when in self._ended_s.items() if ranks[rank].exitcode]
-            is_late = deadline is not None and time.monotonic() > deadline
+            now_s = sum(_computed_s(process.pid) for process in ranks) if patience_s is not None else 0.0
+            if abs(now_s - computed_s) > _IDLE_S * len(ranks):
+                computed_s, moved = now_s, time.monotonic()
+            self.is_stalled = patience_s is not None and time.monotonic() > moved + patience_s
+            is_late = self.is_stalled or (deadline is not None and time.monotonic() > deadline)
             if is_late or (failed and self._now() > min(failed) + grace_s):
                 self.terminate()
                 return is_late
@@ -300,6 +311,15 @@ class _Run:
 
     def _values(self, rank: int) -> Path:
         return self._folder / f"rank{rank}.values"
+
+
+def _computed_s(pid: int | None) -> float:
+    """What a process has computed for, its ended children included; 0 where the system does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _environment(rank: int, num_ranks: int, hides_devices: bool) -> dict[str, str]:

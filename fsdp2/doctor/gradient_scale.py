@@ -12,9 +12,10 @@ Worked example, 2 ranks with 3 tokens each, the loss their mean, fully_shard's a
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,9 @@ from .finding import Finding, Report, report_of
 from .inspected import Inspected, inspect
 
 _NUM_PROJECTIONS = 4
+
+Projections = defaultdict[Parameter, Tensor]
+"""A few projections of gradients on random signs, (4,), fp64; zeros where there is none."""
 
 _Heard = tuple[int, float, int, float, float]
 """Of one rank's losses: how many have a weight, the sum of weights, how many of them are zero, the lowest and the highest weight."""
@@ -111,26 +115,39 @@ def gradient_scales(
         sharded.reshard()
     model.zero_grad()
     probe = Probe()
-    computed: defaultdict[Parameter, Tensor] = defaultdict(lambda: torch.zeros(_NUM_PROJECTIONS, dtype=torch.float64, device="cpu"))
-    handles = []
-    for param in inspected.params:
-        whole = param.unsharded()
-        if whole is not None and param.sharded.requires_grad:
-
-            def hear(grad: Tensor, param: Parameter = param) -> None:
-                computed[param] += _projections(param, grad, cut=False)
-
-            handles.append(whole.register_hook(hear))  # type: ignore[no-untyped-call]
-    try:
+    with gradients_heard(inspected.params) as computed:
         step(probe)
-    finally:
-        for handle in handles:
-            handle.remove()
-    divisors = _reductions(inspected.groups, computed)
+    divisors = reductions(inspected.groups, computed, received(inspected.groups))
     model.zero_grad()
     heard = probe.count, probe.total, probe.num_zero, probe.lowest, probe.highest
     everyone = exchange(heard)
-    return _certificate(inspected, divisors, everyone, declared, tolerance)
+    return certificate(inspected, divisors, everyone, declared, tolerance)
+
+
+@contextlib.contextmanager
+def gradients_heard(params: Iterable[Parameter]) -> Iterator[Projections]:
+    """Inside, the projections of this rank's gradients of ``params`` are added up as autograd computes them."""
+    computed: Projections = defaultdict(lambda: torch.zeros(_NUM_PROJECTIONS, dtype=torch.float64, device="cpu"))
+    with contextlib.ExitStack() as undo:
+        for param in params:
+            whole = param.unsharded()
+            if whole is not None and param.sharded.requires_grad:
+
+                def hear(grad: Tensor, param: Parameter = param) -> None:
+                    computed[param] += _projections(param, grad, cut=False)
+
+                undo.callback(whole.register_hook(hear).remove)  # type: ignore[no-untyped-call]
+        yield computed
+
+
+def received(groups: Sequence[Group]) -> Projections:
+    """Of this rank's pieces of the reduced gradients, as they are now. Collective: no"""
+    found: Projections = defaultdict(lambda: torch.zeros(_NUM_PROJECTIONS, dtype=torch.float64, device="cpu"))
+    for param in (param for group in groups for param in group.params):
+        share = param.num_shards if param.dim is None else 1  # what every rank has whole
+        if param.sharded.grad is not None:
+            found[param] = _projections(param, param.sharded.grad, cut=True) / share
+    return found
 
 
 def _check_arguments(step: Any, declared: Any, tolerance: Any) -> None:
@@ -159,20 +176,13 @@ def _projections(param: Parameter, grad: Tensor, *, cut: bool) -> Tensor:
     return torch.stack(found)
 
 
-def _reductions(groups: Sequence[Group], computed: Mapping[Parameter, Tensor]) -> dict[str, float | None]:
+def reductions(groups: Sequence[Group], computed: Projections, got: Projections) -> dict[str, float | None]:
     """What lies between the sum of all computed gradients and what each parameter got. Collective: yes, over each group's ranks."""
     found: dict[str, float | None] = {}
-    nothing = torch.zeros(_NUM_PROJECTIONS, dtype=torch.float64, device="cpu")
     for group in groups:
-        summed = torch.stack([computed.get(param, nothing) for param in group.params])
-        got = []
-        for param in group.params:
-            grad = param.sharded.grad
-            share = param.num_shards if param.dim is None else 1  # what every rank has whole
-            got.append(nothing if grad is None else _projections(param, grad, cut=True) / share)
-        received = _over(group, torch.stack(got), replicas=False)
-        summed = _over(group, summed, replicas=True)
-        for param, ours, expected in zip(group.params, received, summed, strict=True):
+        summed = _over(group, torch.stack([computed[param] for param in group.params]), replicas=True)
+        reduced = _over(group, torch.stack([got[param] for param in group.params]), replicas=False)
+        for param, ours, expected in zip(group.params, reduced, summed, strict=True):
             along = (ours * expected).sum().item()
             found[param.fqn] = (expected * expected).sum().item() / along if along else None
     return found
@@ -187,7 +197,7 @@ def _over(group: Group, numbers: Tensor, *, replicas: bool) -> Tensor:
     return there.cpu()
 
 
-def _certificate(
+def certificate(
     inspected: Inspected,
     divisors: dict[str, float | None],
     everyone: Sequence[_Heard],

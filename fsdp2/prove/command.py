@@ -9,19 +9,19 @@ The exit status is 0 if nothing is wrong as far as it looked, 1 for a fault, 2 i
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
 from pathlib import Path
 
 from ..arguments import COUNT, POSITIVE, word_of
 from ..doctor.command import _is_there
 from ..errors import ArgumentError
 from ..printable import say_json
+from ..ranks import run_ranks
 from ..run import add_script
 from .judging import Run, statements_of
-from .ranks import run_ranks, tail_of
 from .verdict import Verdict
 from .witness import REFERENCES, Program, witness_rank
 
@@ -64,20 +64,15 @@ def run(options: argparse.Namespace) -> int:
 def prove(program: Program, num_ranks: int, num_steps: int, *, timeout: float = 30.0, limit: float = 600.0) -> Verdict:
     """Run ``program`` and judge it. Collective: no; this process forks the ranks"""
     verdict = Verdict(program.script, num_ranks)
-    with tempfile.TemporaryDirectory(prefix="fsdp2-prove-") as folder, contextlib.ExitStack():
+    with tempfile.TemporaryDirectory(prefix="fsdp2-prove-") as folder:
         runs: dict[str, Run] = {}
         for role in ("real", *REFERENCES):
             where = Path(folder, role)
-            start = where.with_name("real") if role in REFERENCES else None
-            ended = run_ranks(
-                num_ranks,
-                lambda rank, role=role, where=where, start=start: witness_rank(role, program, where, num_steps, start),  # type: ignore[misc]
-                where,
-                limit=limit,
-                patience=timeout,
-            )
-            runs[role] = Run(role, where, num_ranks, ended)
-            verdict.seconds[role] = round(ended.seconds, 2)
+            where.mkdir()
+            begun = time.monotonic()
+            witness = functools.partial(witness_rank, role, program, where, num_steps, Path(folder, "real"))
+            runs[role] = Run(role, where, run_ranks(num_ranks, witness, limit_s=limit, patience_s=timeout))
+            verdict.seconds[role] = round(time.monotonic() - begun, 2)
         _judge(verdict, runs)
     return verdict
 
@@ -85,19 +80,11 @@ def prove(program: Program, num_ranks: int, num_steps: int, *, timeout: float = 
 def _judge(verdict: Verdict, runs: dict[str, Run]) -> None:
     real, reference = runs["real"], runs["reference"]
     verdict.steps = real.num_steps
-    verdict.implementation = next(_implementations(real), "")
-    if not real.num_steps and not reference.num_steps and not real.ended.stalled:
-        lines = tail_of(real.folder, next((rank for rank, status in real.ended.statuses.items() if status), 0))
-        verdict.why_not_run = "\n".join([f"it made no step: {_why(real)}", *lines])
+    verdict.implementation = next((each["name"] for each in real.all_events() if each["kind"] == "implementation"), "")
+    if not real.num_steps and not reference.num_steps and not real.ranks.is_late:
+        first = real.ranks.first_failed or real.ranks[0]
+        why = real.why() or "no torch.optim.Optimizer has stepped"
+        verdict.why_not_run = "\n".join([f"it made no step: {why}", *first.output.splitlines()[-12:]])
         return
     verdict.statements = list(statements_of(real, reference, runs["reference64"]))
     verdict.decide()
-
-
-def _why(real: Run) -> str:
-    return real.why() if not real.ended.is_well else "no torch.optim.Optimizer has stepped"
-
-
-def _implementations(real: Run) -> Iterator[str]:
-    for events in real.events.values():
-        yield from (each["name"] for each in events if each["kind"] == "implementation")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..doctor.finding import Report
-from ..doctor.rank_record import RankRecord, read_records, report_of_records
+from ..doctor.rank_record import RankRecord, place_of, read_records, report_of_records
 from ..printable import of_ranks
+from ..ranks import Ranks
 from .comparing import Compared, Events, compare, first_differing_call
-from .ranks import Ended, tail_of
 from .verdict import Statement, not_looked_at
 from .witness import read_events
 
@@ -24,16 +26,22 @@ class Run:
 
     role: str
     folder: Path
-    num_ranks: int
-    ended: Ended
+    ranks: Ranks
 
     @functools.cached_property
     def records(self) -> list[RankRecord]:
-        return read_records(str(self.folder), self.num_ranks)
+        return read_records(str(self.folder), len(self.ranks))
 
     @functools.cached_property
     def events(self) -> Events:
-        return {rank: read_events(self.folder, rank) for rank in range(self.num_ranks)}
+        return {rank: read_events(self.folder, rank) for rank in range(len(self.ranks))}
+
+    def all_events(self) -> Iterator[Mapping[str, Any]]:
+        return (each for events in self.events.values() for each in events)
+
+    @property
+    def is_well(self) -> bool:
+        return self.ranks.status == 0
 
     @property
     def num_steps(self) -> int:
@@ -41,7 +49,7 @@ class Run:
 
     def calls(self) -> dict[int, list[str]]:
         """The collectives of each rank, in order."""
-        paths = {rank: self.folder / f"calls-{rank}" for rank in range(self.num_ranks)}
+        paths = {rank: self.folder / f"calls-{rank}" for rank in range(len(self.ranks))}
         return {rank: path.read_text().splitlines() if path.exists() else [] for rank, path in paths.items()}
 
     def first_failure(self) -> RankRecord | None:
@@ -51,28 +59,31 @@ class Run:
 
     def why(self) -> str:
         """Why it has ended, if not well: a sentence with rank and line."""
-        if self.ended.stalled or self.ended.is_over:
+        if self.ranks.is_late:
             return self._where_ranks_wait()
         record = self.first_failure()
         if record is not None:
             at = f" at {record.place}" if record.place else ""
             return f"rank {record.rank} failed{at}: {record.failure or f'status {record.status}'}"
-        killed = [rank for rank, status in self.ended.statuses.items() if status]
-        lines = [line for rank in killed[:1] for line in tail_of(self.folder, rank, 1)]
-        return f"{of_ranks(killed)} ended with status {[self.ended.statuses[rank] for rank in killed]}: {' '.join(lines)}"
+        first = self.ranks.first_failed
+        lines = "" if first is None else " ".join(first.output.splitlines()[-2:])
+        return "" if first is None else f"rank {first.rank} ended with status {first.status}{self._place(first.rank)}: {lines}"
+
+    def _place(self, rank: int) -> str:
+        """The script's line that a rank was at when it was ended."""
+        place = place_of([(file, int(line)) for file, line in re.findall(r'File "(.+)", line (\d+)', self.ranks[rank].stack)])
+        return f" at {place}" if place else ""
 
     def _where_ranks_wait(self) -> str:
-        calls = self.calls()
-        places = {record.rank: record.place or "no line of the script" for record in self.records}
         told = []
-        for rank in range(self.num_ranks):
-            if self.ended.statuses.get(rank) == 0:
+        for rank, lines in self.calls().items():
+            if not self.ranks[rank].status:
                 told.append(f"rank {rank} has ended")
             else:
-                name, *rest = (calls[rank] or ["no collective"])[-1].split(" ", 4)
+                name, *rest = (lines or ["no collective"])[-1].split(" ", 4)
                 where = f" in {rest[3]}" if len(rest) > 3 and rest[3] else ""
-                told.append(f"rank {rank} is at {places.get(rank, 'its start')}, its last collective {name}{where}")
-        how = "the ranks wait for each other" if self.ended.stalled else "the time limit is over"
+                told.append(f"rank {rank} is{self._place(rank)}, its last collective {name}{where}")
+        how = "the ranks wait for each other" if self.ranks.is_stalled else "the time limit is over"
         return f"{how}: {'; '.join(told[:8])}"
 
 
@@ -84,11 +95,11 @@ def statements_of(real: Run, reference: Run | None, exact: Run | None) -> Iterat
     """Those that follow from these runs, the gravest faults first."""
     apart = first_differing_call(real.calls())
     by_backend = (record := real.first_failure()) is None or _is_of_backend(record.failure)
-    if apart is not None and (real.ended.is_well or by_backend):  # else a rank has failed by itself
+    if apart is not None and (real.is_well or by_backend):  # else a rank has failed by itself
         yield Statement("collectives", False, "measured", apart, "make these calls on all ranks alike, outside of `if rank == 0:`")
-    if not real.ended.is_well:
-        ranks = () if record is None or real.ended.stalled else (record.rank,)
-        subject = "hang" if real.ended.stalled or real.ended.is_over else "run"
+    if not real.is_well:
+        ranks = () if record is None or real.ranks.is_late else (record.rank,)
+        subject = "hang" if real.ranks.is_late else "run"
         yield Statement(subject, False, "measured", real.why(), step=real.num_steps + 1, ranks=ranks)
     if apart is None:
         most = max(map(len, real.calls().values()), default=0)
@@ -98,10 +109,24 @@ def statements_of(real: Run, reference: Run | None, exact: Run | None) -> Iterat
     yield from _of_doctor(report, ("error",))
     yield from _of_comparison(real, reference, exact)
     yield from _of_doctor(report, ("warning",))
+    yield _of_certificate(real)
     if not looked and not report:
         yield not_looked_at("doctor", "no optimizer has stepped on a sharded model that the doctor knows")
     elif not any(each.severity != "note" for each in report):
         yield Statement("doctor", True, "measured", f"no finding in {real.num_steps} steps{_notes(report)}")
+
+
+def _of_certificate(real: Run) -> Statement:
+    """Faults are the doctor's: ``gradient-scale`` and ``token-weights``."""
+    found = next((each for each in real.events.get(0, ()) if each["kind"] == "divisors"), None)
+    if found is None:
+        return not_looked_at("divisors", "that takes two steps of a sharded model")
+    by_divisor: dict[str, int] = {}
+    for divisor in filter(None, found["divisors"].values()):
+        by_divisor[f"{divisor:.4g}"] = by_divisor.get(f"{divisor:.4g}", 0) + 1
+    told = ", ".join(f"{number} by {divisor}" for divisor, number in by_divisor.items())
+    known = f"{found['num_tokens']} tokens of all ranks" if found["num_tokens"] else "no loss of torch.nn.functional was heard"
+    return Statement("divisors", None if found["is_wrong"] else True, "measured", f"gradients divided: {told} ({known})")
 
 
 def _notes(report: Report) -> str:
@@ -121,7 +146,7 @@ def _of_comparison(real: Run, reference: Run | None, exact: Run | None) -> Itera
         yield from (not_looked_at(subject, why) for subject in _SUBJECTS.values())
         return
     usable = exact if exact is not None and exact.num_steps else None
-    found = compare(real.events, reference.events, None if usable is None else usable.events, is_whole=real.ended.is_well)
+    found = compare(real.events, reference.events, None if usable is None else usable.events, is_whole=real.is_well)
     first = {phase: [each for each in found.differences if each.phase == phase] for phase in _SUBJECTS}
     for each in sorted((each[0] for each in first.values() if each), key=found.differences.index):
         same = [other for other in first[each.phase] if other.step == each.step]

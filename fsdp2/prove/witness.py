@@ -10,12 +10,12 @@ before each collective: both are there however the rank ends.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
 import inspect
 import os
 import pickle
-import signal
+import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,13 +34,14 @@ from ..checkpoint.model_tensors import cuts_of
 from ..checkpoint.shard_geometry import Box, Piece, pieces_of
 from ..doctor import hearing
 from ..doctor.patient import Patient, _living
-from ..doctor.rank_record import fault_file
 from ..doctor.step_checks import digest_of
 from ..inspect import Listener, is_sharded, listen
 from ..inspector.fingerprint import Fingerprint, fingerprints
+from ..ranks import Rank
 from ..reference import ReferenceModule
 from ..run import run_script
 from ..torch_names import torch_dtensors
+from .certificate import Scales
 from .stand_ins import on_the_reference
 
 NUM_SKETCHES = 16
@@ -93,6 +94,7 @@ class Witness(Patient):
         self._coarse: dict[str, float] = {}
         self._taken: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._first: nn.Module | None = None
+        self._scales: Scales | None = None
         self.place = ""
 
     def _names(self) -> contextlib.AbstractContextManager[Any]:
@@ -162,7 +164,17 @@ class Witness(Patient):
         self._tell(
             "gradients", self._taken.get(optimizer, 0) + 1, optimizer=number, values=self._seen(grads), held=[name for name, _ in held]
         )
+        if self._scales is not None:
+            self._certify(self._scales)
         super()._before_step(optimizer, args, kwargs)
+
+    def _certify(self, scales: Scales) -> None:
+        """Collective: yes."""
+        self._scales = None
+        if self._meeting is None or self._meeting.hold(scales.inspected.ranks):
+            found = scales.certificate()
+            self._add(*found.report)
+            self._tell("divisors", self._step, divisors=dict(found.divisors), num_tokens=found.num_tokens, is_wrong=bool(found.report))
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._has_ended:
@@ -170,6 +182,8 @@ class Witness(Patient):
         step = self._taken[optimizer] = self._taken.get(optimizer, 0) + 1
         self.record.num_steps = max(self.record.num_steps, step)
         self._tell("parameters", step, optimizer=self._number(optimizer), values=self._seen(self._named.values()))
+        if self.role == "real" and self._first is not None and step == 1 and len(self._taken) == 1:
+            self._scales = Scales(self._first)
         if self._first is not None:
             buffers = ((_plain(name), each) for name, each in self._first.named_buffers() if not each.is_complex())
             self._tell("buffers", step, optimizer=self._number(optimizer), values=self._seen(buffers))
@@ -239,18 +253,16 @@ class _Places(Listener):
         self._witness.place = ""
 
 
-def witness_rank(role: str, program: Program, folder: Path, max_steps: int, start: Path | None) -> int:
-    """One rank of a run; its exit status."""
-    witness = Witness(role, folder, max_steps, start)
-    with open(fault_file(str(folder), witness.record.rank), "w") as faults:
-        faulthandler.enable(faults)
-        faulthandler.register(signal.SIGTERM, faults, chain=True)
-        witness.run(program.run)
-        faulthandler.unregister(signal.SIGTERM)
-        faulthandler.disable()
+def witness_rank(role: str, program: Program, folder: Path, max_steps: int, real: Path, rank: Rank) -> None:
+    """One rank of a run; ends with the script's status. real: the folder of the run whose initial values those on the reference take"""
+    random.seed(rank.rank)  # the same in all runs
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(rank.rank)
+    witness = Witness(role, folder, max_steps, real if role in REFERENCES else None)
+    witness.run(program.run)
     if not witness.record.has_failed and dist.is_initialized():
         dist.destroy_process_group()
-    return witness.record.status or 0
+    sys.exit(witness.record.status or 0)
 
 
 def read_events(folder: Path, rank: int) -> list[dict[str, Any]]:

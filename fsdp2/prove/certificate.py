@@ -1,0 +1,75 @@
+"""The gradient-scale certificate of a step of a program that runs as it is: nothing of it is changed, everything is heard.
+
+What divides gradients is what ``doctor.gradient_scales`` measures. The weight of each token (or sample) follows from the gradient that
+a loss of ``torch.nn.functional`` gets: of a mean over n tokens, the n-th part of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..doctor.gradient_scale import Certificate, Probe, certificate, gradients_heard, received, reductions
+from ..doctor.inspected import inspect
+from ..doctor.patient import _living
+from ..inspect import exchange
+
+_LOSSES = ("cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss")
+"""By rank: of several kinds in a step the first one counts, the others are taken for additional terms."""
+
+
+class Scales:
+    """Hears one step, from its making to ``certificate``. All ranks make it between two steps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.inspected = inspect(model, None, "gradient_scales")
+        self._probes: dict[str, Probe] = {}
+        self._undo = contextlib.ExitStack()
+        self._computed = self._undo.enter_context(gradients_heard(self.inspected.params))
+        self._received = received(())
+        for unit in self.inspected.units:
+            self._undo.callback(unit.on_backward_end(self._note))
+        for name in _LOSSES:
+            usual = getattr(F, name)
+            setattr(F, name, self._heard(name, usual))
+            self._undo.callback(setattr, F, name, usual)
+
+    def _note(self) -> None:
+        """A backward has ended: nobody has clipped or unscaled its gradients yet."""
+        self._received = received(self.inspected.groups)
+
+    def _heard(self, name: str, usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @functools.wraps(usual)
+        def loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            made = usual(input, target, *args, **kwargs)
+            if made.requires_grad and not args and kwargs.get("weight") is None and not torch.compiler.is_compiling():
+                self._hear(name, made, target, kwargs)
+            return made
+
+        return loss
+
+    def _hear(self, name: str, made: Tensor, target: Tensor, options: dict[str, Any]) -> None:
+        probe = self._probes.setdefault(name, Probe())
+        reduction, values = options.get("reduction", "mean"), made.detach()
+        if reduction != "none":
+            counts = not target.is_floating_point() and name in _LOSSES[:2]
+            number = int((target != options.get("ignore_index", -100)).sum()) if counts else target.numel()
+            values = torch.ones(number, device=made.device)  # no token's loss is known to be zero
+        share = max(values.numel(), 1) if reduction == "mean" else 1
+        is_zero = values == 0
+        made.register_hook(lambda grad: probe._hear((grad / share).expand_as(values), is_zero))  # type: ignore[no-untyped-call]
+
+    def certificate(self) -> Certificate:
+        """Collective: yes, over all ranks of the job."""
+        self._undo.close()
+        divisors = reductions(self.inspected.groups, self._computed, self._received)
+        probe = next((self._probes[name] for name in _LOSSES if name in self._probes and self._probes[name].count), Probe())
+        scale = next((each.get_scale() for each in _living(torch.amp.GradScaler)), 1.0)  # of the loss, and so of all gradients
+        heard = probe.count, probe.total / scale, probe.num_zero, probe.lowest / scale, probe.highest / scale
+        return certificate(self.inspected, divisors, exchange(heard), None, 0.02)

@@ -10,15 +10,22 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from ..arguments import COUNT, POSITIVE, word_of
 from ..doctor.command import _is_there
 from ..errors import ArgumentError
-from ..printable import say_json
+from ..printable import say, say_json
 from ..ranks import run_ranks
 from ..run import add_script
 from .judging import Run, statements_of
@@ -56,9 +63,63 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         say_json(found.to_json())
     else:
-        found.show()
+        say(str(found))
     sys.stdout.flush()
     return found.status
+
+
+def proves(
+    step: Callable[[Any, int], object] | str | os.PathLike[str],
+    model: Callable[[], nn.Module] | None = None,
+    ranks: int = 4,
+    *,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
+    steps: int = 4,
+    limit: float = 600.0,
+) -> Verdict:
+    """For tests: prove a script, or a step of training. Raises AssertionError with the verdict unless nothing is wrong.
+
+    step:       a script's path; or a function of a module and the number of a step, which runs forward and backward
+    model:      with a step, a function that makes the model on each rank, shards it, and returns it. ``fully_shard`` must be a
+                name of its module: on the reference it means another function there
+    optimizer:  makes the optimizer from the parameters
+    Collective: no; this process forks the ranks. It may have no process group, and may not have used CUDA
+
+    Example:
+        def sharded():
+            torch.manual_seed(0)
+            return fully_shard(nn.Linear(4, 4))
+
+
+        def step(model, number):
+            model(torch.randn(2, 4)).square().mean().backward()
+
+
+        fsdp2.testing.proves(step, sharded, ranks=2)
+    """
+    if not callable(step):
+        program = Program(os.fspath(step))
+    elif model is None:
+        raise ArgumentError(
+            "proves got a step without a model", expected="a function that makes it", fix="proves(step, model, ranks=2)"
+        )
+    else:
+        program = Program(step.__name__, call=functools.partial(_train, step, model, optimizer, steps))
+    found = prove(program, ranks, steps, limit=limit)
+    if found.verdict != "proven":
+        raise AssertionError(str(found))
+    return found
+
+
+def _train(step: Callable[[Any, int], object], model: Callable[[], nn.Module], optimizer: Callable[[Any], Any], steps: int) -> None:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    made = model()
+    steps_on = optimizer(made.parameters())
+    for number in range(steps):
+        step(made, number)
+        steps_on.step()
+        steps_on.zero_grad()
 
 
 def prove(program: Program, num_ranks: int, num_steps: int, *, timeout: float = 30.0, limit: float = 600.0) -> Verdict:

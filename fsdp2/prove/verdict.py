@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..printable import counted, of_ranks, say
+from ..printable import counted, of_ranks
 
 SCHEMA = "fsdp2.prove/1"
 Method = Literal["measured", "measured on a stand-in", "modelled", "not looked at"]
@@ -81,22 +81,19 @@ class Verdict:
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **{name: getattr(self, name) for name in self.__dataclass_fields__}, "faults": self.faults}
 
-    def show(self) -> None:
+    def __str__(self) -> str:
         """One screen, the first fault first."""
         head = {"proven": "as far as it looked, nothing is wrong in", "fault": "a fault in", "not run": "could not run"}[self.verdict]
         whose = f", {self.implementation}" if self.implementation else ""
-        say(f"fsdp2 prove: {head} {self.script} ({counted(self.steps, 'step')} on {counted(self.ranks, 'rank')}{whose})")
-        if self.why_not_run:
-            say(self.why_not_run)
-        for each in self.faults[:MAX_FAULTS]:
-            say(str(each))
+        lines = [f"fsdp2 prove: {head} {self.script} ({counted(self.steps, 'step')} on {counted(self.ranks, 'rank')}{whose})"]
+        lines += [self.why_not_run] if self.why_not_run else []
+        lines += map(str, self.faults[:MAX_FAULTS])
         if len(self.faults) > MAX_FAULTS:
-            say(f"and {len(self.faults) - MAX_FAULTS} more faults, in the JSON")
+            lines.append(f"and {len(self.faults) - MAX_FAULTS} more faults, in the JSON")
         for wanted in (True, None):
-            for each in self.statements:
-                if each.holds is wanted:
-                    say(str(replace(each, fix="")))
-        say(f"time: {', '.join(f'{name} {seconds:.1f} s' for name, seconds in self.seconds.items())}")
+            lines += [str(replace(each, fix="")) for each in self.statements if each.holds is wanted]
+        lines.append(f"time: {', '.join(f'{name} {seconds:.1f} s' for name, seconds in self.seconds.items())}")
+        return "\n".join(lines)
 
 
 __all__ = ["SCHEMA", "Method", "Statement", "Verdict", "not_looked_at"]

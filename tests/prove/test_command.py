@@ -10,6 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp2 import fully_shard
+from fsdp2.testing import proves
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,3 +93,26 @@ def test_a_program_that_cannot_run_is_no_fault(tmp_path: Path) -> None:
     status, said, _ = prove(tmp_path, "no_such_module")
     assert (status, said["verdict"]) == (2, "not run")
     assert "ModuleNotFoundError" in said["why_not_run"]
+
+
+def sharded() -> nn.Module:
+    torch.manual_seed(0)
+    return fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+
+
+def step(model: nn.Module, number: int) -> None:
+    torch.manual_seed(10 * number + dist.get_rank())
+    model(torch.randn(2, 4)).square().mean().backward()
+
+
+def step_of_one_rank(model: nn.Module, number: int) -> None:
+    step(model, number)
+    if dist.get_rank():
+        getattr(next(model.parameters()).grad, "_local_tensor", torch.ones(1)).zero_()
+
+
+@pytest.mark.slow
+def test_a_test_proves_a_step() -> None:
+    assert proves(step, sharded, ranks=2, steps=2).steps == 2
+    with pytest.raises(AssertionError, match=r"gradients, step 1.*: 0\.weight differs"):
+        proves(step_of_one_rank, sharded, ranks=2, steps=2)

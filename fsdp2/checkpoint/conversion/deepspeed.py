@@ -208,7 +208,7 @@ class _Stage2:
                         continue
                     last = min(last, first + max(_COMPARED // row_numel, 1))
                     box = Box.whole(shape).with_range(0, first, last)
-                    values = torch.empty(2, *box.shape)
+                    values = torch.empty(2, *box.shape, device="cpu")
                     for lazy, out in zip((self.locate(name, flats), weight), values, strict=True):
                         lazy.read(box, out, reader)
                     if torch.isclose(values[0], values[1], rtol=0.02, atol=1e-6).float().mean() < 0.5:

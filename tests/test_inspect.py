@@ -65,7 +65,14 @@ def said_of(model: nn.Module) -> list[object]:
             [
                 (
                     *(group.name, group.device, group.ranks, group.num_shards, group.num_replicas, group.is_offloaded),
-                    *(group.dtype, group.param_dtype, group.reduce_dtype, group.chosen_dtype, group.has_unreduced()),
+                    *(
+                        group.dtype,
+                        group.param_dtype,
+                        group.reduce_dtype,
+                        group.chosen_dtype,
+                        group.divide_factor(),
+                        group.has_unreduced(),
+                    ),
                     *(group.shard_group and dist.get_process_group_ranks(group.shard_group),),
                     *(group.replicate_group and dist.get_process_group_ranks(group.replicate_group),),
                 )

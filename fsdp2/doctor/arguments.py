@@ -16,6 +16,7 @@ CHECKS = (
     "replicas-differ",
     "buffers-differ",
     "seeds-differ",
+    "mesh-axes-swapped",
     "optimizer-before-sharding",
     "optimizer-has-dead-parameters",
     "optimizer-misses-parameters",
@@ -50,6 +51,10 @@ CHECKS = (
     "no-loss-scaler",
     "eval-mode",
     "parameters-never-change",
+    "gradients-on-some-ranks",
+    "gradients-dropped",
+    "stepped-again",
+    "low-precision-loss",
     "gradient-scale",
     "token-weights",
 )

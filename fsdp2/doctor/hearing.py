@@ -4,6 +4,7 @@ clips        ``torch.nn.utils.clip_grad_norm_`` and ``fsdp2.clip_grad_norm_``: t
 backwards    ``torch.autograd.backward``, which ``loss.backward()`` calls: the loss, or several
 all_reduces  ``torch.distributed.all_reduce``: the tensor, and the process group
 metrics      ``ReduceLROnPlateau.step``: the scheduler, and the metric
+losses       loss functions of ``torch.nn.functional``: the name, the arguments, and what it has returned
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .. import clip
@@ -23,10 +25,11 @@ Place = tuple[Any, str, Callable[..., "tuple[Any, ...] | None"]]
 
 
 class Calls:
-    """Calls of the functions at ``places``."""
+    """Calls of the functions at ``places``. has_results: listeners are told afterwards, and get the result last"""
 
-    def __init__(self, places: Callable[[], Iterable[Place]]) -> None:
+    def __init__(self, places: Callable[[], Iterable[Place]], has_results: bool = False) -> None:
         self._places = places
+        self._has_results = has_results
         self._listeners: list[Callable[..., None]] = []
         self._usual: list[tuple[Any, str, Any]] = []
 
@@ -50,12 +53,19 @@ class Calls:
         @functools.wraps(usual)
         def hear(*args: Any, **kwargs: Any) -> Any:
             said = told(*args, **kwargs)
-            if said is not None:
-                for listener in self._listeners:
-                    listener(*said)
+            if self._has_results and not torch.compiler.is_compiling():
+                result = usual(*args, **kwargs)
+                self._tell(*(said or ()), result)
+                return result
+            if said is not None and not self._has_results:
+                self._tell(*said)
             return usual(*args, **kwargs)
 
         return hear
+
+    def _tell(self, *said: Any) -> None:
+        for listener in self._listeners:
+            listener(*said)
 
 
 clips = Calls(
@@ -72,3 +82,7 @@ all_reduces = Calls(
 )
 backwards = Calls(lambda: [(torch.autograd, "backward", lambda tensors, *_, **__: (tensors,))])
 metrics = Calls(lambda: [(ReduceLROnPlateau, "step", lambda scheduler, metrics, *_, **__: (scheduler, metrics))])
+
+
+LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "binary_cross_entropy_with_logits")
+losses = Calls(lambda: [(F, name, lambda *args, name=name, **kwargs: (name, args, kwargs)) for name in LOSSES], has_results=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..inspect import Parameter, Unit, find_tensors
 from .finding import Finding
 from .learning import Settings
+from .loss_weights import Heard
 from .replicas import digest
 
 
@@ -138,6 +139,8 @@ class Observed:
     is_zero:  all gradients are zero
     settings: of the optimizers
     metric:   that a ReduceLROnPlateau was given since the last exchange
+    missing:  names of parameters without a gradient
+    heard:    mean losses of all micro-batches; None: other things than one of them went into a backward
     """
 
     ranks: tuple[int, ...]
@@ -148,6 +151,8 @@ class Observed:
     is_zero: bool = False
     settings: Settings = field(default_factory=dict)
     metric: float | None = None
+    missing: tuple[str, ...] = ()
+    heard: tuple[Heard, ...] | None = None
 
 
 def same_data(by_rank: Sequence[Observed]) -> set[tuple[int, ...]]:
@@ -214,6 +219,45 @@ def scale_findings(by_rank: Sequence[Observed]) -> Iterator[Finding]:
                 "use torch.nn.utils.clip_grad_norm_ or fsdp2.clip_grad_norm_ on the parameters, not on local tensors",
                 ranks=tuple(scales),
             )
+
+
+def some_miss(by_rank: Mapping[int, Observed]) -> Iterator[Finding]:
+    """by_rank: of ranks that train the same model"""
+    for names in dict.fromkeys(seen.missing for seen in by_rank.values()):
+        lacking = tuple(rank for rank, seen in by_rank.items() if set(names) <= set(seen.missing))
+        some = tuple(name for name in names if any(name not in seen.missing for seen in by_rank.values()))
+        if some:
+            yield Finding(
+                "gradients-on-some-ranks",
+                "error",
+                f"the optimizer steps without gradients of {len(some)} parameters, which other ranks have",
+                "each rank steps its own shard: on these ranks that part of the parameters stays as it is",
+                "remove what clears .grad on some ranks alone, between backward and optimizer.step()",
+                some,
+                lacking,
+            )
+
+
+def dropped(names: tuple[str, ...]) -> Finding:
+    return Finding(
+        "gradients-dropped",
+        "warning",
+        "in two steps gradients of a backward were cleared before an optimizer stepped with them",
+        "the step uses those of the last micro-batch alone, and the others cost time for nothing",
+        "call zero_grad() after optimizer.step(), and not between micro-batches",
+        names,
+    )
+
+
+def stepped_again(names: tuple[str, ...]) -> Finding:
+    return Finding(
+        "stepped-again",
+        "error",
+        f"the optimizer steps {len(names)} parameters again with gradients with which it has stepped, and no backward came between",
+        "each gradient is applied twice, and the optimizer's averages count it twice",
+        "call optimizer.step() once after the backwards of a batch",
+        names,
+    )
 
 
 def digest_of(arguments: Any) -> int | None:

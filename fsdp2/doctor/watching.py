@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef
 
 from ..arguments import COUNT, SWITCH, require
 from ..errors import ArgumentError, DoctorError, DoctorWarning
-from ..inspect import Parameter, exchange, find_tensors, shard_of
+from ..inspect import Parameter, current_step, exchange, find_tensors, local_of, shard_of
 from ..torch_names import torch_compiler, torch_dtensors
 from ..user_warnings import warn
-from . import hearing, learning
+from . import hearing, learning, loss_weights
 from .arguments import ignored_checks
 from .finding import Finding, Report, report_of
 from .inspected import inspect
@@ -38,6 +39,7 @@ from .step_checks import (
     clip_of_nothing,
     data_finding,
     digest_of,
+    dropped,
     gradients_left,
     missing_gradients,
     peers,
@@ -47,6 +49,8 @@ from .step_checks import (
     sample_of_gradients,
     scale_findings,
     scale_since,
+    some_miss,
+    stepped_again,
     used_outside,
 )
 
@@ -124,6 +128,8 @@ class Watch:
         self._before: tuple[Parameter, Tensor, int] | None = None  # a parameter's values, and how many steps have left them so
         self._metric: float | None = None
         self._had_grad = True  # in the last forward
+        self._has_dropped = False  # gradients in the last close look
+        self._stepped_with: tuple[TensorWeakRef, int] | None = None  # a gradient, and the version that it had
         self._meeting = Meeting()
         self._undo = contextlib.ExitStack()
         self._begin(model, inspected.optimizers)
@@ -148,6 +154,7 @@ class Watch:
             (hearing.backwards, self._on_backward),
             (hearing.all_reduces, self._on_all_reduce),
             (hearing.metrics, self._on_metric),
+            (hearing.losses, self._on_loss),
         ):
             calls.listen(listener)
             undo.callback(calls.ignore, listener)
@@ -204,6 +211,11 @@ class Watch:
     def _begin_backward(self, close: _Close, grad: Tensor) -> None:
         """Backward hands ``grad`` to an output of the root, before any parameter has its gradient."""
         close.losses = (close.losses + digest(grad)) & 0xFFFFFFFF  # outputs in any order
+        if close.gradient is not None and close is self._close:
+            param, _ = close.gradient
+            is_same = close.step == current_step() and torch.equal(_some_values(param), close.values)  # no optimizer has stepped
+            close.has_dropped |= is_same and sample_of(param) is None
+        close.left = {param: left for param, left in close.left.items() if not _differs(sample_of(param), left)}
         for param in self._used:
             now = sample_of(param)
             if now is not None and now.any():
@@ -216,13 +228,17 @@ class Watch:
         if close.is_on:
             close.findings += accumulation_switches(self._units)
             close.gradient = sample_of_gradients(self._params)
+            if close.gradient is not None:
+                close.values, close.step = _some_values(close.gradient[0]), current_step()
+            close.accumulates |= not all(unit.reduces() for unit in self._units)
             self._stepped.clear()
             if not any(module.training for module in self._inspected.model.modules()):
                 close.findings.append(learning.in_eval_mode(self._inspected.model))
-            added = [param.fqn for param, left in close.left.items() if _differs(sample_of(param), left)]
+            added = [param.fqn for param, left in close.left.items() if param.grad is not None and _differs(sample_of(param), left)]
             if added:
                 close.findings.append(learning.not_cleared(tuple(added)))
-            close.left.clear()
+            if added or all(unit.reduces() for unit in self._units):  # else gradients are as they were, and a backward follows
+                close.left.clear()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._num_steps += 1
@@ -279,6 +295,18 @@ class Watch:
         if close.reduced_again:
             close.findings.append(learning.reduced_again(tuple(dict.fromkeys(close.reduced_again))))
         close.findings += self._unchanged(optimizer)
+        close.findings += loss_weights.factors_differ(self._inspected.groups)
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        grad: Any = next((param.sharded.grad for param, most in largest.items() if most and id(param.sharded) in held), None)
+        if grad is not None:
+            version = local_of(grad)._version  # a backward makes another gradient, or adds to this one
+            before, its_version = self._stepped_with or (None, 0)
+            if before is not None and before() is grad and version == its_version:
+                close.findings.append(stepped_again(tuple(param.fqn for param in largest)))
+            self._stepped_with = TensorWeakRef(grad), version
+        if close.has_dropped and self._has_dropped and close.gradient is not None:
+            close.findings.append(dropped((close.gradient[0].fqn,)))
+        self._has_dropped = close.has_dropped
         if not self._meeting.hold(self._ranks):
             self._note([*close.findings, learning.step_on_some_ranks(self._ranks, self._meeting.absent)])
             close.findings = []
@@ -286,24 +314,36 @@ class Watch:
         random = close.random if close.draws else None
         is_zero = bool(largest) and not any(largest.values())
         settings = learning.settings_of(self._inspected.optimizers)
-        seen = Observed(self._ranks, close.data, scale, close.losses, random, is_zero, settings, self._metric)
+        missing = tuple(param.fqn for param in self._params if param.sharded.requires_grad and param.sharded.grad is None)
+        heard = [each for each in close.heard if each is not None]
+        is_one_each = len(heard) == len(close.heard) == close.num_backwards
+        means = tuple(heard) if is_one_each else None
+        seen = Observed(self._ranks, close.data, scale, close.losses, random, is_zero, settings, self._metric, missing, means)
         said = exchange((close.findings, seen))
-        together = self._compared([each for _, each in said])
+        together = self._compared([each for _, each in said], close.accumulates)
         close.findings, self._metric = [], None
         self._note(report_of([[*findings, *together] for findings, _ in said]))
 
-    def _compared(self, observed: Sequence[Observed]) -> list[Finding]:
+    def _compared(self, observed: Sequence[Observed], accumulates: bool) -> list[Finding]:
         """Findings on what ranks have seen, the same on all."""
+        weighed: dict[tuple[int, ...], Finding] = {}
         found = [*scale_findings(observed)] if len(observed) > 1 else []
         for seen in peers(observed).values():
             found += learning.settings_differ({rank: observed[rank].settings for rank in seen[0].ranks})
             metrics = {rank: metric for rank in seen[0].ranks if (metric := observed[rank].metric) is not None}
             found += learning.metrics_differ(metrics)
+            found += some_miss({rank: observed[rank] for rank in seen[0].ranks})
+            heard = {rank: means for rank in seen[0].ranks if (means := observed[rank].heard)}
+            if len(heard) == len(seen):
+                factor = self._inspected.groups[0].divide_factor() or len(seen)
+                found += loss_weights.scale_of(list(heard.values()), factor, accumulates)
+                weighed.update((seen[0].ranks, finding) for finding in loss_weights.uneven(heard))
         # In one step they may be so by chance, or while a learning rate warms up.
         for name, now, finding in (
             ("data", same_data(observed), data_finding),
             ("random", same_random(observed), learning.same_random_numbers),
             ("zero", all_zero(observed), lambda ranks: learning.all_zero()),
+            ("weights", set(weighed), weighed.__getitem__),
         ):
             found += [finding(ranks) for ranks in now & self._repeated.get(name, set())]
             self._repeated[name] = now
@@ -338,6 +378,12 @@ class Watch:
             found: list[Tensor] = []
             find_tensors(losses, found)
             self._close.is_loss_finite = all(bool(each.detach().isfinite().all()) for each in found)
+            self._close.num_backwards += 1
+
+    def _on_loss(self, name: str, args: Any, kwargs: Any, loss: Tensor) -> None:
+        if self._close.is_on and torch.is_grad_enabled():
+            for finding in loss_weights.listen_to(name, args, kwargs, loss, self._close.heard):
+                self._note_own(finding)
 
     def _on_all_reduce(self, tensor: Tensor, group: Any) -> None:
         if not (self._close.is_on and self._has_gradients):
@@ -381,20 +427,29 @@ class _Close:
     losses:   digest of the gradients of the root's outputs so far
     random:   digest of the generators before the first forward; draws: forward has changed it
     left:     samples of gradients that backward found, with which an optimizer had stepped
+    values:   of the parameter in ``gradient``; step: when they were taken
+    has_dropped: its gradient was cleared before another backward
+    heard:    losses, in each backward; accumulates: gradient sync was off in one
     """
 
     __slots__ = (
+        "accumulates",
         "data",
         "draws",
         "findings",
         "gradient",
+        "has_dropped",
+        "heard",
         "is_clipped",
         "is_loss_finite",
         "is_on",
         "left",
         "losses",
+        "num_backwards",
         "random",
         "reduced_again",
+        "step",
+        "values",
     )
 
     def __init__(self, is_on: bool = True, findings: Iterable[Finding] = ()) -> None:
@@ -407,6 +462,9 @@ class _Close:
         self.is_loss_finite = True  # that of the last backward
         self.left: dict[Parameter, Tensor] = {}
         self.reduced_again: list[str] = []
+        self.heard: list[loss_weights.Heard | None] = []
+        self.num_backwards, self.accumulates, self.has_dropped = 0, False, False
+        self.values, self.step = torch.empty(0), 0
 
 
 def _raise(finding: Finding) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..grouping.auto import auto_groups
 from ..grouping.module_tree import ModuleTree
@@ -36,6 +37,7 @@ def wrapping_findings(inspected: Inspected) -> Iterator[Finding]:
     yield from _large_root(inspected)
     yield from _small_groups(inspected)
     yield from _padding(inspected)
+    yield from _swapped_axes(inspected)
 
 
 def _large_root(inspected: Inspected) -> Iterator[Finding]:
@@ -116,4 +118,26 @@ def _padding(inspected: Inspected) -> Iterator[Finding]:
             f"rows that do not divide over {num_shards} ranks are padded in memory and in each collective",
             "shard another dim by shard_placement_fn, shard over fewer ranks (a 2-D mesh), or choose sizes that divide",
             tuple(uneven),
+        )
+
+
+def _swapped_axes(inspected: Inspected) -> Iterator[Finding]:
+    """Finding on parameters that are cut over an axis whose name says that it has replicas. Joined axes have the names of both."""
+    names: dict[str, str] = {}
+    for param in inspected.params:
+        if isinstance(param.sharded, DTensor):
+            mesh = param.sharded.device_mesh
+            for axis, placement in zip(mesh.mesh_dim_names or (), param.sharded.placements, strict=False):
+                if placement.is_shard() and "replica" in axis and "shard" not in axis:
+                    names[param.fqn] = axis
+    if names:
+        axes = ", ".join(dict.fromkeys(names.values()))
+        yield Finding(
+            "mesh-axes-swapped",
+            "warning",
+            f"{len(names)} parameters are sharded over the mesh axis {axes!r}",
+            "fully_shard replicates over the first of two axes, shards over the second, and ignores their names: shards have another "
+            "size, and gathers cross the links that were meant for replicas",
+            'init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))',
+            tuple(names),
         )

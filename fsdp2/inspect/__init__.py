@@ -138,6 +138,7 @@ def _group(name: str, group: ParamGroup, names: Mapping[ShardedParam, str]) -> G
         sharded_nbytes=plan.layout.shard_numel * plan.dtype.itemsize,
         padding_nbytes=sum(slot.gap for slot in plan.layout.slots) * plan.dtype.itemsize,
         unsharded_nbytes=plan.unsharded_nbytes,
+        divide_factor=lambda: group.gradients.options.divide_factor,
         has_unreduced=lambda: group.gradients.has_unreduced,
         memory=lambda: _memory(group),
     )

@@ -101,6 +101,7 @@ def _group(name: str, group: Any, policy: Any, prefixes: dict[int, str]) -> Grou
         sharded_nbytes=slots * dtype.itemsize,
         padding_nbytes=0,
         unsharded_nbytes=slots * num_shards * computed.itemsize,
+        divide_factor=lambda: group.gradient_divide_factor,
         has_unreduced=lambda: any(
             param.unsharded_accumulated_grad is not None or _leaf_grad(param) is not None for param in group.fsdp_params
         ),

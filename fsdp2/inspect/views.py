@@ -77,6 +77,7 @@ class Group:
     is_offloaded:  shards and gradients are on the host
     sharded_nbytes, padding_nbytes: of this rank's shards, and of what lies between them
     unsharded_nbytes: while all of it is unsharded, with padding
+    divide_factor: returns the divisor of gradients that was set in place of the number of ranks; None: none was
     has_unreduced: returns whether gradients of earlier micro-batches wait to be reduced
     memory:        returns the storages that it keeps allocated on this rank now, by kind; one may come twice
     """
@@ -97,6 +98,7 @@ class Group:
     sharded_nbytes: int
     padding_nbytes: int
     unsharded_nbytes: int
+    divide_factor: Callable[[], float | None]
     has_unreduced: Callable[[], bool]
     memory: Callable[[], Iterable[tuple[Kind, torch.UntypedStorage]]]
 

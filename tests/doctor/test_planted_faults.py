@@ -218,7 +218,7 @@ def clipped_by_an_empty_generator() -> None:
     train(model, optimizer, before=lambda: clip_grad_norm_(params, 1.0))
 
 
-def micro_batches(switch: Callable[[Any, bool], object], last: bool = True) -> Program:
+def micro_batches(switch: Callable[[Any, bool], object], last: bool = True, divisor: int = 2, clears: bool = False) -> Program:
     def program() -> None:
         model = sharded(mlp())
         optimizer = adamw(model)
@@ -226,11 +226,61 @@ def micro_batches(switch: Callable[[Any, bool], object], last: bool = True) -> P
         for x, y in batches():
             for index in range(2):
                 switch(model, last and index == 1)
-                loss_of(model, x[index::2], y[index::2]).backward()
+                if clears:
+                    optimizer.zero_grad()
+                (loss_of(model, x[index::2], y[index::2]) / divisor).backward()
             optimizer.step()
             optimizer.zero_grad()
 
     return program
+
+
+def no_switch(model: Any, last: bool) -> None:
+    pass
+
+
+def mean_of_each_rank() -> None:
+    model = sharded(stack())
+    train(model, adamw(model), loss=lambda model, x, y: F.mse_loss(model(x[dist.get_rank() :]), y[dist.get_rank() :]))
+
+
+def sum_over_ranks() -> None:
+    model = sharded(stack())
+    model.set_gradient_divide_factor(1.0)
+    train(model, adamw(model))
+
+
+def block_with_another_divisor() -> None:
+    model = sharded(mlp())
+    model.blocks[1].set_gradient_divide_factor(1.0)
+    train(model, adamw(model))
+
+
+def gradient_cleared_on_one_rank() -> None:
+    model = sharded(stack())
+
+    def clear() -> None:
+        if dist.get_rank() == 1:
+            model[1].weight.grad = None
+
+    train(model, adamw(model), before=clear)
+
+
+def stepped_again() -> None:
+    model = sharded(stack())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    train(model, optimizer, before=optimizer.step)
+
+
+def axes_in_the_other_order() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "replicate"))
+    model = sharded(stack(), mesh=mesh)
+    train(model, adamw(model))
+
+
+def loss_in_bfloat16() -> None:
+    model = sharded(stack(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    train(model, adamw(model), loss=lambda model, x, y: F.cross_entropy(model(x), y.argmax(1)))
 
 
 def penalty_on_shards() -> None:
@@ -402,6 +452,15 @@ FAULTS: list[tuple[Program, str]] = [  # the name of its check, and of what foll
     (all_frozen, "nothing-trains"),
     (all_frozen_but_the_input, "nothing-trains"),
     (same_dropout_on_all_ranks, "same-random-numbers"),
+    (micro_batches(lambda model, last: model.set_requires_gradient_sync(last), divisor=1), "gradient-scale"),
+    (mean_of_each_rank, "token-weights"),
+    (sum_over_ranks, "gradient-scale"),
+    (block_with_another_divisor, "gradient-scale"),
+    (micro_batches(no_switch, clears=True), "gradients-dropped"),
+    (gradient_cleared_on_one_rank, "gradients-on-some-ranks gradient-never-came"),
+    (stepped_again, "stepped-again"),
+    (axes_in_the_other_order, "mesh-axes-swapped"),
+    (loss_in_bfloat16, "low-precision-loss"),
 ]
 
 
@@ -631,6 +690,7 @@ HEALTHY: list[Program] = [
     clipped(clip_grad_norm_),
     clipped(fsdp2.clip_grad_norm_),
     micro_batches(lambda model, last: model.set_requires_gradient_sync(last)),
+    micro_batches(no_switch),
     evaluates(keeps_graph=False),
     evaluates(keeps_graph=True),
     cleared_to_zeros,
@@ -684,7 +744,7 @@ def assert_nothing_found(programs: list[Program], folder: Path) -> None:
 
 @on_ranks(2)
 def test_planted_faults_of_a_step_are_found_and_named(tmp_path):
-    assert_found(FAULTS[-18::2], tmp_path)
+    assert_found(FAULTS[-27::2], tmp_path)
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""Start a user's script as ``__main__``, or ranks of this machine. ``fsdp2 run`` starts one with fsdp2 in place of torch's FSDP2.
+"""Start a user's script as ``__main__``. ``fsdp2 run`` starts one with fsdp2 in place of torch's FSDP2.
 
     torchrun --nproc-per-node 8 -m fsdp2 run train.py --config llama.toml
     torchrun --nproc-per-node 8 -m fsdp2 run -m torchtitan.train --config llama.toml
@@ -38,16 +38,6 @@ def run_script(script: str, arguments: Sequence[str], is_module: bool = False) -
     except RuntimeError as error:
         explain_mixed_tensors(error)
         raise
-
-
-def command_of_ranks(num_ranks: int, *arguments: str) -> list[str]:
-    """The command that runs ``python ARGUMENTS`` in so many processes of this machine, as torchrun does."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", *arguments]
-
-
-def environment_of_ranks(*, hides_devices: bool) -> dict[str, str]:
-    """This process's environment; a thread for each rank unless it says otherwise."""
-    return {"OMP_NUM_THREADS": "1"} | os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if hides_devices else {})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

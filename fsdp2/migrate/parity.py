@@ -9,25 +9,21 @@ side resumes from the other's. A run that takes too long is ended, and counts as
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from ..errors import ArgumentError
 from ..printable import say
-from ..run import command_of_ranks, environment_of_ranks
+from ..ranks import run_ranks
 from .differences import Run, first_difference
 from .files import imported_names, migrate_files
+from .probe import Side
 
 MAX_NBYTES = 2 << 30
 _LEFT_OUT = shutil.ignore_patterns(".git", "__pycache__", ".venv*", "venv", "*.egg-info", ".*_cache", "node_modules")
-_GRACE_S = 60
-"""The ranks end themselves at the time limit, which they know from the moment at which they have imported torch. This is for those that
-can't, torchrun itself first of all."""
 
 
 def compare(
@@ -54,8 +50,8 @@ def compare(
 
         def run(side: str, source: Path) -> Run:
             here, claimed = places[side]
-            probe = [str(num_steps), str(timeout), str(source.resolve()), str(claimed), str(overlay if side == "new" else folder)]
-            return _run(folder / side, here, claimed, [*probe, *arguments], num_ranks, timeout)
+            run_by = Side(num_steps, source.resolve(), claimed, overlay if side == "new" else folder, tuple(arguments))
+            return _run(run_by, folder / side, here, num_ranks, timeout)
 
         old = run("old", script)
         found = _failure("old", old)
@@ -116,39 +112,21 @@ def _copied(source: Path, target: Path) -> Path:
     return target
 
 
-def _run(folder: Path, here: Path, claimed: Path, arguments: list[str], num_ranks: int, timeout: float) -> Run:
-    """here: the current folder of the run. claimed: the file that the script is taken for. arguments: the probe's, after its folder."""
+def _run(side: Side, folder: Path, here: Path, num_ranks: int, timeout: float) -> Run:
+    """here: the current folder of the run"""
     folder.mkdir()
-    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
-    env = environment_of_ranks(hides_devices=True) | {"PYTHONPATH": path}
-    command = command_of_ranks(num_ranks, "-m", "fsdp2.migrate.probe", str(folder), *arguments)
-    printed, said = folder / "stdout", folder / "stderr"
-    is_late = False
-    with printed.open("wb") as stdout, said.open("wb") as stderr:
-        # Not the terminal's input: a script that waits for some would wait for ever.
-        process = subprocess.Popen(command, cwd=here, env=env, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr)
-        try:
-            process.wait(timeout + _GRACE_S)
-        except subprocess.TimeoutExpired:
-            is_late = True
-        finally:
-            process.terminate()  # torchrun ends its ranks then
-            try:
-                process.wait(_GRACE_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    ended = run_ranks(num_ranks, lambda rank: side.run(folder), limit_s=timeout, cwd=here)
     files = [folder / f"rank{rank}.jsonl" for rank in range(num_ranks)]
     ranks = [[json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [] for file in files]
-    stacks = {rank: file.read_text() for rank in range(num_ranks) if (file := folder / f"rank{rank}.stack").exists()}
     hangs = ""
-    if is_late or any(stack.startswith("Timeout") for stack in stacks.values()):
-        places = [f"rank {rank} is in {place}" for rank, stack in stacks.items() if (place := _place(stack, claimed))]
-        last = [line.strip() for line in printed.read_text(errors="replace").splitlines() if line.strip()]
+    if ended.is_late:
+        places = [f"rank {each.rank} is in {place}" for each in ended if (place := _place(each.stack, side.claimed))]
+        last = [line.strip() for each in ended for line in each.output.splitlines()[-3:] if line.strip()]
         where = "; ".join(places) or "no rank is inside the script"
-        output = f"last output: {' | '.join(last[-3:])}" if last else "it has printed nothing"
+        output = f"last output: {' | '.join(last)}" if last else "it has printed nothing"
         hangs = f"had not ended after {timeout:g} s (--timeout): {where}; {output}"
-    return Run(folder, process.returncode, said.read_text(errors="replace"), ranks, hangs)
+    first = ended.first_failed
+    return Run(folder, ended.status, first.output if first else "", ranks, hangs)
 
 
 def _place(stack: str, script: Path) -> str:
@@ -166,6 +144,6 @@ def _failure(which: str, run: Run) -> str:
         return ""
     if run.status == 0:
         return f"the {which} script took no optimizer step"
-    lines = [line for line in run.said.splitlines() if "Error" in line and "torch.distributed.elastic" not in line]
+    lines = [line for line in run.said.splitlines() if "Error" in line]
     errors = [line for line in lines if "Error: " in line] or lines  # before lines that raise it
     return f"the {which} script failed before its first step: {errors[0].strip() if errors else run.said.strip()[-500:]}"

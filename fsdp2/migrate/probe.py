@@ -1,23 +1,19 @@
 """One process of one side of ``--parity``: runs a script and writes down losses, gradients and whole parameters at each step.
 
-    torchrun ... -m fsdp2.migrate.probe RECORDS STEPS SECONDS SOURCE CLAIMED OVERLAY ARGUMENTS...
-
-The text of SOURCE runs as if it were the file CLAIMED; modules are first looked for in OVERLAY, then next to CLAIMED. It watches
-through hooks of torch on every optimizer and every module, and by wrapping ``Tensor.backward``.
+It watches through hooks of torch on every optimizer and every module, and by wrapping ``Tensor.backward``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import os
-import signal
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -137,27 +133,32 @@ def _whole(tensor: Tensor) -> Tensor:
     return whole.detach().cpu().clone()
 
 
-def main(arguments: list[str]) -> None:
-    folder, num_steps, seconds, source, claimed, overlay, *rest = arguments
-    # A thread of its own writes where the others are and ends the process, also while they wait inside of a collective.
-    stack = (Path(folder) / f"rank{os.environ.get('RANK', '0')}.stack").open("w")
-    faulthandler.dump_traceback_later(float(seconds), exit=True, file=stack)
-    faulthandler.register(signal.SIGTERM, file=stack, chain=True)  # which torchrun sends to the others when the first one has ended
-    texts = [file.read_text() for file in (Path(source), *Path(overlay).glob("*.py"))]
-    if not torch.cuda.is_available():
-        on_cpu.let_fsdp1_run()
-        if any(map(on_cpu.asks_for_gpus, texts)):
-            on_cpu.stand_in()
-    Probe(Path(folder), int(num_steps)).install()
-    sys.argv = [claimed, *rest]
-    sys.path[:0] = [overlay, str(Path(claimed).resolve().parent)]
-    script = types.ModuleType("__main__")
-    script.__file__ = claimed
-    sys.modules["__main__"] = script  # dataclasses and pickle look it up
-    exec(compile(Path(source).read_text(), claimed, "exec"), vars(script))
+@dataclass(frozen=True)
+class Side:
+    """The script as one side of the comparison runs it: the text of ``source`` as if it were the file ``claimed``.
 
+    overlay: the folder in which modules are looked for before that of ``claimed``
+    """
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
-    sys.stdout.flush()
-    os._exit(0)
+    num_steps: int
+    source: Path
+    claimed: Path
+    overlay: Path
+    arguments: tuple[str, ...]
+
+    def run(self, folder: Path) -> NoReturn:
+        """Be one rank, whose records go to ``folder``."""
+        texts = [file.read_text() for file in (self.source, *self.overlay.glob("*.py"))]
+        if not torch.cuda.is_available():
+            on_cpu.let_fsdp1_run()
+            if any(map(on_cpu.asks_for_gpus, texts)):
+                on_cpu.stand_in()
+        Probe(folder, self.num_steps).install()
+        sys.argv = [str(self.claimed), *self.arguments]
+        sys.path[:0] = [str(self.overlay), str(self.claimed.resolve().parent)]
+        script = types.ModuleType("__main__")
+        script.__file__ = str(self.claimed)
+        sys.modules["__main__"] = script  # dataclasses and pickle look it up
+        exec(compile(texts[0], str(self.claimed), "exec"), vars(script))
+        sys.stdout.flush()
+        os._exit(0)

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from ..run import command_of_ranks, environment_of_ranks
 from ..testing.clock.cards import Card, HostCosts, Protocol
 from ..torch_names import torch_tensors
 from .card_file import write_card
@@ -33,8 +32,9 @@ def measure_in_ranks(path: Path) -> int:
     """Start ranks, one for each device, or two on a CPU, which measure and write ``path``. Returns: their exit status"""
     kind = torch_tensors.default_device_type()
     num_ranks = 2 if kind == "cpu" else torch.get_device_module(kind).device_count()
-    command = command_of_ranks(num_ranks, "-m", "fsdp2.planner.measure", str(path))
-    return subprocess.run(command, env=environment_of_ranks(hides_devices=False), check=False).returncode
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    command = [*torchrun, "-m", "fsdp2.planner.measure", str(path)]  # no forks: this process may have asked the driver for its devices
+    return subprocess.run(command, env={"OMP_NUM_THREADS": "1"} | os.environ, check=False).returncode
 
 
 def main(path: str) -> None:

@@ -19,6 +19,7 @@ from ..testing.clock.trace import Entry, Ranks
 class Duration:
     """The times of one step, in seconds. exposed: by phase, compute does nothing and a collective runs; idle: nothing runs
 
+    fastest, slowest: eight of ten lie between, by the model's error on published steps of GPUs of this generation
     mfu: floating point operations of the model, without those that are computed again, over what the card could do in that time
     """
 
@@ -28,6 +29,8 @@ class Duration:
     exposed: dict[str, float]
     idle: float
     mfu: float
+    fastest: float
+    slowest: float
 
 
 def duration_of(entries: Sequence[Entry], groups: Sequence[Ranks], card: Card) -> Duration:
@@ -42,4 +45,5 @@ def duration_of(entries: Sequence[Entry], groups: Sequence[Ranks], card: Card) -
     )
     # Backward computes each product twice: for the gradients of inputs and of weights.
     mfu = 3 * forward / (clock.end * peak) if peak else 0.0
-    return Duration(card.name, clock.end, parts.computing, parts.exposed, parts.idle + parts.waiting, mfu)
+    fastest, slowest = (clock.end * ratio for ratio in card.measured_over_modelled)
+    return Duration(card.name, clock.end, parts.computing, parts.exposed, parts.idle + parts.waiting, mfu, fastest, slowest)

@@ -129,9 +129,10 @@ def tables(plan: Plan) -> list[Table]:
     if plan.duration is not None:
         lasts = plan.duration
         exposed = [(f"exposed communication, {phase}", seconds) for phase, seconds in lasts.exposed.items()]
+        span = f" ({lasts.fastest * 1e3:,.0f} to {lasts.slowest * 1e3:,.0f})" if lasts.fastest < lasts.slowest else ""
         found.append(
             Table(
-                f"A step on {lasts.card}: {lasts.step * 1e3:,.0f} ms, {lasts.mfu:.0%} MFU, by a model",
+                f"A step on {lasts.card}: {lasts.step * 1e3:,.0f} ms{span}, {lasts.mfu:.0%} MFU, by a model",
                 ("what", "ms"),
                 tuple(
                     (what, f"{seconds * 1e3:,.1f}")

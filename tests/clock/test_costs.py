@@ -26,7 +26,8 @@ def op(name: str, *tensors: Seen) -> Entry:
 def test_a_matrix_product_takes_the_longer_of_arithmetic_and_traffic():
     large = op("aten::mm.out", tensor(8192, 4096, read=True), tensor(4096, 14336, read=True), tensor(8192, 14336, written=True))
     assert flops_of(large) == 2 * 8192 * 4096 * 14336
-    assert operator_seconds(large, H100) == pytest.approx(H100.kernel_s + flops_of(large) / (0.70 * 989.4e12))
+    tiles = 8 * 8192 * 14336 * 2 / 3.35e12
+    assert operator_seconds(large, H100) == pytest.approx(H100.kernel_s + flops_of(large) / (0.67 * 989.4e12) + tiles)
     thin = op("aten::mm.out", tensor(1, 4096, read=True), tensor(4096, 14336, read=True), tensor(1, 14336, written=True))
     assert operator_seconds(thin, H100) == pytest.approx(H100.kernel_s + traffic_of(thin) / (0.80 * 3.35e12))
 
@@ -45,6 +46,16 @@ def test_causal_attention_is_half_a_square_and_its_backward_two_and_a_half_times
     forward, backward = (op(f"step_clock::{name}", q, q, q) for name in ("attention", "attention_backward"))
     assert flops_of(forward) == 2 * 2 * 32 * 8192**2 * 128
     assert flops_of(backward) == 2.5 * flops_of(forward)
+
+
+def test_products_of_few_terms_are_less_efficient():
+    def efficiency(terms: int) -> float:
+        product = op("aten::mm", tensor(8192, terms, read=True), tensor(terms, 8192, read=True), tensor(8192, 8192, written=True))
+        return flops_of(product) / operator_seconds(product, H100) / H100.flops["BFloat16"]
+
+    assert 0.2 < efficiency(768) < efficiency(1536) < efficiency(7168) < H100.matmul_share
+    attention = op("step_clock::attention", *[tensor(2, 32, 8192, 128, read=True)] * 3)
+    assert operator_seconds(attention, H100) == pytest.approx(H100.kernel_s + flops_of(attention) / (0.18 * 989.4e12))
 
 
 def test_filling_reads_nothing_and_looking_up_reads_what_it_finds():

@@ -19,6 +19,7 @@ CARD = replace(
     memory_share=1.0,
     inside=0.5e9,
     link_share=1.0,
+    collectives_take=0.0,
     kernel_s=0.0,
     launch_s=0.0,
     protocols=(Protocol("wire", base_s=0.0, inside_s=0.0, between_s=0.0, share=1.0),),
@@ -82,6 +83,16 @@ def test_what_a_stream_was_given_before_the_wait_does_not_wait():
 def test_collectives_of_one_group_run_in_the_order_of_issue_and_those_of_two_groups_together():
     assert times(clocked(gather(3, stream=1), gather(2, stream=2))) == [(0, 3), (3, 5)]
     assert times(clocked(gather(3, stream=1), gather(2, stream=2, group=1))) == [(0, 3), (0, 2)]
+
+
+def test_operators_are_slower_while_a_collective_runs():
+    card = replace(CARD, collectives_take=0.25)
+    assert times(clocked(gather(2, stream=1), work(3), work(1), card=card)) == [(0, 2), (0, 3.5), (3.5, 4.5)]
+    assert times(clocked(gather(9, stream=1), work(3), card=card)) == [(0, 9), (0, 4)]
+    two_groups = clocked(gather(2, stream=1), gather(1, stream=2, group=1), work(3), card=card)
+    assert times(two_groups) == [(0, 2), (0, 1), (0, 3.5)]
+    later = (gather(9, 1), record(1, stream=1), wait(1, stream=2), gather(1, stream=2, group=1), wait(1, stream=0), work(3))
+    assert times(clocked(*later, card=card)) == [(0, 9), (9, 10), (9, pytest.approx(9 + 1 + 2.25))]
 
 
 def test_a_host_bound_step_takes_what_the_host_takes():

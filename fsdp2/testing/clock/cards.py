@@ -1,14 +1,15 @@
 """Device cards: what hardware can do, as data, each number with its source.
 
-Rates are per GPU, in SI units. Peaks are from data sheets; ``*_share`` is how much of a peak we assume is reached. The shares are
-assumptions, set before anything was compared with published step times and not fitted to them since: docs/step_clock.md says by how
-much the model is wrong.
+Rates are per GPU, in SI units. Peaks are from data sheets; ``*_share`` is how much of a peak is reached. Three constants of each
+generation of GPUs are fitted to every other row of benchmarks/published_steps.csv: ``matmul_share``, ``tile_writes`` and
+``attention_share``. All others are assumptions that were set before. docs/step_clock.md has the error on the other rows.
 
     NVIDIA H100 data sheet (SXM5)   https://www.nvidia.com/en-us/data-center/h100/  dense rates are half of those "with sparsity"
     NVIDIA A100 data sheet (SXM)    https://www.nvidia.com/en-us/data-center/a100/
     NVIDIA H200 data sheet (SXM)    https://www.nvidia.com/en-us/data-center/h200/
     NCCL's own tuning model         https://github.com/NVIDIA/nccl, src/graph/tuning.cc: baseLat, hwLat of rings
-    FlashAttention-3                arXiv 2407.08608: FlashAttention-2 reaches 35 % of an H100's peak
+    NVIDIA DGX A100 data sheet      eight network cards of 200 Gbit/s
+    NCCL                            up to 24 channels for a ring over NVLink, each a block that occupies a multiprocessor
     torchtitan, December 2024       https://github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: its hosts
 """
 
@@ -69,13 +70,19 @@ class Card:
     """Bytes/s between pinned host memory and the device, one direction."""
     ranks_per_host: int = 8
     matmul_share: float = 0.70
+    tile_writes: float = 0.0
+    """What a matrix product needs to begin and end its tiles, as a multiple of the time in which its output is written."""
     attention_share: float = 0.35
     memory_share: float = 0.80
     link_share: float = 0.80
+    collectives_take: float = 0.0
+    """The share of the multiprocessors that NCCL's channels take from operators while a collective runs."""
     kernel_s: float = 2.0e-6
     """Seconds that an empty kernel takes."""
     launch_s: float = 3.0e-6
     """Seconds from the host's call to the kernel's begin on an idle stream."""
+    measured_over_modelled: tuple[float, float] = (1.0, 1.0)
+    """10th and 90th percentiles of published step times over the model's, on this generation of GPUs; (1, 1): none were compared."""
     protocols: tuple[Protocol, ...] = (RING_LL, RING_SIMPLE)
     host: HostCosts = field(default_factory=HostCosts)
 
@@ -88,12 +95,38 @@ _HOPPER = {  # fp32 products without TF32, which is torch's default
     "Float": 66.9e12,
     "Double": 66.9e12,
 }
-H100 = Card("H100 SXM 80GB", _HOPPER, memory_bandwidth=3.35e12, memory_nbytes=80e9, inside=450e9, between=50e9, to_host=64e9)
+H100 = Card(
+    "H100 SXM 80GB",
+    _HOPPER,
+    memory_bandwidth=3.35e12,
+    memory_nbytes=80e9,
+    inside=450e9,
+    between=50e9,
+    to_host=64e9,
+    matmul_share=0.67,
+    tile_writes=8.0,
+    attention_share=0.18,
+    collectives_take=24 / 132,
+    measured_over_modelled=(0.97, 1.06),
+)
 H200 = replace(H100, name="H200 SXM 141GB", memory_bandwidth=4.8e12, memory_nbytes=141e9)
 H100_96GB = replace(H100, name="H100 96GB HBM2e, 500 W", memory_bandwidth=2.4e12, memory_nbytes=96e9)
 """Of torchtitan's tables, which do not know its peak FLOP/s; ours is that of the 700 W card."""
 _AMPERE = {"BFloat16": 312e12, "Half": 312e12, "Float": 19.5e12, "Double": 19.5e12}
-A100_40GB = Card("A100 SXM 40GB", _AMPERE, memory_bandwidth=1.555e12, memory_nbytes=40e9, inside=300e9, between=6.25e9, to_host=32e9)
-"""In hosts whose eight GPUs share 400 Gbit/s of network, as the runs of 2022 had."""
-A100_80GB = replace(A100_40GB, name="A100 SXM 80GB", memory_bandwidth=2.039e12, memory_nbytes=80e9, between=25e9)
+A100_40GB = Card(
+    "A100 SXM 40GB",
+    _AMPERE,
+    memory_bandwidth=1.555e12,
+    memory_nbytes=40e9,
+    inside=300e9,
+    between=25e9,
+    to_host=32e9,
+    matmul_share=0.76,
+    tile_writes=5.0,
+    attention_share=0.31,
+    collectives_take=24 / 108,
+    measured_over_modelled=(0.95, 1.06),
+)
+"""In hosts with 1 600 Gbit/s of network, as a DGX A100 has; some clouds have 400: ``replace(A100_40GB, between=6.25e9)``."""
+A100_80GB = replace(A100_40GB, name="A100 SXM 80GB", memory_bandwidth=2.039e12, memory_nbytes=80e9)
 CARDS = {"a100-40gb": A100_40GB, "a100-80gb": A100_80GB, "h100": H100, "h200": H200, "h100-96gb": H100_96GB}

@@ -2,7 +2,8 @@
 
 The host goes through the trace in order; each entry costs it the time that was measured before the entry, and a stated constant. An
 operator begins when the host has launched it, its stream has come to it, and everything that the stream waits for has ended.
-Collectives of one process group run in the order of issue, on whichever streams. Nothing slows down anything that runs alongside it.
+Collectives of one process group run in the order of issue, on whichever streams. While one runs, it takes some multiprocessors from
+operators (``Card.collectives_take``).
 
 Worked example: the host launches two kernels of 5 ms on one stream, at 0 and 1 ms, and one of 2 ms at 2 ms on another stream that
 waits for an event after the first. They run from 0 to 5, from 5 to 10, and from 5 to 7 ms.
@@ -10,7 +11,8 @@ waits for an event after the first. They run from 0 to 5, from 5 to 10, and from
 
 from __future__ import annotations
 
-from collections import defaultdict
+import bisect
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -53,6 +55,7 @@ class Clock:
     _events: dict[int, float] = field(default_factory=dict)
     _in_group: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     _used_on: dict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
+    _collectives: deque[tuple[float, float]] = field(default_factory=deque)  # when those run that operators may still meet
 
     @property
     def end(self) -> float:
@@ -70,14 +73,16 @@ class Clock:
         self._host_works(entry.host_s)
         if kind == "op":
             self._host_works(host.operator)
-            self._put(entry, costs.operator_seconds(entry, self.card))
+            self._put(entry, costs.operator_seconds(entry, self.card), is_slowed=True)
         elif kind == "copy":
             self._host_works(host.operator)
             self._put(entry, costs.copy_seconds(entry, self.card))
         elif kind == "collective":
             self._host_works(host.collective + host.coalesced * (entry.other - 1))
             seconds = costs.collective_seconds(entry.name, entry.nbytes, self.groups[entry.id], self.card)
-            self._in_group[entry.id] = self._put(entry, seconds, not_before=self._in_group[entry.id])
+            stop = self._in_group[entry.id] = self._put(entry, seconds, not_before=self._in_group[entry.id])
+            if len(self.groups[entry.id]) > 1:
+                bisect.insort(self._collectives, (stop - seconds, stop))
         elif kind == "record":
             self._host_works(host.event)
             self._events[entry.id] = self._streams[entry.stream]
@@ -107,8 +112,27 @@ class Clock:
         self.host += seconds
         self.host_works[self.phase] += seconds
 
-    def _put(self, entry: Entry, seconds: float, not_before: float = 0.0) -> float:
+    def _put(self, entry: Entry, seconds: float, not_before: float = 0.0, is_slowed: bool = False) -> float:
         start = max(self._streams[entry.stream], self.host + self.card.launch_s, not_before)
-        stop = self._streams[entry.stream] = start + seconds
+        stop = self._streams[entry.stream] = start + (self._slowed(start, seconds) if is_slowed else seconds)
         self.spans.append(Span(entry.stream, start, stop, self.host, entry, self.phase))
         return stop
+
+    def _slowed(self, start: float, seconds: float) -> float:
+        """How long an operator of ``seconds`` takes from ``start`` on, next to the collectives that were issued before it."""
+        running = self._collectives
+        while running and running[0][1] <= self._streams[COMPUTE]:
+            running.popleft()
+        rate, now, left = 1.0 - self.card.collectives_take, start, seconds
+        for begin, end in running:
+            if end <= now:
+                continue
+            alone = max(begin - now, 0.0)
+            if left <= alone:
+                break
+            left -= alone
+            now = max(now, begin)
+            shared = min(end - now, left / rate)
+            now += shared
+            left -= shared * rate
+        return now + left - start

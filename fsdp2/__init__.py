@@ -4,10 +4,12 @@
 """
 
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from . import errors
 from .api import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from .clients import pretrained as _pretrained
 from .clip import clip_grad_norm_, get_total_norm
 from .core.comm.backends import set_collective_algorithms
 from .core.iteration.finalization import GradientReductionHandle
@@ -113,6 +115,16 @@ _ELSEWHERE = {
     "uninstall": "installation",
     "watchdog": "hangs.watcher",
 }
+
+
+def _writers() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    from .checkpoint.full_state import entries_on_rank_0
+    from .checkpoint.transformers_save import plain_call
+
+    return plain_call, entries_on_rank_0
+
+
+_pretrained.writers = _writers
 
 
 def __getattr__(name: str) -> Any:

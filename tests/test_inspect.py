@@ -143,13 +143,13 @@ def compare() -> None:
         assert said_of(ours) == said_of(theirs), name
         heard = Heard(), Heard()
         for model, listener in zip((ours, theirs), heard, strict=True):
-            undo = inspect.listen(listener, model)
+            undo = inspect.listen(listener)
             model(x)
             undo()
         first, second = kept(ours)["unsharded"], kept(theirs)["unsharded"]
         assert first == second or (name == "fewer ranks" and first and second), name  # which are aligned apart
         for model, listener in zip((ours, theirs), heard, strict=True):
-            undo = inspect.listen(listener, model)
+            undo = inspect.listen(listener)
             model(x).square().sum().backward()
             undo()
             model(x)  # nobody hears this one
@@ -204,6 +204,9 @@ def test_summary_and_check_take_a_model_of_torchs_fsdp2():
     assert [finding.check for finding in fsdp2.doctor.check(model, optimizer)] == ["optimizer-misses-parameters"]
     with torch.no_grad():
         model(torch.arange(4))  # torch's root stays unsharded
+    (found,) = fsdp2.doctor.check(model, torch.optim.AdamW(model.parameters()))
+    assert (found.check, found.severity) == ("optimizer-before-sharding", "error")  # it would step the unsharded parameters
+    model.reshard()
     assert fsdp2.doctor.check(model, torch.optim.AdamW(model.parameters())).findings == ()
 
 
@@ -259,7 +262,7 @@ def test_blocks_of_torchs_fsdp2_compile_whole_while_somebody_listens():
         block.compile(backend="eager", fullgraph=True)
         fully_shard(block, mesh=cpu_mesh(2))
     fully_shard(model, mesh=cpu_mesh(2))
-    undo = inspect.listen(listener, model)
+    undo = inspect.listen(listener)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler looks at gradients of tensors that are no leaves
         model(torch.ones(2, 4)).sum().backward()

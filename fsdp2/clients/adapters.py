@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from ..core.group.shown_parameters import set_parameter
-from ..core.iteration.module_state import units_in
 from ..errors import ModuleError
+from ..inspect import units
 
 PROMPTS = "prompt_encoder"
 """The module in which PEFT keeps learned prompts."""
@@ -61,7 +61,7 @@ def showing_prompts(model: nn.Module, whole: Mapping[str, Tensor]) -> Iterator[N
     if not isinstance(encoders, nn.Module):
         yield
         return
-    if any(units_in(encoders.modules())):
+    if units(encoders):
         raise ModuleError(
             f"save_pretrained: fully_shard was called on {PROMPTS} itself",
             expected="prompts that belong to the unit of the whole model: PEFT runs their module on rank 0 alone",

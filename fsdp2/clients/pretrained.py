@@ -10,7 +10,6 @@ write under which names.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -19,10 +18,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..core.comm.agreement import agree, default_group
 from ..errors import CheckpointError, FSDPError, ModuleError
 from ..hangs.joint_calls import joint
+from ..inspect import exchange
 from .adapters import entries_of_adapters, showing_prompts
+
+writers: Any = None
+"""Imports and returns ``plain_call`` and ``entries_on_rank_0`` of ``fsdp2.checkpoint``; set by the package, which is above both."""
 
 
 def saving_whole_tensors(inherited: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,14 +55,12 @@ def saving_whole_tensors(inherited: Callable[..., Any]) -> Callable[..., Any]:
                 expected="a model that is sharded over all ranks; rank 0 writes",
                 fix="call fsdp2.checkpoint.save_safetensors(model, folder, process_group=...) on the ranks that have it",
             )
-        streams = importlib.import_module(
-            "fsdp2.checkpoint.transformers_save"
-        )  # by name: it stands above the class that has this method
-        said = streams.plain_call(self, inherited, bound), entries_of_adapters(self, bound) if dist.get_rank() == 0 else None
-        call, entries = agree(default_group(), None, said)[0]
+        plain_call, entries_on_rank_0 = writers()
+        said = plain_call(self, inherited, bound), entries_of_adapters(self, bound) if dist.get_rank() == 0 else None
+        call, entries = exchange(said)[0]
         if call is not None:
             return call.run(self)
-        whole = importlib.import_module("fsdp2.checkpoint.full_state").entries_on_rank_0(self, entries)
+        whole = entries_on_rank_0(self, entries)
         result = problem = None
         if dist.get_rank() == 0:
             try:
@@ -75,7 +75,7 @@ def saving_whole_tensors(inherited: Callable[..., Any]) -> Callable[..., Any]:
                     fix="fix the cause; fsdp2.checkpoint.save_safetensors(model, folder) writes without gathering the model",
                 )
                 problem.__cause__ = error
-        agree(default_group(), problem, None)
+        exchange(None, problem)
         return result
 
     return save_pretrained

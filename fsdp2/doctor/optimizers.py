@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..inspect import is_sharded, parameters_of, shard_of, unmanaged_parameters, written_unseen
+from ..inspect import is_sharded, parameters_of, unmanaged_parameters, written_unseen
 from .finding import Finding
 from .inspected import Inspected
 from .learning import stepped_twice
@@ -22,14 +22,20 @@ def optimizer_findings(inspected: Inspected) -> Iterator[Finding]:
     known = parameters_of(held.values())
     replaced = [param for key, param in known.items() if id(param.sharded) != key]
     if replaced:
+        is_torchs = inspected.units[0].made_by != "fsdp2"
         yield Finding(
             "optimizer-before-sharding",
-            "warning",
+            "error" if is_torchs else "warning",
             f"the optimizer holds {len(replaced)} whole parameters, which fully_shard has cut since",
-            "gradients and values are in the sharded parameters; fsdp2 exchanges them at the optimizer's first step, and raises if "
-            "there is state already, but a scheduler, a moving average or an optimizer without step hooks keeps the dead ones",
-            "build the optimizer after fully_shard",
-            tuple(param.fqn for param in replaced),
+            "gradients and values are in the sharded parameters; "
+            + (
+                "torch's FSDP2 exchanges nothing in an optimizer, so no step changes them"
+                if is_torchs
+                else "fsdp2 exchanges them at the optimizer's first step, and raises if there is state already, but a scheduler, "
+                "a moving average or an optimizer without step hooks keeps the dead ones"
+            ),
+            "build the optimizer after fully_shard" + (", and while nothing is unsharded (model.reshard())" if is_torchs else ""),
+            tuple(names.get(id(param.sharded), param.fqn) for param in replaced),
         )
     # An optimizer of several models has parameters of others; one that has none of this model's is another's, or has dead ones.
     if not any(key in names for key in held):
@@ -46,11 +52,11 @@ def optimizer_findings(inspected: Inspected) -> Iterator[Finding]:
             tuple(f"a parameter of shape {tuple(param.shape)}" for param in dead),
         )
     steps = held.keys() | {id(param.sharded) for param in replaced}
-    shards = {id(whole): param.sharded for param in inspected.params if (whole := param.unsharded()) is not None}
+    shards = {key: id(param.sharded) for key, param in parameters_of(inspected.model.parameters()).items()}
     missing = [
         name
         for name, param in inspected.model.named_parameters()
-        if param.requires_grad and steps.isdisjoint((id(param), id(shards.get(id(param), shard_of(param)))))
+        if param.requires_grad and steps.isdisjoint((id(param), shards.get(id(param))))
     ]
     if missing:
         yield Finding(

@@ -1,4 +1,4 @@
-"""One rank of ``fsdp2 doctor``: it runs the script with torch's names bound to ours, watches the models that train, and ends it.
+"""One rank of ``fsdp2 doctor``: it runs the script as it is, on ours or on torch's FSDP2, watches the models that train, and ends it.
 
 A model is checked before the first step of an optimizer that has its parameters, when all that trains it is there. However the script
 ends, its record (``rank_record.py``) says what was seen; the command prints it.
@@ -26,8 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..hangs import watcher
-from ..inspect import is_sharded, parameters_of, root_of
-from ..installation import install
+from ..inspect import is_sharded, parameters_of, roots_of
 from .checking import check, check_alone
 from .finding import Finding
 from .initialization import canaries
@@ -85,8 +84,8 @@ class Patient:
                 handle.remove()
 
     def _names(self) -> contextlib.AbstractContextManager[Any]:
-        """What ``fully_shard`` and torch's other names mean to the script."""
-        return install()
+        """What ``fully_shard`` and torch's other names mean to the script: what they are."""
+        return contextlib.nullcontext()
 
     def _end(self, status: int, error: BaseException | None = None) -> None:
         """The script ends with ``status``, or by ``error``. Collective: no, for the other ranks may have failed."""
@@ -185,7 +184,7 @@ class Patient:
 
 def _roots_of(optimizer: Optimizer) -> KeysView[nn.Module]:
     """The roots of the sharded models whose parameters ``optimizer`` has, in its order."""
-    return dict.fromkeys(map(root_of, parameters_of(_held(optimizer).values()).values())).keys()
+    return dict.fromkeys(roots_of(_held(optimizer).values())).keys()
 
 
 def _held(optimizer: Optimizer) -> dict[int, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ArgumentError
-from ..inspect import shard_of
+from ..inspect import parameters_of
 from .finding import Finding
 from .inspected import Inspected
 
@@ -32,14 +32,14 @@ def tie_findings(inspected: Inspected, ties: Ties) -> Iterator[Finding]:
                 expected="names of parameters, as model.named_parameters(remove_duplicate=False) has them",
                 fix="for instance ties=[('embedding.weight', 'head.weight')]",
             )
-        if len({_identity(shown[name]) for name in names}) > 1:
+        if not _are_one([shown[name] for name in names]):
             cut.append(tuple(names))
     cut += _declared(model, shown)
     places = {(id(module), name): f"{prefix}.{name}" if prefix else name
               for prefix, module in model.named_modules() for name in module._parameters}  # fmt: skip
     for param in inspected.params:
         now = [owner.module._parameters.get(owner.name) for owner in param.owners]
-        if len({_identity(each) for each in now if each is not None}) > 1:
+        if len(now) > 1 and not _are_one(each for each in now if each is not None):
             cut.append(tuple(places.get((id(owner.module), owner.name), owner.name) for owner in param.owners))
     cut += _copies(inspected) if not cut else []
     for names in dict.fromkeys(tuple(sorted(names)) for names in cut):
@@ -61,7 +61,7 @@ def _declared(model: nn.Module, shown: dict[str, nn.Parameter]) -> Iterator[tupl
         return
     given: Any = model
     pair = [getattr(module, "weight", None) for module in (given.get_input_embeddings(), given.get_output_embeddings())]
-    if any(each is None for each in pair) or _identity(pair[0]) == _identity(pair[1]):
+    if any(each is None for each in pair) or _are_one(pair):
         return
     names = [next((name for name, param in shown.items() if param is each), "") for each in pair]
     if all(names):
@@ -89,6 +89,8 @@ def _has_same_values(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first, second) and bool((first != first.flatten()[0]).any())
 
 
-def _identity(param: Any) -> int:
-    """A key that is equal for all views of one parameter, sharded or not."""
-    return id(shard_of(param))
+def _are_one(params: Iterable[Any]) -> bool:
+    """Whether all are views of one parameter, sharded or not."""
+    given = list(params)
+    known = parameters_of(given)
+    return len({id(known[id(each)].sharded if id(each) in known else each) for each in given}) < 2

@@ -21,7 +21,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ..arguments import COUNT, SWITCH, require
 from ..errors import ArgumentError, DoctorError, DoctorWarning
-from ..inspect import Parameter, current_step, exchange, find_tensors, local_of, shard_of
+from ..inspect import Parameter, current_step, exchange, find_tensors, local_of, parameters_of
 from ..torch_names import torch_compiler, torch_dtensors
 from ..user_warnings import warn
 from . import hearing, learning, loss_weights
@@ -364,7 +364,7 @@ class Watch:
     def _on_clip(self, params: Sequence[Tensor]) -> None:
         if not self._close.is_on:
             return
-        clipped = {id(shard_of(param)) for param in params}
+        clipped = {*map(id, params), *(id(param.sharded) for param in parameters_of(params).values())}
         if params and not any(id(param.sharded) in clipped for param in self._params):
             return  # another model's
         self._close.is_clipped = True

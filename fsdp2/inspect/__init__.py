@@ -33,7 +33,7 @@ from ..core.group.param_group import ParamGroup
 from ..core.group.reduction import Reduction
 from ..core.iteration.module_state import ModuleState, named_units, names_from, sharded_parameters, unit_with
 from ..core.iteration.module_state import unit_of as _unit_of
-from ..core.modules.optimizer_steps import STEPS, optimizers_that_stepped
+from ..core.modules.optimizer_steps import STEPS, optimizers_that_stepped, watch_optimizers
 from ..core.modules.tensors import find_tensors
 from ..core.modules.unmanaged_parameters import plain_parameters
 from ..errors import FSDPError
@@ -68,8 +68,7 @@ __all__ = [
     "optimizers_that_stepped",
     "parameters_of",
     "recording",
-    "root_of",
-    "shard_of",
+    "roots_of",
     "state_tensors",
     "storages_of",
     "units",
@@ -107,6 +106,7 @@ def _unit(name: str, unit: ModuleState, names: Mapping[ShardedParam, str]) -> Un
     return Unit(
         name=name,
         event_name=lambda: unit.fqn or "the root",
+        made_by="fsdp2",
         modules=unit.modules,
         groups=[_group(name, group, names) for group in unit.groups],
         borrowed=[_group(name, group, names) for group in unit.borrowed],
@@ -169,21 +169,20 @@ def _memory(group: ParamGroup) -> Iterator[tuple[Kind, torch.UntypedStorage]]:
 
 def parameters_of(tensors: Iterable[Tensor]) -> dict[int, Parameter]:
     """The parameters that ``tensors`` stand for, by the id of each: a shard, an unsharded parameter, or the original of one."""
-    known = sharded_parameters()
-    found = {id(each): sharded_from(each) or known.get(id(each), (None,))[0] for each in tensors}
-    return {key: _parameter(param, param.fqn) for key, param in found.items() if param is not None}
+    given, known = {id(each): each for each in tensors}, sharded_parameters()
+    found = {key: sharded_from(each) or known.get(key, (None,))[0] for key, each in given.items()}
+    ours = {key: _parameter(param, param.fqn) for key, param in found.items() if param is not None}
+    return ours | {key: torch_fsdp2.parameter(param, {}) for key, (param, _) in torch_fsdp2.known(given.values()).items()}
 
 
-def shard_of(tensor: Tensor) -> Tensor:
-    """The sharded parameter if ``tensor`` is its unsharded parameter or its original; else ``tensor`` itself."""
-    param = sharded_from(tensor)
-    return tensor if param is None else param.sharded
-
-
-def root_of(param: Parameter) -> nn.Module:
-    """The module whose forward begins the steps in which ``param`` takes part."""
-    unit = unit_with(shards()[id(param.sharded)])
-    return (unit if unit.schedule is None else unit.schedule.tree.root).modules[0]
+def roots_of(tensors: Iterable[Tensor]) -> Iterator[nn.Module]:
+    """The modules whose forward begins the steps of these, as far as they are sharded parameters, or were whole ones before."""
+    given = list(tensors)
+    for param in parameters_of(given).values():
+        if id(param.sharded) in shards():
+            unit = unit_with(shards()[id(param.sharded)])
+            yield (unit if unit.schedule is None else unit.schedule.tree.root).modules[0]
+    yield from (torch_fsdp2.root_of(state) for _, state in torch_fsdp2.known(given).values())
 
 
 def groups_of_process() -> list[Group]:
@@ -191,12 +190,12 @@ def groups_of_process() -> list[Group]:
     groups = {
         id(group): group for param, group in sharded_parameters().values() if not isinstance(param.local, torch_tensors.FakeTensor)
     }
-    return [_group(group.fqn, group, {}) for group in groups.values()]
+    return [_group(group.fqn, group, {}) for group in groups.values()] + torch_fsdp2.groups_of_process()
 
 
 def unmanaged_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable parameters of ``model``, by name, that no ``fully_shard`` call took, nor another way of torch to average them."""
-    known = sharded_parameters()  # those of a unit around the model, too
+    known = sharded_parameters().keys() | torch_fsdp2.parameters().keys()  # those of a unit around the model, too
     plain = plain_parameters(model, [unit for _, unit in named_units(model)])
     return {name: param for name, param in plain.items() if id(param) not in known}
 
@@ -226,27 +225,33 @@ def state_tensors(optimizer: Optimizer, of_any_shape: bool = False) -> list[Tens
 # --- events -------------------------------------------------------------------------------------------------------------------------
 
 
-def listen(listener: Listener, model: nn.Module | None = None) -> Callable[[], None]:
-    """Call ``listener`` from now on at each event of every module that fsdp2 sharded, and of ``model`` if it is torch's FSDP2.
+def listen(listener: Listener) -> Callable[[], None]:
+    """Call ``listener`` from now on at each event of every sharded module in this process.
 
     Returns:    a function that ends it; a second call does nothing
-    Collective: no. Costs nothing while nobody listens: each hook checks a flag
+    Collective: no. Costs nothing while nobody listens: each hook checks a flag, and modules of torch's FSDP2 have no hook
 
     Example:
         undo = fsdp2.inspect.listen(fsdp2.inspect.Listener())
         model(x).sum().backward()
         undo()
     """
-    with ExitStack() as undo:
-        events.listen(listener, current_step)
-        undo.callback(events.ignore, listener)
-        for unit in [] if model is None else torch_fsdp2.states(model):
-            undo.enter_context(torch_fsdp2.heard(*unit, listener))
-        return undo.pop_all().close
+    _count_steps()
+    events.listen(listener, current_step)
+    undo = ExitStack()
+    undo.callback(events.ignore, listener)
+    return undo.close
+
+
+def _count_steps() -> None:
+    """Without a module of ours, nothing has counted optimizers' steps so far."""
+    if not STEPS.sharded and torch_fsdp2.living_states():
+        watch_optimizers()
 
 
 def recording() -> AbstractContextManager[CollectiveLog]:
     """Inside, keep records of collectives, which are numbered from here on, equally on all ranks."""
+    _count_steps()
     return events.switched_on(current_step)
 
 
@@ -261,6 +266,7 @@ def buffers_of(owners: dict[int, object]) -> tuple[int, int, int]:
     owners: as ``Listener.issued`` gets them, by any key; those that have nothing allocated are removed
     """
     unsharded = gathering = reducing = 0
+    theirs: dict[int, tuple[int, int]] = {}
     for key, owner in list(owners.items()):
         before = unsharded + gathering + reducing
         if isinstance(owner, Reduction):
@@ -268,9 +274,16 @@ def buffers_of(owners: dict[int, object]) -> tuple[int, int, int]:
         elif isinstance(owner, GroupMemory) and (made := owner.unsharded) is not None:
             unsharded += 0 if made.storage is None else made.storage.nbytes()
             gathering += made.gather.buffer_nbytes if isinstance(made.gather, Gather) else 0
+        elif torch_fsdp2.is_group(owner):
+            found = {
+                torch_tensors.address_of(each): (kind, each.nbytes()) for kind, each in torch_fsdp2.buffers(owner) if each.nbytes()
+            }
+            theirs |= found
+            before -= bool(found)  # it has some
         if unsharded + gathering + reducing == before:
             del owners[key]
-    return unsharded, gathering, reducing
+    more = [sum(nbytes for kind, nbytes in theirs.values() if kind == each) for each in range(3)]
+    return unsharded + more[0], gathering + more[1], reducing + more[2]
 
 
 def exchange(said: T, problem: FSDPError | None = None) -> list[T]:

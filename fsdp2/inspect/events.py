@@ -25,6 +25,7 @@ import torch.distributed as dist
 from ..core.comm import collective_log
 from ..core.comm.streams import Event, Stream, Streams
 from ..torch_names import torch_autograd
+from . import torch_fsdp2
 
 LENGTH = 1024
 """How many records are kept: a few steps of a large model."""
@@ -208,17 +209,27 @@ _watched: CollectiveLog | None = None  # that of ``switched_on``: it comes first
 _heard: CollectiveLog | None = None  # that of listeners, which need no numbers
 
 
+def _switch() -> None:
+    """Readers have come, or gone."""
+    collective_log.current = _watched or _heard
+    if collective_log.current is None:
+        torch_fsdp2.ignore()
+    else:
+        torch_fsdp2.hear()
+
+
 @contextlib.contextmanager
 def switched_on(step: Callable[[], int]) -> Iterator[CollectiveLog]:
     """Record collectives inside. step: returns the number of the step that runs"""
     global _watched
     before, log = _watched, CollectiveLog(step)
-    collective_log.current = _watched = log
+    _watched = log
+    _switch()
     try:
         yield log
     finally:
         _watched = before
-        collective_log.current = _watched or _heard
+        _switch()
 
 
 def listen(listener: Listener, step: Callable[[], int]) -> None:
@@ -226,7 +237,7 @@ def listen(listener: Listener, step: Callable[[], int]) -> None:
     global listeners, _heard
     listeners = (*listeners, listener)
     _heard = _heard or CollectiveLog(step)
-    collective_log.current = _watched or _heard
+    _switch()
 
 
 def ignore(listener: Listener) -> None:
@@ -235,7 +246,7 @@ def ignore(listener: Listener) -> None:
     at = [each is listener for each in listeners].index(True)
     listeners = (*listeners[:at], *listeners[at + 1 :])
     _heard = _heard if listeners else None
-    collective_log.current = _watched or _heard
+    _switch()
 
 
 @contextlib.contextmanager

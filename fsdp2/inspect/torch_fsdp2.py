@@ -1,34 +1,73 @@
 """``fsdp2.inspect`` for modules of torch's own FSDP2, by the private names of its states (torch 2.11 to 2.15).
 
-Events come from the methods of torch's groups, which tell when they gather and reduce, and from hooks on the modules. An all-reduce
-over replicas is part of torch's reduction, not an event of its own.
+Events come from the methods of torch's groups, which tell when they gather and reduce, and from hooks on the modules. They go to the
+log that ours go to; hooks are there while somebody reads it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..core.comm import collective_log
+from ..core.comm.streams import streams_of
 from ..core.group.param import Owner
-from ..torch_names import torch_autograd, torch_name, torch_tensors
-from .events import Listener, Record
+from ..torch_names import torch_name, torch_tensors
 from .views import Group, Kind, Parameter, Unit, storages_of
 
+_STATE: Any = torch_name("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState")
+_GROUP: Any = torch_name("torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup")
+_ALL_STATES: Any = torch_name("torch.distributed._composable_state._module_state_mapping", {})
 _get_module_state = torch_name("torch.distributed._composable_state._get_module_state", lambda module: None)
 # If gone, torch's own modules are not inspected.
-_TorchFSDPState = torch_name("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState")
 
 
 def state_of(module: nn.Module) -> Any:
     """The state that torch's own ``fully_shard`` has put on a module, or None."""
     state = _get_module_state(module)
-    return state if isinstance(state, _TorchFSDPState) else None
+    return state if isinstance(state, _STATE) else None
+
+
+def living_states() -> list[Any]:
+    """torch's states in this process, each once."""
+    found = (reference() for reference in list(_ALL_STATES.values()))
+    return list(dict.fromkeys(state for state in found if isinstance(state, _STATE)))
+
+
+def root_of(state: Any) -> nn.Module:
+    """The module whose forward begins its steps; before the first one, the outermost that is sharded."""
+    if state._state_ctx.all_states:
+        root: nn.Module = state._state_ctx.all_states[0]._modules[0]
+        return root
+    around: list[nn.Module] = [each._modules[0] for each in living_states() if state._modules[0] in set(each._modules[0].modules())]
+    return max(around, key=lambda module: len(list(module.modules())))
+
+
+def known(tensors: Iterable[Tensor]) -> dict[int, tuple[Any, Any]]:
+    """The parameters, and their states, of those that are one: sharded, unsharded, or the original, to which torch gives a number."""
+    everything = parameters()
+    numbers = {getattr(param, "_orig_param_uid", None): (param, state) for param, state in everything.values()}
+    numbers.pop(None, None)
+    found = {id(each): everything.get(id(each), numbers.get(getattr(each, "_fsdp_orig_uid", None))) for each in tensors}
+    return {key: each for key, each in found.items() if each is not None}
+
+
+def parameters() -> dict[int, tuple[Any, Any]]:
+    """Each living parameter and its state, by the ids of the sharded and of the unsharded parameter."""
+    shown = [
+        (each, param, state)
+        for state in living_states()
+        for group in _groups_of(state)
+        for param in group.fsdp_params
+        for each in (param.sharded_param, getattr(param, "_unsharded_param", None))
+    ]
+    return {id(each): (param, state) for each, param, state in shown if each is not None}
 
 
 def states(model: nn.Module) -> list[tuple[str, Any]]:
@@ -46,11 +85,25 @@ def units(model: nn.Module) -> list[Unit]:
     return [_unit(name, state, prefixes) for name, state in states(model)]
 
 
+_event_names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+def _event_name(state: Any) -> str:
+    """Its name from its root, which a root's first forward settles."""
+    if state in _event_names:
+        return _event_names[state]
+    names = {each: name or "the root" for name, each in states(root_of(state))}
+    if state._is_root is not None:
+        _event_names.update(names)
+    return names.get(state, "a module that its root has lost")
+
+
 def _unit(name: str, state: Any, prefixes: dict[int, str]) -> Unit:
     groups = _groups_of(state)
     return Unit(
         name=name,
-        event_name=lambda: name or "the root",
+        event_name=lambda: _event_name(state),
+        made_by="torch's FSDP2",
         modules=state._modules,
         groups=[_group(name, group, state._mp_policy, prefixes) for group in groups],
         borrowed=(),
@@ -86,7 +139,7 @@ def _group(name: str, group: Any, policy: Any, prefixes: dict[int, str]) -> Grou
     slots = sum(param.padded_sharded_param_size.numel() for param in group.fsdp_params)
     return Group(
         name=name,
-        params=[_parameter(param, prefixes, num_shards if cuts else None) for param in group.fsdp_params],
+        params=[parameter(param, prefixes) for param in group.fsdp_params],
         device=group.device,
         ranks=frozenset(info.mesh.mesh.flatten().tolist()),
         num_shards=num_shards if cuts else None,
@@ -109,19 +162,30 @@ def _group(name: str, group: Any, policy: Any, prefixes: dict[int, str]) -> Grou
     )
 
 
-def _parameter(param: Any, prefixes: dict[int, str], num_shards: int | None) -> Parameter:
-    info = param._module_info
+def groups_of_process() -> list[Group]:
+    """All living groups but those of a rehearsal, which have no memory."""
+    found = [(state, group) for state in living_states() for group in _groups_of(state)]
+    return [
+        _group("", group, state._mp_policy, {})
+        for state, group in found
+        if not any(isinstance(param._sharded_param_data, torch_tensors.FakeTensor) for param in group.fsdp_params)
+    ]
+
+
+def parameter(param: Any, prefixes: Mapping[int, str]) -> Parameter:
+    info, mesh = param._module_info, param.mesh_info
     places = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+    num_shards = None if mesh.shard_mesh_dim is None else mesh.shard_mesh_size
     dim = None if num_shards is None else param.fsdp_placement.dim
 
     def piece_of(whole: Tensor) -> Tensor:
         if dim is None or num_shards is None:
             return whole
-        chunks, rank = whole.chunk(num_shards, dim), param.mesh_info.shard_mesh_rank
+        chunks, rank = whole.chunk(num_shards, dim), mesh.shard_mesh_rank
         return chunks[rank] if rank < len(chunks) else whole.narrow(dim, 0, 0)
 
     return Parameter(
-        fqn=prefixes.get(id(info.module), "") + info.param_name,
+        fqn=prefixes[id(info.module)] + info.param_name if id(info.module) in prefixes else param._param_fqn or info.param_name,
         owners=[Owner(*place) for place in places],
         sharded=param.sharded_param,
         shape=tuple(param._orig_size),
@@ -146,94 +210,148 @@ def _memory(group: Any) -> Iterator[tuple[Kind, torch.UntypedStorage]]:
         yield from (("gradients", storage) for grad in grads if grad is not None for storage in storages_of(grad))
 
 
+def is_group(owner: object) -> bool:
+    return isinstance(owner, _GROUP)
+
+
+def buffers(group: Any) -> Iterator[tuple[int, torch.UntypedStorage]]:
+    """What it has allocated: (0, of unsharded parameters), (1, of all-gathers), (2, of reductions, which all groups share)."""
+    shared = group.comm_ctx  # before the first forward it has none
+    results = [group._all_gather_result, getattr(getattr(shared, "all_gather_state", None), "all_gather_result", None)]
+    states = getattr(shared, "reduce_scatter_states", None) or [getattr(shared, "reduce_scatter_state", None)]  # torch 2.11
+    reduced = [each.reduce_scatter_input for each in states if each is not None]
+    yield from ((0, storage) for param in group.fsdp_params for each in param.all_gather_outputs for storage in storages_of(each))
+    yield from ((1, storage) for each in results if each is not None for storage in storages_of(each.all_gather_output))
+    yield from ((2, storage) for each in reduced if each is not None for storage in storages_of(each))
+
+
 # --- events -------------------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def heard(name: str, state: Any, listener: Listener) -> Iterator[None]:
-    """Inside, ``listener`` hears of the unit ``name``."""
-    unit = name or "the root"
+_undo = ExitStack()
+_HOOKS = "_fsdp2_hooks"
+"""The attribute of a state that ends what it tells; the state owns it, so that both die with the model."""
+
+
+def hear() -> None:
+    """Tell the log of every unit in this process, of those made later from their first forward on, until ``ignore``."""
+    usual = _STATE._lazy_init
+    if not getattr(usual, "_hears", False):
+
+        @functools.wraps(usual)
+        def lazy_init(state: Any) -> None:
+            is_new = state._is_root is None and _HOOKS not in vars(state)
+            usual(state)
+            if is_new:
+                _hear_living()
+                _tell("enter", "forward", _event_name(state))  # torch has listed the hooks of this forward already
+
+        lazy_init._hears = True  # type: ignore[attr-defined]
+        _STATE._lazy_init = lazy_init
+        _undo.callback(setattr, _STATE, "_lazy_init", usual)
+    _hear_living()
+
+
+def ignore() -> None:
+    """End ``hear``."""
+    _undo.close()
+    for state in living_states():
+        vars(state).pop(_HOOKS, lambda: None)()
+
+
+def _hear_living() -> None:
+    for state in living_states():
+        if _HOOKS not in vars(state):
+            setattr(state, _HOOKS, _hooks_on(state))
+
+
+def _tell(method: str, *told: str) -> None:
+    log = collective_log.current
+    if log is not None and not torch.compiler.is_compiling():  # a graph has no place for what a listener does
+        getattr(log, method)(*told)
+
+
+def _hooks_on(state: Any) -> Callable[[], None]:
     with ExitStack() as undo:
 
         def begin(phase: str, *_: Any) -> None:
-            if not torch.compiler.is_compiling():  # a graph has no place for what a listener does
-                listener.begins(phase, unit)
+            _tell("enter", phase, _event_name(state))
 
         def resume(*_: Any) -> None:
-            if not torch.compiler.is_compiling():
-                listener.resumes()
+            _tell("resume")
 
         def end(phase: str, *_: Any) -> None:
-            if not torch.compiler.is_compiling():
-                listener.ends(phase, unit)
-                listener.resumes()
-                if phase == "forward" and state._is_root:
-                    listener.leaves()
+            _tell("exit", phase, _event_name(state))
+            _tell("resume")
+            if phase == "forward" and state._is_root:
+                _tell("leave")
 
         for module in state._modules:
             undo.callback(module.register_forward_pre_hook(functools.partial(begin, "forward"), prepend=True).remove)
             undo.callback(module.register_forward_pre_hook(resume).remove)
             undo.callback(module.register_forward_hook(functools.partial(end, "forward")).remove)
         for group in _groups_of(state):
-            events = _GroupEvents(group, state._mp_policy, unit, listener)
+            events = _GroupEvents(group, state)
             for method, before, after in (
                 ("unshard", events.gathers, None),
                 ("wait_for_unshard", events.waits, events.gathered),
-                ("pre_backward", functools.partial(begin, "backward"), listener.resumes),
+                ("pre_backward", functools.partial(begin, "backward"), resume),
                 ("post_backward", events.reduces, functools.partial(end, "backward")),
                 ("finalize_backward", None, events.reduced),
             ):
                 undo.callback(_around(group, method, before, after))
-        undo.callback(_around(state, "_root_post_backward_final_callback", after=listener.leaves))
-        yield
+        undo.callback(_around(state, "_root_post_backward_final_callback", after=functools.partial(_tell, "leave")))
+        return undo.pop_all().close
 
 
 class _GroupEvents:
-    """Says when one of torch's groups gathers and reduces. under_way: by kind"""
+    """Says when one of torch's groups gathers and reduces."""
 
-    def __init__(self, group: Any, policy: Any, unit: str, listener: Listener) -> None:
-        self._group, self._policy, self._unit, self._listener = group, policy, unit, listener
-        self._under_way: dict[str, Record] = {}
+    def __init__(self, group: Any, state: Any) -> None:
+        self._group, self._policy, self._state = group, state._mp_policy, state
 
     def gathers(self) -> None:
         group = self._group
         skips = not group.unshard_in_backward and group._training_state.name == "PRE_BACKWARD"
-        if group._all_gather_result is None and not group.is_unsharded and not skips:
-            self._begin("all-gather", self._policy.param_dtype, lambda: group._all_gather_process_group)
+        if group._all_gather_result is None and not group.is_unsharded and not skips and group.mesh_info.shard_mesh_dim is not None:
+            self._begin("all-gather", self._policy.param_dtype, group._all_gather_process_group)
 
     def waits(self) -> None:
-        if "all-gather" in self._under_way:
-            self._listener.waits(self._under_way["all-gather"])
+        if collective_log.current is not None:
+            collective_log.current.waits(self._group, "all-gather")
 
     def gathered(self) -> None:
-        self._end("all-gather")
+        self._done("all-gather")
 
     def reduces(self) -> None:
-        params = self._group.fsdp_params
-        if self._group.reduce_grads and any(
-            _leaf_grad(each) is not None or each.unsharded_accumulated_grad is not None for each in params
+        group = self._group
+        if group.reduce_grads and any(
+            _leaf_grad(each) is not None or each.unsharded_accumulated_grad is not None for each in group.fsdp_params
         ):
-            dtype = self._policy.reduce_dtype or self._policy.param_dtype
-            self._begin("reduce-scatter", dtype, lambda: self._group._reduce_scatter_process_group)
+            info, dtype = group.mesh_info, self._policy.reduce_dtype or self._policy.param_dtype
+            if info.shard_mesh_dim is not None:
+                self._begin("reduce-scatter", dtype, group._reduce_scatter_process_group)
+            if info.replicate_mesh_dim is not None and group.all_reduce_grads:
+                self._begin("all-reduce", dtype, group._all_reduce_process_group)
 
     def reduced(self) -> None:
-        if "reduce-scatter" in self._under_way:
-            self._listener.waits(self._under_way["reduce-scatter"])
-        self._end("reduce-scatter")
+        for kind in ("reduce-scatter", "all-reduce"):
+            if collective_log.current is not None:
+                collective_log.current.waits(self._group, kind)
+            self._done(kind)
 
-    def _begin(self, kind: str, dtype: torch.dtype | None, over: Callable[[], dist.ProcessGroup]) -> None:
-        if self._group.mesh_info.shard_mesh_dim is None or over().size() == 1:
+    def _begin(self, kind: str, dtype: torch.dtype | None, over: Any) -> None:
+        log, params = collective_log.current, self._group.fsdp_params
+        if log is None or over.size() == 1:
             return
-        params, num_ranks = self._group.fsdp_params, over().size()
-        phase = "backward" if torch_autograd.current_graph_task() != -1 else "forward"
-        numel = self._group.mesh_info.shard_mesh_size * sum(param.padded_sharded_param_size.numel() for param in params)
-        told = str(dtype or params[0].sharded_param.dtype).removeprefix("torch.")
-        record = self._under_way[kind] = Record(0, over().group_name, kind, self._unit, phase, 0, numel, told)
-        self._listener.issued(record, self._group, num_ranks)
+        cuts = self._group.mesh_info.shard_mesh_size if self._group.mesh_info.shard_mesh_dim is not None else 1
+        numel = sum(param.padded_sharded_param_size.numel() for param in params) * (1 if kind == "all-reduce" else cuts)
+        log.issued(self._group, kind, _event_name(self._state), numel, dtype or params[0].sharded_param.dtype, over)
 
-    def _end(self, kind: str) -> None:
-        if kind in self._under_way:
-            self._listener.done(self._under_way.pop(kind))
+    def _done(self, kind: str) -> None:
+        if collective_log.current is not None:
+            streams = streams_of(self._group.device)
+            collective_log.current.done(self._group, kind, streams, streams.compute)
 
 
 def _around(

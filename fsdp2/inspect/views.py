@@ -109,6 +109,7 @@ class Unit:
 
     name:            of its first module, from the model that was inspected; "" is that model
     event_name:      returns its name in events: from the root whose forward began, and "the root" for that one
+    made_by:         "fsdp2" or "torch's FSDP2"
     borrowed:        groups of other units that it unshards as well, since parameters are tied
     mp_policy:       as the user gave it
     reshard_after_forward: whether it is resharded after forward, or over how many ranks
@@ -121,6 +122,7 @@ class Unit:
 
     name: str
     event_name: Callable[[], str]
+    made_by: str
     modules: Sequence[nn.Module]
     groups: Sequence[Group]
     borrowed: Sequence[Group]

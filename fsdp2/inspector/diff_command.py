@@ -32,9 +32,12 @@ def run(options: argparse.Namespace) -> int:
             fix="record both with the same first_step= and every=",
         )
     found = list(differences(first, second))
+    made_by = [_made_by(lines) for lines in (first, second)]
     if options.json:
         say_json({"steps": steps, "differences": found})
         return 1 if found else 0
+    if made_by[0] != made_by[1]:
+        say(f"first run: {made_by[0]}; second run: {made_by[1]}")
     for each in found[:1]:
         say(str(each))
         if each.only_in:
@@ -46,6 +49,11 @@ def run(options: argparse.Namespace) -> int:
     if not found:
         say(f"no bit differs in steps {steps[0]} to {steps[-1]}")
     return 1 if found else 0
+
+
+def _made_by(lines: Lines) -> str:
+    (line, *_), *_ = lines.values()
+    return f"{line.get('made_by', 'unknown')} on torch {line.get('torch', 'unknown')}"
 
 
 def _recorded(folder: Path) -> Lines:

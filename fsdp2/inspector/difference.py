@@ -6,6 +6,7 @@ summed up over the ranks that have a part of one copy. A rank, or a copy, that o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -24,6 +25,7 @@ class Difference:
     """distance: about the norm of the difference; others: parameters that differ in the same phase of the same step
 
     who:     "rank 1" of gathered parameters, "replica 1" of the others; "" if there is only one
+    why:     what the recordings say of the cause; "" if nothing
     only_in: "first" or "second" if the other run has not recorded it, such as gradients that an optimizer takes in backward
     """
 
@@ -37,6 +39,7 @@ class Difference:
     is_rounding: bool
     others: int
     only_in: str = ""
+    why: str = ""
 
     def __str__(self) -> str:
         what = {"parameters": "gathered parameters", "gradients": "reduced gradients", "update": "updated parameters"}[self.phase]
@@ -56,7 +59,7 @@ class Difference:
             )
         return (
             f"step {self.step}, {what} of {self.unit}{where}: {self.param} differs {how}, "
-            f"by about {self.distance:.3g} at a norm of {self.norm:.3g}{more}"
+            f"by about {self.distance:.3g} at a norm of {self.norm:.3g}{more}{self.why and ': ' + self.why}"
         )
 
 
@@ -93,6 +96,7 @@ def _at(lines: Lines, step: int) -> dict[int, Values]:
 class _Whole:
     made: Fingerprint
     eps: float
+    dtypes: str = ""
 
 
 def _wholes(phase: str, by_rank: Mapping[int, Values]) -> dict[tuple[str, str], dict[int, _Whole]]:
@@ -105,7 +109,7 @@ def _wholes(phase: str, by_rank: Mapping[int, Values]) -> dict[tuple[str, str], 
                 copies = found.setdefault((unit, param), {})
                 before = copies.get(who, _Whole(NOTHING, 0.0))
                 made = Fingerprint(said["checksum"], said["squares"], tuple(said["sketch"]))
-                copies[who] = _Whole(before.made + made, max(before.eps, said["eps"]))
+                copies[who] = _Whole(before.made + made, max(before.eps, said["eps"]), said.get("dtypes", ""))
     return found
 
 
@@ -125,7 +129,20 @@ def _of_phase(step: int, phase: str, first: Mapping[int, Values], second: Mappin
             elif one.made.checksum != other.made.checksum:
                 distance, norm = one.made.distance(other.made), max(one.made.norm, other.made.norm)
                 is_rounding = distance <= limit(max(one.eps, other.eps)) * norm
-                yield Difference(step, phase, unit, param, f"{kind} {who}" if several else "", distance, norm, is_rounding, 0)
+                whose = f"{kind} {who}" if several else ""
+                why = _why(phase, one, other, is_rounding)
+                yield Difference(step, phase, unit, param, whose, distance, norm, is_rounding, 0, why=why)
+
+
+def _why(phase: str, first: _Whole, second: _Whole, is_rounding: bool) -> str:
+    if first.dtypes != second.dtypes and first.dtypes and second.dtypes:
+        said = ["{} computed in {}, reduced in {}".format(*each.dtypes.split()) for each in (first, second)]
+        return f"the first run has {said[0]}; the second {said[1]}"
+    times = second.made.norm / first.made.norm if first.made.squares else 0.0
+    away = math.dist([times * each for each in first.made.sketch], second.made.sketch) / math.sqrt(len(first.made.sketch))
+    if phase == "gradients" and times and not is_rounding and away <= limit(max(first.eps, second.eps)) * second.made.norm:
+        return f"the second run's is {times:.4g} times the first's, so the runs divide by different numbers"
+    return ""
 
 
 def limit(eps: float) -> float:

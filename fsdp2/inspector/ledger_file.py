@@ -90,7 +90,7 @@ class Ledger(StepLines):
         super().__init__("ledger", where)
         self._undo.callback(self._write_run)
         self._write_run()
-        self._begin(self._meter, model, self._optimizers)
+        self._begin(self._meter, self._optimizers)
         forget_allocator_peak(self._device)
         self._began = time.perf_counter()
 

@@ -72,7 +72,7 @@ class Recording(StepLines, Listener):
         self._begun: list[str] = []  # units in the order of this backward
         self._at = ("", "")
         super().__init__("record", where)
-        self._begin(self, model, inspected.optimizers)
+        self._begin(self, inspected.optimizers)
 
     @property
     def _is_on(self) -> bool:
@@ -94,7 +94,7 @@ class Recording(StepLines, Listener):
         for unit in self._units:
             if unit.event_name() == name:
                 self._forward |= _said(
-                    (name, param.fqn, whole, _coarsest(group, whole.dtype))
+                    (name, param.fqn, whole, _dtypes(group, whole))
                     for group in unit.groups
                     for param in group.params
                     if (whole := param.unsharded()) is not None
@@ -109,7 +109,7 @@ class Recording(StepLines, Listener):
         order = [name for name in self._begun if name in found] + [name for name in found if name not in self._begun]
         self._begun.clear()
         self._backward = _said(
-            (name, param.fqn, grad, _coarsest(group, grad.dtype))
+            (name, param.fqn, grad, _dtypes(group, grad))
             for name in order
             for group in found[name].groups
             for param in group.params
@@ -119,24 +119,27 @@ class Recording(StepLines, Listener):
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_on:
             updated = _said(
-                (unit.event_name(), param.fqn, param.sharded, _coarsest(group, param.dtype))
+                (unit.event_name(), param.fqn, param.sharded, _dtypes(group, param.sharded))
                 for unit in self._units
                 for group in unit.groups
                 for param in group.params
             )
-            self._lines.write({"step": self._step, "parameters": self._forward, "gradients": self._backward, "update": updated})
+            phases = {"parameters": self._forward, "gradients": self._backward, "update": updated}
+            self._lines.write({"step": self._step, "made_by": self._units[0].made_by, "torch": torch.__version__, **phases})
         self._forward, self._backward = {}, {}
         self._step += 1
 
 
-def _coarsest(group: Group, dtype: torch.dtype) -> float:
-    """The coarsest rounding unit of the dtypes that a value went through."""
-    return _eps(dtype, group.param_dtype, group.reduce_dtype)
+def _dtypes(group: Group, value: Tensor) -> tuple[torch.dtype, ...]:
+    """Those that a value went through: its own, that of computing, that of reducing."""
+    return value.dtype, group.param_dtype, group.reduce_dtype
 
 
 @functools.lru_cache
-def _eps(*dtypes: torch.dtype) -> float:
-    return max(torch.finfo(each).eps for each in dtypes if each.is_floating_point)
+def _named(dtypes: tuple[torch.dtype, ...]) -> Values:
+    """Their names, and the coarsest rounding unit."""
+    names = " ".join(str(each).removeprefix("torch.") for each in dtypes)
+    return {"dtypes": names, "eps": max(torch.finfo(each).eps for each in dtypes if each.is_floating_point)}
 
 
 @functools.lru_cache(maxsize=4096)  # of two steps the same
@@ -144,13 +147,13 @@ def _pieces(shape: torch.Size, cuts: tuple[Cut, ...]) -> list[Piece]:
     return pieces_of(shape, cuts)
 
 
-def _said(tensors: Iterable[tuple[str, str, Tensor, float]]) -> Values:
-    """The fingerprints of (unit, parameter, tensor, coarsest rounding unit), by unit and parameter.
+def _said(tensors: Iterable[tuple[str, str, Tensor, tuple[torch.dtype, ...]]]) -> Values:
+    """The fingerprints of (unit, parameter, tensor, dtypes), by unit and parameter.
 
     replica: which of several copies this rank has a part of; all copies have numbers from 0
     """
     named, parts = [], []
-    for unit, name, tensor, eps in tensors:
+    for unit, name, tensor, dtypes in tensors:
         local, replica = tensor, 0
         cuts: list[Cut] = []
         if isinstance(tensor, DTensor):
@@ -159,10 +162,10 @@ def _said(tensors: Iterable[tuple[str, str, Tensor, float]]) -> Values:
             for axis, placement in enumerate(tensor.placements):
                 if torch_dtensors.shard_dim(placement) is None:
                     replica = replica * tensor.device_mesh.size(axis) + coordinate[axis]
-        named.append((unit, name, replica, eps))
+        named.append((unit, name, replica, dtypes))
         parts.append((local.detach(), tensor.shape, _pieces(tensor.shape, tuple(cuts))))
     found: Values = {}
-    for (unit, name, replica, eps), made in zip(named, fingerprints(parts), strict=True):
-        said = {"checksum": made.checksum, "squares": made.squares, "sketch": made.sketch, "replica": replica, "eps": eps}
+    for (unit, name, replica, dtypes), made in zip(named, fingerprints(parts), strict=True):
+        said = {"checksum": made.checksum, "squares": made.squares, "sketch": made.sketch, "replica": replica, **_named(dtypes)}
         found.setdefault(unit, {})[name] = said
     return found

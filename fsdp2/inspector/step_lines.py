@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -31,9 +30,9 @@ class StepLines:
         self._undo = contextlib.ExitStack()
         self._undo.callback(self._lines.close)
 
-    def _begin(self, listener: Listener, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    def _begin(self, listener: Listener, optimizers: Sequence[Optimizer]) -> None:
         """optimizers: the last one's step ends a step; if there is none, that of any optimizer"""
-        self._undo.callback(listen(listener, model))
+        self._undo.callback(listen(listener))
         end_step = torch_compiler.dynamo_disabled(self._end_step)
         register = optimizers[-1].register_step_post_hook if optimizers else register_optimizer_step_post_hook
         self._undo.callback(register(end_step).remove)

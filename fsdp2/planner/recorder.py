@@ -249,8 +249,8 @@ class Recorder(torch_names.TorchDispatchMode):  # type: ignore[no-untyped-call]
             if block is not None and (instead_of is None or block.label in instead_of):
                 block.label = label
 
-    def note_in_file(self, tensor: Tensor) -> None:
-        block = self.block_of(tensor)
+    def note_in_file(self, storage: torch.UntypedStorage) -> None:
+        block = self.block_of_storage(storage)
         assert block is not None
         block.in_file = True
 

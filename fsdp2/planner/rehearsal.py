@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_leaves
 
 from ..activations import HEAVY_OPS, ActivationCheckpointPolicy, apply_activation_checkpointing
 from ..core.comm.streams import use_streams
-from ..core.group.param_group import ParamGroup
 from ..core.iteration import reductions
-from ..core.iteration.module_state import units_in
 from ..errors import ArgumentError, FSDPError, ModuleError, short
 from ..grouping.planning import Plan as Wrapping
 from ..grouping.planning import plan as plan_wrapping
+from ..inspect import Group
+from ..inspect import units as units_of
 from ..optim import FlatOptimizer
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..state_bytes import StateBytes, measured_state_bytes
@@ -44,7 +44,7 @@ from .tiers import (
     files_of,
     offload_by,
     policy_of_parameters,
-    tensors_in_files,
+    storages_in_files,
     with_states_there,
 )
 from .workload import Workload
@@ -119,15 +119,15 @@ def rehearse(workload: Workload, setting: Setting) -> Rehearsed:
         _step(workload, replace(setting, micro_batches=1), model, optimizer, recorder, inputs)
         recorder.take()
         units.clear()
-        for tensor in tensors_in_files(model, optimizer, offload):
-            recorder.note_in_file(tensor)
+        for storage in storages_in_files(model, optimizer, offload):
+            recorder.note_in_file(storage)
         before = tuple(recorder.alive())
         state = _step(workload, setting, model, optimizer, recorder, inputs)
         entries = recorder.take()
         return Rehearsed(
             numel=sum(param.numel() for param in model.parameters()),
             state=state,
-            groups=tuple(_facts(group) for unit in units_in(model.modules()) for group in unit.groups),
+            groups=tuple(_facts(group) for unit in units_of(model) for group in unit.groups),
             before=before,
             blocks=recorder.blocks,
             entries=entries,
@@ -250,17 +250,15 @@ def _not_stepped(setting: Setting, optimizer: torch.optim.Optimizer, error: Exce
     )
 
 
-def _facts(group: ParamGroup) -> GroupFacts:
-    plan = group.plan
-    numel = sum(param.spec.cut.numel for param in group.params)
-    unsharded = plan.unsharded_nbytes
+def _facts(group: Group) -> GroupFacts:
+    numel = sum(param.numel for param in group.params)
     return GroupFacts(
-        name=group.fqn,
-        dtype=plan.dtype,
+        name=group.name,
+        dtype=group.dtype,
         numel=numel,
-        sharded=plan.layout.shard_numel * plan.dtype.itemsize,
-        unsharded=unsharded,
-        padding=unsharded - numel * plan.param_dtype.itemsize,
+        sharded=group.sharded_nbytes,
+        unsharded=group.unsharded_nbytes,
+        padding=group.unsharded_nbytes - numel * group.param_dtype.itemsize,
     )
 
 
@@ -287,7 +285,7 @@ class _Units:
 @contextlib.contextmanager
 def _units_named(model: nn.Module, recorder: Recorder) -> Iterator[_Units]:
     """Inside, the recorder knows which unit's forward runs."""
-    sharded = {module for unit in units_in(model.modules()) for module in unit.modules}
+    sharded = {module for unit in units_of(model) for module in unit.modules}
     names = {id(module): name or "the root" for name, module in model.named_modules() if module in sharded}
     units, running = _Units(), [""]
 

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..core.iteration.module_state import units_in
 from ..errors import ArgumentError
+from ..inspect import units
 from ..mapped_file import nbytes_in_file
 from ..optim import FlatOptimizer, OffloadedOptimizer, offloaded
 from ..optim.host_runs import HostRun
@@ -99,8 +99,7 @@ def files_of(model: nn.Module, optimizer: torch.optim.Optimizer, offload: Offloa
     """
     if offload not in ("optimizer-disk", "disk"):
         return FileBytes()
-    flats = [group.flat.nbytes for unit in units_in(model.modules()) for group in unit.groups if group.flat is not None]
-    flats = flats if offload == "disk" else []
+    flats = [storage.nbytes() for storage in _shards(model)] if offload == "disk" else []
     states = [nbytes_in_file(run.values().values()) for run in host_runs_of(optimizer)]
     params = [run.data.nbytes if offload == "disk" else 0 for run in host_runs_of(optimizer)]
     in_step = sum(sorted(map(sum, zip(states, params, strict=True)), reverse=True)[: 1 + 2 * READ_AHEAD])
@@ -109,8 +108,13 @@ def files_of(model: nn.Module, optimizer: torch.optim.Optimizer, offload: Offloa
     return FileBytes(sum(flats) + sum(states), max(in_step, in_backward))
 
 
-def tensors_in_files(model: nn.Module, optimizer: torch.optim.Optimizer, offload: Offload) -> Iterable[torch.Tensor]:
+def storages_in_files(model: nn.Module, optimizer: torch.optim.Optimizer, offload: Offload) -> Iterable[torch.UntypedStorage]:
     if offload == "disk":
-        yield from (group.flat for unit in units_in(model.modules()) for group in unit.groups if group.flat is not None)
+        yield from _shards(model)
     if offload in ("optimizer-disk", "disk"):
-        yield from (value for run in host_runs_of(optimizer) for value in run.values().values())
+        yield from (value.untyped_storage() for run in host_runs_of(optimizer) for value in run.values().values())
+
+
+def _shards(model: nn.Module) -> list[torch.UntypedStorage]:
+    groups = [group for unit in units(model) for group in unit.groups]
+    return [storage for group in groups for kind, storage in group.memory() if kind == "parameters"]

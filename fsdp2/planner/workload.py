@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import ModuleError, got_object
 from ..grouping.module_tree import refuse_lazy_parameters
+from ..inspect import units
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,17 @@ def workload_of(
 ) -> Workload:
     """Of a module as it is, whose values are neither read nor changed: what is trained is a copy of it on the meta device.
 
-    Raises: ModuleError if it is no module; ParameterError for lazy ones
+    Raises: ModuleError if it is no module, or is sharded already; ParameterError for lazy ones
     """
     if not isinstance(model, nn.Module):
         raise ModuleError(
             got_object("plan", model), expected="an nn.Module, or the name of a shape", fix="see fsdp2 plan --help for the shapes"
+        )
+    if found := units(model):
+        raise ModuleError(
+            f"plan got a {type(model).__name__} that {found[0].made_by} has sharded already",
+            expected="the model as it is before fully_shard: a plan shards a copy of it, for as many ranks as you ask for",
+            fix="call plan before fully_shard, or fsdp2 plan train.py; fsdp2.summary(model) shows a sharded model",
         )
     refuse_lazy_parameters(model)
     return Workload(type(model).__name__, lambda: on_meta(model), inputs or tokens, loss or next_token_loss)

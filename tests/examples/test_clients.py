@@ -63,11 +63,12 @@ def test_a_sharded_program_has_the_losses_of_one_process(program):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("launcher", [(), ("-m", "fsdp2.run")], ids=["torch's FSDP2", "fsdp2"])
 @pytest.mark.parametrize("program", ON_TORCH)
-def test_the_doctor_finds_nothing_in_a_program_of_another_library(program):
+def test_the_doctor_finds_nothing_in_a_program_of_another_library(program, launcher):
     needs(*ON_TORCH[program])
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
-    command = [sys.executable, "-m", "fsdp2", "doctor", "--strict", str(FOLDER / f"{program}.py")]
+    command = [sys.executable, "-m", "fsdp2", "doctor", "--strict", *launcher, str(FOLDER / f"{program}.py")]
     environment = os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -155,7 +155,7 @@ IMPORTS_BY_STRING = {
     "migrate/command.py": "an extra that may not be installed",
     "planner/script.py": "the package whose public names a script calls",
     "planner/shapes.py": "a function that the user named",
-    "ranks.py": "modules that the caller named, before it forks",
+    "ranks.py": "what its forks would import, one after another",
     "testing/pretend/torch_names.py": "a module of torch",
     "torch_names/__init__.py": "modules of torch",
 }

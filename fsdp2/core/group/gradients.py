@@ -265,7 +265,7 @@ class Gradients:
             dtype = plan.reduce_dtype
             if self._accumulated is not None and dtype.itemsize < plan.grad_dtype.itemsize:
                 dtype = plan.grad_dtype  # added as they are, so that the sum alone is rounded
-            buffer = torch.empty(plan.layout.unsharded_numel, dtype=dtype, device=self.group.device)
+            buffer = torch.empty(plan.input_numel, dtype=dtype, device=self.group.device)
         else:
             adds_up = not self.micro_batch.reduces or not self.hands_out or self.has_unreduced
             whole = adds_up or self.options.reduce_unused
@@ -275,7 +275,7 @@ class Gradients:
             if not whole:
                 grads[:] = [grad for grad in grads if grad is not None]
                 used = [True] * len(grads)
-            size = (plan.layout.unsharded_numel,)
+            size = (plan.input_numel,)
             # the communicator sees no gradient that stays here
             allocate: Callable[..., Tensor] = comm.allocate if self.micro_batch.reduces else torch.empty
             buffer = allocate(size, dtype=plan.reduce_dtype, device=self.group.device)

@@ -58,9 +58,11 @@ class ReducePlan:
         )
         self.flags_slot = None if compact else self.layout.slots[-1]
         self.grad_dtype = group.plan.param_dtype
-        self._keeps_wider = group.options.semantics == "2.15"  # gradients added up in another dtype are not cast back
-        self._dtypes = group.plan.gradients
-        self.reduce_dtype = self._dtypes.reduced
+        dtypes = group.plan.gradients
+        self.reduce_dtype = dtypes.reduced
+        # Gradients added up in another dtype are not cast back; None: they are.
+        self._added_up_in = dtypes.added_up_in if group.options.semantics == "2.15" else None
+        self.input_numel = self.layout.unsharded_numel
         # The input of chunk_cat: room for each gradient and for the flags, and zeros for the gap after each.
         self._pieces: list[Tensor | None] = []
         self._piece_of_slot: list[int] = []
@@ -128,7 +130,7 @@ class ReducePlan:
                     grad, replace(in_dtype(model, grad.dtype), placements=param.spec.annotations.gradient)
                 )
             once = frozenset(axis for axis in param.spec.data_axes if always_once or names[axis] in varying)
-            dtype = self._dtypes.added_up_in(param) if self._keeps_wider else None
+            dtype = None if self._added_up_in is None else self._added_up_in(param)
             grads[index] = local_gradient(param.fqn, grad, model, param.spec.data_axes, once, dtype)
 
     def copy_in(self, grads: list[Tensor | None], out: Tensor) -> None:
@@ -145,7 +147,7 @@ class ReducePlan:
             else:
                 piece = grad if spec is None else _rank_major(grad, spec)
                 if piece.dtype is not self.grad_dtype:
-                    if self._keeps_wider:
+                    if self._added_up_in is not None:
                         others.add(piece.dtype)
                     else:
                         piece = piece.to(self.grad_dtype)

@@ -232,7 +232,10 @@ class UnitHooks:
         calls.running.append(part)
         if schedule.forward is not None and schedule.forward.log is not None:
             schedule.forward.log.enter(unit, part)
-        return self._watch_inputs(part, args, kwargs, is_first=is_first)
+        levels = torch_autograd.functorch_is_active() or torch_autograd.forward_ad._current_level >= 0
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor and not levels:  # by far the most common
+            return (self._watched(part, args[0], is_first=is_first),) if args[0].requires_grad else args, kwargs
+        return self._watch_inputs(part, args, kwargs, levels, is_first)
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         unit = self._unit
@@ -329,15 +332,13 @@ class UnitHooks:
     # --- backward ---
 
     def _watch_inputs(
-        self, part: GraphPart, args: tuple[Any, ...], kwargs: dict[str, Any], is_first: bool = True
+        self, part: GraphPart, args: tuple[Any, ...], kwargs: dict[str, Any], levels: bool, is_first: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Pass each input that needs a gradient through a node that runs in backward when that gradient is done.
 
+        levels:   whether transforms or tangents may have wrapped the inputs: each level has its own graph
         is_first: whether the module is the first of its unit in this call; only the inputs of the first one end it
         """
-        levels = torch_autograd.functorch_is_active() or torch_autograd.forward_ad._current_level >= 0
-        if len(args) == 1 and not kwargs and type(args[0]) is Tensor and not levels:  # by far the most common
-            return (self._watched(part, args[0], is_first=is_first),) if args[0].requires_grad else args, kwargs
         watched: dict[int, Tensor] = {}
 
         def watch(tensor: Tensor) -> Tensor:

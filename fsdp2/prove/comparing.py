@@ -216,6 +216,26 @@ def _ratio(ours: Whole | None, theirs: Whole | None) -> float | None:
     return ratio if ratio and abs(ratio - 1) > 0.02 and rest < 0.02 * abs(ratio) else None
 
 
+def first_that_ranks_do_not_share(reference: Events) -> Difference | None:
+    """On the reference, ranks that average a parameter's gradients all keep the whole parameter: where two first have other values."""
+    peers: dict[int, dict[str, list[list[int]]]] = {
+        rank: next((each["peers"] for each in events if each["kind"] == "peers"), {}) for rank, events in reference.items()
+    }
+    for key in _moments(reference):
+        wrong: dict[str, set[int]] = {}
+        for name, copies in _wholes(reference, key).items() if key[1] == "parameters" else ():
+            for group in (group for rank in copies for group in peers.get(rank, {}).get(name, ())):
+                here = [copies[rank].made.checksum for rank in group if rank in copies]
+                if len(set(here)) > 1:
+                    wrong.setdefault(name, set()).update(group)
+        if wrong:
+            name, ranks = next(iter(wrong.items()))
+            more = f", and {len(wrong) - 1} more like it" if len(wrong) > 1 else ""
+            said = f"{name} is not the same on these ranks, each of which keeps all of it on the reference{more}"
+            return Difference(key[0], "parameters", tuple(wrong), tuple(sorted(ranks)), said)
+    return None
+
+
 def first_differing_call(calls: Mapping[int, Sequence[str]]) -> str | None:
     """Where ranks of one process group have first issued different collectives. calls: the lines of each rank"""
     by_group: dict[str, dict[int, list[str]]] = {}
@@ -247,4 +267,4 @@ def _by_value(here: Mapping[int, str]) -> Iterator[tuple[str, str]]:
         yield value, f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}:"
 
 
-__all__ = ["MARGIN", "Compared", "Difference", "Events", "compare", "first_differing_call"]
+__all__ = ["MARGIN", "Compared", "Difference", "Events", "compare", "first_differing_call", "first_that_ranks_do_not_share"]

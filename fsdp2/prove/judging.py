@@ -13,7 +13,7 @@ from ..doctor.finding import Report
 from ..doctor.rank_record import RankRecord, place_of, read_records, report_of_records
 from ..printable import of_ranks
 from ..ranks import Ranks
-from .comparing import Compared, Events, compare, first_differing_call
+from .comparing import Compared, Events, compare, first_differing_call, first_that_ranks_do_not_share
 from .verdict import Statement, not_looked_at
 from .witness import read_events
 
@@ -107,9 +107,12 @@ def statements_of(real: Run, reference: Run | None, exact: Run | None) -> Iterat
     report = report_of_records(real.records)
     looked = any(record.has_looked for record in real.records)
     yield from _of_doctor(report, ("error",))
+    yield _of_equal_ranks(reference)
     yield from _of_comparison(real, reference, exact)
     yield from _of_doctor(report, ("warning",))
     yield _of_certificate(real)
+    for subject in ("orders", "checkpoint", "plan", "capture"):
+        yield not_looked_at(subject, "fsdp2 prove does not look at this yet")
     if not looked and not report:
         yield not_looked_at("doctor", "no optimizer has stepped on a sharded model that the doctor knows")
     elif not any(each.severity != "note" for each in report):
@@ -168,6 +171,17 @@ def _agreement(subject: str, phase: str, found: Compared, has_exact: bool) -> St
     but = f"; {rough} of them say little, because rounding may change them by half of their size" if rough else ""
     without = "" if has_exact else "; the reference did not run in fp64, so the bound has only the dtypes"
     return Statement(subject, True, "measured", f"{number} {subject} are the reference's, {share}{but}{without}")
+
+
+def _of_equal_ranks(reference: Run | None) -> Statement:
+    """What a program does on some ranks only, a shard hides: the whole parameter shows it."""
+    if reference is None or not reference.num_steps:
+        return not_looked_at("ranks", "the reference could not run the program")
+    found = first_that_ranks_do_not_share(reference.events)
+    if found is None:
+        return Statement("ranks", True, "measured", "on the reference, ranks that average a parameter's gradients keep it the same")
+    fix = "change gradients and parameters, step and clip on all ranks alike, with the same options"
+    return Statement("ranks", False, "measured", found.said, fix, step=found.step, names=found.names, ranks=found.ranks)
 
 
 def _incomparable(real: Run, reference: Run | None) -> str:

@@ -38,7 +38,7 @@ from ..doctor.step_checks import digest_of
 from ..inspect import Listener, is_sharded, listen
 from ..inspector.fingerprint import Fingerprint, fingerprints
 from ..ranks import Rank
-from ..reference import ReferenceModule
+from ..reference import Axes, ReferenceModule
 from ..run import run_script
 from ..torch_names import torch_dtensors
 from .certificate import Scales
@@ -134,6 +134,8 @@ class Witness(Patient):
         self._tell("inputs", 1, digest=digest_of(args))
         self._tell("start", 1, values=self._seen(self._named.values()))
         if self._start is not None:
+            units = dict.fromkeys(each.reference for each in module.modules() if isinstance(each, ReferenceModule))
+            self._tell("peers", 1, peers={self._named[id(p)][0]: _peers(axes) for unit in units for p, axes in unit.params.items()})
             self._take_values_of(self._start)
         else:
             kind = "fsdp2" if type(module).__mro__[1].__module__.startswith("fsdp2") else "torch"
@@ -238,6 +240,11 @@ class Witness(Patient):
 
     def _file(self, kind: str) -> Path:
         return Path(self._folder, f"{kind}-{self.record.rank}")
+
+
+def _peers(axes: Axes) -> list[list[int]]:
+    """The ranks of each process group over which gradients are averaged."""
+    return [dist.get_process_group_ranks(group) for group in axes.shard + axes.replicate]
 
 
 class _Places(Listener):

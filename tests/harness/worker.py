@@ -35,6 +35,7 @@ from harness.results import Fingerprints, kept
 
 # Imported once by the forkserver and shared by all ranks. torch._dynamo is what the first `fully_shard` needs.
 PRELOAD = [
+    "fsdp2",
     "pytest",
     "torch",
     "torch._dynamo",

@@ -1,0 +1,1 @@
+"""Programs with planted faults, and healthy ones (test_plants.py)."""

@@ -1,0 +1,69 @@
+"""Run plants, or healthy programs, under ``fsdp2 prove``: a line for each, and a JSON object with the totals.
+
+PYTHONPATH=.:tests/prove python -m plants user library healthy
+PYTHONPATH=.:tests/prove python -m plants user --only "zero_grad is forgotten"
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from fsdp2.prove.command import prove
+from fsdp2.prove.witness import Program
+from plants.healthy import HEALTHY
+from plants.library import LIBRARY_PLANTS
+from plants.user_programs import USER_PLANTS, Plant
+
+TABLES = {"user": USER_PLANTS, "library": LIBRARY_PLANTS, "healthy": HEALTHY}
+NUM_STEPS = 3
+ROOT = Path(__file__).parents[3]
+
+
+def outcome_of(plant: Plant) -> dict[str, Any]:
+    """named: found, and the verdict has all words; a healthy program is proven"""
+    with tempfile.TemporaryDirectory() as folder:
+        script = ROOT / plant.name if plant.name.endswith(".py") else Path(folder, "train.py")
+        if script.parent == Path(folder):
+            script.write_text(plant.script)
+        begun = time.monotonic()
+        verdict = prove(Program(str(script)), plant.ranks, NUM_STEPS, timeout=10.0, limit=120.0)
+    said = json.dumps([dataclasses.asdict(each) for each in verdict.faults])
+    is_found = verdict.verdict == "fault"
+    is_named = all(word in said for word in plant.words.split()) if plant.words else verdict.verdict == "proven"
+    return {
+        "name": plant.name,
+        "found": is_found,
+        "named": is_named and is_found == bool(plant.words),
+        "words": plant.words,
+        "verdict": [f"{each.check or each.subject}: {', '.join(each.names[:4])}: {each.said[:300]}" for each in verdict.faults],
+        "why": verdict.why_not_run,
+        "seconds": round(time.monotonic() - begun, 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m plants")
+    parser.add_argument("tables", nargs="+", choices=TABLES)
+    parser.add_argument("--only", action="append", default=[], help="names of plants")
+    options = parser.parse_args()
+    outcomes = []
+    for plant in (plant for table in options.tables for plant in TABLES[table] if not options.only or plant.name in options.only):
+        outcome = outcome_of(plant)
+        outcomes.append(outcome)
+        mark = "named" if outcome["named"] else "found" if outcome["found"] else "missed" if plant.words else outcome["why"] or "proven"
+        sys.stderr.write(f"{mark:8} {outcome['seconds']:5.1f} s  {plant.name}\n")
+        sys.stderr.write("" if outcome["named"] else f"    {outcome}\n")
+        sys.stderr.flush()
+    json.dump(outcomes, sys.stdout)
+    return int(not all(each["named"] for each in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

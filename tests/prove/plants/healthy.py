@@ -1,0 +1,97 @@
+"""Variations of the script of ``user_programs.py`` that have no fault, and examples of this project: nothing may be reported."""
+
+from __future__ import annotations
+
+from plants.user_programs import HSDP, Plant
+
+POLICY = 'how = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}'
+
+HEALTHY = [
+    Plant("the script as it is", "", {}),
+    Plant("each micro-batch is synchronized", "", {"sync": ""}),
+    Plant(
+        "losses by all tokens, of which ranks have different numbers",
+        "",
+        {
+            "targets": "return tokens[:, :-1], tokens[:, 1:].masked_fill(torch.arange(5) > 2 + rank, -100)",
+            "loss": 'total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")\n'
+            "tokens = (targets != -100).sum()\ndist.all_reduce(tokens)\n"
+            "loss = total * ranks / tokens / 2",
+        },
+    ),
+    Plant(
+        "sums of losses, and a divisor of gradients for them",
+        "",
+        {
+            "sharded": "for each in [*model.blocks, model]:\n    each.set_gradient_divide_factor(1.0)",
+            "loss": "loss = mean_loss(logits, targets) / 2 / ranks",
+        },
+    ),
+    Plant(
+        "a frozen base",
+        "",
+        {
+            "whole": "model.requires_grad_(False)\nmodel.head.requires_grad_(True)\nmodel.blocks[2].requires_grad_(True)",
+            "optimizer": "optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)",
+        },
+    ),
+    Plant("tied weights", "", {"model": "model = Model()\nmodel.head.weight = model.embedding.weight"}),
+    Plant("replicas", "", {"mesh": f"mesh = {HSDP}"}),
+    Plant("two replicas of two shards", "", {"mesh": f"mesh = {HSDP}"}, ranks=4),
+    Plant(
+        "replicas are reduced with the last micro-batch",
+        "",
+        {"mesh": f"mesh = {HSDP}", "sync": "model.set_requires_all_reduce(micro == 1)"},
+    ),
+    Plant("mixed precision", "", {"how": POLICY}),
+    Plant(
+        "a moving average of the weights",
+        "",
+        {
+            "sharded": "average = copy.deepcopy(model).requires_grad_(False)",
+            "end": "with torch.no_grad():\n    for kept, param in zip(average.parameters(), model.parameters()):\n"
+            "        kept.lerp_(param, 0.1)",
+        },
+    ),
+    Plant(
+        "a plateau of the mean loss",
+        "",
+        {
+            "scheduler": "scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)",
+            "schedule": "mean = loss.detach()\ndist.all_reduce(mean)\nscheduler.step(mean)",
+        },
+    ),
+    Plant(
+        "evaluation between steps",
+        "",
+        {"end": "model.eval()\nwith torch.no_grad():\n    mean_loss(model(tokens), targets)\nmodel.train()"},
+    ),
+    Plant(
+        "two losses of one forward",
+        "",
+        {"loss": "loss = (mean_loss(logits, targets) + 0.1 * F.mse_loss(logits, torch.zeros_like(logits))) / 2"},
+    ),
+    Plant(
+        "activations are computed again",
+        "",
+        {
+            "block": "x = checkpoint(block, x, use_reentrant=False)",
+            "patch": "from torch.utils.checkpoint import checkpoint",
+        },
+    ),
+    Plant("weights stay after forward", "", {"how": 'how = {"mesh": mesh, "reshard_after_forward": False}'}),
+    Plant(
+        "two tasks with a backward each",
+        "",
+        {
+            "sync": "",
+            "backward": "mean_loss(model(tokens), tokens).backward()\nloss.backward()",
+            "loss": "loss = mean_loss(logits, targets)",
+        },
+    ),
+    Plant("examples/tutorial/step1_two_processes.py", "", {}),
+    Plant("examples/tutorial/step2_large_models.py", "", {}),
+    Plant("examples/clients/experts.py", "", {}, ranks=4),
+    Plant("examples/clients/fabric_loop.py", "", {}),
+    Plant("examples/clients/accelerate_loop.py", "", {}),
+]

@@ -753,6 +753,8 @@ TORCHS_OWN: dict[Program, str] = {
     tie_cut_after_sharding: "optimizer-has-dead-parameters",  # torch's first forward ties them again
     wide_norm_cast_down: "pure-low-precision",  # and there torch raises: two dtypes in one group
     optimizer_before_sharding: "optimizer-before-sharding",  # fsdp2 exchanges its parameters
+    sum_over_ranks: "",  # torch raises: gloo has no PREMUL_SUM
+    block_with_another_divisor: "",
 }
 """Programs that do something else on torch's FSDP2, and what the doctor finds there."""
 

@@ -7,7 +7,6 @@ import copy
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.testing import assert_close
 
 from fsdp2 import fully_shard
 from harness import cpu_mesh, on_ranks
@@ -283,46 +282,6 @@ def test_prefetching_a_module_that_does_not_run_leaves_it_sharded_and_valid():
     steps = fed_own_chunk(model, batches(), lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1))
     model.unshard()
     assert_same_bits(steps, fed_in_chunks(reference, batches(), lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1)))
-
-
-class Branch(nn.Module):
-    """A frozen layer, next to a gain that is left out of ``fully_shard``, and used where ``uses_gain``."""
-
-    def __init__(self, uses_gain: bool) -> None:
-        super().__init__()
-        self.frozen = nn.Linear(7, 7).requires_grad_(False)
-        self.gain = nn.Parameter(torch.ones(7))
-        self.uses_gain = uses_gain
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.frozen(x)
-        return y * self.gain if self.uses_gain else y
-
-
-class Branched(nn.Module):
-    def __init__(self, uses_gain: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.branch = Branch(uses_gain)
-        self.head = nn.Linear(7, 7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x) + self.branch(x)
-
-
-@on_ranks(2, timeout=60)
-def test_explicit_prefetch_leaves_out_a_unit_that_this_backward_does_not_reach():
-    """Symptom: a rank whose backward came through the branch gathered the frozen layer alone, and waited for ever."""
-    model, reference = Branched(torch.distributed.get_rank() == 0), Branched(True)
-    fully_shard(model.branch.frozen, mesh=cpu_mesh())
-    fully_shard(model.branch, mesh=cpu_mesh(), ignored_params={model.branch.gain})
-    fully_shard(model, mesh=cpu_mesh(), ignored_params={model.branch.gain})
-    model.branch.set_modules_to_backward_prefetch([model.branch.frozen])
-    x = torch.linspace(-1, 1, 14).view(2, 7)
-    for each in (model, reference):
-        each(x).sum().backward()
-    for param, expected in zip(model.head.parameters(), reference.head.parameters(), strict=True):
-        assert_close(param.grad.full_tensor(), expected.grad)
 
 
 # --- nesting --------------------------------------------------------------------------------------------------------------------

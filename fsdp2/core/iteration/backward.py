@@ -77,10 +77,7 @@ class Backward:
         step = tree.step
         if options.prefetch_backward:
             for other in options.prefetch_backward:
-                awaiting = other.calls.awaiting
-                # A frozen unit may be in no graph; ranks whose backward does not come here would not gather it.
-                if not awaiting or any(call.will_pass_inputs(self.task) for call in awaiting):
-                    self._prefetch(other)
+                self._prefetch(other)
         elif positions := step.positions.get(unit):
             index = positions.pop()
             depth = options.backward_depth

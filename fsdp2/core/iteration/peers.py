@@ -44,10 +44,14 @@ _peers: dict[tuple[str, ...], Peers] = {}
 
 
 def peers_on(mesh: DataParallelMesh) -> Peers:
-    """Those over both axes of ``mesh``."""
-    return peers_in(mesh.shard_group, mesh.replicate_group)
+    """Those over both axes of ``mesh``.
+
+    Numbers are of one type of device: in one backward autograd runs the host's nodes and an accelerator's on different
+    threads, so ranks may come to the two in different orders.
+    """
+    return peers_in(mesh.shard_group, mesh.replicate_group, device_type=mesh.device_type)
 
 
-def peers_in(*process_groups: dist.ProcessGroup | None) -> Peers:
+def peers_in(*process_groups: dist.ProcessGroup | None, device_type: str = "") -> Peers:
     names = [group.group_name for group in process_groups if group is not None and group.size() > 1]
-    return _peers.setdefault(tuple(names), Peers())
+    return _peers.setdefault((device_type, *names), Peers())

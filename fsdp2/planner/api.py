@@ -74,8 +74,8 @@ def plan(
     prefetch:       number of units gathered ahead
     backend:        "nccl" plans the algorithms and the schedule for accelerators, "gloo" those for the CPU
     ranks_per_host: consecutive ranks that share a host
-    card:           "a100-40gb", "a100-80gb", "h100", "h100-96gb", "h200", or a ``fsdp2.testing.clock.cards.Card``: also predicts the
-                    time of a step, by a model
+    card:           the name of a GPU ("a100-80gb", "h100", "b200", ...: ``fsdp2.testing.clock.cards.CARDS``), or a ``Card``: also
+                    predicts the time of a step, by a model
     inputs:         function from batch and sequence to the tuple of the model's arguments; None: token ids (batch, sequence)
     loss:           function from the model's output and that tuple to a number; None: cross entropy of logits, or the mean of any
                     other output

@@ -129,7 +129,8 @@ def tables(plan: Plan) -> list[Table]:
     if plan.duration is not None:
         lasts = plan.duration
         exposed = [(f"exposed communication, {phase}", seconds) for phase, seconds in lasts.exposed.items()]
-        span = f" ({lasts.fastest * 1e3:,.0f} to {lasts.slowest * 1e3:,.0f})" if lasts.fastest < lasts.slowest else ""
+        is_compared = lasts.fastest < lasts.slowest
+        span = f" ({lasts.fastest * 1e3:,.0f} to {lasts.slowest * 1e3:,.0f})" if is_compared else " (unproven)"
         found.append(
             Table(
                 f"A step on {lasts.card}: {lasts.step * 1e3:,.0f} ms{span}, {lasts.mfu:.0%} MFU, by a model",

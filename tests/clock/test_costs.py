@@ -99,3 +99,13 @@ def test_a_copy_from_pageable_memory_is_slower_than_one_from_pinned_memory():
 def test_cards_differ_where_their_data_sheets_do():
     assert CARDS["h200"].memory_bandwidth / CARDS["h100"].memory_bandwidth == pytest.approx(4.8 / 3.35)
     assert CARDS["h200"].flops == CARDS["h100"].flops
+
+
+def test_a_card_is_faster_where_its_data_sheet_says_so_and_only_compared_ones_have_a_range():
+    product = op("aten::mm", tensor(8192, 8192, read=True), tensor(8192, 8192, read=True), tensor(8192, 8192, written=True))
+    seconds = {name: operator_seconds(product, card) for name, card in CARDS.items()}
+    slowest_first = ["a10g", "h20", "rtx4090", "a100-80gb", "l40s", "h100", "b200", "gb200"]
+    assert sorted(slowest_first, key=seconds.__getitem__, reverse=True) == slowest_first
+    assert {name for name, card in CARDS.items() if card.measured_over_modelled == (1.0, 1.0)} == {
+        *("a10g", "b200", "gb200", "h20", "l40s", "mi300x", "rtx4090")
+    }

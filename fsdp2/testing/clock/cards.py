@@ -8,6 +8,10 @@ generation of GPUs are fitted to every other row of benchmarks/published_steps.c
     NVIDIA A100 data sheet (SXM)    https://www.nvidia.com/en-us/data-center/a100/
     NVIDIA H200 data sheet (SXM)    https://www.nvidia.com/en-us/data-center/h200/
     NCCL's own tuning model         https://github.com/NVIDIA/nccl, src/graph/tuning.cc: baseLat, hwLat of rings
+    NVIDIA DGX B200, GB200 NVL72    data sheets of https://www.nvidia.com/en-us/data-center/: an eighth, and a 72nd, of the whole
+    NVIDIA L40S, A10G, Ada          data sheets, and the white paper of the Ada architecture (RTX 4090, products that add up in fp32)
+    NVIDIA H20                      as reported (78 multiprocessors, 148 TFLOP/s in bf16): there is no public data sheet
+    AMD Instinct MI300X data sheet  https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html: seven links of 64 GB/s
     NVIDIA DGX A100 data sheet      eight network cards of 200 Gbit/s
     NCCL                            up to 24 channels for a ring over NVLink, each a block that occupies a multiprocessor
     torchtitan, December 2024       https://github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: its hosts
@@ -16,6 +20,7 @@ generation of GPUs are fitted to every other row of benchmarks/published_steps.c
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,4 +134,65 @@ A100_40GB = Card(
 )
 """In hosts with 1 600 Gbit/s of network, as a DGX A100 has; some clouds have 400: ``replace(A100_40GB, between=6.25e9)``."""
 A100_80GB = replace(A100_40GB, name="A100 SXM 80GB", memory_bandwidth=2.039e12, memory_nbytes=80e9)
-CARDS = {"a100-40gb": A100_40GB, "a100-80gb": A100_80GB, "h100": H100, "h200": H200, "h100-96gb": H100_96GB}
+
+
+def _unproven(like: Card, name: str, flops: tuple[float, float, float | None], multiprocessors: int, **others: Any) -> Card:
+    """A card of whose generation no published step was compared, with the fitted constants of ``like``.
+
+    flops: of products in bf16 and fp16, in fp32, and in float8 (None: it has none)
+    """
+    half, single, eighth = flops
+    by_dtype = {"BFloat16": half, "Half": half, "Float": single, "Double": single}
+    if eighth is not None:
+        by_dtype |= {"Float8_e4m3fn": eighth, "Float8_e5m2": eighth}
+    taken = 24 / multiprocessors
+    return replace(like, name=name, flops=by_dtype, collectives_take=taken, measured_over_modelled=(1.0, 1.0), **others)
+
+
+_PCIE_4 = 32e9
+B200 = _unproven(H100, "B200 180GB", (2.25e15, 75e12, 4.5e15), 148, memory_bandwidth=8e12, memory_nbytes=180e9, inside=900e9)
+GB200 = _unproven(
+    H100,
+    "GB200 186GB, NVL72",
+    (2.5e15, 80e12, 5e15),
+    148,
+    memory_bandwidth=8e12,
+    memory_nbytes=186e9,
+    inside=900e9,
+    to_host=225e9,
+    ranks_per_host=72,
+)
+"""What shares NVLink counts as one host. Two GPUs share the link to their CPU."""
+H20 = _unproven(H100, "H20 96GB", (148e12, 44e12, 296e12), 78, memory_bandwidth=4e12, memory_nbytes=96e9)
+MI300X = _unproven(
+    H100, "MI300X 192GB", (1307.4e12, 163.4e12, 2614.9e12), 304, memory_bandwidth=5.3e12, memory_nbytes=192e9, inside=448e9
+)
+L40S = _unproven(A100_40GB, "L40S 48GB", (362e12, 91.6e12, 733e12), 142, memory_bandwidth=864e9, memory_nbytes=48e9, inside=_PCIE_4)
+A10G = _unproven(
+    A100_40GB, "A10G 24GB", (70e12, 35e12, None), 80, memory_bandwidth=600e9, memory_nbytes=24e9, inside=_PCIE_4, between=6.25e9
+)
+RTX_4090 = _unproven(
+    A100_40GB,
+    "RTX 4090 24GB",
+    (165.2e12, 82.6e12, 330.3e12),
+    128,
+    memory_bandwidth=1.008e12,
+    memory_nbytes=24e9,
+    inside=_PCIE_4,
+    between=1.25e9,
+)
+"""Without NVLink: GPUs of a host reach each other over PCIe. 10 Gbit/s between hosts."""
+CARDS = {
+    "a10g": A10G,
+    "a100-40gb": A100_40GB,
+    "a100-80gb": A100_80GB,
+    "b200": B200,
+    "gb200": GB200,
+    "h100": H100,
+    "h100-96gb": H100_96GB,
+    "h20": H20,
+    "h200": H200,
+    "l40s": L40S,
+    "mi300x": MI300X,
+    "rtx4090": RTX_4090,
+}

@@ -106,6 +106,8 @@ def two_layers(difference: str = "none", mesh: Any = None) -> nn.Module:
         bias=not (differs and difference == "missing"),
         dtype=torch.float64 if differs and difference == "dtype" else None,
     )
+    if differs and difference == "frozen":
+        last.bias.requires_grad_(False)
     model = nn.Sequential(nn.Linear(7, 7), last)
     for module in (*model, model):
         policy = fsdp2.MixedPrecisionPolicy(param_dtype=torch.bfloat16 if differs and difference == "policy" else None)
@@ -123,7 +125,7 @@ def test_models_that_differ_between_ranks_are_refused_before_the_first_gather_by
         stores.append(Meeting(real(prefix)))
         return stores[-1]
 
-    found = {"shape": "1.weight", "missing": "1.bias", "dtype": "1.weight", "policy": "0.weight"}
+    found = {"shape": "1.weight", "missing": "1.bias", "dtype": "1.weight", "policy": "0.weight", "frozen": "1.bias"}
     with mock.patch.object(same_models.torch_collectives, "keys_of_the_store", keys_of_the_store):
         for difference, name in found.items():
             with pytest.raises(fsdp2.ModuleError) as caught:

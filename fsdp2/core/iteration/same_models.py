@@ -1,4 +1,4 @@
-"""Before a first forward communicates, each rank checks that its neighbors gather the same.
+"""Before a first forward communicates, each rank checks that its neighbors gather the same, and will reduce the same.
 
 Otherwise gloo aborts, and NCCL computes nonsense.
 
@@ -46,7 +46,11 @@ def require_same_as_neighbors(units: Sequence[Unit]) -> None:
     if not backends.moves_data(backends.backend_of(process_group, first.mesh.device_type)):
         return
     facts = [
-        (param.fqn, f"{tuple(param.sharded.shape)}, {param.dtype}, gathered in {group.plan.param_dtype}")
+        (
+            param.fqn,
+            f"{tuple(param.sharded.shape)}, {param.dtype}, gathered in {group.plan.param_dtype}"
+            + ("" if param.sharded.requires_grad else ", frozen"),
+        )
         for unit in units
         for group in unit.groups
         if group.mesh.ranks == first.mesh.ranks
@@ -78,6 +82,6 @@ def _compare(neighbor: int, theirs: Sequence[Sequence[str]], rank: int, ours: Se
                 items=[
                     f"rank {number}: {': '.join(fact)}" for number, fact in sorted([(neighbor, their), (rank, our)])
                 ],
-                expected="on all ranks the same shapes and dtypes, in the same order",
+                expected="on all ranks the same shapes, dtypes and requires_grad, in the same order",
                 fix="build the same model on every rank, and call fully_shard on the same modules",
             )

@@ -256,7 +256,8 @@ def recording() -> AbstractContextManager[CollectiveLog]:
 
 
 def current_step() -> int:
-    """How many steps of any optimizer have begun, plus 1."""
+    """How many steps of any optimizer have begun, plus 1. On torch's FSDP2 the first call begins to count."""
+    _count_steps()
     return STEPS.begun + 1
 
 

@@ -63,7 +63,7 @@ def listen_to(name: str, args: Any, kwargs: Any, loss: Tensor, heard: list[Heard
 
 
 def scale_of(by_rank: Sequence[Sequence[Heard]], factor: float, accumulates: bool) -> Iterator[Finding]:
-    """by_rank: means of a step; factor: the divisor of gradients; accumulates: gradient sync was off for some of them"""
+    """by_rank: means of a step; factor: the divisor of gradients; accumulates: of micro-batches"""
     total = sum(each.weight for heard in by_rank for each in heard) / factor
     number, most = round(total), max(map(len, by_rank))
     if accumulates and 2 <= number <= most and abs(total - number) < _TOLERANCE:
@@ -88,11 +88,14 @@ def scale_of(by_rank: Sequence[Sequence[Heard]], factor: float, accumulates: boo
     )
 
 
-def uneven(by_rank: Mapping[int, Sequence[Heard]]) -> Iterator[Finding]:
-    """by_rank: the losses of one step"""
-    per_token = {each.weight / each.count: rank for rank, heard in by_rank.items() for each in heard if each.count}
-    lowest, highest = min(per_token, default=0.0), max(per_token, default=0.0)
-    if highest > lowest * (1 + _TOLERANCE):
+def uneven(by_rank: Mapping[int, Sequence[Heard]], accumulates: bool) -> Iterator[Finding]:
+    """by_rank: the losses of one step; accumulates: they are of micro-batches, and else may be of tasks with weights of their own"""
+    together = [(rank, 0 if accumulates else number, each) for rank, heard in by_rank.items() for number, each in enumerate(heard)]
+    for task in {number: None for _, number, _ in together}:
+        per_token = {each.weight / each.count: rank for rank, number, each in together if number == task and each.count}
+        lowest, highest = min(per_token, default=0.0), max(per_token, default=0.0)
+        if highest <= lowest * (1 + _TOLERANCE):
+            continue
         yield Finding(
             "token-weights",
             "warning",
@@ -101,6 +104,7 @@ def uneven(by_rank: Mapping[int, Sequence[Heard]]) -> Iterator[Finding]:
             "divide the sum of losses by the tokens of all ranks and micro-batches, times the ranks that fully_shard averages over; "
             "weights that are meant: ignore this",
         )
+        return
 
 
 def factors_differ(groups: Sequence[Group]) -> Iterator[Finding]:

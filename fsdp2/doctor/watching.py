@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
@@ -194,7 +195,7 @@ class Watch:
             for finding in unseen_writes(self._inspected) if close.is_on or had_grad is not self._had_grad else ():
                 self._note_own(finding)
         if close.is_on and torch.is_grad_enabled():
-            close.data = digest_of((args, kwargs, close.data and torch.tensor(close.data, device="cpu")))
+            close.data.append(digest_of((args, kwargs)))
             close.random = learning.random_state(self._device) if close.random is None else close.random
             self._meeting.begin_forward()
 
@@ -318,14 +319,17 @@ class Watch:
         heard = [each for each in close.heard if each is not None]
         is_one_each = len(heard) == len(close.heard) == close.num_backwards
         means = tuple(heard) if is_one_each else None
-        seen = Observed(self._ranks, close.data, scale, close.losses, random, is_zero, settings, self._metric, missing, means)
+        inputs = [each for each in close.data if each is not None]
+        data = zlib.crc32(repr(inputs).encode()) if inputs else None
+        seen = Observed(self._ranks, data, scale, close.losses, random, is_zero, settings, self._metric, missing, means)
         said = exchange((close.findings, seen))
-        together = self._compared([each for _, each in said], close.accumulates)
+        is_by_task = len(set(inputs)) < len(inputs)  # micro-batches are different ones
+        together = self._compared([each for _, each in said], close.accumulates and not is_by_task)
         close.findings, self._metric = [], None
         self._note(report_of([[*findings, *together] for findings, _ in said]))
 
     def _compared(self, observed: Sequence[Observed], accumulates: bool) -> list[Finding]:
-        """Findings on what ranks have seen, the same on all."""
+        """Findings on what ranks have seen, the same on all. accumulates: backwards were of micro-batches"""
         weighed: dict[tuple[int, ...], Finding] = {}
         found = [*scale_findings(observed)] if len(observed) > 1 else []
         for seen in peers(observed).values():
@@ -337,7 +341,7 @@ class Watch:
             if len(heard) == len(seen):
                 factor = self._inspected.groups[0].divide_factor() or len(seen)
                 found += loss_weights.scale_of(list(heard.values()), factor, accumulates)
-                weighed.update((seen[0].ranks, finding) for finding in loss_weights.uneven(heard))
+                weighed.update((seen[0].ranks, finding) for finding in loss_weights.uneven(heard, accumulates))
         # In one step they may be so by chance, or while a learning rate warms up.
         for name, now, finding in (
             ("data", same_data(observed), data_finding),
@@ -422,7 +426,7 @@ class _Close:
     """What a close look at one step has found. A new watch begins with one.
 
     findings: what the other ranks have not been told
-    data:     digest of the inputs of all micro-batches so far
+    data:     digests of the inputs of all micro-batches so far; None: without tensors
     gradient: a parameter, and a sample of its gradient at the end of the last backward
     losses:   digest of the gradients of the root's outputs so far
     random:   digest of the generators before the first forward; draws: forward has changed it
@@ -454,7 +458,7 @@ class _Close:
 
     def __init__(self, is_on: bool = True, findings: Iterable[Finding] = ()) -> None:
         self.is_on = is_on
-        self.data: int | None = None
+        self.data: list[int | None] = []
         self.findings = list(findings)
         self.gradient: tuple[Parameter, Tensor] | None = None
         self.losses, self.draws, self.is_clipped = 0, False, False

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..doctor.finding import Finding, Report
 from ..doctor.gradient_scale import Certificate, Probe, certificate, gradients_heard, received, reductions
 from ..doctor.inspected import inspect
 from ..doctor.patient import _living
+from ..doctor.step_checks import digest_of
 from ..inspect import exchange
 
 _LOSSES = ("cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss")
@@ -30,9 +33,13 @@ class Scales:
     def __init__(self, model: nn.Module) -> None:
         self.inspected = inspect(model, None, "gradient_scales")
         self._probes: dict[str, Probe] = {}
+        self._num_losses = 0  # in each backward
+        self._inputs: list[int | None] = []  # digests, of each forward
+        self._accumulates = False  # gradient sync was off in a backward
         self._undo = contextlib.ExitStack()
         self._computed = self._undo.enter_context(gradients_heard(self.inspected.params))
         self._received = received(())
+        self._undo.callback(model.register_forward_pre_hook(self._before_forward, with_kwargs=True).remove)
         for unit in self.inspected.units:
             self._undo.callback(unit.on_backward_end(self._note))
         for name in _LOSSES:
@@ -40,8 +47,12 @@ class Scales:
             setattr(F, name, self._heard(name, usual))
             self._undo.callback(setattr, F, name, usual)
 
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._inputs += [digest_of((args, kwargs))] if torch.is_grad_enabled() else []
+
     def _note(self) -> None:
         """A backward has ended: nobody has clipped or unscaled its gradients yet."""
+        self._accumulates |= not all(unit.reduces() for unit in self.inspected.units)
         self._received = received(self.inspected.groups)
 
     def _heard(self, name: str, usual: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -63,7 +74,12 @@ class Scales:
             values = torch.ones(number, device=made.device)  # no token's loss is known to be zero
         share = max(values.numel(), 1) if reduction == "mean" else 1
         is_zero = values == 0
-        made.register_hook(lambda grad: probe._hear((grad / share).expand_as(values), is_zero))  # type: ignore[no-untyped-call]
+
+        def hear(grad: Tensor) -> None:
+            self._num_losses += 1
+            probe._hear((grad / share).expand_as(values), is_zero)
+
+        made.register_hook(hear)  # type: ignore[no-untyped-call]
 
     def certificate(self) -> Certificate:
         """Collective: yes, over all ranks of the job."""
@@ -72,4 +88,21 @@ class Scales:
         probe = next((self._probes[name] for name in _LOSSES if name in self._probes and self._probes[name].count), Probe())
         scale = next((each.get_scale() for each in _living(torch.amp.GradScaler)), 1.0)  # of the loss, and so of all gradients
         heard = probe.count, probe.total / scale, probe.num_zero, probe.lowest / scale, probe.highest / scale
-        return certificate(self.inspected, divisors, exchange(heard), None, 0.02)
+        of_batches = self._accumulates and self._num_losses <= len(set(self._inputs))
+        everyone = exchange((heard, self._num_losses > 1 and not of_batches))
+        found = certificate(self.inspected, divisors, [each for each, _ in everyone], None, 0.02)
+        is_averaged = all(each is None or abs(each / len(self.inspected.ranks) - 1) < 0.02 for each in divisors.values())
+        may_be_tasks = is_averaged and any(several for _, several in everyone)
+        return replace(found, report=Report(tuple(_certain(found.report, may_be_tasks))))
+
+
+def _certain(findings: Sequence[Finding], may_be_tasks: bool) -> Iterator[Finding]:
+    """Weights of tokens are for ``doctor.watch`` to judge, which knows what is a micro-batch. may_be_tasks: there are several losses,
+    not known to be of micro-batches: that they do not weigh 1 in sum is no fault of tasks.
+    """
+    for each in findings:
+        if each.check == "gradient-scale" and may_be_tasks:
+            why = "that is right for losses of several tasks, which have a weight of their own, and wrong for those of micro-batches"
+            yield replace(each, severity="note", why=why, fix="divide the losses of micro-batches by their number")
+        elif each.check != "token-weights":
+            yield each

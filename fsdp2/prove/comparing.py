@@ -217,23 +217,32 @@ def _ratio(ours: Whole | None, theirs: Whole | None) -> float | None:
 
 
 def first_that_ranks_do_not_share(reference: Events) -> Difference | None:
-    """On the reference, ranks that average a parameter's gradients all keep the whole parameter: where two first have other values."""
+    """On the reference, ranks that average a parameter's gradients all keep the whole parameter: where two first have other values.
+
+    Parameters that no call has count as well, if ranks begin with the same values: experts of ranks do not.
+    """
     peers: dict[int, dict[str, list[list[int]]]] = {
         rank: next((each["peers"] for each in events if each["kind"] == "peers"), {}) for rank, events in reference.items()
     }
+    alone = {name for events in reference.values() for each in events if each["kind"] == "peers" for name in each["alone"]}
+    start = _wholes(reference, (1, "start", 0))
     for key in _moments(reference):
         wrong: dict[str, set[int]] = {}
         for name, copies in _wholes(reference, key).items() if key[1] == "parameters" else ():
             for group in (group for rank in copies for group in peers.get(rank, {}).get(name, ())):
-                here = [copies[rank].made.checksum for rank in group if rank in copies]
-                if len(set(here)) > 1:
+                if _differ(copies, group) and not (name in alone and _differ(start.get(name, {}), group)):
                     wrong.setdefault(name, set()).update(group)
         if wrong:
             name, ranks = next(iter(wrong.items()))
+            why = ": no fully_shard call averages its gradients" if name in alone else ""
             more = f", and {len(wrong) - 1} more like it" if len(wrong) > 1 else ""
-            said = f"{name} is not the same on these ranks, each of which keeps all of it on the reference{more}"
+            said = f"{name} is not the same on these ranks, each of which keeps all of it on the reference{why}{more}"
             return Difference(key[0], "parameters", tuple(wrong), tuple(sorted(ranks)), said)
     return None
+
+
+def _differ(copies: Mapping[int, Whole], ranks: Sequence[int]) -> bool:
+    return len({copies[rank].made.checksum for rank in ranks if rank in copies}) > 1
 
 
 def first_differing_call(calls: Mapping[int, Sequence[str]]) -> str | None:

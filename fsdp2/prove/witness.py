@@ -135,24 +135,28 @@ class Witness(Patient):
         self._tell("start", 1, values=self._seen(self._named.values()))
         if self._start is not None:
             units = dict.fromkeys(each.reference for each in module.modules() if isinstance(each, ReferenceModule))
-            self._tell("peers", 1, peers={self._named[id(p)][0]: _peers(axes) for unit in units for p, axes in unit.params.items()})
+            axes = {self._named[id(param)][0]: axes for unit in units for param, axes in unit.params.items()}
+            peers = {name: _peers(each) for name, each in axes.items()}
+            widest = max(axes.values(), key=lambda each: each.size, default=None)
+            alone = [name for name, each in self._named.values() if name not in axes and each.requires_grad]
+            self._tell("peers", 1, peers=peers | ({} if widest is None else dict.fromkeys(alone, _peers(widest))), alone=alone)
             self._take_values_of(self._start)
         else:
             kind = "fsdp2" if type(module).__mro__[1].__module__.startswith("fsdp2") else "torch"
             self._tell("implementation", 1, name=kind)
-            kept = {name: (_local(tensor), _placed(tensor)[1]) for name, tensor in self._named.values()}
+            kept = {name: (_local(tensor), *_placed(tensor)) for name, tensor in self._named.values()}
             torch.save({"values": kept, "random": torch.get_rng_state()}, self._file("start"))
 
     def _take_values_of(self, run: Path) -> None:
         """Parameters that were made on shards have other values here: go on with those of the other run."""
         name_of = dict(self._named.values())
+        own = torch.load(run / f"start-{self.record.rank}", weights_only=False, mmap=True)
         for path in sorted(run.glob("start-*")):
             kept = torch.load(path, weights_only=False, mmap=True)
-            for name, (values, pieces) in kept["values"].items():
-                if name in name_of:
+            for name, (values, copy, pieces) in kept["values"].items():
+                if name in name_of and copy == own["values"][name][1]:  # experts of other ranks have this name as well
                     _copy(values, pieces, name_of[name])
-            if path == run / f"start-{self.record.rank}":
-                torch.set_rng_state(kept["random"])
+        torch.set_rng_state(own["random"])
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._has_ended:

@@ -33,7 +33,7 @@ def outcome_of(plant: Plant) -> dict[str, Any]:
         if script.parent == Path(folder):
             script.write_text(plant.script)
         begun = time.monotonic()
-        verdict = prove(Program(str(script)), plant.ranks, NUM_STEPS, timeout=10.0, limit=120.0)
+        verdict = prove(Program(str(script)), plant.ranks, NUM_STEPS, timeout=20.0, limit=240.0)
     said = json.dumps([dataclasses.asdict(each) for each in verdict.faults])
     is_found = verdict.verdict == "fault"
     is_named = all(word in said for word in plant.words.split()) if plant.words else verdict.verdict == "proven"

@@ -89,6 +89,20 @@ HEALTHY = [
             "loss": "loss = mean_loss(logits, targets)",
         },
     ),
+    Plant(
+        "two tasks with a backward each, and one reduction",
+        "",
+        {
+            "sync": "model.set_requires_gradient_sync(False)",
+            "backward": "mean_loss(model(tokens), tokens).backward()\nmodel.set_requires_gradient_sync(True)\n(0.1 * loss).backward()",
+            "loss": "loss = mean_loss(logits, targets)",
+        },
+    ),
+    Plant(
+        "two predictions, and one weighs less",
+        "",
+        {"loss": "loss = (mean_loss(logits, targets) + 0.5 * mean_loss(logits[:, :-1], targets[:, 1:])) / 2"},
+    ),
     Plant("examples/tutorial/step1_two_processes.py", "", {}),
     Plant("examples/tutorial/step2_large_models.py", "", {}),
     Plant("examples/clients/experts.py", "", {}, ranks=4),

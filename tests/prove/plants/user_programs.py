@@ -34,7 +34,7 @@ class Block(nn.Module):
         self.register_buffer("scale", torch.full((8,), 0.5), persistent=False)
 
     def forward(self, x):
-        return x + self.drop(self.down(self.up(self.norm(x)).tanh())) * self.scale
+        return x + self.drop(self.down(self.up(self.norm(x)).tanh())) * self.scale.type_as(x)
 
 class Model(nn.Module):
     def __init__(self):
@@ -287,7 +287,7 @@ USER_PLANTS = [
         "nothing-trains",
         {"sharded": "model.requires_grad_(False)", "loss": "loss = mean_loss(logits, targets).requires_grad_()"},
     ),
-    Plant("one rank freezes the embedding", "collective", {"whole": "model.embedding.requires_grad_(rank == 0)"}),
+    Plant("one rank freezes the embedding", "ModuleError frozen", {"whole": "model.embedding.requires_grad_(rank == 0)"}),
     Plant(
         "detached in the middle",
         "gradient-never-came embedding.weight blocks.0.up.weight",
@@ -321,7 +321,7 @@ USER_PLANTS = [
     ),
     Plant(
         "the head is ignored",
-        "never-averaged head.weight",
+        "ranks fully_shard averages head.weight",
         {"root": "fully_shard(model, ignored_params={model.head.weight}, **how)", "clip": ""},
     ),
     Plant(

@@ -307,6 +307,7 @@ USER_PLANTS = [
         {
             "root": 'import warnings\nwarnings.simplefilter("ignore")',
             "sync": "",
+            "clip": "",
             "loss": "loss = mean_loss(logits, targets) / 2",
         },
     ),
@@ -339,7 +340,7 @@ USER_PLANTS = [
     ),
     Plant(
         "forward is called past the hooks",
-        "error",
+        "run blocks.0.norm.weight",
         {"block": "x = block.forward(x)"},
     ),
     Plant(
@@ -406,7 +407,7 @@ USER_PLANTS = [
     ),
     Plant(
         "one rank leaves out a block",
-        "OrderError blocks.1",
+        "collectives blocks.2",
         {"block": "x = x if index == 1 and rank == 1 else block(x)"},
     ),
     # --- precision ---

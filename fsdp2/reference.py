@@ -54,7 +54,8 @@ def fully_shard(
             placement = getattr(chosen, "placement", chosen)
             axes.assemble(_local(param), 0 if placement is None else placement.dim)
     for each in called:
-        each.__class__ = type(f"FSDP{type(each).__name__}", (ReferenceModule, type(each)), {"reference": unit})
+        each.__class__ = type(f"FSDP{type(each).__name__}", (ReferenceModule, type(each)), {})
+        each.reference = unit
     called[0].register_forward_pre_hook(unit.before_forward, with_kwargs=True)
     called[-1].register_forward_hook(unit.after_forward, always_call=True)
     return module
@@ -71,6 +72,9 @@ class Axes:
             self.shard = [mesh.get_group(name) for name in dims.shard_names]
             self.replicate = [mesh.get_group(name) for name in dims.replicate_names]
         self.size = math.prod(dist.get_world_size(group) for group in self.shard + self.replicate)
+
+    def __deepcopy__(self, memo: object) -> Axes:
+        return self
 
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> Tensor:
         for group in self.shard + self.replicate:
@@ -93,8 +97,7 @@ class Unit:
     """The modules that one call of ``fully_shard`` covers, nested units excluded, and the parameters whose gradients it averages."""
 
     def __init__(self, modules: list[nn.Module], policy: MixedPrecisionPolicy) -> None:
-        self.modules, self.policy = modules, policy
-        self.params: dict[nn.Parameter, Axes] = {}
+        self.modules, self.policy, self.params = modules, policy, dict[nn.Parameter, Axes]()
         self.waiting: dict[nn.Parameter, Tensor] = {}  # sums of gradients that no backward has averaged yet
         self.is_synchronized, self.is_replicated, self.fills_unused, self.divide_factor = True, True, False, 0.0  # 0: of ranks
         self.root: Unit | None = None  # the unit that was called first, for which one backward runs
@@ -174,14 +177,11 @@ class ReferenceModule(nn.Module):
 
     reference: Unit
     set_requires_gradient_sync, set_requires_all_reduce = _set("is_synchronized"), _set("is_replicated")
-    set_reduce_scatter_unused_params = _set("fills_unused")
+    set_reduce_scatter_unused_params, wait = _set("fills_unused"), lambda self, *_, **__: self  # unshard() returns a handle
     set_gradient_divide_factor = set_reduce_scatter_divide_factor = _set("divide_factor", everywhere=False)
 
-    def wait(self, *args: Any, **kwargs: Any) -> Any:  # unshard() returns a handle, which has it
-        return self
-
     def __getattr__(self, name: str) -> Any:
-        return self.wait if name in vars(FSDPModule) else super().__getattr__(name)
+        return self.wait if name in vars(FSDPModule) and name[0] != "_" else super().__getattr__(name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.reset_iter_state()

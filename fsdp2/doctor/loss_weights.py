@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,6 +66,8 @@ def listen_to(name: str, args: Any, kwargs: Any, loss: Tensor, heard: list[Heard
 def scale_of(by_rank: Sequence[Sequence[Heard]], factor: float, accumulates: bool) -> Iterator[Finding]:
     """by_rank: means of a step; factor: the divisor of gradients; accumulates: of micro-batches"""
     total = sum(each.weight for heard in by_rank for each in heard) / factor
+    if not math.isfinite(total):  # the check for finite losses says so
+        return
     number, most = round(total), max(map(len, by_rank))
     if accumulates and 2 <= number <= most and abs(total - number) < _TOLERANCE:
         what, fix = (

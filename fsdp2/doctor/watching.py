@@ -10,6 +10,7 @@ import contextlib
 import functools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -231,7 +232,7 @@ class Watch:
             close.gradient = sample_of_gradients(self._params)
             if close.gradient is not None:
                 close.values, close.step = _some_values(close.gradient[0]), current_step()
-            close.accumulates |= not all(unit.reduces() for unit in self._units)
+            close.backwards.accumulates |= not all(unit.reduces() for unit in self._units)
             self._stepped.clear()
             if not any(module.training for module in self._inspected.model.modules()):
                 close.findings.append(learning.in_eval_mode(self._inspected.model))
@@ -316,15 +317,15 @@ class Watch:
         is_zero = bool(largest) and not any(largest.values())
         settings = learning.settings_of(self._inspected.optimizers)
         missing = tuple(param.fqn for param in self._params if param.sharded.requires_grad and param.sharded.grad is None)
-        heard = [each for each in close.heard if each is not None]
-        is_one_each = len(heard) == len(close.heard) == close.num_backwards
+        heard = [each for each in close.backwards.heard if each is not None]
+        is_one_each = len(heard) == len(close.backwards.heard) == close.backwards.count
         means = tuple(heard) if is_one_each else None
         inputs = [each for each in close.data if each is not None]
         data = zlib.crc32(repr(inputs).encode()) if inputs else None
         seen = Observed(self._ranks, data, scale, close.losses, random, is_zero, settings, self._metric, missing, means)
         said = exchange((close.findings, seen))
         is_by_task = len(set(inputs)) < len(inputs)  # micro-batches are different ones
-        together = self._compared([each for _, each in said], close.accumulates and not is_by_task)
+        together = self._compared([each for _, each in said], close.backwards.accumulates and not is_by_task)
         close.findings, self._metric = [], None
         self._note(report_of([[*findings, *together] for findings, _ in said]))
 
@@ -382,11 +383,11 @@ class Watch:
             found: list[Tensor] = []
             find_tensors(losses, found)
             self._close.is_loss_finite = all(bool(each.detach().isfinite().all()) for each in found)
-            self._close.num_backwards += 1
+            self._close.backwards.count += 1
 
     def _on_loss(self, name: str, args: Any, kwargs: Any, loss: Tensor) -> None:
         if self._close.is_on and torch.is_grad_enabled():
-            for finding in loss_weights.listen_to(name, args, kwargs, loss, self._close.heard):
+            for finding in loss_weights.listen_to(name, args, kwargs, loss, self._close.backwards.heard):
                 self._note_own(finding)
 
     def _on_all_reduce(self, tensor: Tensor, group: Any) -> None:
@@ -422,6 +423,15 @@ class Watch:
         return new
 
 
+@dataclass
+class _Backwards:
+    """Of one step. heard: the losses; accumulates: gradient sync was off in one"""
+
+    heard: list[loss_weights.Heard | None] = field(default_factory=list)
+    count: int = 0
+    accumulates: bool = False
+
+
 class _Close:
     """What a close look at one step has found. A new watch begins with one.
 
@@ -433,23 +443,21 @@ class _Close:
     left:     samples of gradients that backward found, with which an optimizer had stepped
     values:   of the parameter in ``gradient``; step: when they were taken
     has_dropped: its gradient was cleared before another backward
-    heard:    losses, in each backward; accumulates: gradient sync was off in one
+    backwards: the losses that were heard, how many there were, and whether gradient sync was off in one
     """
 
     __slots__ = (
-        "accumulates",
+        "backwards",
         "data",
         "draws",
         "findings",
         "gradient",
         "has_dropped",
-        "heard",
         "is_clipped",
         "is_loss_finite",
         "is_on",
         "left",
         "losses",
-        "num_backwards",
         "random",
         "reduced_again",
         "step",
@@ -466,9 +474,9 @@ class _Close:
         self.is_loss_finite = True  # that of the last backward
         self.left: dict[Parameter, Tensor] = {}
         self.reduced_again: list[str] = []
-        self.heard: list[loss_weights.Heard | None] = []
-        self.num_backwards, self.accumulates, self.has_dropped = 0, False, False
-        self.values, self.step = torch.empty(0), 0
+        self.backwards = _Backwards()
+        self.has_dropped = False
+        self.values, self.step = torch.empty(0, device="cpu"), 0
 
 
 def _raise(finding: Finding) -> None:

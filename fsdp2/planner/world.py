@@ -31,10 +31,17 @@ class Listener(Protocol):
 
 
 class _Sent:
-    """A collective under way."""
+    """A collective under way until it is waited for: no rank can count on one that is complete before."""
+
+    def __init__(self) -> None:
+        self._is_waited_for = False
 
     def wait(self, timeout: Any = None) -> bool:
+        self._is_waited_for = True
         return True
+
+    def is_completed(self) -> bool:
+        return self._is_waited_for
 
 
 @contextlib.contextmanager

@@ -16,6 +16,8 @@ from ..printable import counted, of_ranks
 SCHEMA = "fsdp2.prove/1"
 Method = Literal["measured", "measured on a stand-in", "modelled", "not looked at"]
 MAX_FAULTS = 6
+COMPARED = ("losses", "gradients", "parameters")
+"""Subjects that are compared with the reference: without any of them nothing is proven."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +77,17 @@ class Verdict:
 
     def decide(self) -> None:
         """Set ``verdict`` from the statements."""
-        looked = any(each.holds is not None for each in self.statements)
-        self.verdict = "fault" if self.faults else "proven" if looked and not self.why_not_run else "not run"
+        compared = [each for each in self.statements if each.subject in COMPARED]
+        if not any(each.holds is not None for each in compared) and not self.why_not_run:
+            self.why_not_run = f"nothing was compared with the reference: {compared[0].said if compared else 'no step'}"
+        self.verdict = "fault" if self.faults else "not run" if self.why_not_run else "proven"
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **{name: getattr(self, name) for name in self.__dataclass_fields__}, "faults": self.faults}
 
     def __str__(self) -> str:
         """One screen, the first fault first."""
-        head = {"proven": "as far as it looked, nothing is wrong in", "fault": "a fault in", "not run": "could not run"}[self.verdict]
+        head = {"proven": "as far as it looked, nothing is wrong in", "fault": "a fault in", "not run": "could not judge"}[self.verdict]
         whose = f", {self.implementation}" if self.implementation else ""
         lines = [f"fsdp2 prove: {head} {self.script} ({counted(self.steps, 'step')} on {counted(self.ranks, 'rank')}{whose})"]
         lines += [self.why_not_run] if self.why_not_run else []

@@ -105,7 +105,8 @@ def write_deepspeed(folder: Path) -> Path:
             },
         }
         torch.save({"optimizer_state_dict": zero}, path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-    module = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
+    flat = torch.arange(float(numel)).split([shape.numel() for shape in shapes.values()])  # as DeepSpeed, whose reader compares them
+    module = {name: part.view(shape).bfloat16() for (name, shape), part in zip(shapes.items(), flat, strict=True)}
     torch.save({"module": module, "buffer_names": [], "param_shapes": [shapes]}, path / "mp_rank_00_model_states.pt")
     return path
 

@@ -82,7 +82,7 @@ def peak_of_step(
     prefetch:         how many units are on their way while one runs
     allocates_early:  an all-gather under way has the unsharded storage already (device streams, direct gathers); a packed gather
                       on the host allocates it when it is waited for
-    max_reductions:   reduce-scatters that may be under way while the next unit runs
+    max_reductions:   reduce-scatters that may be under way while the next unit runs; 0 if they are complete when they return
 
     Where groups are equal (U unsharded, P gather buffers, G unsharded gradients, I and O reduce input and output, R received), the
     peak comes in the backward of the second unit, when nearly all sharded gradients exist:
@@ -107,12 +107,15 @@ def peak_of_step(
         gathered = max(group.gather_buffers + arrived_before, arriving + group.unsharded_grads)
         moments.append(kept + handed_out + reducing + group.unsharded + gathered)
         arrived_before = _on_their_way(following, prefetch, allocates_early, but_first=True)
-        while len(reductions) >= max_reductions:
+        while len(reductions) >= max(max_reductions, 1):
             handed_out += reductions.pop(0).sharded_grads
         reducing = sum(map(_in_reduction, reductions))
         moments.append(kept + handed_out + reducing + arriving + group.unsharded_grads + group.reduce_input)
         moments.append(kept + handed_out + reducing + arriving + _in_reduction(group))
-        reductions.append(group)
+        if max_reductions > 0:
+            reductions.append(group)
+        else:
+            handed_out += group.sharded_grads
     handed_out += sum(group.sharded_grads for group in reductions)
     moments.append(handed_out + root.unsharded_grads + root.reduce_input)
     moments.append(handed_out + _in_reduction(root))

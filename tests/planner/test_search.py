@@ -39,7 +39,15 @@ def made_up(setting: Setting, is_of_interest: object = None) -> Plan:
     seconds += 3 * abs(setting.prefetch - 2) + (9 if setting.wrap is LINEAR_LAYERS else 0)
     memory = Memory(Peak(nbytes, {}, "backward", ""), {}, 0)
     return Plan(
-        "made up", setting, 1, StateBytes(0, 0, 0, 0), (), memory, (), "", Duration("card", seconds, 0, {"forward": seconds}, 0, 0)
+        "made up",
+        setting,
+        1,
+        StateBytes(0, 0, 0, 0),
+        (),
+        memory,
+        (),
+        "",
+        Duration("card", seconds, 0, {"forward": seconds}, 0, 0, seconds, seconds),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -283,9 +284,18 @@ def not_zeroed(model: Any) -> None:
     backward(model)
 
 
+def in_a_copy(model: Any) -> None:
+    teacher = copy.deepcopy(model)
+    teacher.set_requires_gradient_sync(False)
+    backward(model)
+    teacher.requires_grad_(False)
+    backward(model)
+    backward(copy.deepcopy(model))
+
+
 @on_ranks(2)
 def test_switches_mean_what_they_do_when_sharded():
-    for calls in (switched_off_all_reduce, off_and_on_by_another_name, dropped_by_zero_grad, not_zeroed):
+    for calls in (switched_off_all_reduce, off_and_on_by_another_name, dropped_by_zero_grad, not_zeroed, in_a_copy):
         ours, theirs = (losses_and_gradients(shard, calls) for shard in (reference.fully_shard, fsdp2.fully_shard))
         assert [each is None for each in ours] == [each is None for each in theirs], calls.__name__
         for a, b in zip(ours, theirs, strict=True):

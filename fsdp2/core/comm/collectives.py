@@ -35,6 +35,9 @@ class Pending(Protocol):
         issued the collective. A second call does nothing. If the wait raises, the result is invalid for good.
         """
 
+    def is_completed(self) -> bool:
+        """Whether ``finish`` would return at once. Local: nothing that other ranks see may depend on it."""
+
 
 # The dtypes that every backend knows; others travel as bytes.
 SENDABLE = frozenset(
@@ -271,6 +274,9 @@ class _Done:
     def finish(self) -> None:
         pass
 
+    def is_completed(self) -> bool:
+        return True
+
 
 _DONE = _Done()
 
@@ -297,6 +303,9 @@ class Works:
         self._postdivide = postdivide
         self._rows = rows
         self._finished = False
+
+    def is_completed(self) -> bool:
+        return all(work is None or work.is_completed() for work in self._works)
 
     def finish(self) -> None:
         if self._finished:

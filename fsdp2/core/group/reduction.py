@@ -211,12 +211,24 @@ class Reduction:
 
     # --- from leg to leg ---
 
+    def poll(self) -> None:
+        """On the host, free the reduce input once the reduce-scatter is complete. Local: other ranks notice nothing.
+
+        On a device, events pass at times that differ between ranks and runs: the allocator would give memory out in
+        another order on each rank, which breaks symmetric memory. And a graph capture cannot query an event.
+        """
+        if not self._is_scattered and self._pending is not None:
+            if not self._pending.is_completed():
+                return
+            self._finish_pending("reduce-scatter")
+        self._input = None
+
     def advance(self) -> None:
         """Let compute, and the host, wait for the reduce-scatter: after this the reduce input may be freed."""
+        if not self._is_scattered and self.legs is not None:
+            next(self.legs, None)
         if self._input is not None:
             streams = self._job.group.streams
-            if not self._is_scattered and self.legs is not None:
-                next(self.legs, None)
             streams.order(streams.compute, self._scattered)
         self._input = self._partial = None
 

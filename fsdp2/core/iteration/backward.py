@@ -64,6 +64,7 @@ class Backward:
         log = collective_log.current
         if log is not None:
             log.enter("backward", unit.fqn or "the root")
+        tree.reductions.poll()
         for group in unit.uses:
             group.gradients.reached = True
         options = unit.options

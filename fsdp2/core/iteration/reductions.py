@@ -49,6 +49,13 @@ class Reductions:
         """Gradients will be computed on what is compute now: autograd runs each node on the stream of its forward."""
         self._computed_on.add(self._streams.compute)
 
+    def poll(self) -> None:
+        """On the host, free inputs that collectives have read. Local: nothing that other ranks see depends on it."""
+        if self._streams.host_waits:
+            for started in self._holding:
+                for reduction in started:
+                    reduction.poll()
+
     def start(self, taken: list[tuple[Gradients, list[Tensor | None]]]) -> None:
         """Reduce what ``Gradients.take`` returned for the groups of a unit, or add it to what accumulates.
 
@@ -79,6 +86,7 @@ class Reductions:
             reduction.legs = legs
         self._streams.run(legs)
         self._computed_on.add(compute)
+        self.poll()
 
     def finish(self) -> None:
         """Wait until all sharded gradients have arrived, as compute sees them."""

@@ -40,7 +40,7 @@ def sharded_class(module: nn.Module, mixin: type, prefix: str = "FSDP") -> type:
     new = _classes.get((mixin, cls, torch_mixin))
     if new is None:
         bases = (mixin, cls, torch_mixin)
-        name, attributes = f"{prefix}{cls.__name__}", {"__module__": cls.__module__, **_own_forward(cls)}
+        name, attributes = f"{prefix}{cls.__name__}", {"__module__": cls.__module__, **_own_forward(cls, mixin)}
         new = type(name, bases, attributes)
         try:
             _try(module, new)
@@ -53,10 +53,12 @@ def sharded_class(module: nn.Module, mixin: type, prefix: str = "FSDP") -> type:
     return new
 
 
-def _own_forward(cls: Any) -> dict[str, Any]:
-    """See Note: forward of torch's own modules."""
+def _own_forward(cls: Any, mixin: type) -> dict[str, Any]:
+    """See Note: forward of torch's own modules. A mixin with a forward, a user's subclass of FSDP1, calls it itself."""
     theirs = getattr(cls, "forward", None)
-    if not inspect.isfunction(theirs) or theirs is nn.Module.forward or not theirs.__module__.startswith("torch.nn."):
+    if hasattr(mixin, "forward") or not inspect.isfunction(theirs) or theirs is nn.Module.forward:
+        return {}
+    if not (theirs.__module__ or "").startswith("torch.nn."):  # None: of generated code, as torch.fx's
         return {}
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -220,7 +220,12 @@ class Reduction:
         if not self._is_scattered and self._pending is not None:
             if not self._pending.is_completed():
                 return
-            self._finish_pending("reduce-scatter")
+            try:
+                self._finish_pending("reduce-scatter")
+            except BaseException:
+                if self.legs is not None:
+                    self.legs.close()  # no leg follows one that failed: its output is no gradient
+                raise
         self._input = None
 
     def advance(self) -> None:

@@ -123,7 +123,7 @@ def run_ranks(
     output: TextIO | None = None,
     hides_devices: bool = True,
 ) -> Ranks:
-    """Run ``body`` on ``num_ranks`` forks of this process, wait for all of them, and leave no process.
+    """Run ``body`` on ``num_ranks`` forks of this process, wait for all of them, and leave none of their processes.
 
     body:     may be a closure; ``run_script`` runs a script. An exception is printed and ends the rank with status 1
     limit_s:  after so long the ranks are ended; ``RankEnd.stack`` has where each was
@@ -261,7 +261,7 @@ class _Run:
             process.join(max(0.0, until - time.monotonic()))
 
     def kill(self) -> None:
-        """End every process of the run, whatever it has started included."""
+        """End every process of the run, and all that they have started in the same session."""
         if self._group:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._group, signal.SIGKILL)
@@ -323,7 +323,7 @@ def _computed_s(pid: int | None) -> float:
 
 
 def _environment(rank: int, num_ranks: int, hides_devices: bool) -> dict[str, str]:
-    """What torchrun sets, of which its agent serves the store, as ours does. The loopback: a host's own name may lead elsewhere."""
+    """What torchrun sets; here, too, the store is served outside of the ranks. The loopback: a host's own name may lead elsewhere."""
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     defaults = {"OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": loopback} if loopback else {})
     numbers = {f"{prefix}RANK": str(rank) for prefix in ("", "LOCAL_", "ROLE_")}

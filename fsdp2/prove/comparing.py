@@ -236,7 +236,7 @@ def first_that_ranks_do_not_share(reference: Events) -> Difference | None:
             name, ranks = next(iter(wrong.items()))
             why = ": no fully_shard call averages its gradients" if name in alone else ""
             more = f", and {len(wrong) - 1} more like it" if len(wrong) > 1 else ""
-            said = f"{name} is not the same on these ranks, each of which keeps all of it on the reference{why}{more}"
+            said = f"{name} differs between these ranks of the reference, where each rank keeps all of it{why}{more}"
             return Difference(key[0], "parameters", tuple(wrong), tuple(sorted(ranks)), said)
     return None
 

@@ -302,7 +302,7 @@ def _eps(dtype: torch.dtype) -> float:
 
 
 def _placed(tensor: Tensor) -> tuple[int, list[Piece]]:
-    """The lowest rank that has a part of the copy of which this rank has one, and the pieces that it has."""
+    """The lowest rank that holds a part of this rank's copy, and the pieces that it holds."""
     if not isinstance(tensor, DTensor):
         return int(os.environ["RANK"]), pieces_of(tensor.shape, ())
     mesh = tensor.device_mesh

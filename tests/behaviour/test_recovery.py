@@ -723,13 +723,17 @@ def test_a_hook_may_call_zero_grad():
     assert model[2].weight.grad is not None
 
 
+@pytest.mark.parametrize("is_completed", [True, False], ids=["seen by a look", "waited for"])
 @on_ranks(2)
-def test_after_a_reduction_that_failed_nothing_is_handed_out():
+def test_after_a_reduction_that_failed_nothing_is_handed_out(is_completed):
     """Its output is memory that nobody has written."""
     model, seen = fully_shard(nn.Linear(8, 8), mesh=cpu_mesh()), []
     model.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad))
     loss = model(torch.ones(3, 8)).sum()
-    with mock.patch.object(collectives.Works, "finish", side_effect=RuntimeError("Connection closed by peer")):
+    with (
+        mock.patch.object(collectives.Works, "finish", side_effect=RuntimeError("Connection closed by peer")),
+        mock.patch.object(collectives.Works, "is_completed", return_value=is_completed),
+    ):
         with pytest.raises(RuntimeError, match="Connection closed"):
             loss.backward()
         with contextlib.suppress(RuntimeError):

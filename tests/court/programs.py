@@ -237,7 +237,7 @@ def recomputed(model: Any, x: Tensor) -> Tensor:
 
 
 def beside_another(model: Any, x: Tensor, share: bool = True) -> Tensor:
-    """Two stages of a pipeline on one rank, forward both, then backward both, of which the second is the last one."""
+    """Two stages of a pipeline on one rank: both run forward, then both backward; the second backward is the last one."""
     if "another" not in model.__dict__:
         another: Any = mlp(seed=1).to(x.device)
         for module in [*another.blocks, another]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import fsdp2
 from fsdp2 import doctor, fully_shard
+from fsdp2.doctor.loss_weights import Heard, scale_of
 from harness import cpu_mesh, on_ranks
 from harness.models import mlp
 
@@ -96,3 +98,10 @@ def test_padding_whose_loss_is_zero_is_no_token_unless_the_mean_counts_it():
     assert of_all.num_tokens == 6
     (finding,) = doctor.gradient_scales(model, step(12)).report
     assert "divided by 12, and not by 3" in finding.what
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_losses_that_are_not_finite_have_no_scale(weight):
+    """The check for finite losses names them; this one once raised in the user's step."""
+    by_rank = [[Heard(weight, 4)], [Heard(0.25, 4)]]
+    assert list(scale_of(by_rank, factor=2.0, accumulates=True)) == []

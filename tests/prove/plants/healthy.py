@@ -10,7 +10,7 @@ HEALTHY = [
     Plant("the script as it is", "", {}),
     Plant("each micro-batch is synchronized", "", {"sync": ""}),
     Plant(
-        "losses by all tokens, of which ranks have different numbers",
+        "losses divided by all tokens, and ranks have different numbers of tokens",
         "",
         {
             "targets": "return tokens[:, :-1], tokens[:, 1:].masked_fill(torch.arange(5) > 2 + rank, -100)",

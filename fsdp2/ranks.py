@@ -345,7 +345,8 @@ def _environment(rank: int, num_ranks: int, hides_devices: bool) -> dict[str, st
 
 @contextlib.contextmanager
 def _as_new_process(log: Path, stack: TextIO) -> Iterator[None]:
-    """Inside, a fork is like a new Python whose output goes to ``log``: none of the parent's handlers, exits or random numbers."""
+    """Inside, a fork is like a new Python whose output goes to ``log``: none of the parent's handlers, exits or random numbers,
+    nor its warnings turned into errors, as a test runner's may be."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ctrl-C is the parent's, which ends us
     faulthandler.enable(stack)
@@ -353,6 +354,10 @@ def _as_new_process(log: Path, stack: TextIO) -> Iterator[None]:
     atexit._clear()
     atexit.register(logging.shutdown)
     multiprocessing.current_process().name = "MainProcess"
+    warnings.filters[:] = [each for each in warnings.filters if each[0] != "error"]  # type: ignore[index]
+    for option in sys.warnoptions:  # the user's own, of PYTHONWARNINGS
+        if option.startswith("error"):
+            warnings._setoption(option)  # type: ignore[attr-defined]
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

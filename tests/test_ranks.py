@@ -60,8 +60,9 @@ def test_a_script_sees_what_python_would_show_it(tmp_path):
     script.write_text(
         textwrap.dedent(
             """
-            import atexit, os, sys, threading, __main__
+            import atexit, os, sys, threading, warnings, __main__
             import helper
+            warnings.warn("no error here, as it would be in the tests", FutureWarning)
             class Here: pass
             print(sys.argv, __name__, __main__.Here is Here, os.getcwd(), helper.value, repr(sys.stdin.read()))
             atexit.register(print, "atexit")
@@ -89,9 +90,10 @@ def test_a_script_sees_what_python_would_show_it(tmp_path):
     assert [end.result for end in ranks] == ["after", None, None, None, None]
     assert all(end.sent == ["before"] for end in ranks)
     seen = f"['{script}', '--lr', '1'] __main__ True {tmp_path} 7 ''\n"
-    assert ranks[0].output == ranks[1].output == f"{seen}thread\natexit\n"
+    assert ranks[0].output.endswith(f"{seen}thread\natexit\n")
+    assert ranks[0].output == ranks[1].output
     assert "no such thing\n" in ranks[2].output
-    assert ranks[3].output == seen
+    assert ranks[3].output.endswith(seen)
     assert ranks[4].error == "ValueError: wrong here"
     assert "Traceback" in ranks[4].output
     assert ranks.status in (1, 5, 6)

@@ -89,6 +89,7 @@ def main() -> None:
         run(python, "-m", "pip", "check", cwd=folder)
         run(python, "-c", IMPORTS, *NEEDS_AN_EXTRA, cwd=folder)
         run(bare / "bin/fsdp2", "--help", cwd=folder)
+        run(bare / "bin/fsdp2", "explain", "MeshError", cwd=folder)
         (folder / "train_tiny.py").write_text(program)
         said = run(python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train_tiny.py", cwd=folder)
         losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", said)]

@@ -21,6 +21,7 @@ COMMANDS = {
     "report": ("fsdp2.inspector.report.command", "show what a run has written down as an HTML page"),
     "doctor": ("fsdp2.doctor.command", "run a script's first steps on CPU ranks and report its faults"),
     "prove": ("fsdp2.prove.command", "run a script on CPU ranks and say whether it trains what it means to"),
+    "explain": ("fsdp2.explain", "show what the troubleshooting page says of an error or a symptom"),
     "migrate": ("fsdp2.migrate.command", "rewrite scripts written for FSDP1, DDP, DeepSpeed or torch's FSDP2"),
 }
 

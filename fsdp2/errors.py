@@ -7,7 +7,7 @@ an IndexError). Only what is no module, mesh or policy at all is an AttributeErr
     MeshError: [rank 0] fully_shard got a 3-D mesh ('pp', 'dp', 'tp')
       expected: a 1-D mesh (shard) or a 2-D mesh (replicate, shard)
       fix:      pass mesh["dp"], or dp_mesh_dims=DataParallelMeshDims(shard="dp") for a full SPMD mesh
-      see:      docs/troubleshooting.md#mesherror
+      see:      python -m fsdp2 explain MeshError
 
 The last line is a note of the exception: tracebacks show it from Python 3.11 on, and ``str(error)`` leaves it out, so that programs
 which read or pass on messages do not repeat it.
@@ -35,7 +35,7 @@ class FSDPError(Exception):
     def __init__(self, headline: str, *, expected: str = "", fix: str = "", items: Iterable[str] = ()) -> None:
         # Without a fix the headline is the whole text: that of an error which another rank has sent.
         super().__init__(printable(message(headline, expected=expected, fix=fix, items=items) if fix else headline))
-        self.__notes__ = [f"  see:      {troubleshooting(type(self))}"]
+        self.__notes__ = [f"  see:      python -m fsdp2 explain {_explained(type(self))}"]
 
 
 class ModuleError(FSDPError, ValueError, TypeError, IndexError, AssertionError, RuntimeError):
@@ -114,10 +114,9 @@ class DoctorError(FSDPError, RuntimeError):
     """The doctor found something, and was asked to raise."""
 
 
-def troubleshooting(error: type[BaseException]) -> str:
-    """The page that describes ``error``, by the name of its nearest class that users know: a class of this file."""
-    named = next(each for each in error.__mro__ if each.__module__ == __name__)
-    return f"docs/troubleshooting.md#{'by-error-class' if named is FSDPError else named.__name__.lower()}"
+def _explained(error: type[BaseException]) -> str:
+    """The nearest class that users know: a class of this file."""
+    return next(each.__name__ for each in error.__mro__ if each.__module__ == __name__)
 
 
 def got(caller: str, argument: str, value: Any) -> str:

@@ -41,6 +41,7 @@ def status_of(arguments: list[str]) -> int:
         ["migrate", "--parity", "no-such-script.py"],
         ["diff", "no-such-folder", "no-such-folder"],
         ["report", "no-such-folder"],
+        ["explain", "no-such-symptom"],
         ["convert", "no-such-file", "out", "--to", "no-such-format"],
     ],
     ids=" ".join,
@@ -60,6 +61,20 @@ def test_diff_tells_runs_that_differ_from_folders_that_are_not_there(tmp_path: P
         (tmp_path / name / "record.rank0.jsonl").write_text(f"{json.dumps(line)}\n")
     statuses = {name: main(["diff", str(tmp_path / "a"), str(tmp_path / name)]) for name in ("same", "other", "absent")}
     assert statuses == {"same": 0, "other": 1, "absent": 2}
+
+
+def test_explain_shows_sections_of_the_troubleshooting_page(capsys: Any) -> None:
+    assert main(["explain"]) == 0
+    titles = capsys.readouterr().out.splitlines()
+    page = (Path(__file__).parents[1] / "docs" / "troubleshooting.md").read_text()
+    assert titles == [line.lstrip("# ").replace("`", "") for line in page.splitlines() if line.startswith(("## ", "### "))]
+    assert main(["explain", "loss", "nan"]) == 0
+    said = capsys.readouterr().out.strip()
+    assert said.startswith("### The loss is NaN\n")
+    assert said in page
+    assert main(["explain", "mesherror"]) == 0
+    assert "*Fix*: slice" in capsys.readouterr().out
+    assert main(["explain", "rendezvous"]) == 2  # neither a title nor a text has it
 
 
 def test_what_a_script_under_parity_gets_is_what_was_typed(tmp_path: Path, monkeypatch: Any) -> None:

@@ -297,9 +297,39 @@ KEPT = {
             unit=Unit(),
         ),
     ),
+    "a frozen unit that forward keeps is gathered again in a second backward, which reaches it on some ranks only": Program(
+        root=Node(
+            "root",
+            "heads",
+            children=(
+                Node("a", "bare"),
+                Node("b", children=(Node("c", "bare", frozen=True),), unit=Unit(reshard=False)),
+                Node("d", "bare"),
+            ),
+            unit=Unit(),
+        ),
+        losses="separate",
+        ignores=True,
+        unused=True,
+    ),
 }
 
 REFUSED = {
+    "a second backward recomputes a segment with a unit that forward kept, and that the first backward has resharded": Program(
+        root=Node(
+            "root",
+            "heads",
+            children=(
+                Node("a", "bare"),
+                Node("b", "bare"),
+                Node("c", children=(Node("d", "bare", unit=Unit()), Node("e", "bare", unit=Unit(reshard=False))), checkpoint="saved"),
+            ),
+            unit=Unit(),
+        ),
+        losses="separate",
+        ignores=True,
+        unused=True,
+    ),
     "a segment that some ranks' losses ignore has a unit that runs under no_grad, which only the other ranks gathered again": Program(
         dim=6,
         root=Node(

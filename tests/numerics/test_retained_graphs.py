@@ -6,12 +6,15 @@ freed the unit after one of them, while another had begun. Smallest shape: one u
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fsdp2 import fully_shard
+from fsdp2 import OrderError, fully_shard
 from harness import cpu_mesh, on_ranks
 
 
@@ -95,3 +98,47 @@ def test_a_kept_graph_and_a_new_forward_in_one_backward(input_grad):
         new = sum(losses_of(each, batch(input_grad)))
         (kept + new).backward()
     assert_trains_alike(model, reference)
+
+
+class Heads(nn.Module):
+    """A trunk and two heads; a frozen one, whose input needs a gradient, is gathered by backward as well."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.left, self.right = Layer(), Layer(), Layer().requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.trunk(x)
+        return self.left(x), self.right(x)
+
+
+def two_backwards(model: nn.Module, rank: int, differ: bool) -> None:
+    """The first uses both heads; where ``differ``, the second uses another one on each rank."""
+    left, right = model(torch.randn(3, 5, generator=torch.Generator().manual_seed(rank)))
+    (left + right).square().mean().backward(retain_graph=True)
+    (right if differ and rank % 2 else left).mean().backward()
+
+
+@on_ranks(2, timeout=120)
+def test_a_second_backward_through_a_kept_graph_that_leaves_out_units_on_some_ranks_is_right_or_refused_on_all():
+    """Symptom: gradients of one head were added to the other's, in silence; torch's FSDP2 gives the same wrong numbers.
+    Cause: calls were forgotten after their backward, and kept units counted as unsharded after they had been resharded."""
+    size = dist.get_world_size()
+    for after, frozen, differ, unused in itertools.product((True, False, None), (True, False), (True, False), (True, False)):
+        case = f"{after=} {frozen=} {differ=} {unused=}"
+        model, reference = Heads(frozen), Heads(frozen)
+        for each in (model.trunk, model.left, model.right, model):
+            fully_shard(each, mesh=cpu_mesh(), reshard_after_forward=after)
+        model.set_reduce_scatter_unused_params(unused)
+        if differ and not unused:
+            with pytest.raises(OrderError, match="2 units are not in the same backward on all ranks"):
+                two_backwards(model, dist.get_rank(), differ)
+            continue
+        two_backwards(model, dist.get_rank(), differ)
+        for rank in range(size):
+            two_backwards(reference, rank, differ)
+        for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            actual = None if param.grad is None else param.grad.full_tensor()
+            mean = None if expected.grad is None else expected.grad / size
+            torch.testing.assert_close(actual, mean, msg=lambda text, at=(case, name): f"{at}: {text}")

@@ -114,7 +114,6 @@ class Backward:
             return
         calls = unit.calls
         if not call.again and len(calls.awaiting) == 1 and calls.awaiting[0] is call:  # by far the most common
-            calls.awaiting.clear()
             left = []
         else:
             left = [other for other in calls.awaiting if other.ended != task and other.will_pass_inputs(task)]

@@ -33,6 +33,7 @@ from ...errors import OrderError
 from ...torch_names import torch_autograd, torch_collectives
 from ..comm import backends, collective_log
 from ..comm.agreement import agree, agree_over, has_untold, take_untold
+from ..group.memory import GroupState
 from ..group.param_group import ParamGroup
 from .forward_log import ForwardLog
 from .peers import peers_on
@@ -300,7 +301,11 @@ class Agreement:
 
     def _keeps(self, unit: Unit) -> bool:
         options = unit.options
-        return options.reshard_after_forward is False or (options.reshard_is_default and unit is self._all_units[0])
+        if options.reshard_after_forward is False or (options.reshard_is_default and unit is self._all_units[0]):
+            # An earlier backward through the same graph may have resharded it.
+            is_there = all(group.state is not GroupState.SHARDED for group in unit.uses)
+            return is_there or not any(call.may_have_backward() for call in unit.calls.awaiting)
+        return False
 
     def _in_graph(self, unit: Unit) -> tuple[int, list[int], list[int]]:
         """What this backward does with ``unit``, and at which moments of forward it begins and ends with its calls."""

@@ -84,6 +84,10 @@ class Call:
         """Whether ``other``, which began later, was a part of this call."""
         return self.is_watched and other.is_watched and other.left < self.left
 
+    def may_have_backward(self) -> bool:
+        """Whether a backward may go through the call, on this rank or, if there is a log, on another one."""
+        return self.graph() is not None or (self.log is not None and self.log() is not None)
+
     def will_pass_inputs(self, task: int) -> bool:
         """Whether the backward ``task``, which runs, reaches one of the call's inputs.
 
@@ -140,7 +144,10 @@ class UnitCalls:
         """A forward call begins, with autograd."""
         part = GraphPart()
         call = Call(part)
-        if self.awaiting:
+        awaiting = self.awaiting
+        if len(awaiting) == 1 and awaiting[0].begun == awaiting[0].ended != -1 and not awaiting[0].again:
+            awaiting.clear()  # by far the most common
+        elif awaiting:
             self._forget_old()
         self.awaiting.append(call)
         return part

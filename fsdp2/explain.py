@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import re
-import sys
 from pathlib import Path
 
 from .errors import ArgumentError
+from .printable import say
 
 PAGE = "troubleshooting.md"
 
@@ -30,8 +30,7 @@ def run(options: argparse.Namespace) -> int:
             expected="an error's class, or words of its text",
             fix="fsdp2 explain lists the titles",
         )
-    sys.stdout.write("\n\n".join(found.values()) if words else "\n".join(found))
-    sys.stdout.write("\n")
+    say("\n\n".join(found.values()) if words else "\n".join(found))
     return 0
 
 

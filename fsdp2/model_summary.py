@@ -24,7 +24,7 @@ from .errors import ArgumentError, ModuleError, got, got_object
 from .inspect import Group, Unit, units
 from .printable import counted, in_bytes
 from .state_bytes import StateBytes, measured_state_bytes
-from .tables import Table
+from .tables import Shown, Table
 
 _HEADINGS = ("unit", "module", "parameters", "dtypes", "this rank", "unsharded", "padding", "placement", "after forward")
 
@@ -55,8 +55,8 @@ class UnitSummary:
     after_forward: str
 
 
-@dataclass(frozen=True)
-class ModelSummary:
+@dataclass(frozen=True, repr=False)
+class ModelSummary(Shown):
     """The units of a model in the order of ``named_modules()``; ``str()`` and rich show it as a table.
 
     model:     the class

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,16 @@ class Table:
         for row in self.rows:
             shown.add_row(*map(printable, row))
         return shown
+
+
+class Shown:
+    """A result that looks in a prompt, and in a notebook, as ``print`` shows it."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def as_text(headline: str, tables: Iterable[Table]) -> str:

@@ -1,12 +1,16 @@
-"""No command obeys, or lets a terminal obey, what a name says."""
+"""What results show: as ``print`` does everywhere, and nothing that a terminal, or a command, would obey."""
 
 from __future__ import annotations
 
+import html
 import re
 from pathlib import Path
 
+import torch
+from torch import nn
+
 import fsdp2
-from fsdp2.doctor import Finding
+from fsdp2.doctor import Finding, Report
 from fsdp2.printable import printable
 
 PACKAGE = Path(fsdp2.__file__).parent
@@ -41,3 +45,17 @@ def test_commands_print_through_say_alone():
         if writes:
             found[path.relative_to(PACKAGE).as_posix()] = len(writes)
     assert found == allowed
+
+
+def test_results_look_in_a_prompt_and_in_a_notebook_as_they_are_printed():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    results = [
+        fsdp2.summary(net),
+        fsdp2.wrap.plan(net, {nn.Linear}),
+        fsdp2.plan(net, 2, inputs=lambda batch, _: (torch.ones(batch, 4),)),
+        Report((Finding("lr", "note", "it is 0", "why", "fix"),)),
+    ]
+    for result in results:
+        assert repr(result) == str(result)
+        assert result._repr_html_() == f"<pre>{html.escape(str(result))}</pre>"
+        assert len(str(result)) > 40

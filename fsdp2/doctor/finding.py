@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from ..errors import MAX_ITEMS, DoctorError
 from ..printable import of_ranks, printable
+from ..tables import Shown
 
 Severity = Literal["error", "warning", "note"]
 _ORDER = ("error", "warning", "note")
@@ -52,8 +53,8 @@ class Finding:
         return printable("\n".join([*lines, f"    why: {self.why}", f"    fix: {self.fix}"]))
 
 
-@dataclass(frozen=True, slots=True)
-class Report(Sequence[Finding]):
+@dataclass(frozen=True, slots=True, repr=False)
+class Report(Shown, Sequence[Finding]):
     """Findings, the gravest first; false if there is none. ``print`` it, or ``show`` it in color."""
 
     findings: tuple[Finding, ...]

@@ -19,6 +19,7 @@ from torch import nn
 
 from ..errors import ModuleError, got_object
 from ..printable import counted, in_bytes
+from ..tables import Shown
 from .module_tree import CONTAINERS, ModuleTree, is_sharded, refuse_lazy_parameters
 from .policies import Wrap, as_policy
 
@@ -52,8 +53,8 @@ class PlannedGroup:
         return self.names == ("",)
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Shown):
     """The steps of ``parallelize``, in its order: children before parents, the root last. ``print`` it."""
 
     groups: tuple[PlannedGroup, ...]

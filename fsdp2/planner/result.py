@@ -10,7 +10,7 @@ import torch
 
 from ..printable import in_bytes
 from ..state_bytes import StateBytes
-from ..tables import Table, as_text
+from ..tables import Shown, Table, as_text
 from .duration import Duration
 from .memory import Memory
 from .rehearsal import GroupFacts
@@ -27,8 +27,8 @@ class LargeRoot:
     peak: int
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Shown):
     """Of rank 0, which has the largest shards. ``print`` it.
 
     numel:    parameters of the whole model

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .planner.api import plan
     from .policy import AllGather as AllGather
     from .policy import ReduceScatter as ReduceScatter
+    from .unlike.guarded import guarded_step
 
 __all__ = [  # noqa: RUF022 (by task)
     # shard a model
@@ -69,6 +70,7 @@ __all__ = [  # noqa: RUF022 (by task)
     "accumulate",
     "clip_grad_norm_",
     "get_total_norm",
+    "guarded_step",
     "apply_activation_checkpointing",
     "apply_activation_offload",
     "activations",
@@ -106,6 +108,7 @@ _ELSEWHERE = {
     "compile": "compiled",
     "install": "installation",
     "ledger": "inspector.ledger_file",
+    "guarded_step": "unlike.guarded",
     "plan": "planner.api",
     "set_missing_rank_timeout": "hangs.lookout",
     "summary": "model_summary",

@@ -78,6 +78,7 @@ CALLS: dict[str, Callable[[Setting], dict[str, Any]]] = {
         "foreach": None,
     },
     "get_total_norm": lambda a: {"tensors": a.params, "norm_type": 2.0, "error_if_nonfinite": False, "foreach": None},
+    "guarded_step": lambda a: {"optimizer": a.optimizer, "max_norm": 1.0, "failed": None, "scaler": None},
     "accumulate": lambda a: {"model": a.model, "last": True},
     "parallelize": lambda a: {
         "model": a.model,

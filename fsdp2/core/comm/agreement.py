@@ -138,9 +138,14 @@ def agree_on_meshes(meshes: Sequence[DeviceMesh], problem: FSDPError | None) -> 
     Collective: yes, over each mesh
     Raises:     this rank's problem, or else that of another rank
     """
+    agree_over(axes_of(meshes), problem)
+
+
+def axes_of(meshes: Sequence[DeviceMesh]) -> list[Axis]:
+    """The axes whose collectives, one after another, carry an answer to all ranks of ``meshes``."""
     outer = outermost(meshes)
     axes = [(mesh, axis) for _ in outer for mesh in outer for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-    agree_over([(mesh.get_group(axis), device_of(mesh)) for mesh, axis in axes], problem)
+    return [(mesh.get_group(axis), device_of(mesh)) for mesh, axis in axes]
 
 
 def agree_over(axes: Sequence[Axis], problem: FSDPError | None) -> None:
@@ -150,20 +155,27 @@ def agree_over(axes: Sequence[Axis], problem: FSDPError | None) -> None:
     Raises:     this rank's problem, or else that of another rank
     """
     problem = problem or take_untold()
-    failed = problem is not None
-    for group, device in axes:
-        with reached(group, problem):
-            flag = torch.tensor(int(failed), device=device)
-            with during("agreement of ranks", group, flag):
-                dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
-            failed = bool(flag.item())
-    if not failed:
+    if largest_over(axes, int(problem is not None), problem) == 0:
         return
     for group, _ in axes:
         problems = [each for each, _ in _told(group, problem, None) if each is not None]
         problem = problem or next(iter(problems), None)
     assert problem is not None
     raise problem
+
+
+def largest_over(axes: Sequence[Axis], value: int, problem: FSDPError | None = None) -> int:
+    """The largest ``value`` of all ranks that ``axes`` reach one after another. problem: as in ``reached``
+
+    Collective: yes, over each of ``axes``
+    """
+    for group, device in axes:
+        with reached(group, problem):
+            largest = torch.tensor(value, device=device)
+            with during("agreement of ranks", group, largest):
+                dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+            value = int(largest.item())
+    return value
 
 
 def outermost(meshes: Sequence[DeviceMesh]) -> list[DeviceMesh]:

@@ -17,7 +17,7 @@ from harness import on_ranks
 
 DOCS = Path(__file__).parents[2] / "docs"
 HOWTO = sorted(str(page.relative_to(DOCS)) for page in (DOCS / "howto").glob("*.md") if page.name != "index.md")
-PAGES = ["start.md", "meaning.md", "doctor.md", "hangs.md", "inspecting.md", *HOWTO]
+PAGES = ["start.md", "meaning.md", "doctor.md", "hangs.md", "uneven.md", "inspecting.md", *HOWTO]
 TOCTREE = re.compile(r"```\{toctree\}\n(?::[^\n]*\n)*(.*?)```", re.DOTALL)
 NEEDS = re.compile(r"<!-- needs: (\w+) -->")
 BLOCK = re.compile(r"(?P<comment><!-- (?:not run|needs): [^>]+ -->\n)?```python\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Tools for tests of sharded programs, which no training run imports: streams that record and are checked for races."""
+"""Tools for tests of sharded programs, which no training run imports: a pretend accelerator, and a step on a clock."""
 
 from typing import Any
 

@@ -13,10 +13,10 @@ import fsdp2
 from fsdp2 import apply_activation_checkpointing, apply_activation_offload, fully_shard
 from fsdp2.activations.around_forward import around_forward
 from fsdp2.activations.on_host import HostMemory
-from fsdp2.testing.recording import recording
 from harness import cpu_mesh, on_ranks
 from harness.models import Block, Transformer, batches, mlp, token_batches, transformer
 from harness.pretend_training import Scenario, train, train_late
+from harness.recording import recording
 from harness.training import assert_same_bits, fed_in_chunks, fed_own_chunk, forward_backward
 
 

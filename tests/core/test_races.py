@@ -28,12 +28,12 @@ from fsdp2.core.group.all_gather import Gather
 from fsdp2.core.group.handing_out import HandedOut
 from fsdp2.core.group.reduction import Reduction
 from fsdp2.core.iteration.module_state import schedule_of
-from fsdp2.testing.recording import Race, RaceError, RecordingStreams, recording
 from fsdp2.torch_names import torch_collectives
 from harness import cpu_mesh, on_ranks
 from harness.models import MLP, batches, mlp
 from harness.places import Place, place_of_caller, places_of
 from harness.pretend_training import unsharded_before_backward, written_in_forward
+from harness.recording import Race, RaceError, RecordingStreams, recording
 from harness.subclasses import RowInt8, wrap_weights
 from harness.training import assert_equal_training, assert_same_bits, fed_own_chunk, fed_whole, forced, forward_backward, sgd
 

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp2.core.comm.streams import Streams, streams_of
 from fsdp2.core.group.param import storage_view
-from fsdp2.testing.recording import RaceError, RecordingStreams, recording
+from harness.recording import RaceError, RecordingStreams, recording
 
 
 def races(program: Callable[[RecordingStreams], None]) -> list[str]:

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from fsdp2 import CPUOffloadPolicy, MixedPrecisionPolicy, accumulate, parallelize
 from fsdp2.strategy import STRATEGIES
-from fsdp2.testing.recording import recording
 from harness import on_ranks
 from harness.models import batches, mlp
+from harness.recording import recording
 from harness.training import assert_same_bits, fed_own_chunk
 
 OPTIONS: dict[str, dict[str, Any]] = {

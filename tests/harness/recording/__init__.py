@@ -39,9 +39,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.comm.streams import Event, Stream, use_streams
-from .operators import watched
-from .touches import Memory, Race, Touch, extent, frames
+from fsdp2.core.comm.streams import Event, Stream, use_streams
+from harness.recording.operators import watched
+from harness.recording.touches import Memory, Race, Touch, extent, frames
 
 Clock = dict[Stream, int]
 _HOST = "host"

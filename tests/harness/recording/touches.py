@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.comm.streams import Stream
+from fsdp2.core.comm.streams import Stream
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,9 +153,9 @@ def frames(most: int = 5) -> tuple[tuple[str, int, str], ...]:
     """The innermost frames of Python code that is neither torch's nor ours."""
     found: list[tuple[str, int, str]] = []
     frame = sys._getframe(2)
-    while frame is not None and len(found) < most:  # type: ignore[redundant-expr]
+    while frame is not None and len(found) < most:
         code = frame.f_code
         if not code.co_filename.startswith(_LEAVE_OUT):
             found.append((code.co_filename, frame.f_lineno, code.co_name))
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return tuple(found)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..torch_names import torch_tensors
+from fsdp2.torch_names import torch_tensors
 
 Seen = TypeVar("Seen")
 
@@ -36,11 +36,11 @@ def watched(by: Observer[Any]) -> Iterator[None]:
         yield
 
 
-class _Operators(torch_tensors.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operators(torch_tensors.TorchDispatchMode):
     """Files every operator that runs under it, in backward as well: on the CPU, that is on the calling thread."""
 
     def __init__(self, observer: Observer[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._observer = observer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -192,7 +192,7 @@ class Result:
         target: Target | None = None,
         **details: Any,
     ) -> Result:
-        """Summarise ``samples``, whose rounds are paired. The ratio's p50 is the ratio of the medians, which noise moves
+        """Summarize ``samples``, whose rounds are paired. The ratio's p50 is the ratio of the medians, which noise moves
         less; its p10 and p90 are those of the rounds' own ratios. No ratio where the target is one on our own value."""
         spreads = {name: Spread.of(values) for name, values in samples.items()}
         ratio = None

@@ -2,7 +2,7 @@
 
 ``block.compile()`` on each transformer block, then ``fully_shard``, the same for upstream and ours; inductor. Wall time of the slowest
 rank, forward and backward; the plain compiled model does the same work on each rank and exchanges nothing. In the same rounds the
-models run without the compiler, for what compiling wins. Beside the times: seconds of the first step (kernels come from a cache that
+models run without the compiler, for what compiling wins. Next to the times: seconds of the first step (kernels come from a cache that
 a model of its own has filled before), graphs, breaks, graphs compiled after the second step, calls of collectives in a step, and the
 most bytes that a step holds over parameters and optimizer.
 """

@@ -1,6 +1,6 @@
 """How long does ``import fsdp2`` take, once torch and its FSDP are imported, and does it pull in the compiler?
 
-CPU time of the import statement in a fresh process each; beside it, what ``torch.distributed.fsdp`` takes over ``torch``. The
+CPU time of the import statement in a fresh process each; next to it, what ``torch.distributed.fsdp`` takes over ``torch``. The
 target is an absolute time. ``torch._dynamo`` takes longer than all the rest, so none of its modules may have been imported.
 """
 

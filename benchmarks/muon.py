@@ -131,8 +131,8 @@ def run_rank(rank: int, options: argparse.Namespace, directory: str) -> None:
     difference = max(float((one.to_local() - other.to_local()).abs().max()) for one, other in pairs)
     if rank == 0:
         for figure, unit, values in (("step of Muon, processor time", "ms", samples), ("step of Muon, received", "MiB", nbytes)):
-            beside = "muon-fsdp2" if options.package else "a loop of all-gathers"
-            details = {"beside": beside, "num_matrices": len(trained[common.OURS]), "largest_difference": difference}
+            against = "muon-fsdp2" if options.package else "a loop of all-gathers"
+            details = {"against": against, "num_matrices": len(trained[common.OURS]), "largest_difference": difference}
             common.report(common.Result.of("muon", figure, f"{options.world} ranks", unit, values, None, **details), options.json)
     dist.destroy_process_group()
 
@@ -140,7 +140,7 @@ def run_rank(rank: int, options: argparse.Namespace, directory: str) -> None:
 def main() -> None:
     arguments = common.parser(__doc__)
     arguments.add_argument("--world", type=int, default=4, help="number of processes")
-    arguments.add_argument("--package", action="store_true", help="beside the package muon-fsdp2")
+    arguments.add_argument("--package", action="store_true", help="compare with the package muon-fsdp2")
     options = arguments.parse_args()
     common.start(options, __doc__)
     common.on_ranks(run_rank, options)

@@ -1,7 +1,7 @@
 """How much processor time, and how many Python calls, does clipping gradients and stepping with AdamW cost the host?
 
 Tiny transformer blocks of 12 parameters on a fake process group of 8 ranks: what is left is dispatch, DTensor's above all. PyTorch's
-``clip_grad_norm_`` and ``AdamW`` stand beside ``fsdp2.clip_grad_norm_`` and ``fsdp2.optim.flat``, with ``foreach=True``, the default
+``clip_grad_norm_`` and ``AdamW`` stand next to ``fsdp2.clip_grad_norm_`` and ``fsdp2.optim.flat``, with ``foreach=True``, the default
 on a GPU, and with ``fused=True``, where the flat optimizer clips in its step. A backward before each sample makes new gradients, and
 is not timed. The figure is the time over all parameters, for each; the plain model's, on plain tensors, is what upstream adds to.
 Decaying matrices alone is the usual recipe; it makes two groups of hyperparameters.

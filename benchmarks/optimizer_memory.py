@@ -1,6 +1,6 @@
 """How many bytes of state does each optimizer keep for an element of the parameters that a rank has?
 
-Two transformer blocks on a fake process group of 8 ranks, after one step. Numbers of steps do not count. Beside each figure stands the
+Two transformer blocks on a fake process group of 8 ranks, after one step. Numbers of steps do not count. Next to each figure stands the
 formula: two moments for AdamW, one more value for Kahan summation, one momentum for Muon's matrices. torchao's optimizers take part
 where it is installed; they quantize shards of at least 4 096 elements, and keep the others whole.
 """

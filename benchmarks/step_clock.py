@@ -4,7 +4,7 @@ It is a model. docs/step_clock.md tells what it knows and what not, and how wron
 
     python benchmarks/step_clock.py                         every row
     python benchmarks/step_clock.py --rows dense --worlds 8 --card h200
-    python benchmarks/step_clock.py --published             torch's FSDP2 beside torchtitan's published step times
+    python benchmarks/step_clock.py --published             torch's FSDP2 next to torchtitan's published step times
 
 Each implementation trains on a device that computes nothing and logs all that it is given (``fsdp2.testing.clock``). Above torch's
 dispatcher the host's time is measured live, here (the thread's CPU time, medians over steps, both implementations in turn); what lies
@@ -248,7 +248,7 @@ HEAD = (
 
 
 def published_line(result: dict[str, Any]) -> str:
-    """The model's times for upstream beside published ones, in tokens a second and GPU."""
+    """The model's times for upstream against published ones, in tokens a second and GPU."""
     modelled = PUBLISHED_BATCH * PUBLISHED_SEQUENCE / result[UPSTREAM]["step_ms"] * 1e3
     measured = PUBLISHED[result["world"]]
     error = f"{modelled / measured - 1:+.0%}"
@@ -263,7 +263,7 @@ def main() -> None:
     arguments.add_argument("--card", choices=CARDS, default="h100")
     arguments.add_argument("--steps", type=int, default=5, help="that are measured")
     arguments.add_argument("--json", type=Path, help="also append a JSON line a row to this file")
-    arguments.add_argument("--published", action="store_true", help="torch's FSDP2 beside published step times, instead of the rows")
+    arguments.add_argument("--published", action="store_true", help="torch's FSDP2 against published step times, instead of the rows")
     arguments.add_argument("--bare", action="store_true", help="without a heading")
     options = arguments.parse_args()
     if not options.bare:

@@ -1,7 +1,7 @@
-"""What does each strategy keep on a rank, and how long is its step beside torch's nearest counterpart?
+"""What does each strategy keep on a rank, and how long is its step compared with torch's nearest counterpart?
 
 First bytes: every strategy with bf16 compute and fp32 or bf16 reduction, AdamW, measured in storages between two micro-batches that
-accumulate, per parameter and category, beside the formula and the ZeRO paper's 2 + 2 + 12. Then time: a whole training step in fp32
+accumulate, per parameter and category, next to the formula and the ZeRO paper's 2 + 2 + 12. Then time: a whole training step in fp32
 (forward, backward, AdamW), wall time of the slowest rank, on gloo; all strategies and DDP, DDP with ZeroRedundancyOptimizer, and
 FSDP2 in its forms, in turns in one process a rank. Rank r trains on data of its own; losses are compared at the end.
 """

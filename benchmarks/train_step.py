@@ -1,4 +1,4 @@
-"""How long does a step of the training example take with each of its optimizers, beside torch's FSDP2 with torch's AdamW?
+"""How long does a step of the training example take with each of its optimizers, compared with torch's FSDP2 with torch's AdamW?
 
 ``examples/train_lm.py``'s model at its default size on real gloo ranks, one thread each: forward, backward, clipping, optimizer.
 ``upstream`` is the same program with torch's ``fully_shard``, ``clip_grad_norm_`` and ``AdamW``. Each optimizer takes turns with it in

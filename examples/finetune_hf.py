@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node 2 examples/finetune_hf.py      (or: python examples/finetune_hf.py)
 
-The task is summarisation of a kind: from what a docstring of Python's standard library says in detail, write its first line. Nothing
+The task is summarization of a kind: from what a docstring of Python's standard library says in detail, write its first line. Nothing
 is downloaded: a small T5 with random weights, whose tokens are bytes, stands for the pretrained model. It is written as a checkpoint
 folder, and from there everything is as it would be with a large one:
 
@@ -13,7 +13,7 @@ folder, and from there everything is as it would be with a large one:
 5. transformers opens it, finds the same loss, and generates.
 
 A minute on two CPU cores takes the loss on docstrings that it has not seen from 6.4 nats a byte to 2.6: enough
-for words that first lines begin with. With weights that were pretrained, the same program would summarise.
+for words that first lines begin with. With weights that were pretrained, the same program would summarize.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def docstring_pairs(limit: int) -> list[Pair]:
                 pair = " ".join(details.split()), " ".join(summary.split())
                 if 15 < len(pair[1]) < 60 and len(pair[0]) > 60:
                     pairs[pair] = None
-    # Ordered by a hash: neighbors are alike, and those held out should be like the rest.
+    # Ordered by a hash: neighbors are similar, and those held out should be like the rest.
     return sorted(pairs, key=lambda pair: zlib.crc32("".join(pair).encode()))[:limit]
 
 
@@ -122,7 +122,7 @@ def finetune(args: argparse.Namespace, device: torch.device) -> None:
 
     say(f"{len(training)} pairs to learn from; before: {validate():.3f} nats a byte on those held out")
     optimizer = torch.optim.AdamW(model.parameters(), args.lr)
-    draw = torch.Generator().manual_seed(args.seed)  # on all ranks alike, so that each can take its part of the batch
+    draw = torch.Generator().manual_seed(args.seed)  # the same on all ranks, so that each can take its part of the batch
     for step in range(1, args.steps + 1):
         chosen = torch.randint(len(training), (args.batch,), generator=draw).tolist()[rank::world_size]
         loss = loss_of(model, [training[index] for index in chosen], args, device)

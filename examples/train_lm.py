@@ -13,7 +13,7 @@ never stopped: batches and learning rate are functions of the step, and nothing 
 `--batch` counts the sequences of all ranks together, so that losses compare across world sizes.
 
 With `--inspect` the run writes down what each step communicated and kept, traces its third step, and ends with a page that shows
-both beside what fsdp2 had planned, and what its doctor found (docs/inspecting.md).
+both next to what fsdp2 had planned, and what its doctor found (docs/inspecting.md).
 
 On several hosts, with `--hsdp`, each host shards the parameters over its own ranks and the hosts add up gradients
 (docs/clusters.md).
@@ -131,7 +131,7 @@ def read_text(path: Path | None, limit: int) -> bytes:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in ("site-packages", "__pycache__", ".git")]
         files += [Path(folder, name) for name in names if name.endswith(suffix)]
-    # Ordered by a hash of the name: neighbors are often alike, and the held-out tenth should be like the rest.
+    # Ordered by a hash of the name: neighbors are often similar, and the held-out tenth should be like the rest.
     files.sort(key=lambda file: zlib.crc32(os.fsencode(file.relative_to(root))))
     text = bytearray()
     for file in files:

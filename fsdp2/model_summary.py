@@ -172,12 +172,12 @@ def _rows(units: Sequence[UnitSummary]) -> list[tuple[str, ...]]:
     """The cells of the table; units that follow each other and differ by name only share a row."""
     rows: list[tuple[str, ...]] = []
     for _, equal in itertools.groupby(units, key=lambda unit: replace(unit, name="" if unit.name else "root")):
-        alike = list(equal)
-        unit = alike[0]
+        same = list(equal)
+        unit = same[0]
         rows.append(
             (
-                _names([each.name for each in alike]),
-                unit.module if len(alike) == 1 else f"{len(alike)} x {unit.module}",
+                _names([each.name for each in same]),
+                unit.module if len(same) == 1 else f"{len(same)} x {unit.module}",
                 f"{unit.numel:,}",
                 unit.dtypes,
                 in_bytes(unit.sharded_nbytes),

@@ -1,12 +1,12 @@
-"""Draws the pictures of the pages from the planner's and the clock's data: ``python docs/figures/draw.py`` writes the SVGs beside it.
+"""Draws the pictures of the pages from the planner's and the clock's data: ``python docs/figures/draw.py`` writes the SVGs next to it.
 
     step.svg        what runs on which stream in a step of a sharded model, on the clock's H100s
     prefetch.svg    the same step's forward with no module gathered ahead, and with one
     memory.svg      what a rank's memory holds in the same step
     group.svg       where the parameters of one group lie in the ranks' flat shards and in the unsharded storage
     strategies.svg  bytes a parameter by strategy, by the formula of ``fsdp2.state_bytes``
-    hsdp.svg        which ranks each collective of a step joins under HSDP, and what leaves a host, beside zero3
-    steps.svg       a step's duration beside torch's, as benchmarks/strategies.py has measured it and docs/strategies.md tells
+    hsdp.svg        which ranks each collective of a step joins under HSDP, and what leaves a host, next to zero3
+    steps.svg       a step's duration next to torch's, as benchmarks/strategies.py has measured it and docs/strategies.md tells
     checkpoint.svg  a checkpoint folder during a save, and where a run resumes that crashes then
 
 Each is a function from data to SVG. Colors are readable on light and dark pages; text has one grey for both.
@@ -145,7 +145,7 @@ def step(data: Rehearsed) -> Svg:
     clock = Clock(H100, data.process_groups)
     clock.run(data.entries)
     end = max(span.stop for span in clock.spans)
-    svg = Svg(860, 215, "A step on four streams: gathers run beside forward and backward, reductions beside backward")
+    svg = Svg(860, 215, "A step on four streams: gathers overlap forward and backward, reductions overlap backward")
     left, width = 110.0, 740.0
     rows = {"compute": 20.0, "copy-in": 56.0, "all-gather": 92.0, "reduce-scatter": 128.0}
     for name, y in rows.items():
@@ -167,7 +167,7 @@ def prefetch(by_depth: dict[int, Rehearsed]) -> Svg:
         last = max(span.stop for span in clock.spans if span.stream == COMPUTE and span.phase == "forward")
         forwards[depth] = [span for span in clock.spans if span.stream in (COMPUTE, GATHER) and span.stop <= last]
     end = max(span.stop for spans in forwards.values() for span in spans)
-    svg = Svg(860, 232, "A forward that gathers no module ahead, and one that gathers one: gathers then run beside the computation")
+    svg = Svg(860, 232, "A forward that gathers no module ahead, and one that gathers one: gathers then run alongside the computation")
     left, width = 110.0, 740.0
     for index, (depth, spans) in enumerate(forwards.items()):
         top = 24.0 + 92 * index
@@ -293,7 +293,7 @@ def strategies(world_size: int = 8, shard_size: int = 4) -> Svg:
 
 
 def hsdp(zero3_data: Rehearsed, hsdp_data: Rehearsed, ranks_per_host: int = 4) -> Svg:
-    """The two hosts of ``hsdp_data`` as a mesh, each collective's ranks framed; beside it what leaves a host in both steps."""
+    """The two hosts of ``hsdp_data`` as a mesh, each collective's ranks framed; next to it what leaves a host in both steps."""
     svg = Svg(860, 300, "HSDP: ranks gather and reduce-scatter inside a host, and all-reduce shards between hosts")
     side, left, top = 62.0, 96.0, 52.0
     groups = hsdp_data.process_groups
@@ -375,7 +375,7 @@ class Moment(NamedTuple):
 
 
 def moments_of_a_save() -> list[Moment]:
-    """What ``CheckpointFolder`` does to a real folder when a run saves step 200 beside step 100 and keeps one checkpoint."""
+    """What ``CheckpointFolder`` does to a real folder when a run saves step 200 next to step 100 and keeps one checkpoint."""
     found: list[Moment] = []
     with tempfile.TemporaryDirectory() as path:
         folder = CheckpointFolder(Path(path), keep_last=1)

@@ -117,7 +117,7 @@ def chosen_modules(caller: str, model: nn.Module, modules: Any) -> dict[str, nn.
     if not found:
         raise ArgumentError(
             f"{caller} found no repeated blocks in {type(model).__name__}",
-            expected="a list of modules that are built alike, or modules that are named",
+            expected="a list of modules that are built the same way, or modules that are named",
             fix=f"for instance {caller}(model, fsdp2.wrap.by_class(Block))",
         )
     names = {tree.name_of(module): module for module in found}

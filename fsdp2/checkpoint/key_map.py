@@ -4,7 +4,7 @@ A key map is a list of rules, applied in order; each turns tensors into others w
 templates ``*`` matches any text, and the n-th ``*`` of a target stands for the text that the n-th ``*`` of the source
 matched.
 
-Worked example, separate projections of a checkpoint into one fused parameter, weights and biases alike:
+Worked example, separate projections of a checkpoint into one fused parameter, both weights and biases:
 
     key_map=[
         (r"^transformer\\.", ""),                                                           # rename

@@ -79,8 +79,8 @@ class Plan(Shown):
         lines = [f"{kind}: {counted(len(self.groups), 'group')}, {_sizes(params, self.numel, self.nbytes)}"]
         position = {name: index for index, (name, _) in enumerate(root.modules[0].named_modules())}
         shown = sorted(self.groups[:-1], key=lambda group: position[group.names[0]])
-        for _, alike in groupby(shown, key=_looks):
-            same = list(alike)
+        for _, members in groupby(shown, key=_looks):
+            same = list(members)
             first = same[0]
             name = _joined(first.names) if len(same) == 1 else f"{_joined(first.names)} ... {_joined(same[-1].names)}"
             sizes = _sizes(len(first.params), first.numel, first.nbytes)

@@ -77,9 +77,9 @@ def _mismatches(reports: Mapping[int, Report]) -> dict[str, str]:
     for group in _groups(reports):
         for number, items in sorted(_by_number(reports, group).items()):
             sent = {rank: item.sent for rank, item in items.items()}
-            alike = _alike(sent)
-            if len(alike) > 1:
-                said = "; ".join(f"{of_ranks(ranks)} {_name(items[ranks[0]], full=True)}" for _, ranks in alike)
+            groups = _alike(sent)
+            if len(groups) > 1:
+                said = "; ".join(f"{of_ranks(ranks)} {_name(items[ranks[0]], full=True)}" for _, ranks in groups)
                 lines[group] = f"ranks have not issued the same collective #{number}: {said}"
                 break
     return lines

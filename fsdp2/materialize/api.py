@@ -40,7 +40,7 @@ def materialize(
     """Give every parameter and buffer of ``model`` that is on the meta device storage and its initial value.
 
     The values, and the generators afterwards, are bitwise those of ``model.apply(init_fn)`` on the unsharded model on the same
-    kind of device with the same seed. Seed all ranks alike before: fsdp2 does not compare their generators. Tensors that are not on the
+    kind of device with the same seed. Use one seed on all ranks: fsdp2 does not compare their generators. Tensors that are not on the
     meta device keep their values, and ``init_fn`` does not visit modules that own only such tensors. Parameters keep their identity.
 
     init_fn:    called under ``no_grad`` on every module, children first (as ``nn.Module.apply`` does), with the module's own

@@ -43,7 +43,7 @@ class _Whole:
 
 
 class Initializing(torch_tensors.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """One materialisation. As a dispatch mode it redirects operations to whole parameters and notices what is written."""
+    """One materialization. As a dispatch mode it redirects operations to whole parameters and notices what is written."""
 
     def __init__(self, found: MetaTensors, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -176,7 +176,7 @@ class FlatOptimizer(Optimizer):
     def _current(self) -> Optimizer:
         """The inner optimizer, on the flat shards and for the parameters as they are now.
 
-        The user may have materialised, moved or cast the model, or have edited ``param_groups``.
+        The user may have materialized, moved or cast the model, or have edited ``param_groups``.
         """
         self._take_over_writes()
         for group, _ in self._flats:

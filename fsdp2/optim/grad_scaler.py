@@ -61,20 +61,20 @@ class GradScaler(torch.amp.GradScaler):
 
         Returns: found_inf by device, 1.0 or 0.0, the same on all ranks
         """
-        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
                     local = _values(param.grad)
-                    alike.setdefault((local.device, local.dtype), []).append(local)
+                    by_kind.setdefault((local.device, local.dtype), []).append(local)
         found = torch.zeros_like(found_inf)
-        for (device, _), grads in alike.items():
+        for (device, _), grads in by_kind.items():
             here = torch.zeros_like(found_inf, device=device)
             unscale_and_check(grads, here, inv_scale.to(device))
             found = torch.maximum(found, here.to(found.device))
         with during("all-reduce of infs", self.process_group or dist.group.WORLD, found):
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.process_group)
-        devices = {device for device, _ in alike} | {found.device}
+        devices = {device for device, _ in by_kind} | {found.device}
         return {device: found.to(device) for device in devices}
 
 

@@ -1,4 +1,4 @@
-"""``fsdp2 prove train.py -- args``: run a script on its implementation and on the reference, and say whether they train alike.
+"""``fsdp2 prove train.py -- args``: run a script on its implementation and on the reference, and say whether they train the same.
 
     fsdp2 prove --ranks 8 --steps 4 train.py -- --config tiny.toml
     fsdp2 prove --json -m recipes.train

@@ -32,7 +32,7 @@ PHASES = ("loss", "gradients", "parameters", "buffers")
 
 @dataclass(frozen=True)
 class Difference:
-    """Tensors, or losses, that differ alike. ranks: of losses; of tensors, the lowest of each copy that differs"""
+    """Tensors, or losses, that differ in the same way. ranks: of losses; of tensors, the lowest of each copy that differs"""
 
     step: int
     phase: str

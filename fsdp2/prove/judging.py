@@ -96,7 +96,7 @@ def statements_of(real: Run, reference: Run | None, exact: Run | None) -> Iterat
     apart = first_differing_call(real.calls())
     by_backend = (record := real.first_failure()) is None or _is_of_backend(record.failure)
     if apart is not None and (real.is_well or by_backend):  # else a rank has failed by itself
-        yield Statement("collectives", False, "measured", apart, "make these calls on all ranks alike, outside of `if rank == 0:`")
+        yield Statement("collectives", False, "measured", apart, "make these calls on all ranks, outside of `if rank == 0:`")
     if not real.is_well:
         ranks = () if record is None or real.ranks.is_late else (record.rank,)
         subject = "hang" if real.ranks.is_late else "run"
@@ -180,7 +180,7 @@ def _of_equal_ranks(reference: Run | None) -> Statement:
     found = first_that_ranks_do_not_share(reference.events)
     if found is None:
         return Statement("ranks", True, "measured", "on the reference, ranks that average a parameter's gradients keep it the same")
-    fix = "change gradients and parameters, step and clip on all ranks alike, with the same options"
+    fix = "change gradients and parameters, step and clip on all ranks, with the same options"
     return Statement("ranks", False, "measured", found.said, fix, step=found.step, names=found.names, ranks=found.ranks)
 
 

@@ -57,7 +57,7 @@ def _text(outer: str, below: list[Unit], is_checkpointed: bool) -> str:
         f"torch.compile on {outer} is outside of {len(below)} modules that fully_shard took: "
         "its graph breaks at each of them",
         items=named,
-        expected="the compiler on the modules that are sharded: one graph for all that are alike, without a break",
+        expected="the compiler on the modules that are sharded: one graph, without a break, for those of one class",
         fix="call compile() on each of them instead, before or after fully_shard; "
         "or fsdp2.compile(model): one graph of everything",
     )

@@ -10,12 +10,15 @@ The program sees its own ``sys.argv`` and ``__main__``, as if Python had been gi
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
 import os
 import runpy
 import sys
 from collections.abc import Sequence
 
+from .arguments import COUNT, POSITIVE, word_of
 from .core.modules.mixed_tensors import explain_mixed_tensors
+from .errors import ArgumentError
 from .installation import install
 
 
@@ -24,6 +27,36 @@ def add_script(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module, as for python -m")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file, or with -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments")
+
+
+def checked_script(command: str, options: argparse.Namespace) -> list[str]:
+    """The script's own arguments. Raises: ArgumentError if there is no such script"""
+    if not _is_there(options.script, options.is_module):
+        raise ArgumentError(
+            f"{command} found no {options.script!r}",
+            expected="a Python file, or -m and a module",
+            fix=f"for instance: fsdp2 {command} --ranks 2 train.py -- --lr 0.1",
+        )
+    return list(options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments)
+
+
+def _is_there(script: str, is_module: bool) -> bool:
+    if is_module:  # the package around it: a search for the module itself would run the package's code here
+        return importlib.machinery.PathFinder.find_spec(script.split(".")[0], [os.getcwd(), *sys.path]) is not None
+    return os.path.isfile(script)
+
+
+def add_cpu_run(parser: argparse.ArgumentParser, *, ranks: int, steps: int, timeout: float) -> None:
+    """The arguments of a command that runs a script's first steps on ranks of this machine, with their defaults."""
+    seconds = word_of(POSITIVE, float)
+    for name, kind, default, said in (
+        ("--ranks", word_of(COUNT), ranks, "processes on this machine"),
+        ("--steps", word_of(COUNT), steps, "optimizer steps, after which the script is ended"),
+        ("--timeout", seconds, timeout, "seconds in which no rank moves, after which the ranks are ended"),
+        ("--limit", seconds, 600.0, "seconds that a run of the script may take"),
+    ):
+        metavar = "N" if isinstance(default, int) else "S"
+        parser.add_argument(name, type=kind, default=default, metavar=metavar, help=f"{said} (default: {default:g})")
 
 
 def run_script(script: str, arguments: Sequence[str], is_module: bool = False) -> None:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.machinery
-import os
 import signal
 import sys
 import tempfile
@@ -21,36 +19,17 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from ..arguments import COUNT, POSITIVE, word_of
-from ..errors import ArgumentError
 from ..hangs.watcher import EXIT_STATUS
 from ..printable import of_ranks, say, say_json
 from ..ranks import OVER, Ranks, run_ranks
-from ..run import add_script, run_script
+from ..run import add_cpu_run, add_script, checked_script, run_script
 from .finding import Finding
 from .patient import examine
 from .rank_record import RankRecord, fault_file, read_records, report_of_records
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=word_of(COUNT), default=2, metavar="N", help="processes on this machine (default: 2)")
-    parser.add_argument(
-        "--steps",
-        type=word_of(COUNT),
-        default=3,
-        metavar="N",
-        help="optimizer steps after which the script is ended (default: 3)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=word_of(POSITIVE, float),
-        default=60.0,
-        metavar="S",
-        help="seconds without a move of any rank, after which it ends (default: 60)",
-    )
-    parser.add_argument(
-        "--limit", type=word_of(POSITIVE, float), default=600.0, metavar="S", help="seconds that the script may take (default: 600)"
-    )
+    add_cpu_run(parser, ranks=2, steps=3, timeout=60.0)
     parser.add_argument("--strict", action="store_true", help="exit status 1 if there is a finding")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_script(parser)
@@ -61,13 +40,7 @@ def run(options: argparse.Namespace) -> int:
 
     1 where the script fails, where the doctor could not look, or with ``--strict`` and findings; 128 + n if signal n ended it; else 0.
     """
-    if not _is_there(options.script, options.is_module):
-        raise ArgumentError(
-            f"doctor found no {options.script!r}",
-            expected="a Python file, or -m and a module",
-            fix="for instance: fsdp2 doctor --ranks 2 train.py -- --lr 0.1",
-        )
-    arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
+    arguments = checked_script("doctor", options)
     script = partial(run_script, options.script, arguments, options.is_module)
     with tempfile.TemporaryDirectory() as folder, _terminated_as_error():
         ranks = run_ranks(
@@ -85,12 +58,6 @@ def run(options: argparse.Namespace) -> int:
     num_findings = _say(records, ranks, options.script, status, options.json)
     has_looked = any(record.has_looked for record in records)
     return status or int(not has_looked or (options.strict and num_findings > 0))
-
-
-def _is_there(script: str, is_module: bool) -> bool:
-    if is_module:  # the package around it: a search for the module itself would run the package's code here
-        return importlib.machinery.PathFinder.find_spec(script.split(".")[0], [os.getcwd(), *sys.path]) is not None
-    return os.path.isfile(script)
 
 
 class _StoppedError(Exception):

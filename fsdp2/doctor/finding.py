@@ -43,6 +43,15 @@ class Finding:
     params: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
 
+    def of(self, params: Iterable[str]) -> Finding:
+        """The same fault of these parameters, whose number is ``{count}`` in ``what``."""
+        names = tuple(params)
+        return replace(self, what=self.what.format(count=len(names)), params=names)
+
+    def on(self, ranks: tuple[int, ...]) -> Finding:
+        """The same fault on these ranks, whose number is ``{count}`` in ``what``."""
+        return replace(self, what=self.what.format(count=len(ranks)), ranks=ranks)
+
     def __str__(self) -> str:
         listed = list(self.params[:MAX_ITEMS])
         if len(self.params) > MAX_ITEMS:

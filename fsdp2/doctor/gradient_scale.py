@@ -29,6 +29,7 @@ from ..inspect import Group, Parameter, during, exchange, local_of
 from ..torch_names import torch_dtensors
 from .finding import Finding, Report, report_of
 from .inspected import Inspected, inspect
+from .loss_weights import token_weights
 
 _NUM_PROJECTIONS = 4
 
@@ -247,11 +248,4 @@ def _uneven(here: Sequence[_Heard], tolerance: float) -> Iterator[Finding]:
     lowest = min(low for count, *_, low, _ in here if count)
     highest = max(high for *_, high in here)
     if highest > lowest * (1 + tolerance):
-        yield Finding(
-            "token-weights",
-            "warning",
-            f"tokens weigh from {lowest:.4g} to {highest:.4g} in the loss",
-            "ranks or micro-batches with fewer tokens count more for each: the step depends on how tokens are spread",
-            "divide the sum of losses by the tokens of all ranks and micro-batches, times the ranks that fully_shard averages over; "
-            "weights that are meant: ignore this",
-        )
+        yield token_weights(f"{lowest:.4g}", f"{highest:.4g}")

@@ -13,6 +13,44 @@ from torch.optim import Optimizer
 from ..inspect import Group, Parameter
 from .finding import Finding
 
+ALL_ZERO = Finding(
+    "gradients-all-zero",
+    "error",
+    "all gradients were exactly zero in two steps, on all ranks",
+    "the model does not learn from its data; what changes it is weight decay alone",
+    "look at the loss: does it depend on the model's output, does any target count (ignore_index), is it multiplied by zero, "
+    "is it too small for float16",
+)
+NOT_CLEARED = Finding(
+    "gradients-not-cleared",
+    "warning",
+    "backward adds to gradients of {count} parameters with which the optimizer has stepped already",
+    "each step uses the gradients of all batches so far, so updates grow with the number of steps and use outdated values",
+    "call optimizer.zero_grad() between optimizer.step() and the next backward",
+)
+STEPPED_TWICE = Finding(
+    "two-optimizers",
+    "error",
+    "two optimizers step {count} parameters with the same gradients",
+    "each gradient is applied twice, by two rules that undo one another's state",
+    "give each parameter to one optimizer; if one was built again, drop the first, and its scheduler",
+)
+REDUCED_AGAIN = Finding(
+    "gradients-reduced-again",
+    "error",
+    "torch.distributed.all_reduce runs on gradients of {count} parameters, which backward has reduced already",
+    "on shards it adds up different rows of a parameter; on replicas it multiplies gradients by the number of ranks",
+    "remove it: backward leaves the average over all data-parallel ranks",
+)
+SAME_RANDOM_NUMBERS = Finding(
+    "same-random-numbers",
+    "warning",
+    "forward drew the same random numbers on {count} data-parallel ranks in two steps",
+    "dropout drops the same elements on all ranks, and noise is the same: the batch has less of it than its size says",
+    "call torch.manual_seed(seed + rank) once the model has its values; random choices that must be the same on all "
+    "ranks (layers that are skipped) need a torch.Generator of their own",
+)
+
 
 def largest_gradients(params: Iterable[Parameter]) -> dict[Parameter, float]:
     """The largest magnitude in this rank's piece of each gradient; NaN where it has one. Waits for the device once."""
@@ -40,17 +78,6 @@ def not_finite(largest: Mapping[Parameter, float], is_loss: bool) -> Iterator[Fi
             "torch.autograd.set_detect_anomaly(True) names the operator; or leave out steps whose total norm is not finite",
             names,
         )
-
-
-def all_zero() -> Finding:
-    return Finding(
-        "gradients-all-zero",
-        "error",
-        "all gradients were exactly zero in two steps, on all ranks",
-        "the model does not learn from its data; what changes it is weight decay alone",
-        "look at the loss: does it depend on the model's output, does any target count (ignore_index), is it multiplied by zero, "
-        "is it too small for float16",
-    )
 
 
 def without_scaler(groups: Iterable[Group]) -> Iterator[Finding]:
@@ -83,17 +110,6 @@ def _is_called_by_a_scaler() -> bool:
     return False
 
 
-def not_cleared(names: tuple[str, ...]) -> Finding:
-    return Finding(
-        "gradients-not-cleared",
-        "warning",
-        f"backward adds to gradients of {len(names)} parameters with which the optimizer has stepped already",
-        "each step uses the gradients of all batches so far, so updates grow with the number of steps and use outdated values",
-        "call optimizer.zero_grad() between optimizer.step() and the next backward",
-        names,
-    )
-
-
 def in_eval_mode(model: nn.Module) -> Finding:
     kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)
     names = tuple(name for name, module in model.named_modules() if isinstance(module, kinds))
@@ -104,28 +120,6 @@ def in_eval_mode(model: nn.Module) -> Finding:
         "dropout drops nothing, and BatchNorm does not learn its statistics"
         + ("" if names else "; this model has neither of torch's, so that only functions that ask module.training can differ"),
         "call model.train() before training, and again after each evaluation; from_pretrained returns models in eval mode",
-        names,
-    )
-
-
-def stepped_twice(names: tuple[str, ...]) -> Finding:
-    return Finding(
-        "two-optimizers",
-        "error",
-        f"two optimizers step {len(names)} parameters with the same gradients",
-        "each gradient is applied twice, by two rules that undo one another's state",
-        "give each parameter to one optimizer; if one was built again, drop the first, and its scheduler",
-        names,
-    )
-
-
-def reduced_again(names: tuple[str, ...]) -> Finding:
-    return Finding(
-        "gradients-reduced-again",
-        "error",
-        f"torch.distributed.all_reduce runs on gradients of {len(names)} parameters, which backward has reduced already",
-        "on shards it adds up different rows of a parameter; on replicas it multiplies gradients by the number of ranks",
-        "remove it: backward leaves the average over all data-parallel ranks",
         names,
     )
 
@@ -184,18 +178,6 @@ def _apart(what: str, by_rank: Mapping[int, Hashable], ranks: tuple[int, ...]) -
         f"{what} {shown}",
         "ranks update their shards of one parameter by different rules, so no single rule trains the model",
         "compute what schedulers are given from values that all ranks share: all_reduce the loss before scheduler.step(loss)",
-        ranks=ranks,
-    )
-
-
-def same_random_numbers(ranks: tuple[int, ...]) -> Finding:
-    return Finding(
-        "same-random-numbers",
-        "warning",
-        f"forward drew the same random numbers on {len(ranks)} data-parallel ranks in two steps",
-        "dropout drops the same elements on all ranks, and noise is the same: the batch has less of it than its size says",
-        "call torch.manual_seed(seed + rank) once the model has its values; random choices that must be the same on all "
-        "ranks (layers that are skipped) need a torch.Generator of their own",
         ranks=ranks,
     )
 

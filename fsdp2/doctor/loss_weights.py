@@ -91,6 +91,17 @@ def scale_of(by_rank: Sequence[Sequence[Heard]], factor: float, accumulates: boo
     )
 
 
+def token_weights(lowest: str, highest: str) -> Finding:
+    return Finding(
+        "token-weights",
+        "warning",
+        f"tokens weigh from {lowest} to {highest} in the loss",
+        "ranks or micro-batches with fewer tokens count more for each: the step depends on how tokens are spread",
+        "divide the sum of losses by the tokens of all ranks and micro-batches, times the ranks that fully_shard averages over; "
+        "weights that are meant: ignore this",
+    )
+
+
 def uneven(by_rank: Mapping[int, Sequence[Heard]], accumulates: bool) -> Iterator[Finding]:
     """by_rank: the losses of one step; accumulates: they are of micro-batches, and else may be of tasks with weights of their own"""
     together = [(rank, 0 if accumulates else number, each) for rank, heard in by_rank.items() for number, each in enumerate(heard)]
@@ -99,14 +110,7 @@ def uneven(by_rank: Mapping[int, Sequence[Heard]], accumulates: bool) -> Iterato
         lowest, highest = min(per_token, default=0.0), max(per_token, default=0.0)
         if highest <= lowest * (1 + _TOLERANCE):
             continue
-        yield Finding(
-            "token-weights",
-            "warning",
-            f"tokens weigh from {lowest:.4g} on rank {per_token[lowest]} to {highest:.4g} on rank {per_token[highest]} in the loss",
-            "ranks or micro-batches with fewer tokens count more for each: the step depends on how tokens are spread",
-            "divide the sum of losses by the tokens of all ranks and micro-batches, times the ranks that fully_shard averages over; "
-            "weights that are meant: ignore this",
-        )
+        yield token_weights(f"{lowest:.4g} on rank {per_token[lowest]}", f"{highest:.4g} on rank {per_token[highest]}")
         return
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ..inspect import is_sharded, parameters_of, unmanaged_parameters, written_unseen
 from .finding import Finding
 from .inspected import Inspected
-from .learning import stepped_twice
+from .learning import STEPPED_TWICE
 
 
 def optimizer_findings(inspected: Inspected) -> Iterator[Finding]:
@@ -124,4 +124,4 @@ def _in_two(inspected: Inspected) -> Iterator[Finding]:
                 holders.setdefault(id(param), set()).add(groups)
     names = tuple(param.fqn for param in inspected.params if len(holders.get(id(param.sharded), ())) > 1)
     if names:
-        yield stepped_twice(names)
+        yield STEPPED_TWICE.of(names)

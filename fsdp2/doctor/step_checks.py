@@ -16,6 +16,50 @@ from .learning import Settings
 from .loss_weights import Heard
 from .replicas import digest
 
+USED_OUTSIDE = Finding(
+    "used-outside-forward",
+    "warning",
+    "{count} parameters are used outside of the forward of the module that they were sharded with",
+    "there they are shards, or memory that is freed: each rank computes with its own piece, and that gradient is not averaged",
+    "use them inside of the module's forward (register_fsdp_forward_method for other methods), shard the module that uses them "
+    "together with theirs (fully_shard([a, b])), or take full_tensor() where all ranks compute the same",
+)
+CLIPPED_LATE = Finding(
+    "clip-without-effect",
+    "warning",
+    "gradients are clipped after the optimizer's step, and before the next backward",
+    "the step used them as they were",
+    "clip between backward and optimizer.step()",
+)
+CLIPS_NOTHING = Finding(
+    "clip-without-effect",
+    "warning",
+    "clip_grad_norm_ got parameters, and none of them has a gradient",
+    "it changes nothing: they are whole parameters from before fully_shard, a generator that was read before, or were cleared",
+    "pass model.parameters(), listed after fully_shard, between backward and optimizer.step()",
+)
+SAME_DATA = Finding(
+    "same-data-on-every-rank",
+    "warning",
+    "{count} data-parallel ranks had the same inputs in two steps",
+    "the step costs as much as with different data, and learns from a fraction of it",
+    "give each rank its part: DistributedSampler(rank=..., num_replicas=...), or a seed for shuffling that has the rank in it",
+)
+DROPPED = Finding(
+    "gradients-dropped",
+    "warning",
+    "in two steps gradients of a backward were cleared before an optimizer stepped with them",
+    "the step uses those of the last micro-batch alone, and the others cost time for nothing",
+    "call zero_grad() after optimizer.step(), and not between micro-batches",
+)
+STEPPED_AGAIN = Finding(
+    "stepped-again",
+    "error",
+    "the optimizer steps {count} parameters again with gradients with which it has stepped, and no backward came between",
+    "each gradient is applied twice, and the optimizer's averages count it twice",
+    "call optimizer.step() once after the backwards of a batch",
+)
+
 
 def missing_gradients(params: Iterable[Parameter], num_steps: int) -> Iterator[Finding]:
     """params: without a gradient in all ``num_steps``"""
@@ -82,37 +126,7 @@ def gradients_left(units: Sequence[Unit]) -> Iterator[Finding]:
         if (whole := param.unsharded()) is not None and whole.grad is not None
     )
     if outside:
-        yield used_outside(outside)
-
-
-def used_outside(names: tuple[str, ...]) -> Finding:
-    return Finding(
-        "used-outside-forward",
-        "warning",
-        f"{len(names)} parameters are used outside of the forward of the module that they were sharded with",
-        "there they are shards, or memory that is freed: each rank computes with its own piece, and that gradient is not averaged",
-        "use them inside of the module's forward (register_fsdp_forward_method for other methods), shard the module that uses them "
-        "together with theirs (fully_shard([a, b])), or take full_tensor() where all ranks compute the same",
-        names,
-    )
-
-
-def clip_of_nothing(after_step: bool) -> Finding:
-    if after_step:
-        return Finding(
-            "clip-without-effect",
-            "warning",
-            "gradients are clipped after the optimizer's step, and before the next backward",
-            "the step used them as they were",
-            "clip between backward and optimizer.step()",
-        )
-    return Finding(
-        "clip-without-effect",
-        "warning",
-        "clip_grad_norm_ got parameters, and none of them has a gradient",
-        "it changes nothing: they are whole parameters from before fully_shard, a generator that was read before, or were cleared",
-        "pass model.parameters(), listed after fully_shard, between backward and optimizer.step()",
-    )
+        yield USED_OUTSIDE.of(outside)
 
 
 @dataclass(frozen=True)
@@ -187,17 +201,6 @@ def peers(by_rank: Sequence[Observed], least: int = 2) -> dict[tuple[int, ...], 
     return {ranks: [by_rank[rank] for rank in ranks] for ranks in sets}
 
 
-def data_finding(ranks: tuple[int, ...]) -> Finding:
-    return Finding(
-        "same-data-on-every-rank",
-        "warning",
-        f"{len(ranks)} data-parallel ranks had the same inputs in two steps",
-        "the step costs as much as with different data, and learns from a fraction of it",
-        "give each rank its part: DistributedSampler(rank=..., num_replicas=...), or a seed for shuffling that has the rank in it",
-        ranks=ranks,
-    )
-
-
 def scale_findings(by_rank: Sequence[Observed]) -> Iterator[Finding]:
     """Pieces of one parameter's gradient that ranks have scaled differently: somebody has clipped by norms of local shards.
 
@@ -236,28 +239,6 @@ def some_miss(by_rank: Mapping[int, Observed]) -> Iterator[Finding]:
                 some,
                 lacking,
             )
-
-
-def dropped(names: tuple[str, ...]) -> Finding:
-    return Finding(
-        "gradients-dropped",
-        "warning",
-        "in two steps gradients of a backward were cleared before an optimizer stepped with them",
-        "the step uses those of the last micro-batch alone, and the others cost time for nothing",
-        "call zero_grad() after optimizer.step(), and not between micro-batches",
-        names,
-    )
-
-
-def stepped_again(names: tuple[str, ...]) -> Finding:
-    return Finding(
-        "stepped-again",
-        "error",
-        f"the optimizer steps {len(names)} parameters again with gradients with which it has stepped, and no backward came between",
-        "each gradient is applied twice, and the optimizer's averages count it twice",
-        "call optimizer.step() once after the backwards of a batch",
-        names,
-    )
 
 
 def digest_of(arguments: Any) -> int | None:

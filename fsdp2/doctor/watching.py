@@ -34,14 +34,17 @@ from .meeting import Meeting
 from .optimizers import never_averaged, unseen_writes
 from .replicas import digest
 from .step_checks import (
+    CLIPPED_LATE,
+    CLIPS_NOTHING,
+    DROPPED,
+    SAME_DATA,
     SAMPLED,
+    STEPPED_AGAIN,
+    USED_OUTSIDE,
     Observed,
     accumulation_switches,
     all_zero,
-    clip_of_nothing,
-    data_finding,
     digest_of,
-    dropped,
     gradients_left,
     missing_gradients,
     peers,
@@ -52,8 +55,6 @@ from .step_checks import (
     scale_findings,
     scale_since,
     some_miss,
-    stepped_again,
-    used_outside,
 )
 
 
@@ -238,7 +239,7 @@ class Watch:
                 close.findings.append(learning.in_eval_mode(self._inspected.model))
             added = [param.fqn for param, left in close.left.items() if param.grad is not None and _differs(sample_of(param), left)]
             if added:
-                close.findings.append(learning.not_cleared(tuple(added)))
+                close.findings.append(learning.NOT_CLEARED.of(added))
             if added or all(unit.reduces() for unit in self._units):  # else gradients are as they were, and a backward follows
                 close.left.clear()
 
@@ -269,7 +270,7 @@ class Watch:
         own = [param for param in self._params if id(param.sharded) in held and param.sharded.grad is not None]
         twice = [param.fqn for param in own if not _are_one(self._stepped.get(id(param), optimizer), optimizer)]
         if twice:
-            yield learning.stepped_twice(tuple(twice))
+            yield learning.STEPPED_TWICE.of(twice)
         self._stepped.update(dict.fromkeys(map(id, own), optimizer))
         sampled = sample_of_gradients(own)
         if sampled is not None:
@@ -295,7 +296,7 @@ class Watch:
         if close.is_clipped or (scale is not None and scale.factor == 1):  # else the program scales by itself
             close.findings += learning.without_scaler(self._inspected.groups)
         if close.reduced_again:
-            close.findings.append(learning.reduced_again(tuple(dict.fromkeys(close.reduced_again))))
+            close.findings.append(learning.REDUCED_AGAIN.of(dict.fromkeys(close.reduced_again)))
         close.findings += self._unchanged(optimizer)
         close.findings += loss_weights.factors_differ(self._inspected.groups)
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -304,10 +305,10 @@ class Watch:
             version = local_of(grad)._version  # a backward makes another gradient, or adds to this one
             before, its_version = self._stepped_with or (None, 0)
             if before is not None and before() is grad and version == its_version:
-                close.findings.append(stepped_again(tuple(param.fqn for param in largest)))
+                close.findings.append(STEPPED_AGAIN.of(param.fqn for param in largest))
             self._stepped_with = TensorWeakRef(grad), version
         if close.has_dropped and self._has_dropped and close.gradient is not None:
-            close.findings.append(dropped((close.gradient[0].fqn,)))
+            close.findings.append(DROPPED.of([close.gradient[0].fqn]))
         self._has_dropped = close.has_dropped
         if not self._meeting.hold(self._ranks):
             self._note([*close.findings, learning.step_on_some_ranks(self._ranks, self._meeting.absent)])
@@ -345,9 +346,9 @@ class Watch:
                 weighed.update((seen[0].ranks, finding) for finding in loss_weights.uneven(heard, accumulates))
         # In one step they may be so by chance, or while a learning rate warms up.
         for name, now, finding in (
-            ("data", same_data(observed), data_finding),
-            ("random", same_random(observed), learning.same_random_numbers),
-            ("zero", all_zero(observed), lambda ranks: learning.all_zero()),
+            ("data", same_data(observed), SAME_DATA.on),
+            ("random", same_random(observed), learning.SAME_RANDOM_NUMBERS.on),
+            ("zero", all_zero(observed), lambda ranks: learning.ALL_ZERO),
             ("weights", set(weighed), weighed.__getitem__),
         ):
             found += [finding(ranks) for ranks in now & self._repeated.get(name, set())]
@@ -374,9 +375,9 @@ class Watch:
             return  # another model's
         self._close.is_clipped = True
         if all(param.grad is None for param in params):
-            self._note_own(clip_of_nothing(after_step=False))
+            self._note_own(CLIPS_NOTHING)
         elif self._saw_backward and not self._has_gradients:
-            self._note_own(clip_of_nothing(after_step=True))
+            self._note_own(CLIPPED_LATE)
 
     def _on_backward(self, losses: Tensor | Sequence[Tensor]) -> None:
         if self._close.is_on:
@@ -403,7 +404,7 @@ class Watch:
             self._metric = float(metric)
 
     def _on_shard(self, param: Parameter, grad: Tensor) -> None:
-        self._note_own(used_outside((param.fqn,)))
+        self._note_own(USED_OUTSIDE.of([param.fqn]))
 
     # --- findings ---
 

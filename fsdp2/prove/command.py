@@ -22,42 +22,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..arguments import COUNT, POSITIVE, word_of
-from ..doctor.command import _is_there
 from ..errors import ArgumentError
 from ..printable import say, say_json
 from ..ranks import run_ranks
-from ..run import add_script
+from ..run import add_cpu_run, add_script, checked_script
 from .judging import Run, statements_of
 from .verdict import Verdict
 from .witness import REFERENCES, Program, witness_rank
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=word_of(COUNT), default=4, metavar="N", help="processes on this machine (default: 4)")
-    parser.add_argument("--steps", type=word_of(COUNT), default=4, metavar="N", help="optimizer steps (default: 4)")
-    parser.add_argument(
-        "--timeout",
-        type=word_of(POSITIVE, float),
-        default=30.0,
-        metavar="S",
-        help="seconds in which no rank computes anything, after which the ranks hang (default: 30)",
-    )
-    parser.add_argument(
-        "--limit", type=word_of(POSITIVE, float), default=600.0, metavar="S", help="seconds that one run may take (default: 600)"
-    )
+    add_cpu_run(parser, ranks=4, steps=4, timeout=30.0)
     parser.add_argument("--json", action="store_true", help="print one JSON object (docs/prove.md)")
     add_script(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    if not _is_there(options.script, options.is_module):
-        raise ArgumentError(
-            f"prove found no {options.script!r}",
-            expected="a Python file, or -m and a module",
-            fix="for instance: fsdp2 prove --ranks 4 train.py -- --lr 0.1",
-        )
-    arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
+    arguments = checked_script("prove", options)
     program = Program(options.script, tuple(arguments), options.is_module)
     found = prove(program, options.ranks, options.steps, timeout=options.timeout, limit=options.limit)
     if options.json:

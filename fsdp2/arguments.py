@@ -50,6 +50,7 @@ POSITIVE = Kind(
     lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0, "a number, more than 0", "60"
 )
 PATH = Kind(lambda value: isinstance(value, (str, os.PathLike)), "a path", '"run"')
+EXISTING = Kind(os.path.exists, "a file or a folder that is there", "runs/a")
 WORD = Kind(lambda value: isinstance(value, str), "a str", '"model"')
 DTYPE = Kind(lambda value: isinstance(value, torch.dtype), "a torch.dtype", "torch.bfloat16")
 FUNCTION = Kind(callable, "a function", "my_function")

@@ -43,6 +43,8 @@ def status_of(arguments: list[str]) -> int:
         ["report", "no-such-folder"],
         ["explain", "no-such-symptom"],
         ["convert", "no-such-file", "out", "--to", "no-such-format"],
+        ["convert", "no-such-file", "out", "--to", "dcp"],
+        ["verify", "no-such-folder"],
     ],
     ids=" ".join,
 )

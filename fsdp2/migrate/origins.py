@@ -8,20 +8,7 @@ from __future__ import annotations
 
 from .. import installation
 
-FSDP2_NAMES = frozenset(
-    {
-        "CPUOffloadPolicy",
-        "DataParallelMeshDims",
-        "FSDPModule",
-        "GradientReductionHandle",
-        "MixedPrecisionPolicy",
-        "OffloadPolicy",
-        "UnshardHandle",
-        "fully_shard",
-        "register_fsdp_forward_method",
-        "share_comm_ctx",
-    }
-)
+FSDP2_NAMES = frozenset({*installation.FSDP2_NAMES, "GradientReductionHandle"})
 """Public names of torch's FSDP2; ``fsdp2`` has them all."""
 
 WRAP_NAMES = frozenset(

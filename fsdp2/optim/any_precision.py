@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ..arguments import DTYPE, SWITCH, require
 from ..errors import ArgumentError
-from .arguments import holds, listed_params
+from .arguments import holds, listed_params, result_of
 
 
 class AnyPrecisionAdamW(Optimizer):
@@ -83,10 +83,7 @@ class AnyPrecisionAdamW(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step, after ``closure`` if there is one; returns its result."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = result_of(closure)
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:

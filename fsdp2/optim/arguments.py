@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -47,6 +48,14 @@ def holds(test: Callable[[Any], bool], value: Any) -> bool:
         return test(value)
     except (TypeError, ValueError):
         return False
+
+
+def result_of(closure: Callable[[], Any] | None) -> Any:
+    """What the closure of a ``step`` returns, called with autograd; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def made(make: Callable[[], Optimizer], name: str, options: Mapping[str, Any]) -> Optimizer:

@@ -22,7 +22,7 @@ from ..core.group.param_group import ParamGroup
 from ..core.iteration.module_state import sharded_parameters
 from ..errors import ArgumentError, meta_error
 from ..torch_names import torch_dtensors, torch_tensors
-from .arguments import checked_class, listed_params
+from .arguments import checked_class, listed_params, result_of
 from .block_states import is_quantized, quantized, values_of
 from .elementwise import check_elementwise
 from .runs import Piece, Run, is_elementwise, runs_of
@@ -114,10 +114,7 @@ class FlatOptimizer(Optimizer):
 
     def _take_step(self, closure: Callable[[], Any] | None = None, max_norm: float | None = None, norm_type: float = 2.0) -> Any:
         """A step. No hook of optimizers hears it, as they hear ``step``: a subclass calls this, so that they hear its ``step`` once."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = result_of(closure)
         inner = self._current()
         for index, runs in enumerate(self._runs):
             have_some = [run for run in runs if not run.take_gradients()]

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ..errors import ArgumentError
 from ..torch_names import torch_dtensors
 from .any_precision import step_adamw
-from .arguments import holds, listed_params
+from .arguments import holds, listed_params, result_of
 from .whole_matrices import Cut, Job, compute_by_owners, cut_of
 
 
@@ -104,10 +104,7 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step, after ``closure`` if there is one; returns its result. Collective: see the class."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = result_of(closure)
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             if group["use_muon"]:

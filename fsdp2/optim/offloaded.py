@@ -25,7 +25,7 @@ from ..errors import ArgumentError, FSDPError
 from ..mapped_file import check_disk_policy
 from ..policy import CPUOffloadPolicy, DiskOffloadPolicy, TorchCPUOffloadPolicy
 from ..sharding_arguments import checked_bool
-from .arguments import checked_class, listed_params
+from .arguments import checked_class, listed_params, result_of
 from .flat import FlatOptimizer, State, state_of
 from .host_runs import HostRun, HostStates
 from .in_backward import BackwardSteps, in_turn
@@ -160,10 +160,7 @@ class OffloadedOptimizer(FlatOptimizer):
             return self._take_step(closure, max_norm, norm_type)
         if max_norm is not None:
             raise ArgumentError(f"step got max_norm={max_norm}, of an optimizer that steps in backward", expected=_ALL_FIRST, fix=_FIX)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = result_of(closure)
         try:
             self._take_over_steps()
         except FSDPError as error:

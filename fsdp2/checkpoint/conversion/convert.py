@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...arguments import PATH, SWITCH, require
+from ...arguments import EXISTING, PATH, SWITCH, require, word_of
 from ...durable import sync_folder
 from ...errors import ArgumentError, CheckpointError
 from ...printable import say
@@ -275,7 +275,7 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``fsdp2 convert``."""
-    parser.add_argument("src", help="folder or file; one rank's file of FSDP1 or FSDP2 stands for all")
+    parser.add_argument("src", type=word_of(EXISTING, str), help="folder or file; one rank's file of FSDP1 or FSDP2 stands for all")
     parser.add_argument("dst", help="what to write: a folder (dcp, safetensors) or a file (torch)")
     parser.add_argument("--to", required=True, choices=TARGETS)
     parser.add_argument("--from", dest="format", choices=FORMATS, help="the format of SRC, if its files suggest another")

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from ...arguments import COUNT, Kind, checked_path, require
+from ...arguments import COUNT, EXISTING, Kind, checked_path, require, word_of
 from ...printable import say
 from ..dcp_read import METADATA
 from ..digests import Verified, compared, dcp_parts, safetensors_parts, torch_parts
@@ -66,7 +66,7 @@ def _torch_files(path: Path, kind: str) -> list[Path]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``fsdp2 verify``."""
-    parser.add_argument("path", help="folder or file")
+    parser.add_argument("path", type=word_of(EXISTING, str), help="folder or file")
     parser.add_argument("--from", dest="format", choices=FORMATS, help="the format of PATH, if its files suggest another")
 
 

@@ -34,9 +34,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
-from ..arguments import COUNT, OPTIMIZER, PROCESS_GROUP, SWITCH, Kind, require
+from ..arguments import COUNT, OPTIMIZER, PATH, PROCESS_GROUP, SWITCH, Kind, require
 from ..core.comm.agreement import agree, another_over, default_group, is_lost
-from ..errors import ArgumentError, FSDPError, LostRankError, OrderError
+from ..errors import ArgumentError, FSDPError, LostRankError, OrderError, short
 from ..hangs.joint_calls import joint
 from ..inspect import at_disk
 from ..torch_names import torch_collectives
@@ -76,6 +76,9 @@ _DATA = Kind(
     "a dict, or an object with state_dict and load_state_dict",
     "loader",
 )
+
+
+_CHECKPOINT = Kind(PATH.or_none.holds, "the name or the path of a checkpoint, or None for the latest", '"step_000100"')
 
 
 @dataclass(frozen=True)
@@ -294,8 +297,17 @@ class Checkpointer:
 
     def _find(self, checkpoint: str | os.PathLike[str] | None) -> Path:
         """The folder of ``checkpoint``, by its name in our folder or by its path; None: the latest."""
+        require("Checkpointer.load", _CHECKPOINT, checkpoint=checkpoint)
         if checkpoint is not None:
-            return Path(checkpoint) if (self._folder.path / checkpoint).exists() else Path(os.path.abspath(checkpoint))
+            for found in (Path(checkpoint), Path(os.path.abspath(checkpoint))):
+                if (self._folder.path / found).exists():
+                    return found
+            raise failure(
+                f"there is no checkpoint {os.fspath(checkpoint)!r}, in {self._folder.path} or elsewhere",
+                expected=f"one of {short([each.name for each in self._folder.checkpoints()])}, or the path of another folder's checkpoint",
+                fix="name one of these, or none for the latest",
+                file=checkpoint,
+            )
         latest = self._folder.latest()
         if latest is None:
             raise failure(

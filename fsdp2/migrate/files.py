@@ -14,8 +14,8 @@ from .report import Finding, Kind, Migrated
 CONFIGS = (".yaml", ".yml")
 """Endings of accelerate's configuration files."""
 
-_MAX_BRACKETS = 1000
-"""How many may be open at once, those in strings included. Python itself takes 200."""
+_MAX_DEPTH = 1000
+"""How many brackets may be open at once, those in strings included, and how deep Python's syntax tree may be."""
 
 
 def migrate_files(files: Iterable[Path]) -> dict[Path, Migrated]:
@@ -50,8 +50,8 @@ def migrate_files(files: Iterable[Path]) -> dict[Path, Migrated]:
 def _checked(migrate: Callable[[str], Migrated], text: str) -> Migrated:
     """``migrate(text)``, if parsers can take it: they descend into brackets by recursion, and libcst's ends the process then."""
     ends = itertools.accumulate((char in "([{") - (char in ")]}") for char in text if char in "([{}])")
-    with contextlib.suppress(RecursionError):
-        if max(ends, default=0) <= _MAX_BRACKETS:
+    with contextlib.suppress(RecursionError, MemoryError):  # a stack that overflows in Python's parser is a MemoryError
+        if max(ends, default=0) <= _MAX_DEPTH:
             return migrate(text)
     return Migrated(text, text, (Finding(1, Kind.LEFT, "not migrated: it is nested too deeply"),))
 
@@ -61,10 +61,34 @@ def _python(path: Path, text: str) -> Migrated:
 
     from .source import migrate_source
 
+    if _is_deep(text):
+        raise RecursionError
     try:
         return migrate_source(text, path)
     except ParserSyntaxError as error:
         return Migrated(text, text, (Finding(error.raw_line, Kind.LEFT, f"not migrated: it is not Python: {error.message}"),))
+
+
+def _is_deep(text: str) -> bool:
+    """Whether libcst's tree of ``text`` would be too deep: libcst ends the process for ``----...1``, and takes hours for ``a.b.b.b...``.
+
+    Raises: RecursionError, MemoryError for what is too deep for Python's own parser, which is quick to find that out
+    """
+    try:
+        todo: list[tuple[ast.AST, int]] = [(ast.parse(text), 0)]
+    except (SyntaxError, ValueError):
+        return False  # libcst says what is wrong, or knows a later Python
+    while todo:
+        node, depth = todo.pop()
+        inner = list(ast.iter_child_nodes(node))
+        if isinstance(node, (ast.BoolOp, ast.MatchOr)):  # one node for ``a and b and c``, where libcst has two
+            depth += len(inner)
+        elif isinstance(node, ast.alias):  # the same for ``import a.b.c``
+            depth += node.name.count(".")
+        if depth > _MAX_DEPTH:
+            return True
+        todo += [(each, depth + 1) for each in inner]
+    return False
 
 
 def _neighbors(path: Path, texts: dict[Path, str]) -> list[Path]:

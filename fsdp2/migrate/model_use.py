@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from typing import TypeVar
 
 import libcst as cst
+from libcst import matchers as m
 
 from .editor import Editor, Method, Rules
 from .names import SHARDED, WRAPPED, Names
@@ -65,10 +67,30 @@ def clip_function(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpre
 
 def apply(editor: Editor, call: Method) -> None:
     """``model.apply(fn)`` on a wrapped model."""
-    if not is_use_before_wrap(editor, call):
-        editor.left(
-            call.old, f"{code(call.new)} gives the function shards now: call it before the model is sharded, or write it for DTensors"
-        )
+    if not is_use_before_wrap(editor, call.old, call.on):
+        editor.left(call.old, f"{code(call.new)} {_GETS_SHARDS}")
+
+
+def loop_over_modules(editor: Editor, old: cst.For | cst.CompFor, new: _Loop) -> _Loop:
+    """``for each in model.modules(): init(each)``: ``apply`` by hand."""
+    names, listed = editor.names, old.iter
+    if not m.matches(listed, m.Call(m.Attribute(attr=m.OneOf(*map(m.Name, _LISTS_OF_MODULES))))):
+        return new
+    model = cst.ensure_type(cst.ensure_type(listed, cst.Call).func, cst.Attribute).value
+    if names.tag_of(model) in SHARDED and not is_use_before_wrap(editor, old, model):
+        targets = {cst.ensure_type(each, cst.Name).value for each in m.findall(old.target, m.Name())}
+        body = old.body if isinstance(old, cst.For) else names.parent_of(old)
+        calls = [cst.ensure_type(each, cst.Call) for each in m.findall(body, m.Call())] if body is not None else []
+        given = [each for each in calls if dotted(each.func) not in _ASKS and any(dotted(arg.value) in targets for arg in each.args)]
+        if given:
+            editor.left(old, f"{code(given[0])} for each of {code(listed)} {_GETS_SHARDS}")
+    return new
+
+
+_Loop = TypeVar("_Loop")
+_GETS_SHARDS = "gives the function shards now: call it before the model is sharded, or write it for DTensors"
+_LISTS_OF_MODULES = ("modules", "named_modules", "children", "named_children")
+_ASKS = ("isinstance", "issubclass", "hasattr", "getattr", "type", "id", "print", "repr", "str")
 
 
 def comm_hook(editor: Editor, call: Method) -> None:
@@ -121,7 +143,12 @@ SHARED = Rules(
         ("deepspeed", "clip_grad_norm_"): clip_method,
         ("fsdp1", "register_comm_hook"): comm_hook,
     },
-    nodes={cst.Attribute: [inner_module, no_sync_itself], cst.Assign: [sync_flag]},
+    nodes={
+        cst.Attribute: [inner_module, no_sync_itself],
+        cst.Assign: [sync_flag],
+        cst.For: [loop_over_modules],
+        cst.CompFor: [loop_over_modules],
+    },
 )
 """The rules for every framework."""
 
@@ -131,15 +158,15 @@ FSDP1 = Rules(
 )
 
 
-def is_use_before_wrap(editor: Editor, call: Method) -> bool:
+def is_use_before_wrap(editor: Editor, use: cst.CSTNode, model: cst.CSTNode) -> bool:
     """Whether ``model`` in ``model.state_dict()`` is not sharded yet: it is wrapped further down in the same function."""
-    names, text = editor.names, dotted(call.on)
+    names, text = editor.names, dotted(model)
     for wrapped in WRAPPED:
         text = text.removesuffix(f".{wrapped}")
-    here = names.function_of(call.old)
+    here = names.function_of(use)
     lines = [
         names.line_of(value)
         for target, value, function in names.assigned
         if function is here and dotted(target) == text and isinstance(value, cst.Call) and names.tag_of(value) in SHARDED
     ]
-    return bool(lines) and names.line_of(call.old) < min(lines)
+    return bool(lines) and names.line_of(use) < min(lines)

@@ -74,8 +74,10 @@ def _guard(names: Names, node: cst.CSTNode) -> _Guard | None:
             if below is above.body:
                 found = _of_test(names, above.test, statement) or found
             elif below is above.orelse and not isinstance(below, cst.If):
-                which = asks_for(names, above.test, first=False)
-                found = _Guard(statement, which, f"`not ({code(above.test)})`") if which is not None else found
+                found = _of_failed_test(names, above.test, statement) or found
+        elif isinstance(above, cst.BooleanOperation) and below is above.right:  # rank == 0 and save()
+            passes = isinstance(above.operator, cst.And)
+            found = (_of_test if passes else _of_failed_test)(names, above.left, None) or found
         elif isinstance(above, (cst.IndentedBlock, cst.Module)):
             found = _of_those_that_left(names, above, below) or found
         below = above
@@ -106,6 +108,12 @@ def _of_test(names: Names, test: cst.BaseExpression, statement: cst.If | None) -
     if odd:
         return _Guard(statement, which, f"under `if {code(test)}`", None)
     return _Guard(statement, which, f"`{code(test)}`", " and ".join(code(each) for each in rest))
+
+
+def _of_failed_test(names: Names, test: cst.BaseExpression, statement: cst.If | None) -> _Guard | None:
+    """``if rank != 0: ... else: save()``, ``rank != 0 or save()``."""
+    which = asks_for(names, test, first=False)
+    return _Guard(statement, which, f"`not ({code(test)})`") if which is not None else None
 
 
 def _of_those_that_left(names: Names, block: cst.IndentedBlock | cst.Module, node: cst.CSTNode) -> _Guard | None:

@@ -151,7 +151,7 @@ def config_value(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpres
 
 def model_state(editor: Editor, call: Method) -> cst.BaseExpression | None:
     """``model.state_dict()``."""
-    if call.old.args or is_use_before_wrap(editor, call):
+    if call.old.args or is_use_before_wrap(editor, call.old, call.on):
         return None
     if call.tag != "fsdp1":
         if not _is_inner(editor, call.on):
@@ -179,7 +179,7 @@ def _full_state(editor: Editor, model: str, rank0: bool) -> str:
 
 def load_state(editor: Editor, call: Method) -> cst.BaseExpression | None:
     """``model.load_state_dict(state)``."""
-    if is_use_before_wrap(editor, call):
+    if is_use_before_wrap(editor, call.old, call.on):
         return None
     wanted = Wanted() if call.tag != "fsdp1" else _in_force(editor, call.old)
     if wanted is not None and wanted.kind != "FULL_STATE_DICT":

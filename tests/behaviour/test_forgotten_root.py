@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from fsdp2 import fully_shard, user_warnings
+from fsdp2 import fully_shard
 from fsdp2.optim import flat
 from harness import cpu_mesh, on_ranks
 from harness.models import batches, mlp
@@ -52,12 +52,15 @@ def train(model: nn.Module, optimizers: list[Optimizer], num_steps: int = 2) -> 
 
 
 @on_ranks(2)
-def test_a_forgotten_root_is_warned_of_once_at_the_first_step_and_its_parameters_do_differ():
+def test_each_forgotten_root_is_warned_of_once_at_its_first_step_and_its_parameters_do_differ():
     for name in optimizers_of(mlp()):
         model = with_sharded_blocks()
         optimizers = optimizers_of(model)[name]()
-        with mock.patch.object(user_warnings, "_told", set()), warned_on_rank_0(UserWarning, "never called on MLP") as shown:
+        with warned_on_rank_0(UserWarning, "never called on MLP") as shown:
             train(model, optimizers)
+            other = fully_shard(mlp(), mesh=cpu_mesh())
+            train(other, [SGD(other.parameters(), lr=0.1)])  # looks at the modules again, and at the same model
+            train(model, [SGD(model.parameters(), lr=0.1)])
         assert len(shown) == (dist.get_rank() == 0), name
         for each in shown:
             assert all(text in str(each.message) for text in OWN), name
@@ -69,7 +72,7 @@ def test_a_forgotten_root_is_warned_of_once_at_the_first_step_and_its_parameters
 @on_ranks(2)
 def test_as_an_error_it_is_raised_on_every_rank():
     model = with_sharded_blocks()
-    with mock.patch.object(user_warnings, "_told", set()), pytest.raises(UserWarning, match="fully_shard was never called on MLP"):
+    with pytest.raises(UserWarning, match="fully_shard was never called on MLP"):
         train(model, [SGD(model.parameters(), lr=0.1)])
     dist.barrier()
 
@@ -107,8 +110,7 @@ def of_one_rank_each() -> nn.Module:
 def test_what_nobody_need_average_or_somebody_else_does_is_not_warned_of():
     for build in (WithCritic, with_frozen_rest, with_ignored, of_one_rank_each, mlp):
         model = build()
-        with mock.patch.object(user_warnings, "_told", set()):
-            train(model, [SGD(model.parameters(), lr=0.1)])
+        train(model, [SGD(model.parameters(), lr=0.1)])
 
 
 @on_ranks(2)

@@ -261,12 +261,18 @@ def test_a_policy_of_fsdp2_without_reduce_dtype_is_told_what_torch_2_15_makes_of
     ("name", "text"),
     [
         ("a.py", IMPORT_ONLY + "x = " + "(" * 20_000 + ")" * 20_000),
+        ("a.py", IMPORT_ONLY + "x = " + "-" * 60_000 + "1"),
+        pytest.param("a.py", IMPORT_ONLY + "x = " + "not " * 2_000 + "1", marks=pytest.mark.slow),
+        pytest.param("a.py", IMPORT_ONLY + "x = a" + ".b" * 40_000, marks=pytest.mark.slow),
+        pytest.param("a.py", IMPORT_ONLY + "x = a" + " and a" * 40_000, marks=pytest.mark.slow),
+        pytest.param("a.py", IMPORT_ONLY + "if 1:\n  0\n" + "elif 1:\n  0\n" * 40_000, marks=pytest.mark.slow),
+        pytest.param("a.py", IMPORT_ONLY + "import a" + ".b" * 10_000, marks=pytest.mark.slow),
         pytest.param("a.py", IMPORT_ONLY + "x = a" + "[0" * 5_000 + "]" * 5_000, marks=pytest.mark.slow),
         pytest.param("a.yaml", "fsdp_config: " + "[" * 20_000 + "]" * 20_000, marks=pytest.mark.slow),
         pytest.param("a.yaml", "fsdp_config: " + "[" * 900 + "]" * 900, marks=pytest.mark.slow),
     ],
 )
-def test_deep_brackets_are_listed_and_left(file: Any, name: str, text: str) -> None:
+def test_deep_expressions_are_listed_and_left(file: Any, name: str, text: str) -> None:
     """libcst's parser ended the process with SIGSEGV."""
     path = file(name, text)
     run = subprocess.run([sys.executable, "-m", "fsdp2", "migrate", "--write", str(path)], capture_output=True, text=True)

@@ -149,6 +149,38 @@ class Trainer:
     assert any(f"self.{called}(epoch) `self.rank == 0 and epoch % 2 == 0` takes a state dict" in each for each in findings), findings
 
 
+@pytest.mark.parametrize(
+    ("test", "expression"),
+    [
+        ("`self.rank == 0`", "self.rank == 0 and {call}"),
+        ("`self.rank == 0 and e % 2`", "self.rank == 0 and e % 2 and {call}"),
+        ("`not (self.rank != 0)`", "self.rank != 0 or {call}"),
+        ("`not (self.rank)`", "self.rank or {call}"),
+        ("`self.rank == 0`", "{call} if self.rank == 0 else None"),
+        ("`not (self.rank)`", "None if self.rank else {call}"),
+        ("`self.rank == 0`", "done = [self.rank == 0 and {call} for e in range(3)]"),
+    ],
+)
+def test_a_condition_on_the_rank_may_be_an_expression(test: str, expression: str) -> None:
+    """``and`` and ``or`` were no guards: rank 0 would have gathered alone, and the state of a guarded line was taken inside of it."""
+    body = f"""
+class Trainer:
+    def __init__(self, net, rank):
+        self.model, self.rank = DDP(net), rank
+    def _save(self):
+        torch.save(self.model.state_dict(), "x.pt")
+    def train(self, e):
+        {expression.format(call="self._save()")}
+"""
+    findings = [str(each) for each in migrate_source(HEAD + body).findings]
+    assert any(f"self._save() {test} takes a state dict" in each for each in findings), findings
+    if "done" not in expression:
+        guarded = expression.replace("self.", "").format(call="torch.save(model.state_dict(), 'x.pt')")
+        value = f"{ON_RANK_0} if e % 2 else None" if "e % 2" in test else ON_RANK_0
+        expected = f"model_state = {value}\n{guarded.replace('model.state_dict()', 'model_state')}\n"
+        assert expected in migrated(f"{guarded}\n")
+
+
 FSDP1_HELPER = """
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -181,3 +213,18 @@ def test_a_function_applied_to_a_wrapped_model_is_named(wraps: str) -> None:
     source = f"{imports}net.apply(init)\nmodel = {wraps}\nmodel.apply(init)\n"
     (finding,) = [each for each in map(str, migrate_source(source).findings) if "apply" in each]
     assert "model.apply(init) gives the function shards now" in finding
+
+
+@pytest.mark.parametrize(
+    ("loop", "is_named"),
+    [
+        ("for each in {model}.modules():\n    init(each)", True),
+        ("for name, each in {model}.named_modules():\n    if isinstance(each, nn.Linear):\n        init(name, module=each)", True),
+        ("done = [init(each) for each in {model}.children()]", True),
+        ("for each in {model}.modules():\n    if isinstance(each, nn.Dropout):\n        each.p = 0.0", False),
+    ],
+)
+def test_a_loop_that_gives_the_modules_of_a_wrapped_model_to_a_function_is_named(loop: str, is_named: bool) -> None:
+    source = f"{HEAD}{loop.format(model='net')}\nmodel = DDP(net)\n{loop.format(model='model')}\n"
+    found = [each for each in map(str, migrate_source(source).findings) if "gives the function shards now" in each]
+    assert [each.startswith("init(") or " init(" in each for each in found] == [True] * is_named

@@ -65,6 +65,7 @@ def _own_forward(cls: Any, mixin: type) -> dict[str, Any]:
         return cls.forward(self, *args, **kwargs)
 
     forward.__code__ = forward.__code__.replace()  # the compiler limits how often it compiles one code object
+    forward.__signature__ = inspect.signature(theirs)  # type: ignore[attr-defined]  # getfullargspec ignores __wrapped__
     return {"forward": functools.wraps(theirs)(forward)}
 
 

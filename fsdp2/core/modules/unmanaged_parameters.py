@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 
 from ...errors import OrderError, message
 from ...torch_names import torch_modules
-from ...user_warnings import warn, was_told
+from ...user_warnings import warn
 from ..group.param import ShardedParam, sharded_from
 from ..iteration.module_state import unit_of, units_in
 from ..iteration.unit import Unit
@@ -96,20 +96,22 @@ def warn_of_plain_parameters(root: nn.Module, units: Sequence[Unit]) -> None:
 
 
 def warn_of_forgotten_root(trained: Sequence[Tensor], num_sharded: int) -> None:
-    """Warn once in a process of parameters next to sharded ones: blocks of the model were sharded, the model was not.
+    """Warn once for each model of parameters next to sharded ones: its blocks were sharded, the model was not.
 
     trained:     parameters of one optimizer
     num_sharded: how many groups of parameters were sharded so far; modules are looked at once for each number
     """
     got_gradients = [param for param in trained if param.grad is not None]
     plain = {id(param) for param in got_gradients if not isinstance(param, DTensor) and sharded_from(param) is None}
-    if not plain or was_told(_FORGOTTEN):
+    if not plain:
         return
-    for root, params, ranks in _partly_sharded(num_sharded):
+    for reference, params, ranks in _partly_sharded(num_sharded):
         found = [
             f"{each.name} {each.shape}" for each in params if (param := each.param()) is not None and id(param) in plain
         ]
-        if found:
+        model = reference()
+        if found and model is not None and model not in _WARNED_OF:
+            root = type(model).__name__
             warn(
                 message(
                     f"fully_shard was never called on {root}, which has sharded modules "
@@ -120,11 +122,11 @@ def warn_of_forgotten_root(trained: Sequence[Tensor], num_sharded: int) -> None:
                     fix=f"call fully_shard on the {root} as well, after its blocks and before the first forward",
                 ),
                 ranks=ranks,
-                once=_FORGOTTEN,
             )
+            _WARNED_OF.add(model)
 
 
-_FORGOTTEN = "a forgotten root"
+_WARNED_OF: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class _Plain(NamedTuple):
@@ -134,8 +136,8 @@ class _Plain(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1)
-def _partly_sharded(num_sharded: int) -> list[tuple[str, list[_Plain], set[int]]]:
-    """The outermost living unsharded modules with units over several ranks: class, plain parameters, those ranks.
+def _partly_sharded(num_sharded: int) -> list[tuple[weakref.ref[nn.Module], list[_Plain], set[int]]]:
+    """The outermost living unsharded modules with units over several ranks; their plain parameters, those ranks.
 
     No module references its parent, so this asks the garbage collector for all modules, which takes a moment.
     """
@@ -152,7 +154,7 @@ def _partly_sharded(num_sharded: int) -> list[tuple[str, list[_Plain], set[int]]
                 _Plain(name, tuple(each.shape), weakref.ref(each))
                 for name, each in plain_parameters(root, units).items()
             ]
-            found.append((type(root).__name__, plain, ranks))
+            found.append((weakref.ref(root), plain, ranks))
     return found
 
 

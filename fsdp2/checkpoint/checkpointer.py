@@ -303,10 +303,10 @@ class Checkpointer:
                 if (self._folder.path / found).exists():
                     return found
             raise failure(
-                f"there is no checkpoint {os.fspath(checkpoint)!r}, in {self._folder.path} or elsewhere",
-                expected=f"one of {short([each.name for each in self._folder.checkpoints()])}, or the path of another folder's checkpoint",
+                f"there is no checkpoint {os.fspath(checkpoint)!r}: {self._folder.path / checkpoint} is no folder",
+                expected=f"a path, or one of {short([each.name for each in self._folder.checkpoints()])} in {self._folder.path}",
                 fix="name one of these, or none for the latest",
-                file=checkpoint,
+                file=self._folder.path / checkpoint,
             )
         latest = self._folder.latest()
         if latest is None:

@@ -180,15 +180,18 @@ def _lazily(path: Path, find: Callable[[str], _Record]) -> Callable[[SavedTensor
         return Signed(found, saved.bits) if saved.bits else found
 
     def elements(saved: SavedTensor) -> LazyTensor:
+        if saved.dtype not in NAMES:
+            raise failure(
+                f"{path} cannot be read: tensor data/{saved.key} {saved.shape} is of {saved.dtype}",
+                expected=f"one of {', '.join(str(dtype).removeprefix('torch.') for dtype in NAMES)}",
+                fix="load it with torch.load(weights_only=True), and save it in one of these",
+                file=path,
+            )
         record = find(saved.key)
         last = sum((size - 1) * stride for size, stride in zip(saved.shape, saved.stride, strict=True))
         span = 0 if 0 in saved.shape else last + 1
         itemsize = saved.dtype.itemsize
-        if (
-            min((*saved.stride, saved.offset, *saved.shape), default=0) < 0
-            or (saved.offset + span) * itemsize > record.nbytes
-            or saved.dtype not in NAMES
-        ):
+        if min((*saved.stride, saved.offset, *saved.shape), default=0) < 0 or (saved.offset + span) * itemsize > record.nbytes:
             raise ValueError(f"tensor data/{saved.key} {saved.dtype} {saved.shape} does not fit its storage of {record.nbytes} bytes")
         if math.prod(saved.shape) * itemsize > max(_MAX_EXPANDED_NBYTES, _MAX_EXPANSION * span * itemsize):
             raise ValueError(f"tensor data/{saved.key} {saved.shape} repeats the {span * itemsize} bytes that are stored of it")

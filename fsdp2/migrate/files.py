@@ -70,7 +70,7 @@ def _python(path: Path, text: str) -> Migrated:
 
 
 def _is_deep(text: str) -> bool:
-    """Whether libcst's tree of ``text`` would be too deep: libcst ends the process for ``----...1``, and takes hours for ``a.b.b.b...``.
+    """Whether libcst's tree of ``text`` would be too deep: libcst ends the process for ``----1``, and is slow for ``a.b.b``.
 
     Raises: RecursionError, MemoryError for what is too deep for Python's own parser, which is quick to find that out
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import inspect
 from abc import ABC
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from fsdp2 import FSDPModule, fully_shard, parallelize
 from fsdp2.compat import FullyShardedDataParallel, ModuleWrapPolicy
+from fsdp2.core.modules.sharded_class import sharded_class
 from fsdp2.torch_names.torch_modules import TorchFSDPModule
 from fsdp2.wrap import by_class
 from harness import cpu_mesh, on_ranks
@@ -221,3 +223,12 @@ def test_a_module_of_generated_code_trains_as_the_one_that_it_was_traced_from():
         model(x).square().sum().backward()
     for expected, param in zip(net.parameters(), traced.parameters(), strict=True):
         torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
+
+
+def test_forward_of_a_sharded_module_of_torch_has_the_arguments_that_it_had():
+    """``inspect.getfullargspec`` follows no ``__wrapped__``: it saw ``*args, **kwargs``."""
+    fresh = [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.MultiheadAttention(4, 2), nn.TransformerEncoderLayer(4, 2, 4)]
+    for plain in fresh:
+        forward = sharded_class(plain, FSDPModule).forward
+        for look in (inspect.signature, inspect.getfullargspec):
+            assert look(forward) == look(type(plain).forward), (plain, look)

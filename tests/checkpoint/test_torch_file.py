@@ -105,6 +105,16 @@ def test_negated_and_conjugated_views_are_read_with_their_signs(tmp_path: Path) 
     assert torch.equal(out, expected["neg"][1:2, 1:3].double())
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_a_dtype_that_no_reader_knows_is_named(tmp_path: Path) -> None:
+    """It was a tensor that "does not fit its storage", in a file that should be copied again."""
+    half = torch.view_as_complex(torch.ones(3, 2, dtype=torch.float16))
+    for tensor in (half, half.conj(), half.to(torch.complex128)):
+        torch.save({"z": tensor}, tmp_path / "a.pt")
+        with pytest.raises(CheckpointError, match=rf"data/0 \(3,\) is of {tensor.dtype}\n  expected: one of bool, .*complex64"):
+            open_source(tmp_path / "a.pt")
+
+
 @pytest.mark.parametrize("of", ["lengths and offsets", pytest.param("all that is around the data", marks=pytest.mark.full)])
 def test_a_flipped_bit_in_a_zip_s_structure_gives_the_values_or_an_error(of: str, tmp_path: Path) -> None:
     """The directory's offset of a record was followed anywhere: 62 of 84 flips loaded other bytes."""

@@ -367,3 +367,15 @@ def test_an_optimizer_may_step_on_other_units_between_forward_and_backward():
         first.step()
         seen.append(model(x).detach())
     assert_close(*seen)
+
+
+@on_ranks(2)
+def test_torch_drops_a_tensor_that_is_assigned_to_the_data_of_a_shard_and_leaves_no_trace_of_it():
+    """docs/notes.md, Note: writes to kept parameters. If this fails, such a write can be seen, or works."""
+    for shard in (torch.distributed.fsdp.fully_shard, fully_shard):
+        param = shard(nn.Linear(DIM, DIM), mesh=cpu_mesh()).weight
+        local = param.to_local()
+        before = id(param._local_tensor), local.data_ptr(), local._version, param._version, local.clone()
+        param.data = param.detach() * 0
+        assert (id(param._local_tensor), local.data_ptr(), local._version, param._version) == before[:4]
+        assert torch.equal(param.to_local(), before[4])

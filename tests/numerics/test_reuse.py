@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close
 
 from fsdp2 import fully_shard
 from harness import cpu_mesh, on_ranks
@@ -282,6 +284,57 @@ def test_prefetching_a_module_that_does_not_run_leaves_it_sharded_and_valid():
     steps = fed_own_chunk(model, batches(), lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1))
     model.unshard()
     assert_same_bits(steps, fed_in_chunks(reference, batches(), lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1)))
+
+
+class Gain(nn.Module):
+    """A gain that is left out of ``fully_shard``, and used on rank 0 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        is_used = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        return x * self.gain if is_used else x
+
+
+class Branched(nn.Module):
+    """Three layers, the first two of them in ``way``, and a gain: backward comes to the gain's unit on rank 0 alone."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way = way
+        self.target, self.between = (nn.Linear(7, 7).requires_grad_(way != "frozen") for _ in range(2))
+        self.gain = Gain()
+        self.head = nn.Linear(7, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.between(self.target(x))
+        return self.head(x) + self.gain(x) + (y.detach() if self.way == "detached" else y)
+
+
+@on_ranks(2, timeout=60)
+def test_a_unit_without_parameters_starts_no_gather_in_a_backward_that_only_some_ranks_bring_to_it():
+    """Symptom: a rank whose backward came to it gathered what it was to prefetch alone: a hang, or the next unit's parameters."""
+    for way, explicit, unused in itertools.product(("trained", "frozen", "detached"), (True, False), (True, False)):
+        model, reference = Branched(way), Branched(way)
+        left_out = set(model.gain.parameters())
+        for each in (model.target, model.between, model.head):
+            fully_shard(each, mesh=cpu_mesh())
+        for each in (model.gain, model):
+            fully_shard(each, mesh=cpu_mesh(), ignored_params=left_out)
+        if explicit:
+            model.gain.set_modules_to_backward_prefetch([model.target])
+        model.set_reduce_scatter_unused_params(unused)
+        x = torch.linspace(-1, 1, 14).view(2, 7)
+        for each in (model, reference):
+            each(x).square().sum().backward()
+        for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+            if param not in left_out and expected.grad is not None:
+                assert_close(
+                    param.grad.full_tensor(), expected.grad, msg=lambda text, at=(way, explicit, unused, name): f"{at}: {text}"
+                )
 
 
 # --- nesting --------------------------------------------------------------------------------------------------------------------

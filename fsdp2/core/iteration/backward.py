@@ -76,7 +76,7 @@ class Backward:
             if self._host_waits:
                 unit.wait()
         step = tree.step
-        if options.prefetch_backward:
+        if options.prefetch_backward and (unit.uses or unit is tree.root):  # see ``Forward.end``
             for other in options.prefetch_backward:
                 self._prefetch(other)
         elif positions := step.positions.get(unit):

@@ -145,19 +145,23 @@ class UnitCalls:
         part = GraphPart()
         call = Call(part)
         awaiting = self.awaiting
-        if len(awaiting) == 1 and awaiting[0].begun == awaiting[0].ended != -1 and not awaiting[0].again:
+        in_backward = torch_autograd.current_graph_task() != -1
+        if (
+            len(awaiting) == 1
+            and awaiting[0].begun == awaiting[0].ended != -1
+            and not (awaiting[0].again or in_backward)
+        ):
             awaiting.clear()  # by far the most common
         elif awaiting:
-            self._forget_old()
+            self._forget_old(in_backward)
         self.awaiting.append(call)
         return part
 
-    def _forget_old(self) -> None:
+    def _forget_old(self, in_backward: bool) -> None:
         """Forget calls whose graph is gone, or that had their backward.
 
         A recomputation in backward forgets none: other calls may have begun their backward and not ended it.
         """
-        in_backward = torch_autograd.current_graph_task() != -1
         alive = [call for call in self.awaiting if call.graph() is not None]
         self.awaiting = [call for call in alive if in_backward or call.begun == -1 or call.again]
 

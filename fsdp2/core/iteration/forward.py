@@ -85,7 +85,8 @@ class Forward:
             unit.reshard()
         else:
             tree.reshard_after_forward(unit, stays)
-        if self.precedes_backward:
+        # Ranks do not compare whether backward comes to a unit without parameters, so it may not start others' gathers.
+        if self.precedes_backward and (unit.uses or unit is tree.root):
             step = tree.step
             step.positions[unit].append(len(step.order))
             step.order.append(unit)

@@ -59,7 +59,7 @@ class RankEnd:
     status:   of the process; -n: signal n ended it, SIGTERM and SIGKILL being this module's where ``Ranks.is_late``, or another failed
     result:   what the body returned; None if it did not get there
     sent:     what the body gave to ``Rank.send``, also if it ended by ``os._exit``, or was killed
-    error:    the exception that ended it, in one line
+    error:    the exception that ended it, in one line; or why what it gave cannot be unpickled here
     stack:    of each thread when a signal ended it: a crash, or SIGTERM while it hung
     output:   the end of what it printed to standard output and error
     ended_s:  seconds after the ranks began
@@ -87,8 +87,8 @@ class Ranks(tuple[RankEnd, ...]):
 
     @property
     def first_failed(self) -> RankEnd | None:
-        """The rank that failed first: what ended the others follows from it."""
-        return min((each for each in self if each.status), key=lambda each: each.ended_s, default=None)
+        """The rank that failed first: what ended the others follows from it. Of two at one look, the one that a signal ended."""
+        return min((each for each in self if each.status), key=lambda each: (each.ended_s, each.status > 0), default=None)
 
     @property
     def status(self) -> int:
@@ -165,7 +165,9 @@ class _Run:
         self._processes: list[BaseProcess] = []
         self._ended_s: dict[int, float] = {}
         self._shown = [0] * num_ranks  # bytes of each rank's output
+        self._begun: list[list[bytes]] = [[] for _ in range(num_ranks)]  # pieces of the line that has no end yet
         self._group = 0
+        self._begin = time.monotonic()
         self.is_stalled = False
         self._life, self._own_life = os.pipe()  # ends when this process does, for only it keeps the writing end
         self._ports, self._port_for_ranks = os.pipe()  # the guardian writes the store's port, once for each rank
@@ -234,16 +236,17 @@ class _Run:
         ranks = self._processes[1:]
         is_late = False
         while True:
+            now_s = self._now()
             for rank, process in enumerate(ranks):
                 if rank not in self._ended_s and not process.is_alive():
-                    self._ended_s[rank] = self._now()
+                    self._ended_s[rank] = now_s
             self._show()
             if len(self._ended_s) == len(ranks):
                 return is_late
             failed = [when for rank, when in self._ended_s.items() if ranks[rank].exitcode]
-            now_s = sum(_computed_s(process.pid) for process in ranks) if patience_s is not None else 0.0
-            if abs(now_s - computed_s) > _IDLE_S * len(ranks):
-                computed_s, moved = now_s, time.monotonic()
+            total_s = sum(_computed_s(process.pid) for process in ranks) if patience_s is not None else 0.0
+            if abs(total_s - computed_s) > _IDLE_S * len(ranks):
+                computed_s, moved = total_s, time.monotonic()
             self.is_stalled = patience_s is not None and time.monotonic() > moved + patience_s
             is_late = self.is_stalled or (deadline is not None and time.monotonic() > deadline)
             if is_late or (failed and self._now() > min(failed) + grace_s):
@@ -275,30 +278,43 @@ class _Run:
 
     def end_of(self, rank: int) -> RankEnd:
         found: dict[str, Any] = {"sent": []}
-        for kind, value in _read(self._values(rank)):
+        for kind, pickled in _read(self._values(rank)):
+            try:
+                value = pickle.loads(pickled)
+            except Exception as error:  # of a class that only the rank has, or one that pickles and cannot be made again
+                found["error"] = found.get("error") or f"a value that this rank gave cannot be read here: {error!r}"
+                continue
             if kind == "sent":
                 found["sent"].append(value)
             else:
                 found[kind] = value
-        with self._log(rank).open("rb") as log:
-            log.seek(max(0, os.fstat(log.fileno()).st_size - _KEPT_NBYTES))
-            output = log.read().decode(errors="replace")
+        output = b""
+        if self._log(rank).exists():  # else an interrupt came before this rank's start
+            with self._log(rank).open("rb") as log:
+                log.seek(max(0, os.fstat(log.fileno()).st_size - _KEPT_NBYTES))
+                output = log.read()
         stack = self._stack(rank)
         text = stack.read_text(errors="replace") if stack.exists() else ""
-        status = self._processes[1 + rank].exitcode or 0
-        return RankEnd(rank, status, self._ended_s.get(rank, self._now()), **found, stack=text, output=output)
+        status = -signal.SIGKILL if rank + 1 >= len(self._processes) else self._processes[1 + rank].exitcode or 0
+        return RankEnd(rank, status, self._ended_s.get(rank, self._now()), **found, stack=text, output=output.decode(errors="replace"))
 
     def _show(self, is_last: bool = False) -> None:
         """Whole lines that ranks have printed since the last call; the last call's may be unfinished."""
         for rank in range(self._num_ranks if self._output is not None else 0):
-            with contextlib.suppress(FileNotFoundError), self._log(rank).open("rb") as log:
+            if not self._log(rank).exists():
+                continue
+            with self._log(rank).open("rb") as log:
                 log.seek(self._shown[rank])
                 text = log.read()
-                if not is_last:
-                    text = text[: text.rfind(b"\n") + 1]
-                self._shown[rank] += len(text)
-                for line in text.decode(errors="replace").splitlines():
+            self._shown[rank] += len(text)
+            begun = self._begun[rank]
+            end = len(text) if is_last else text.rfind(b"\n") + 1
+            begun.append(text[:end])
+            if end or is_last:
+                for line in b"".join(begun).decode(errors="replace").splitlines():
                     print(f"[rank {rank}] {line}", file=self._output, flush=True)
+                begun.clear()
+            begun.append(text[end:])
 
     def _now(self) -> float:
         return time.monotonic() - self._begin
@@ -379,13 +395,14 @@ def _as_new_process(log: Path, stack: TextIO) -> Iterator[None]:
         atexit._run_exitfuncs()
 
 
-def _append(path: Path, value: Any) -> None:
+def _append(path: Path, value: tuple[str, Any]) -> None:
+    kind, content = value
     with path.open("ab") as file:
-        file.write(pickle.dumps(value))
+        file.write(pickle.dumps((kind, pickle.dumps(content))))
 
 
-def _read(path: Path) -> Iterator[Any]:
-    """Up to the one that the rank was writing when it was killed."""
+def _read(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Kinds and pickled values, up to the one that the rank was writing when it was killed."""
     if path.exists():
         with path.open("rb") as file, contextlib.suppress(EOFError, pickle.UnpicklingError):
             while True:

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from fsdp2 import fully_shard
 from fsdp2.errors import OrderError
-from fsdp2.ranks import OVER, run_ranks
+from fsdp2.ranks import OVER, RankEnd, Ranks, _Run, run_ranks
 from fsdp2.run import run_script
 from fsdp2.torch_names import torch_dtensors
 
@@ -161,6 +161,76 @@ def test_no_process_outlives_the_parent(number):
     for life in lives:
         assert select.select([life], [], [], 30)[0], "it lives on"
         os.close(life)
+
+
+@pytest.mark.parametrize("started", [0, 1, 2])
+def test_ctrl_c_while_ranks_start_ends_those_that_have(started, monkeypatch):
+    """Symptom: FileNotFoundError of a log that was not there yet hid the interrupt."""
+    fork, forked = _Run._fork, []
+
+    def interrupted(run, *arguments):
+        if len(forked) == started:
+            raise KeyboardInterrupt
+        forked.append(fork(run, *arguments))
+        return forked[-1]
+
+    monkeypatch.setattr(_Run, "_fork", interrupted)
+    ranks = run_ranks(2, lambda rank: threading.Event().wait(), stops_on=(KeyboardInterrupt,), limit_s=60)
+    assert isinstance(ranks.stopped_by, KeyboardInterrupt)
+    assert len(ranks) == 2
+    assert all(end.status in (-signal.SIGTERM, -signal.SIGKILL) for end in ranks)
+    assert not any(process.is_alive() for process in forked)
+
+
+class NeedsTwoError(Exception):
+    """Pickles, and cannot be made again: ``args`` holds one argument."""
+
+    def __init__(self, one, two):
+        super().__init__(one)
+
+
+def test_a_value_that_cannot_be_read_here_takes_no_other_with_it():
+    def body(rank):
+        rank.send("before")
+        if rank.rank == 1:
+            rank.send(NeedsTwoError(1, 2))
+            __main__ = sys.modules["__main__"]
+            __main__.OfTheScript = type("OfTheScript", (), {"__module__": "__main__"})
+            rank.send(__main__.OfTheScript())
+        rank.send("after")
+        return rank.rank
+
+    ranks = run_ranks(2, body, limit_s=60)
+    assert [(end.status, end.sent, end.result) for end in ranks] == [(0, ["before", "after"], 0), (0, ["before", "after"], 1)]
+    assert ranks[0].error == ""
+    assert "cannot be read here: TypeError" in ranks[1].error
+
+
+def test_of_ranks_that_ended_between_two_looks_the_one_that_a_signal_ended_failed_first():
+    ends = [RankEnd(0, 1, 2.0, error="Connection closed by peer"), RankEnd(1, -9, 2.0), RankEnd(2, 1, 1.0)]
+    assert Ranks(ends[:2]).first_failed is ends[1]
+    assert Ranks(ends).first_failed is ends[2]
+
+
+def test_a_line_without_an_end_is_read_once_and_shown_whole(tmp_path, capsys):
+    """Symptom: every look read again what a progress bar had printed without a newline, from its beginning."""
+    run = _Run(1, tmp_path, sys.stdout)
+    log, read = tmp_path / "rank0.log", []
+    for look in range(5):
+        with log.open("a") as file:
+            file.write(f"\r{look * 20} %" + "\nthe next\n" * (look == 3))
+        run._show()
+        read.append(run._shown[0])
+    assert read[:3] == [4, 9, 14]  # bytes
+    run.kill()
+    shown = capsys.readouterr().out
+    assert shown.splitlines() == [
+        "[rank 0] ",
+        *(f"[rank 0] {percent} %" for percent in (0, 20, 40, 60)),
+        "[rank 0] the next",
+        "[rank 0] ",
+        "[rank 0] 80 %",
+    ]
 
 
 def test_a_process_that_is_a_rank_itself_is_refused():

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from . import activations, checkpoint, compat, doctor, optim, state_bytes, wrap
     from .activations import ActivationCheckpointPolicy as ActivationCheckpointPolicy
     from .activations import apply_activation_checkpointing, apply_activation_offload
+    from .captured import capture
     from .compiled import compile, uncompile  # noqa: A004 (named after torch.compile)
     from .errors import *  # noqa: F403
     from .hangs.lookout import set_missing_rank_timeout
@@ -68,6 +69,7 @@ __all__ = [  # noqa: RUF022 (by task)
     "share_comm_ctx",
     # train it
     "accumulate",
+    "capture",
     "clip_grad_norm_",
     "get_total_norm",
     "guarded_step",
@@ -105,6 +107,7 @@ _ELSEWHERE = {
     "ReduceScatter": "policy",
     "apply_activation_checkpointing": "activations",
     "apply_activation_offload": "activations",
+    "capture": "captured",
     "compile": "compiled",
     "install": "installation",
     "ledger": "inspector.ledger_file",

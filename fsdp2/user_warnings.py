@@ -43,7 +43,7 @@ def warn(text: str, category: type[Warning] = UserWarning, *, ranks: Collection[
     """
     if once in _told:
         return
-    line = _line_of_the_user()
+    line = line_of_the_user()
     # Recording what the other ranks would show keeps the filters, and thereby the errors.
     with contextlib.nullcontext() if _rank() == min(ranks, default=0) else warnings.catch_warnings(record=True):
         warnings.warn_explicit(
@@ -75,7 +75,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _line_of_the_user() -> FrameType:
+def line_of_the_user() -> FrameType:
     """The innermost frame of this thread that is the user's, else of the main thread: a device's backward has a thread of its own."""
     here = sys._getframe()
     return _first_outside(here) or _first_outside(sys._current_frames().get(threading.main_thread().ident or 0)) or here

@@ -101,9 +101,9 @@ def with_own_storage(tensor: Tensor) -> Tensor:
     return dlpack.from_dlpack(dlpack.to_dlpack(tensor))  # type: ignore[no-any-return]
 
 
-def storage_key(tensor: Tensor) -> int:
-    """Identifies the storage object under ``tensor`` as long as it lives."""
-    return int(tensor.untyped_storage()._cdata)
+def storage_key(tensor: Tensor | torch.UntypedStorage) -> int:
+    """Identifies a storage object, or that under ``tensor``, as long as it lives."""
+    return int((tensor.untyped_storage() if isinstance(tensor, Tensor) else tensor)._cdata)
 
 
 def is_same_memory(tensor: Tensor, other: Tensor) -> bool:
@@ -127,6 +127,11 @@ def has_storage_of_its_own(tensor: Tensor) -> bool:
     except RuntimeError:  # torch's way to say so
         return False
     return True
+
+
+def has_own_dispatch(kind: type) -> bool:
+    """Whether a tensor class runs operators in its own way."""
+    return getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl
 
 
 def is_traceable_wrapper_subclass(tensor: object) -> bool:

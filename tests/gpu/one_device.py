@@ -341,31 +341,13 @@ def peak_is_planned(device: Device, options: dict[str, Any]) -> dict[str, Any]:
 def graph_capture(device: Device, options: dict[str, Any]) -> None:
     model, eager = sharded(device, **options), sharded(device, **options)
     x = batches(1)[0].to(device.device)
-    model.set_keep_unsharded_storage(True)
     optimizer, eager_optimizer = sgd(model.parameters()), sgd(eager.parameters())
-    for _ in range(5):
+    captured = fsdp2.capture(lambda x: step(model, optimizer, x))
+    for _ in range(6):
         step(eager, eager_optimizer, x)
-    if device.is_cuda:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                step(model, optimizer, x)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step(model, optimizer, x)
-        for _ in range(2):
-            graph.replay()
-    else:
-        from fsdp2.testing import pretend
-
-        for index in range(5):
-            if index < 3:
-                step(model, optimizer, x)
-                continue
-            with pretend.capturing():
-                step(model, optimizer, x)
+        captured(x)
+    assert captured.reason is None, captured.reason
+    assert captured.num_graphs == 1
     device.synchronize()
     assert_same_tensors(on_host(model), on_host(eager), "value")
 

@@ -187,6 +187,15 @@ class DeviceStreams:
     def is_capturing(self) -> bool:
         return self._asks_capturing is not None and bool(self._asks_capturing())
 
+    @contextlib.contextmanager
+    def as_in_capture(self) -> Iterator[None]:
+        """Inside, the runtime does what it does in a capture. The caller synchronizes before and after."""
+        asks, self._asks_capturing = self._asks_capturing, lambda: True
+        try:
+            yield
+        finally:
+            self._asks_capturing = asks
+
     def join_capture(self, stream: Stream) -> None:
         if self.is_capturing():
             stream.wait_event(self.compute.record_event())

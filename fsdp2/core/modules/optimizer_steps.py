@@ -73,6 +73,16 @@ def optimizers_that_stepped() -> list[Optimizer]:
     return list(STEPS.checked)
 
 
+def note_replayed_step(optimizer: Optimizer) -> None:
+    """A graph will step ``optimizer``, as far as this file has seen it: what is unsharded is then out of date."""
+    checked = STEPS.checked.get(optimizer)
+    for reference, _ in () if checked is None else checked.groups:
+        group = reference()
+        if group is not None:
+            group.note_write(next_moment(), group.params)
+            group.hide()
+
+
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     STEPS.begun += 1
     if STEPS.waiting:

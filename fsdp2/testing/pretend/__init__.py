@@ -88,7 +88,7 @@ def capturing() -> Iterator[None]:
     after an event of the graph.
     """
     synchronize()
-    extension().begin_capture()
+    extension().begin_capture(False)
     try:
         yield
     except BaseException:

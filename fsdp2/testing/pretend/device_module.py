@@ -37,6 +37,22 @@ def _device(device: Any) -> Iterator[None]:
     yield
 
 
+class Graph:
+    """``torch.cuda.CUDAGraph``'s calls: the work of a capture runs in each replay, and only then."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        extension().begin_capture(True)
+
+    def capture_end(self) -> None:
+        self._number = extension().end_capture(True)
+
+    def replay(self) -> None:
+        extension().replay(self._number)
+
+
 def make_device_module(name: str, ext: Any = None) -> ModuleType:
     """The module, for a device type that is called ``name``. ext: the compiled device, by default the pretend accelerator"""
     device = torch.device(name, 0)
@@ -75,6 +91,8 @@ def make_device_module(name: str, ext: Any = None) -> ModuleType:
         "default_stream": default_stream,
         "synchronize": lambda device=None: ext.synchronize(),
         "is_current_stream_capturing": ext.is_capturing,
+        "CUDAGraph": Graph,
+        "graph_pool_handle": lambda: (0, 0),  # graphs share one pool
         "default_generators": (generator,),
         "manual_seed": generator.manual_seed,
         "manual_seed_all": generator.manual_seed,

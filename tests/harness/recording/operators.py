@@ -45,7 +45,7 @@ class _Operators(torch_tensors.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        subclasses = [kind for kind in types if _has_own_dispatch(kind)]
+        subclasses = [kind for kind in types if torch_tensors.has_own_dispatch(kind)]
         if torch_tensors.FakeTensor in subclasses:  # it has no memory
             return func(*args, **kwargs)
         if subclasses:
@@ -176,13 +176,8 @@ _roles: dict[Any, _Roles] = {}
 def _find(value: Any, found: list[Tensor]) -> None:
     """The tensors in ``value`` that have memory."""
     if isinstance(value, Tensor):
-        if value.layout is torch.strided and not value.is_meta and not _has_own_dispatch(type(value)):
+        if value.layout is torch.strided and not value.is_meta and not torch_tensors.has_own_dispatch(type(value)):
             found.append(value)
     elif isinstance(value, (list, tuple)):
         for item in value:
             _find(item, found)
-
-
-def _has_own_dispatch(kind: type) -> bool:
-    """Whether a tensor class runs operators in its own way."""
-    return getattr(kind, "__torch_dispatch__", None) is not torch._C._disabled_torch_dispatch_impl

@@ -307,7 +307,6 @@ struct Group final : StreamGroup {
     it->rank = getRank();
     it->size = getSize();
     count_launch(calls[0].kind);
-    if (!is_between_two(calls[0])) it->number = collectives++;
     for (auto& call : calls) {
       TORCH_CHECK(is_between_two(call) == is_between_two(calls[0]), "pretend process group: a collective beside what two ranks send");
       TORCH_CHECK(wire || !is_between_two(call), "pretend process group: modelled ranks send nothing");
@@ -315,12 +314,35 @@ struct Group final : StreamGroup {
                   "pretend process group: an all-to-all of unequal parts is not coalesced, and not modelled");
       it->calls.push_back({call.kind, hosts(call.outputs), hosts(call.inputs), call.op, call.root, call.sends, call.receives});
     }
+    if (is_recorded(stream)) {
+      auto ticket = std::make_shared<Ticket>();
+      enqueue(stream, {"collective", it->description(), nullptr, nullptr, ticket, [this, it] { return next(std::make_shared<Launch>(copy_of(*it))); }});
+      return ticket;
+    }
+    auto entry = next(it);
+    auto ticket = entry.marks;
+    enqueue(stream, std::move(entry));
+    return ticket;
+  }
+
+  // `it` is the next collective of the group.
+  Entry next(const std::shared_ptr<Launch>& it) {
+    if (!is_between_two(it->calls[0])) it->number = collectives++;
     auto ticket = std::make_shared<Ticket>();
     const bool one_at_a_time = at_most.count() > 0 && wire;
-    enqueue(stream, {"collective", it->description(), [it] { return it->run(); }, one_at_a_time && last_of_all ? last_of_all : last, ticket});
+    Entry entry{"collective", it->description(), [it] { return it->run(); }, one_at_a_time && last_of_all ? last_of_all : last, ticket};
     last = ticket;
     if (one_at_a_time) last_of_all = ticket;
-    return ticket;
+    return entry;
+  }
+
+  static Launch copy_of(const Launch& launch) {
+    Launch copy;
+    copy.wire = launch.wire;
+    copy.rank = launch.rank;
+    copy.size = launch.size;
+    copy.calls = launch.calls;
+    return copy;
   }
 
   static Tensors hosts(const Tensors& tensors) {

@@ -34,6 +34,7 @@ struct Entry {
   std::function<bool()> run;        // returns false if it has to be asked again; empty for records and waits
   TicketPtr waits;                  // not before this one is done
   TicketPtr marks;                  // done behind this entry
+  std::function<Entry()> again = {};  // what a replay of a captured graph queues in its place; none: a copy of it
 };
 
 inline c10::Device the_device() {
@@ -70,10 +71,13 @@ std::map<std::string, int64_t> launches();
 void reset_counts();
 void count_launch(const std::string& kind);
 // A capture begins with the current stream. Another stream joins it by waiting for an event of it, and the first one must be behind all
-// of them at the end.
-void begin_capture();
-void end_capture(bool check);
+// of them at the end. records: as on CUDA, its work does not run, but in each replay of what end_capture returns (0: nothing); then it
+// has memory of its own, which nobody else is ever given. Else it runs, and only the rules hold.
+void begin_capture(bool records);
+int64_t end_capture(bool check);
 bool is_capturing();
+bool is_recorded(c10::StreamId stream);  // work that it is given now is recorded for replays
+void replay(int64_t graph);
 void set_tracing(bool yes);
 std::vector<std::string> take_trace();
 

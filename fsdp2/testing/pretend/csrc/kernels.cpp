@@ -140,13 +140,14 @@ void run_late(const c10::OperatorHandle& handle, torch::jit::Stack* stack, bool 
   check_arguments(handle, arguments);
 
   const bool random = handle.hasTag(at::Tag::nondeterministic_seeded);
-  at::Generator drawn;  // as it is before the operator draws from it
+  at::Generator drawn, from;  // as it is before the operator draws from it, and the generator itself
   Stack meta;
   bool is_dynamic = false;
   if (random) {
-    auto& generator = generator_of(arguments);
-    drawn = generator.clone();
-    AsDefault scope(generator);
+    from = generator_of(arguments);
+    drawn = from.clone();
+    auto other = drawn.clone();
+    AsDefault scope(is_recorded(current_stream()) ? other : from);  // a capture draws nothing: each replay does
     meta = metadata(op, true, is_dynamic);
   } else {
     meta = metadata(op, on_zeros, is_dynamic);
@@ -174,18 +175,30 @@ void run_late(const c10::OperatorHandle& handle, torch::jit::Stack* stack, bool 
   if (only_views) return;
 
   auto name = schema.name() + (schema.overload_name().empty() ? "" : "." + schema.overload_name());
-  enqueue(current_stream(), {"op", name, [handle, queued, targets, drawn] {
-                               Stack results;
-                               if (drawn.defined()) {
-                                 auto generator = drawn.clone();
-                                 AsDefault scope(generator);
-                                 results = call(handle, queued);
-                               } else {
-                                 results = call(handle, queued);
-                               }
-                               copy_results(results, targets);
-                               return true;
-                             }, nullptr, nullptr});
+  auto drawing = [handle, queued, targets, name](const at::Generator& drawn) {
+    return Entry{"op", name, [handle, queued, targets, drawn] {
+                   Stack results;
+                   if (drawn.defined()) {
+                     auto generator = drawn.clone();
+                     AsDefault scope(generator);
+                     results = call(handle, queued);
+                   } else {
+                     results = call(handle, queued);
+                   }
+                   copy_results(results, targets);
+                   return true;
+                 }, nullptr, nullptr};
+  };
+  auto entry = drawing(drawn);
+  if (random && is_recorded(current_stream()))
+    entry.again = [drawing, handle, queued, from]() mutable {
+      auto now = from.clone();
+      AsDefault scope(from);
+      Mapped zeros{[](const at::Tensor& tensor) { return at::zeros_like(tensor); }, {}};
+      call(handle, replaced(queued, zeros, c10::Device(at::kCPU)));
+      return drawing(now);
+    };
+  enqueue(current_stream(), std::move(entry));
 }
 
 void fallback(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {

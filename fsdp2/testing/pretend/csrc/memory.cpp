@@ -28,6 +28,7 @@ struct Block {
   size_t nbytes = 0;     // of memory
   size_t requested = 0;  // by whoever has it
   c10::StreamId stream = 0;
+  int64_t pool = 0;
   bool is_free = true;
   int64_t limits = 0;       // that had been set when its segment was reserved
   Block* before = nullptr;  // in the same segment
@@ -46,9 +47,10 @@ struct Waiting {
   std::vector<TicketPtr> tickets;
 };
 
+// Streams have pools of their own, and those of captured graphs others.
 struct Memory {
-  std::map<c10::StreamId, std::set<Block*, BySize>> free;
-  std::map<c10::StreamId, std::vector<std::pair<char*, size_t>>> freed;  // and not poisoned yet
+  std::map<int64_t, std::set<Block*, BySize>> free;
+  std::map<int64_t, std::vector<std::pair<char*, size_t>>> freed;  // and not poisoned yet
   std::list<Waiting> waiting;
   std::map<const char*, size_t> segments, pinned;
   int64_t allocated = 0, peak = 0, reserved = 0, peak_reserved = 0, active_blocks = 0, given_out = 0;
@@ -91,8 +93,8 @@ Block* merged(Block* left, Block* right) {
 }
 
 void give_back(Block* block) {
-  auto& pool = memory().free[block->stream];
-  memory().freed[block->stream].emplace_back(block->data, block->nbytes);
+  auto& pool = memory().free[block->pool];
+  memory().freed[block->pool].emplace_back(block->data, block->nbytes);
   block->is_free = true;
   if (block->before != nullptr && block->before->is_free) {
     pool.erase(block->before);
@@ -122,10 +124,11 @@ void look_at_waiting() {
 Block* take(size_t requested, c10::StreamId stream) {
   auto& m = memory();
   look_at_waiting();
-  for (auto& [data, size] : m.freed[stream]) poison(stream, data, size);
-  m.freed[stream].clear();
+  const int64_t its_pool = is_recorded(stream) ? -1 - stream : stream;
+  for (auto& [data, size] : m.freed[its_pool]) poison(stream, data, size);
+  m.freed[its_pool].clear();
   const size_t nbytes = rounded(requested, kAlign);
-  auto& pool = m.free[stream];
+  auto& pool = m.free[its_pool];
   Block wanted;
   wanted.nbytes = nbytes;
   auto found = pool.lower_bound(&wanted);
@@ -145,6 +148,7 @@ Block* take(size_t requested, c10::StreamId stream) {
     block->data = static_cast<char*>(data);
     block->nbytes = size;
     block->stream = stream;
+    block->pool = its_pool;
     block->limits = m.limits;
     m.segments[block->data] = size;
     m.reserved += int64_t(size);
@@ -155,6 +159,7 @@ Block* take(size_t requested, c10::StreamId stream) {
     rest->data = block->data + nbytes;
     rest->nbytes = block->nbytes - nbytes;
     rest->stream = stream;
+    rest->pool = its_pool;
     rest->limits = block->limits;
     rest->before = block;
     rest->behind = block->behind;
@@ -301,8 +306,9 @@ void release_cached_memory() {
   auto guard = lock();
   auto& m = memory();
   look_at_waiting();
-  for (auto& [stream, pool] : m.free) {
-    auto& freed = m.freed[stream];
+  for (auto& [key, pool] : m.free) {
+    if (key < 0) continue;  // replays use it
+    auto& freed = m.freed[key];
     for (auto it = pool.begin(); it != pool.end();) {
       auto* block = *it;
       if (block->before != nullptr || block->behind != nullptr) {

@@ -19,6 +19,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("begin_capture", &pretend::begin_capture);
   m.def("end_capture", &pretend::end_capture);
   m.def("is_capturing", &pretend::is_capturing);
+  m.def("replay", &pretend::replay);
   m.def("set_tracing", &pretend::set_tracing);
   m.def("take_trace", &pretend::take_trace);
   m.def("memory_stats", &pretend::memory_stats);

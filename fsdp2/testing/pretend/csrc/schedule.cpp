@@ -47,6 +47,13 @@ struct StreamQueue {
   bool stalled = false;  // its collective waits for other ranks
 };
 
+// Its streams are its own: a replay is ordered by the stream that is current then, and by nothing else.
+struct Graph {
+  c10::StreamId first = 0;
+  std::map<c10::StreamId, c10::StreamId> streams;
+  std::vector<std::pair<c10::StreamId, Entry>> entries;
+};
+
 struct State {
   std::recursive_mutex mutex;
   std::condition_variable_any wanted, progressed;
@@ -58,9 +65,11 @@ struct State {
   bool keep_alive = false;
   bool running = false;
   bool capturing = false;
+  bool recording = false;
   int64_t captures = 0;
   c10::StreamId captured_first = 0;
   std::map<c10::StreamId, std::map<c10::StreamId, int64_t>> captured;  // the streams of a capture, and what each is behind
+  std::map<int64_t, std::shared_ptr<Graph>> graphs;
   bool tracing = false;
   Clock::time_point heard = Clock::now();
   Random random;
@@ -275,6 +284,11 @@ void enqueue(c10::StreamId stream, Entry entry) {
   s.heard = Clock::now();
   if (s.capturing) note_captured(s, stream, entry);
   const bool is_poison = std::string(entry.kind) == "poison";
+  if (is_recorded(stream)) {
+    // A block holds what the last replay left in it: nobody can say whether that was written after its free.
+    if (!is_poison || entry.name != "check") s.graphs[s.captures]->entries.emplace_back(stream, std::move(entry));
+    return;
+  }
   if (s.immediately && is_poison && idle(s)) {
     entry.run();
     return;
@@ -405,25 +419,59 @@ void reset_counts() {
   state().launches.clear();
 }
 
-void begin_capture() {
+void begin_capture(bool records) {
   auto& s = state();
   auto guard = lock();
   TORCH_CHECK(!s.capturing, "pretend device: a capture in a capture");
   s.capturing = true;
+  s.recording = records;
   ++s.captures;
   s.captured_first = current;
   s.captured = {{current, {}}};
+  if (!records) return;
+  s.graphs[s.captures] = std::make_shared<Graph>();
+  s.graphs[s.captures]->first = current;
 }
 
-void end_capture(bool check) {
+int64_t end_capture(bool check) {
   auto& s = state();
   auto guard = lock();
   s.capturing = false;
   auto captured = std::exchange(s.captured, {});
-  if (!check) return;
+  auto graph = s.recording ? s.graphs[s.captures] : nullptr;
+  s.graphs.erase(s.captures);
+  if (!check) return 0;
   auto& behind = captured[s.captured_first];
   for (auto& [stream, own] : captured)
     TORCH_CHECK(behind[stream] >= own[stream], "pretend device: the capture ends while stream ", stream, " has not been joined");
+  if (!graph) return 0;
+  for (auto& [stream, own] : captured) graph->streams[stream] = ++s.last_stream;
+  s.graphs[s.captures] = graph;
+  return s.captures;
+}
+
+bool is_recorded(c10::StreamId stream) {
+  auto& s = state();
+  auto guard = lock();
+  return s.capturing && s.recording && s.captured.count(stream) > 0;
+}
+
+void replay(int64_t number) {
+  refuse_in_capture("a replay");
+  auto graph = [&] {
+    auto guard = lock();
+    return state().graphs.at(number);
+  }();
+  std::map<const Ticket*, TicketPtr> tickets;
+  for (auto& [stream, entry] : graph->entries) {
+    auto again = entry.again ? entry.again() : entry;
+    if (entry.waits) again.waits = tickets.at(entry.waits.get());
+    if (entry.marks) {
+      if (!entry.again) again.marks = std::make_shared<Ticket>();
+      tickets[entry.marks.get()] = again.marks;
+    }
+    enqueue(stream == graph->first ? current : graph->streams.at(stream), std::move(again));
+  }
 }
 
 bool is_capturing() {

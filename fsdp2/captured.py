@@ -1,0 +1,397 @@
+"""A captured step: ``fsdp2.capture(step)`` records the work of a training step once, and replays it without Python.
+
+    captured = fsdp2.capture(step)      # step(*batch): forward, backward, clipping, the optimizer's step, zero_grad
+    for batch in loader:
+        loss = captured(*batch)         # 3 eager steps, a capture, and replays from then on
+
+A graph keeps addresses, sizes and Python's numbers as they were. So the last two eager steps are watched, operator by operator: both
+must run the same operators, on the same sizes, numbers and addresses, and none may make the host wait. Then the step is captured;
+the device itself refuses what it cannot record, for instance a stream that is not joined. All ranks decide together, and where one
+refuses all go on eagerly: ``captured.reason`` says why.
+
+Each form of the arguments (sizes, dtypes, numbers) and of the optimizers' numbers has a graph of its own, up to ``max_graphs``. Their
+memory is one pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from . import inspect
+from .arguments import COUNT, FUNCTION, Kind, require
+from .core.comm.streams import streams_of
+from .core.iteration.module_state import sharded_parameters
+from .core.modules.optimizer_steps import note_replayed_step
+from .torch_names import torch_tensors
+from .torch_names.torch_tensors import pytree
+from .user_warnings import line_of_the_user, warn
+
+_STEPS = Kind(
+    lambda value: COUNT.holds(value) and value > 2, "a whole number, 3 or more: two steps are compared, after a first one", "3"
+)
+
+
+def capture(step: Callable[..., Any], *, warmup: int = 3, max_graphs: int = 4) -> CapturedStep:
+    """``step``, which runs as a graph of the device once it has run ``warmup`` times, or eagerly where it cannot.
+
+    step:       a whole training step of its arguments: forward and backward of all micro-batches, clipping, the optimizer, zeroing
+                gradients. Tensors among its arguments are copied to the device, each to one address. What it returns are copies
+                without autograd. While it is captured, and only then, its Python code runs again.
+    warmup:     eager steps before a capture
+    max_graphs: forms of arguments that get a graph; more run eagerly
+    Collective: no; each call is, and ranks must pass arguments of the same form. Before and after a capture they compare.
+    Raises:     ArgumentError; a call what ``step`` raises
+
+    Example:
+        def step(x):
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        captured = fsdp2.capture(step)
+        for _ in range(5):
+            captured(x)
+        captured.reason  # why steps run eagerly; None: they don't
+    """
+    require("fsdp2.capture", FUNCTION, step=step)
+    require("fsdp2.capture", _STEPS, warmup=warmup)
+    require("fsdp2.capture", COUNT, max_graphs=max_graphs)
+    return CapturedStep(step, warmup, max_graphs)
+
+
+class _Operator(NamedTuple):
+    """What a graph keeps of an operator: its tensors, other arguments, and the storages that the step did not make itself."""
+
+    name: str
+    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    values: tuple[str, ...]
+    outside: tuple[int, ...]
+
+
+_CHOSEN_BY_COUNTS = {"aten::detach", "aten::new_empty_strided", "aten::copy_", "aten::clone"}
+"""Autograd copies a gradient, or takes it, by how many refer to it just then; both are the same to a graph."""
+
+
+class _Watch(torch_tensors.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes each operator of a step. problem: the first one that makes the host wait; lines: where the user's program called each"""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operators: list[_Operator] = []
+        self.lines: list[str] = []
+        self.problem: str | None = None
+        self.outside: dict[int, torch.UntypedStorage] = {}
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch_tensors.FakeTensor in types:  # sizes are worked out, and nothing runs
+            return func(*args, **kwargs)
+        if any(map(torch_tensors.has_own_dispatch, types)):
+            return NotImplemented  # a DTensor, say: it comes back with its local tensors
+        frame = line_of_the_user()
+        line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if self.problem is None and _waits(func, args, kwargs):
+            self.problem = f"{func} makes the host wait for the device ({line})"
+        leaves = pytree.tree_leaves((args, kwargs))
+        tensors = [each for each in leaves if isinstance(each, Tensor)]
+        numbers = [each.item() if _is_number(each) else each for each in leaves if _is_number(each) or not isinstance(each, Tensor)]
+        outside = tuple(filter(None, map(self._storage, tensors)))
+        if outside or func.name().partition(".")[0] not in _CHOSEN_BY_COUNTS:
+            shapes = tuple((tuple(each.shape), each.dtype) for each in tensors)
+            values = tuple(str(each) for each in numbers if isinstance(each, (bool, int, float, complex, str, torch.dtype)))
+            self.operators.append(_Operator(str(func), shapes, values, outside))
+            self.lines.append(line)
+        result = func(*args, **kwargs)
+        self._made |= {
+            torch_tensors.storage_key(each)
+            for each in pytree.tree_leaves(result)
+            if isinstance(each, Tensor) and torch_tensors.storage_key(each) not in self.outside
+        }
+        return result
+
+    def _storage(self, tensor: Tensor) -> int | None:
+        """Of a tensor from before the step: by the object, because what is freed in each step may move."""
+        key = torch_tensors.storage_key(tensor)
+        if key in self._made or (tensor.is_cpu and not tensor.is_pinned()):
+            return None
+        self.outside[key] = tensor.untyped_storage()
+        return key
+
+    def changed_since(self, before: _Watch) -> str | None:
+        """What this step does in another way than the one before it."""
+        for index, (old, new) in enumerate(zip_longest(before.operators, self.operators)):
+            if old == new:
+                continue
+            lines = self.lines if new else before.lines
+            where = f"({lines[index]})"
+            if old is None or new is None or old.name != new.name:
+                return f"it ran {new and new.name} where it had run {old and old.name} one step before {where}"
+            if old.tensors != new.tensors:
+                return f"sizes change: {new.name} got tensors of {_sizes(new)}, and of {_sizes(old)} one step before {where}"
+            if old.values != new.values:
+                changed = ", ".join(f"{b}, {a} one step before" for a, b in zip_longest(old.values, new.values) if a != b)
+                return f"a Python number changes, which a graph would keep: {new.name} got {changed} {where}"
+            return f"an address changes: {new.name} read another tensor one step before {where}; pass it as an argument"
+        return None
+
+
+def _sizes(operator: _Operator) -> list[tuple[int, ...]]:
+    return [shape for shape, _ in operator.tensors]
+
+
+def _is_number(value: object) -> bool:
+    """Whether a kernel gets the tensor's value instead of its address."""
+    return isinstance(value, Tensor) and value.is_cpu and value.dim() == 0
+
+
+def _waits(func: Any, args: Any, kwargs: Any) -> bool:
+    tensors = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    if all(each.is_cpu for each in tensors):
+        return False
+    name = func.name().partition(".")[0]
+    if name == "aten::index":
+        return any(each.dtype in (torch.bool, torch.uint8) for each in tensors[1:])
+    if name in ("aten::copy_", "aten::_to_copy"):
+        target = args[0].device if name == "aten::copy_" else torch.device(kwargs.get("device") or args[0].device)
+        source = args[1] if name == "aten::copy_" else args[0]
+        is_async = kwargs.get("non_blocking") or args[2:3] == (True,)
+        host = source if source.is_cpu else args[0] if name == "aten::copy_" else None
+        crosses = target.type != source.device.type and not (_is_number(source) and name == "aten::copy_")
+        return crosses and not (is_async and host is not None and host.is_pinned())
+    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+
+
+class _Form:
+    """One form of the arguments. buffers: where the graph reads its tensors; calls: eager ones so far"""
+
+    def __init__(self, leaves: list[Any], device: torch.device, calls: int) -> None:
+        self.buffers = [torch.empty_like(each, device=device) if isinstance(each, Tensor) else each for each in leaves]
+        self.calls = calls
+        self.watch: _Watch | None = None
+        self.graph: Any = None
+        self.output: Any = None
+        self.grads: list[tuple[Tensor, Tensor | None]] = []
+
+    def take(self, leaves: list[Any]) -> None:
+        for buffer, leaf in zip(self.buffers, leaves, strict=True):
+            if isinstance(leaf, Tensor):
+                buffer.copy_(leaf.detach(), non_blocking=True)
+
+
+class CapturedStep:
+    """A step that ``fsdp2.capture`` made: call it as the step itself.
+
+    reason: why steps run eagerly, in words; None: they don't, or have not yet been captured
+    """
+
+    def __init__(self, step: Callable[..., Any], warmup: int, max_graphs: int) -> None:
+        self.reason: str | None = None
+        self._is_refused = False
+        self._step = step
+        self._warmup = warmup
+        self._max_graphs = max_graphs
+        self._optimizers: list[Optimizer] = []
+        self._forms: dict[Any, _Form] = {}
+        self._device: torch.device | None = None
+        self._module: Any = None
+        self._stream: Any = None
+        self._last: Any = None  # the form of the last call
+
+    @property
+    def num_graphs(self) -> int:
+        return sum(form.graph is not None for form in self._forms.values())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._device is None:
+            return self._first(args, kwargs)
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        form = None if self._is_refused else self._form_of(leaves, tree, 0)
+        if form is None:
+            return self._called([self._on_device(each) for each in leaves], tree)
+        form.take(leaves)
+        if form.graph is None and form.calls >= self._warmup:
+            self._capture(form, tree)
+        elif (
+            form.graph is not None
+            and (replaced := next((param for param, grad in form.grads if param.grad is not grad), None)) is not None
+        ):
+            self._refuse(
+                f"a gradient of shape {tuple(replaced.shape)} is not the tensor that the graph writes: zero gradients within the step, "
+                "or with set_to_none=False"
+            )
+        if self._is_refused:
+            return self._called(form.buffers, tree)
+        if form.graph is None:
+            return self._watched(form, tree)
+        for optimizer in self._optimizers:
+            note_replayed_step(optimizer)
+        form.graph.replay()
+        return pytree.tree_map_only(Tensor, Tensor.clone, form.output)
+
+    def _first(self, args: Any, kwargs: Any) -> Any:
+        """The first step shows what it trains: models make their groups in it, and optimizers their state."""
+        self._device, problem = self._where()
+        self._module = torch.get_device_module(self._device.type)
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        found: dict[int, Optimizer] = {}
+        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: found.setdefault(id(optimizer), optimizer) and None)
+        try:
+            result = self._called([self._on_device(each) for each in leaves], tree)
+        finally:
+            hook.remove()
+        self._optimizers = list(found.values())
+        for optimizer in self._optimizers:
+            if problem is None and any(group.get("capturable", True) is False for group in optimizer.param_groups):
+                problem = f"{type(optimizer).__name__} counts its steps on the host: make it with capturable=True"
+        self._refuse_together(problem)
+        if not self._is_refused:
+            self._form_of(leaves, tree, 1)
+        return result
+
+    def _where(self) -> tuple[torch.device, str | None]:
+        """The device, and why nothing can be captured on it."""
+        groups = inspect.groups_of_process()
+        devices = {group.device for group in groups}
+        device = next(iter(devices), torch.device("cpu"))
+        if len(devices) != 1:
+            return device, f"the process has sharded parameters on {len(devices)} devices: {sorted(map(str, devices))}"
+        if not hasattr(torch.get_device_module(device.type), "CUDAGraph"):
+            return device, f"the model is on a {device.type} device, which has no graphs"
+        if any(group.is_offloaded for group in groups):
+            return device, "parameters are offloaded: the host waits for their gradients"
+        return device, None
+
+    def _on_device(self, leaf: Any) -> Any:
+        return leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+
+    def _called(self, leaves: list[Any], tree: Any) -> Any:
+        with self._on_own_stream() if hasattr(self._module, "CUDAGraph") else contextlib.nullcontext():
+            return self._run(leaves, tree)
+
+    def _run(self, leaves: list[Any], tree: Any) -> Any:
+        args, kwargs = pytree.tree_unflatten(leaves, tree)
+        return self._step(*args, **kwargs)
+
+    def _form_of(self, leaves: list[Any], tree: Any, calls: int) -> _Form | None:
+        """The form of these arguments; None: there are too many already."""
+        arguments = tuple((tuple(each.shape), each.dtype) if isinstance(each, Tensor) else each for each in leaves)
+        key = (str(tree), arguments, self._numbers())
+        last, self._last = self._last, key
+        if key not in self._forms:
+            if len(self._forms) >= self._max_graphs:
+                if self.reason is None:
+                    self._say(f"there are {self._max_graphs} forms of arguments already (max_graphs); {_changed_form(last, key)}")
+                return None
+            assert self._device is not None
+            self._forms[key] = _Form(leaves, self._device, calls)
+        return self._forms[key]
+
+    def _numbers(self) -> tuple[Any, ...]:
+        """Numbers of the optimizers that a graph keeps, and that schedulers change."""
+        return tuple(
+            (f"{type(optimizer).__name__}.param_groups[{index}][{name!r}]", value)
+            for optimizer in self._optimizers
+            for index, group in enumerate(optimizer.param_groups)
+            for name, value in group.items()
+            if isinstance(value, (int, float, tuple))
+        )
+
+    def _watched(self, form: _Form, tree: Any) -> Any:
+        """An eager step; the last two before a capture must be alike."""
+        assert self._device is not None
+        form.calls += 1
+        if form.calls < self._warmup - 1:
+            return self._called(form.buffers, tree)
+        streams: Any = streams_of(self._device)
+        self._module.synchronize()
+        with streams.as_in_capture(), _Watch() as watch:
+            result = self._called(form.buffers, tree)
+            self._module.synchronize()
+        before, form.watch = form.watch, watch
+        if form.calls == self._warmup:
+            self._refuse_together(watch.problem or (before and watch.changed_since(before)))
+        return result
+
+    @contextlib.contextmanager
+    def _on_own_stream(self) -> Iterator[Any]:
+        """CUDA captures no work of the default stream, and autograd remembers the streams of a warm-up."""
+        if self._stream is None:
+            self._stream, self._pool = self._module.Stream(device=self._device), self._module.graph_pool_handle()
+        outer = self._module.current_stream(self._device)
+        self._stream.wait_stream(outer)
+        with self._module.stream(self._stream):
+            yield
+        outer.wait_stream(self._stream)
+
+    def _capture(self, form: _Form, tree: Any) -> None:
+        """Leaves ``form.graph`` None if some rank could not."""
+        for group in {id(group): group for _, group in sharded_parameters().values()}.values():
+            group.reshard_for_all()  # an evaluation may have left it unsharded, in memory that is freed later
+        params = [param.sharded for group in inspect.groups_of_process() for param in group.params]
+        params += [param for optimizer in self._optimizers for group in optimizer.param_groups for param in group["params"]]
+        before = [(param, param.grad) for param in params]
+        problem, collects = None, gc.isenabled()
+        graph = self._module.CUDAGraph()
+        with self._on_own_stream():
+            self._module.synchronize()
+            gc.collect()
+            gc.disable()  # what it frees may be an event, or another graph
+            self._module.empty_cache()
+            graph.capture_begin(pool=self._pool)
+            try:
+                output = pytree.tree_map_only(Tensor, Tensor.detach, self._run(form.buffers, tree))
+            except Exception as error:
+                problem = f"{type(error).__name__} in the capture: {str(error).splitlines()[0] if str(error) else error!r}"
+            try:
+                graph.capture_end()
+            except RuntimeError as error:
+                problem = problem or f"the capture did not end: {str(error).splitlines()[0]}"
+            if collects:
+                gc.enable()
+        after = [(param, param.grad) for param in params]
+        if problem is None and any((old is None) is not (new is None) for (_, old), (_, new) in zip(before, after, strict=True)):
+            problem = "gradients begin as None and are left as tensors, or the reverse: zero them within the step"
+        self._refuse_together(problem)
+        if not self._is_refused:
+            form.graph, form.output, form.grads = graph, output, after
+            return
+        for param, grad in before:
+            param.grad = grad  # what the capture made was never computed
+
+    def _refuse_together(self, problem: str | None) -> None:
+        """Collective: yes, over all ranks."""
+        problems = inspect.exchange(problem)
+        found = next((rank for rank, each in enumerate(problems) if each is not None), None)
+        if found is not None:
+            self._refuse(f"{problems[found]} [rank {found}]" if len(problems) > 1 else str(problems[found]))
+
+    def _refuse(self, reason: str) -> None:
+        self._is_refused = True
+        self._forms.clear()
+        self._say(reason)
+
+    def _say(self, reason: str) -> None:
+        self.reason = reason
+        warn(f"steps run eagerly instead of as a captured graph: {reason}")
+
+
+def _changed_form(last: Any, key: Any) -> str:
+    for (name, old), (_, new) in zip(last[2], key[2], strict=False):
+        if old != new:
+            return f"{name} changed from {old} to {new}: make it a tensor on the device"
+    return f"the last arguments were {last[1]}, and now are {key[1]}"
+
+
+__all__ = ["CapturedStep", "capture"]

@@ -20,7 +20,7 @@ from .duration import duration_of
 from .memory import memory_of, visits_of
 from .rehearsal import rehearse, wrapping_of
 from .repetition import Figures, NotAlikeError, a_group_grows, fewer_blocks, figures_of_many, figures_of_more
-from .result import LargeRoot, Plan
+from .result import METHODS, LargeRoot, Plan
 from .setting import Optimizer, OptimizerName, Setting
 from .tiers import Offload
 from .traffic import traffic_of
@@ -149,6 +149,7 @@ def _planned(
             traffic=figures.traffic,
             wrapping=wrapping,
             duration=figures.duration,
+            methods=METHODS if chosen is None or not chosen.is_measured else METHODS | {"duration": "measured"},
         )
 
     fewer = fewer_blocks(workload, setting.prefetch, setting.offload in (True, "disk"))

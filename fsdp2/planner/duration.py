@@ -32,6 +32,11 @@ class Duration:
     fastest: float
     slowest: float
 
+    @property
+    def has_range(self) -> bool:
+        """Whether published steps were compared with the model on GPUs of this generation."""
+        return self.fastest < self.slowest
+
 
 def duration_of(entries: Sequence[Entry], groups: Sequence[Ranks], card: Card) -> Duration:
     """The duration on ``card`` of the step of ``entries``."""

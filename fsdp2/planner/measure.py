@@ -7,6 +7,7 @@ between hosts is written as that inside of one, and is for the reader to edit.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import subprocess
@@ -58,26 +59,29 @@ def measured_card(device: torch.device) -> Card:
     is_cpu = device.type == "cpu"
     size = 256 if is_cpu else 8192
     nbytes = (16 if is_cpu else 1024) << 20
-    flops = {}
-    for name, dtype in _DTYPES.items():
-        left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-        flops[name] = 2.0 * size**3 / _seconds(lambda left=left, right=right: left @ right, device)  # type: ignore[misc]
+    products = {name: _products(size, dtype, device) for name, dtype in _DTYPES.items()}
+    flops = {name: rate for name, (rate, _) in products.items()}
     source, target = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     host = torch.ones(nbytes, dtype=torch.uint8, device="cpu", pin_memory=not is_cpu)
     one = torch.ones(1, device=device)
     operator = _seconds(lambda: one.add_(1), device, times=100, waits=is_cpu)
-    base, bandwidth = _collectives(device)
+    base, bandwidth, slowed = _collectives(device)
+    memory_bandwidth = 2 * nbytes / _seconds(lambda: target.copy_(source), device)
+    written = 2.0 * size * size  # bytes of a product in bf16
     kernel = 0.0 if is_cpu else _seconds(lambda: one.add_(1), device, times=100)
     return Card(
         name="CPU, measured" if is_cpu else f"{torch.get_device_module(device.type).get_device_name(device)}, measured",
         flops=flops,
-        memory_bandwidth=2 * nbytes / _seconds(lambda: target.copy_(source), device),
+        memory_bandwidth=memory_bandwidth,
         memory_nbytes=float(_memory_of(device)),
         inside=bandwidth,
         between=bandwidth,
         to_host=nbytes / _seconds(lambda: host.copy_(source), device),
         ranks_per_host=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         matmul_share=1.0,
+        tile_writes=products["BFloat16"][1] * memory_bandwidth / written,
+        collectives_take=slowed,
+        is_measured=True,
         attention_share=min(_attention_flops(device) / flops["BFloat16"], 1.0),
         memory_share=1.0,
         link_share=1.0,
@@ -85,6 +89,20 @@ def measured_card(device: torch.device) -> Card:
         protocols=(Protocol("measured", base_s=base, inside_s=0.0, between_s=0.0, share=1.0),),
         host=HostCosts(operator=operator),
     )
+
+
+def _products(size: int, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    """FLOP/s of square products for each further term, and the seconds that a product takes beyond its terms, for its tiles."""
+
+    def seconds_of(terms: int) -> float:
+        left, right = torch.ones(size, terms, dtype=dtype, device=device), torch.ones(terms, size, dtype=dtype, device=device)
+        return _seconds(lambda: left @ right, device)
+
+    few, many = seconds_of(size // 4), seconds_of(size)
+    if many <= few:  # other work on the machine came between them
+        return 2.0 * size**3 / many, 0.0
+    rate = 2.0 * size * size * (size - size // 4) / (many - few)
+    return rate, max(many - 2.0 * size**3 / rate, 0.0)
 
 
 def _attention_flops(device: torch.device) -> float:
@@ -95,19 +113,38 @@ def _attention_flops(device: torch.device) -> float:
     return 4.0 * batch * heads * sequence * sequence * head / 2 / seconds
 
 
-def _collectives(device: torch.device) -> tuple[float, float]:
-    """Seconds of an all-gather of next to nothing, and bytes/s of a rank in a large one."""
+def _collectives(device: torch.device) -> tuple[float, float, float]:
+    """Seconds of an all-gather of next to nothing, bytes/s of a rank in a large one, and the share of its speed that this takes from a
+    product beside it (on a CPU 0: the threads of both share its cores, which ``flops`` has)."""
     size = dist.get_world_size()
     nbytes = (4 if device.type == "cpu" else 256) << 20
 
-    def seconds_of(numel: int) -> float:
+    def gather(numel: int) -> Callable[[], Any]:
         own = torch.ones(numel, dtype=torch.uint8, device=device)
         whole = torch.empty(numel * size, dtype=torch.uint8, device=device)
-        return _seconds(lambda: dist.all_gather_into_tensor(whole, own), device)
+        return lambda: dist.all_gather_into_tensor(whole, own, async_op=True)
 
-    base, large = seconds_of(16), seconds_of(nbytes // size)
+    small, whole = gather(16), gather(nbytes // size)
+    base, large = (_seconds(lambda run=run: run().wait(), device) for run in (small, whole))  # type: ignore[misc]
     moved = nbytes * (size - 1) / size if size > 1 else 2.0 * nbytes
-    return base, moved / max(large - base, 1e-9)
+    return base, moved / max(large - base, 1e-9), 0.0 if device.type == "cpu" or size == 1 else _slowed(whole, large, device)
+
+
+def _slowed(collective: Callable[[], Any], lasts: float, device: torch.device) -> float:
+    """The share of its speed that a product loses while ``collective``, which alone takes ``lasts`` seconds, runs beside it."""
+    left, right = (torch.ones(4096, 4096, dtype=torch.bfloat16, device=device) for _ in range(2))
+    alone = _seconds(lambda: left @ right, device)
+    times = math.ceil(2 * lasts / alone)  # so that the collective ends first
+
+    def products(beside: Callable[[], Any] = lambda: None) -> None:
+        work = beside()
+        for _ in range(times):
+            left @ right
+        if work is not None:
+            work.wait()
+
+    apart, together = _seconds(products, device, times=1), _seconds(lambda: products(collective), device, times=1)
+    return min(max((together - apart) / lasts, 0.0), 0.9)
 
 
 def _memory_of(device: torch.device) -> int:

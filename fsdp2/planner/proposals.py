@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..printable import in_bytes
 from ..tables import Table
@@ -12,16 +12,29 @@ from .setting import Setting
 
 @dataclass(frozen=True)
 class Proposal:
-    """changes: by the choice's name, what it is instead of what was asked for"""
+    """changes: by the choice's name, what it is instead of what was asked for
+
+    told_apart: from the fastest proposal: their times' ranges do not overlap. None: the card has no range, or it is the fastest
+    """
 
     plan: Plan
     changes: dict[str, str]
+    told_apart: bool | None = None
 
     @property
     def step(self) -> float:
         """Seconds, by a model."""
         assert self.plan.duration is not None
         return self.plan.duration.step
+
+    def beside(self, fastest: Proposal) -> Proposal:
+        """With ``told_apart`` from ``fastest``."""
+        own, other = self.plan.duration, fastest.plan.duration
+        assert own is not None
+        assert other is not None
+        if self.plan is fastest.plan or not (own.has_range and other.has_range):
+            return self
+        return replace(self, told_apart=own.fastest > other.slowest or own.slowest < other.fastest)
 
     @property
     def peak(self) -> int:
@@ -56,11 +69,13 @@ class Found:
         rows = [("as asked", *_costs(self.asked, self.limit))]
         rows += [(words_of(each.changes), *_costs(each, self.limit)) for each in self.proposals if each.changes]
         slower = f"; {self.num_slower} more fit, and are no better" if self.num_slower else ""
+        alike = sum(each.told_apart is False for each in self.proposals)
+        slower += f"; {alike} cannot be told apart from the fastest: the ranges of their times overlap" if alike else ""
         return Table(
             f"{len(self.proposals)} settings within {in_bytes(self.limit)} per rank, the fastest first, of {self.num_tried} tried",
-            ("change", "step", "MFU", "peak of a rank", "fits"),
+            ("change", "step", "told apart", "MFU", "peak of a rank", "fits"),
             tuple(rows),
-            f"step times are a model (docs/step_clock.md){slower}"
+            f"step times are {self.asked.plan.methods['duration']} (docs/step_clock.md){slower}"
             if self.proposals
             else "nothing that was tried fits: take more ranks, or offload",
         )
@@ -84,7 +99,8 @@ def words_of(changes: dict[str, str]) -> str:
 def _costs(proposal: Proposal, limit: float) -> tuple[str, ...]:
     assert proposal.plan.duration is not None
     fits = "yes" if proposal.peak <= limit else "no"
-    return f"{proposal.step * 1e3:,.0f} ms", f"{proposal.plan.duration.mfu:.0%}", in_bytes(proposal.peak), fits
+    told_apart = {None: "", True: "yes", False: "no"}[proposal.told_apart]
+    return f"{proposal.step * 1e3:,.0f} ms", told_apart, f"{proposal.plan.duration.mfu:.0%}", in_bytes(proposal.peak), fits
 
 
 def _in_code(proposal: Proposal) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,18 @@ class LargeRoot:
     peak: int
 
 
+METHODS = {
+    "numel": "exact",
+    "state": "exact",
+    "groups": "exact",
+    "traffic": "exact",
+    "memory": "modelled",
+    "duration": "modelled",
+}
+"""How each field of a plan was found. *exact*: what the library allocates and issues. *modelled*: storages that operators make, without
+what kernels and allocators add; times by docs/step_clock.md. *measured*: so modelled, with the measured rates of a card file."""
+
+
 @dataclass(frozen=True, repr=False)
 class Plan(Shown):
     """Of rank 0, which has the largest shards. ``print`` it.
@@ -39,6 +51,7 @@ class Plan(Shown):
     wrapping: the groups in words, as ``fsdp2.wrap.plan`` prints them
     duration: of a step on a card, by a model; None: no card was named
     large_root: None: the root holds less than half of the model, or automatic wrapping needs no less memory
+    methods:  how each of these was found: "exact", "measured" or "modelled"
     """
 
     name: str
@@ -51,6 +64,7 @@ class Plan(Shown):
     wrapping: str
     duration: Duration | None = None
     large_root: LargeRoot | None = None
+    methods: dict[str, str] = field(default_factory=METHODS.copy)
 
     @property
     def padding(self) -> float:
@@ -103,22 +117,23 @@ def tables(plan: Plan) -> list[Table]:
     """All that a plan says."""
     state = plan.state
     peak = plan.memory.peak
+    method = plan.methods
     kept = [("master parameters", state.master), ("gradients", state.gradients), ("optimizer state", state.optimizer)]
     kept += [("unsharded parameters", state.compute)] if state.compute else []
     found = [
         Table(
-            "Kept by a rank between backward and optimizer step (exact)",
+            f"Kept by a rank between backward and optimizer step ({method['state']})",
             ("what", "bytes"),
             (*((what, in_bytes(nbytes)) for what, nbytes in kept), ("together", in_bytes(state.total))),
         ),
         Table(
-            f"Peak of a step: {in_bytes(peak.nbytes)}, in {peak.phase} of {peak.where or 'the model'}",
+            f"Peak of a step: {in_bytes(peak.nbytes)}, in {peak.phase} of {peak.where or 'the model'} ({method['memory']})",
             ("what", "at the peak", "most at a time"),
             tuple((kind, in_bytes(peak.by_kind.get(kind, 0)), in_bytes(most)) for kind, most in plan.memory.most.items()),
             _host_words(plan.memory),
         ),
         Table(
-            "Communication of a step",
+            f"Communication of a step ({method['traffic']})",
             ("phase", "collective", "ranks", "launches", "sent by a rank", "leaves a host"),
             tuple(
                 (each.phase, each.kind, str(each.ranks), str(each.launches), in_bytes(each.sent), in_bytes(each.leaves_host))
@@ -129,11 +144,10 @@ def tables(plan: Plan) -> list[Table]:
     if plan.duration is not None:
         lasts = plan.duration
         exposed = [(f"exposed communication, {phase}", seconds) for phase, seconds in lasts.exposed.items()]
-        is_compared = lasts.fastest < lasts.slowest
-        span = f" ({lasts.fastest * 1e3:,.0f} to {lasts.slowest * 1e3:,.0f})" if is_compared else " (unproven)"
+        span = f", {lasts.fastest * 1e3:,.0f} to {lasts.slowest * 1e3:,.0f}" if lasts.has_range else ", unproven"
         found.append(
             Table(
-                f"A step on {lasts.card}: {lasts.step * 1e3:,.0f} ms{span}, {lasts.mfu:.0%} MFU, by a model",
+                f"A step on {lasts.card}: {lasts.step * 1e3:,.0f} ms{span}, {lasts.mfu:.0%} MFU ({method['duration']})",
                 ("what", "ms"),
                 tuple(
                     (what, f"{seconds * 1e3:,.1f}")
@@ -146,7 +160,7 @@ def tables(plan: Plan) -> list[Table]:
     if largest is not None:
         found.append(
             Table(
-                f"{len(plan.groups)} parameter groups, {plan.padding:.1%} of their unsharded storages padding",
+                f"{len(plan.groups)} parameter groups, {plan.padding:.1%} of their unsharded storages padding ({method['groups']})",
                 ("group", "parameters", "sharded", "unsharded"),
                 (
                     (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -47,9 +48,12 @@ def test_a_card_of_this_machine_is_measured_and_prices_a_plan(tmp_path: Path, ca
     assert main(["plan", "--measure", str(path)]) == 0
     card = read_card(path)
     assert card.ranks_per_host == 2
+    assert card.is_measured
+    assert 0 <= card.tile_writes < math.inf
+    assert card.collectives_take == 0, "ranks of a CPU share its cores with the threads of their collectives"
     rates = (*card.flops.values(), card.memory_bandwidth, card.memory_nbytes, card.inside, card.to_host, card.attention_share)
     assert all(math.isfinite(each) and each > 0 for each in (*rates, card.host.operator, card.protocols[0].base_s))
     (tmp_path / "model_of_the_test.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "model_of_the_test:model", "--ranks", "2", "--ranks-per-host", "2", "--card", str(path)]) == 0
-    assert "A step on CPU, measured: " in capsys.readouterr().out
+    assert re.search(r"A step on CPU, measured: .* ms, unproven, .* MFU \(measured\)", capsys.readouterr().out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from fsdp2.errors import ArgumentError
 from fsdp2.planner.api import plan_of
 from fsdp2.planner.models import DecoderShape
+from fsdp2.planner.result import tables
 from fsdp2.planner.setting import Setting
 from fsdp2.planner.shapes import of_shape
+from fsdp2.printable import say_json
 from fsdp2.testing.clock.cards import A100_40GB
 
 SHAPE = DecoderShape("gpt", dim=4096, layers=2, heads=32, kv_heads=32, hidden=16384, vocabulary=8192, context=1024)
@@ -37,3 +40,18 @@ def test_a_step_is_its_parts_and_a_slow_network_is_exposed():
     assert sum(slow.exposed.values()) > 10 * sum(fast.exposed.values())
     with pytest.raises(ArgumentError, match="backend"):
         plan_of(workload, replace(SETTING, backend="gloo"), card="h100")
+
+
+def test_every_figure_says_how_it_was_found(capsys):
+    """In text next to each table's title, and in JSON by the name of the field."""
+    workload = of_shape("gpt", SHAPE)
+    fields = {"numel", "state", "groups", "traffic", "memory", "duration"}
+    modelled = plan_of(workload, SETTING, card=CARD)
+    measured = plan_of(workload, SETTING, card=replace(CARD, is_measured=True))
+    assert modelled.methods.keys() == fields
+    assert {each for each in fields if modelled.methods[each] == "exact"} == {"numel", "state", "groups", "traffic"}
+    assert measured.methods == modelled.methods | {"duration": "measured"}
+    titles = {table.title.rpartition("(")[2] for table in tables(measured)}
+    assert titles == {"exact)", "modelled)", "measured)"}
+    say_json(measured)
+    assert json.loads(capsys.readouterr().out)["methods"] == measured.methods

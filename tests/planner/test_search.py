@@ -75,6 +75,27 @@ def test_what_fits_is_proposed_the_fastest_first_as_changes_and_as_many_sequence
     assert why["{'strategy': 'zero2'}"] == "needs 50 B, in backward of the model"
 
 
+def test_proposals_whose_ranges_overlap_with_that_of_the_fastest_are_not_told_apart():
+    def plan(setting: Setting, is_of_interest: object = None) -> Plan:
+        planned = made_up(setting)
+        return replace(
+            planned, duration=replace(planned.duration, fastest=0.9 * planned.duration.step, slowest=1.1 * planned.duration.step)
+        )
+
+    found = searched(plan, ASKED, limit=40, keep=9)
+    first, *others = found.proposals
+    assert first.told_apart is None
+    assert [each.told_apart for each in others] == [0.9 * each.step > 1.1 * first.step for each in others]
+    alike = sum(each.told_apart is False for each in others)
+    assert 0 < alike < len(others)
+    assert f"{alike} cannot be told apart from the fastest" in found.table.note
+    words = {None: "", True: "yes", False: "no"}
+    assert [row[2] for row in found.table.rows[1:]] == [words[each.told_apart] for each in found.proposals if each.changes]
+    unproven = searched(made_up, ASKED, limit=40, keep=9)
+    assert {each.told_apart for each in unproven.proposals} == {None}
+    assert "told apart from" not in unproven.table.note
+
+
 def test_no_setting_is_planned_twice():
     """A hybrid strategy without ``shard_size`` is the one over the ranks of a host."""
     for strategy in ("zero3", "hsdp"):

@@ -250,11 +250,8 @@ def test_optimizers_that_count_on_the_host_and_gradients_zeroed_to_none_outside_
 def test_on_a_cpu_a_step_runs_eagerly_and_says_so():
     model = fsdp2.fully_shard(mlp())
     captured = fsdp2.capture(lambda x: model(x).square().mean())
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        losses = [captured(own_chunk(x)) for x in batches(5)]
+    losses = [captured(own_chunk(x)) for x in batches(5)]
     assert "the model is on a cpu device, which has no graphs" in captured.reason
-    assert len([each for each in told if "eagerly" in str(each.message)]) == (dist.get_rank() == 0)
     assert [loss.item() for loss in losses] == [model(own_chunk(x)).square().mean().item() for x in batches(5)]
     for wrong in ({"step": 3}, {"step": print, "warmup": 2}, {"step": print, "max_graphs": 0}):
         with pytest.raises(fsdp2.errors.ArgumentError):

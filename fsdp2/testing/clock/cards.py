@@ -88,6 +88,8 @@ class Card:
     """Seconds from the host's call to the kernel's begin on an idle stream."""
     measured_over_modelled: tuple[float, float] = (1.0, 1.0)
     """10th and 90th percentiles of published step times over the model's, on this generation of GPUs; (1, 1): none were compared."""
+    is_measured: bool = False
+    """The rates are measured on one machine, instead of taken from data sheets."""
     protocols: tuple[Protocol, ...] = (RING_LL, RING_SIMPLE)
     host: HostCosts = field(default_factory=HostCosts)
 

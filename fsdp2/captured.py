@@ -246,7 +246,11 @@ class CapturedStep:
         self._module = torch.get_device_module(self._device.type)
         leaves, tree = pytree.tree_flatten((args, kwargs))
         found: dict[int, Optimizer] = {}
-        hook = register_optimizer_step_pre_hook(lambda optimizer, *_: found.setdefault(id(optimizer), optimizer) and None)
+
+        def note(optimizer: Optimizer, *_: Any) -> None:
+            found[id(optimizer)] = optimizer
+
+        hook = register_optimizer_step_pre_hook(note)
         try:
             result = self._called([self._on_device(each) for each in leaves], tree)
         finally:
@@ -321,7 +325,7 @@ class CapturedStep:
             self._module.synchronize()
         before, form.watch = form.watch, watch
         if form.calls == self._warmup:
-            self._refuse_together(watch.problem or (before and watch.changed_since(before)))
+            self._refuse_together(watch.problem or (None if before is None else watch.changed_since(before)))
         return result
 
     @contextlib.contextmanager
@@ -339,7 +343,7 @@ class CapturedStep:
         """Leaves ``form.graph`` None if some rank could not."""
         for group in {id(group): group for _, group in sharded_parameters().values()}.values():
             group.reshard_for_all()  # an evaluation may have left it unsharded, in memory that is freed later
-        params = [param.sharded for group in inspect.groups_of_process() for param in group.params]
+        params: list[Tensor] = [param.sharded for group in inspect.groups_of_process() for param in group.params]
         params += [param for optimizer in self._optimizers for group in optimizer.param_groups for param in group["params"]]
         before = [(param, param.grad) for param in params]
         problem, collects = None, gc.isenabled()

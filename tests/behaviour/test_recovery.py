@@ -230,6 +230,30 @@ def test_an_exception_in_a_hook_of_the_user(kind):
     assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
 
 
+@on_ranks(1, 2)
+@pytest.mark.parametrize("kind", ["tensor", "post accumulate"])
+def test_stop_iteration_in_a_hook_of_the_user_ends_backward_and_is_shown(kind):
+    """Python makes it the cause of a RuntimeError where a generator of ours runs the hook; swallowed, it would end that one early."""
+    model, reference = make(Fails)
+
+    def raises(*args):
+        raise StopIteration("trap")
+
+    block = model.blocks[1]
+    handle = (
+        block.up.weight.register_post_accumulate_grad_hook(raises)
+        if kind == "post accumulate"
+        else block.register_full_backward_hook(raises)
+    )
+    with pytest.raises((StopIteration, RuntimeError)) as raised:
+        forward_backward(model, own_chunk(batches(1, seed=5)[0]))
+    assert repr(raised.value.__cause__ or raised.value) == "StopIteration('trap')"
+    handle.remove()
+    model.reset_iter_state()
+    assert_clean(model)
+    assert_same_bits(fed_own_chunk(model, batches()), fed_in_chunks(reference, batches()))
+
+
 @on_ranks(2)
 def test_resetting_twice_early_and_from_a_nested_module():
     model, reference = make(Fails)

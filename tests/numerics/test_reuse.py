@@ -295,7 +295,7 @@ class Gain(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         is_used = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-        return x * self.gain if is_used else x
+        return x * self.gain.to(x.device) if is_used else x
 
 
 class Branched(nn.Module):
@@ -333,7 +333,7 @@ def test_a_unit_without_parameters_starts_no_gather_in_a_backward_that_only_some
         for (name, param), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
             if param not in left_out and expected.grad is not None:
                 assert_close(
-                    param.grad.full_tensor(), expected.grad, msg=lambda text, at=(way, explicit, unused, name): f"{at}: {text}"
+                    param.grad.full_tensor().cpu(), expected.grad, msg=lambda text, at=(way, explicit, unused, name): f"{at}: {text}"
                 )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -47,15 +48,13 @@ def fully_shard(
     below = {each for unit in nested for each in unit.modules()}
     unit = Unit([each for root in called for each in root.modules() if each not in below], mp_policy or MixedPrecisionPolicy())
     left_out = {param for each in nested for param in each.reference.params} | (ignored_params or set())
-    for param in (param for each in unit.modules for param in each._parameters.values() if param is not None):
-        if param not in left_out and param not in unit.params:
+    for each, (name, param) in ((owner, item) for owner in unit.modules for item in owner._parameters.items()):
+        if param is not None and param not in left_out and param not in unit.params:
             chosen = None if shard_placement_fn is None else shard_placement_fn(param)
-            unit.params[param] = axes = Axes(getattr(chosen, "mesh_info", None) or mesh, dp_mesh_dims)
-            placement = getattr(chosen, "placement", chosen)
-            axes.assemble(_local(param), 0 if placement is None else placement.dim)
+            unit.places[each, name] = axes = Axes(getattr(chosen, "mesh_info", None) or mesh, dp_mesh_dims)
+            axes.assemble(_local(param), getattr(getattr(chosen, "placement", chosen), "dim", 0))
     for each in called:
-        each.__class__ = type(f"FSDP{type(each).__name__}", (ReferenceModule, type(each)), {})
-        each.reference = unit
+        each.__class__, each.reference = type(f"FSDP{type(each).__name__}", (ReferenceModule, type(each)), {}), unit
     called[0].register_forward_pre_hook(unit.before_forward, with_kwargs=True)
     called[-1].register_forward_hook(unit.after_forward, always_call=True)
     return module
@@ -69,8 +68,7 @@ class Axes:
         groups: list[Any] = [dist.group.WORLD] if mesh is None else mesh.get_all_groups()
         self.shard, self.replicate = groups[-1:], groups[:-1]
         if dims is not None:
-            self.shard = [mesh.get_group(name) for name in dims.shard_names]
-            self.replicate = [mesh.get_group(name) for name in dims.replicate_names]
+            self.shard, self.replicate = ([*map(mesh.get_group, names)] for names in (dims.shard_names, dims.replicate_names))
         self.size = math.prod(dist.get_world_size(group) for group in self.shard + self.replicate)
 
     def __deepcopy__(self, memo: object) -> Axes:
@@ -83,12 +81,11 @@ class Axes:
 
     def assemble(self, whole: Tensor, dim: int) -> None:
         """Give the ranks of the shard axis one value, whose r-th piece along ``dim`` is that of rank r."""
-        rank, size = 0, 1
+        self.dim, rank, size = dim, 0, 1
         for group in self.shard:
             rank, size = rank * dist.get_world_size(group) + dist.get_rank(group), size * dist.get_world_size(group)
-        for number, piece in enumerate(whole.chunk(size, dim)):
-            if number != rank:
-                piece.zero_()
+        for piece in (each for number, each in enumerate(whole.chunk(size, self.dim)) if number != rank):
+            piece.zero_()
         for group in [] if whole.is_meta else self.shard:
             dist.all_reduce(whole, group=group)
 
@@ -97,54 +94,61 @@ class Unit:
     """The modules that one call of ``fully_shard`` covers, nested units excluded, and the parameters whose gradients it averages."""
 
     def __init__(self, modules: list[nn.Module], policy: MixedPrecisionPolicy) -> None:
-        self.modules, self.policy, self.params = modules, policy, dict[nn.Parameter, Axes]()
+        self.modules, self.policy, self.places = modules, policy, dict[tuple[nn.Module, str], Axes]()
         self.waiting: dict[nn.Parameter, Tensor] = {}  # sums of gradients that no backward has averaged yet
         self.is_synchronized, self.is_replicated, self.fills_unused, self.divide_factor = True, True, False, 0.0  # 0: of ranks
         self.root: Unit | None = None  # the unit that was called first, for which one backward runs
         self.together: dict[nn.Parameter, Unit] = {}  # of a root: all parameters whose gradients are averaged after its backward
         self.earlier: dict[nn.Parameter, Tensor | None] = {}  # of a root in backward: gradients that earlier ones have averaged
 
+    @property
+    def params(self) -> dict[nn.Parameter, Axes]:  # as they are now: ``to_empty`` and loading put others in their places
+        held: Any = [(each._parameters[name], axes) for (each, name), axes in self.places.items()]
+        return {getattr(param, "stands_for", param): axes for param, axes in held}
+
     def dtype_of(self, param: nn.Parameter) -> torch.dtype:
         own = (self.policy.param_dtype_override_fn or (lambda param: None))(param)
         return compute_dtype or own or self.policy.param_dtype or param.dtype
 
     def reduce_dtype(self, param: nn.Parameter) -> torch.dtype:
-        otherwise = self.dtype_of(param) if chosen_semantics() == "2.13" else param.dtype
-        return compute_dtype or self.policy.reduce_dtype or otherwise
+        return compute_dtype or self.policy.reduce_dtype or (self.dtype_of(param) if chosen_semantics() == "2.13" else param.dtype)
 
-    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.root is None:
-            for unit in dict.fromkeys(each.reference for each in module.modules() if isinstance(each, ReferenceModule)):
-                unit.root = self
-                self.together |= dict.fromkeys(unit.params, unit)
-        for each in self.modules:
-            for name, param in each._parameters.items():
-                if isinstance(param, nn.Parameter) and param.is_floating_point() and self.dtype_of(param) != param.dtype:
-                    cast: Any = param.to(self.dtype_of(param))  # its gradient goes to ``param``
-                    cast.stands_for = param
-                    each._parameters[name] = cast
+    def before_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.root is None or self.root is self:
+            units = dict.fromkeys(each.reference for each in module.modules() if isinstance(each, ReferenceModule))
+            self.together = {param: unit for unit in units for param in unit.params}
+            module._set("root", self)
+        self.cast()
         return _cast((args, kwargs), compute_dtype or (self.policy.param_dtype if self.policy.cast_forward_inputs else None))
 
+    @torch.enable_grad()
+    def cast(self, *, back: bool = False) -> None:
+        for owner, (name, param) in ((module, item) for module in self.modules for item in module._parameters.items()):
+            if back:
+                owner._parameters[name] = getattr(param, "stands_for", param)
+            elif isinstance(param, nn.Parameter) and param.is_floating_point() and self.dtype_of(param) != param.dtype:
+                cast: Any = param.to(self.dtype_of(param))  # its gradient goes to ``param``
+                owner._parameters[name], cast.stands_for = cast, param
+
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        for each in self.modules:
-            each._parameters.update({name: getattr(param, "stands_for", param) for name, param in each._parameters.items()})
+        self.cast(back=True)
         output = _cast(output, None if compute_dtype else self.policy.output_dtype)
-        for tensor in tree_leaves(output):
-            if isinstance(tensor, Tensor) and tensor.requires_grad and self.root is not None:
-                tensor.register_hook(self.root.backward_has_begun)  # type: ignore[no-untyped-call]
+        for tensor in (each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad):
+            tensor.register_hook((self.root or self).backward_has_begun)  # type: ignore[no-untyped-call]
         return output
 
     def backward_has_begun(self, gradient: Tensor) -> None:
         if not self.earlier:
-            self.earlier = {param: param.grad for param in self.together}
-            for param in self.together:
-                param.grad = None
+            for param, unit in self.together.items():
+                self.earlier[param], param.grad = param.grad, None
+                unit.cast()  # for what activation checkpointing computes again
             torch.autograd.Variable._execution_engine.queue_callback(self.backward_has_ended)
 
     @torch.no_grad()
     def backward_has_ended(self) -> None:
         earlier, self.earlier = self.earlier, {}
         for param, unit in self.together.items():
+            unit.cast(back=True)
             if param.grad is not None:
                 new: Any = param.grad  # of tensor parallelism it may be partial sums
                 new = _local(new.redistribute(placements=param.placements) if isinstance(param, DTensor) else new)
@@ -164,21 +168,17 @@ class Unit:
         return DTensor.from_local(mean, param.device_mesh, param.placements) if isinstance(param, DTensor) else mean
 
 
-def _set(attribute: str, everywhere: bool = True) -> Callable[..., None]:
-    def set_on(self: nn.Module, *value: Any, recurse: bool = everywhere, **named: Any) -> None:
-        for each in (each for each in self.modules() if isinstance(each, ReferenceModule) and (recurse or each is self)):
-            setattr(each.reference, attribute, *value, *named.values())
-
-    return set_on
-
-
 class ReferenceModule(nn.Module):
     """The methods of ``FSDPModule`` that say what to compute. The others say how and when to communicate: they do nothing here."""
 
+    def _set(self, attribute: str, *value: Any, recurse: bool = True, **named: Any) -> None:
+        for each in (each for each in self.modules() if isinstance(each, ReferenceModule) and (recurse or each is self)):
+            setattr(each.reference, attribute, *value, *named.values())
+
     reference: Unit
-    set_requires_gradient_sync, set_requires_all_reduce = _set("is_synchronized"), _set("is_replicated")
-    set_reduce_scatter_unused_params, wait = _set("fills_unused"), lambda self, *_, **__: self  # unshard() returns a handle
-    set_gradient_divide_factor = set_reduce_scatter_divide_factor = _set("divide_factor", everywhere=False)
+    set_requires_gradient_sync, set_requires_all_reduce = partialmethod(_set, "is_synchronized"), partialmethod(_set, "is_replicated")
+    set_reduce_scatter_unused_params, wait = partialmethod(_set, "fills_unused"), lambda self, *_, **__: self  # as a handle
+    set_gradient_divide_factor = set_reduce_scatter_divide_factor = partialmethod(_set, "divide_factor", recurse=False)
 
     def __getattr__(self, name: str) -> Any:
         return self.wait if name in vars(FSDPModule) and name[0] != "_" else super().__getattr__(name)

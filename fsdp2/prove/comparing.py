@@ -66,11 +66,28 @@ def compare(real: Events, reference: Events, exact: Events | None, *, is_whole: 
     """exact: the reference in fp64; None: it could not run, and MARGIN has nothing to go by. is_whole: the run came to its end"""
     found = Compared()
     _compare_losses(found, real, reference, exact, is_whole)
+    found.differences += _wrong_beginnings(real, reference)
     tensors = _Tensors(found, reference)
     for key in dict.fromkeys(key for events in (reference, real) for key in _moments(events)):
         tensors.compare(key, _wholes(real, key), _wholes(reference, key), _wholes(exact or {}, key))
     found.differences.sort(key=lambda each: (each.step, PHASES.index(each.phase)))
     return found
+
+
+def _wrong_beginnings(real: Events, reference: Events) -> Iterator[Difference]:
+    """Parameters that nobody has changed between ``fully_shard`` and the first forward of the reference."""
+    kept = [{name for e in events if e["kind"] == "as made" for name in e["names"]} for events in reference.values()]
+    ours, theirs = (_wholes(each, (1, "start", 0)) for each in (real, reference))
+    wrong: dict[str, int] = {}
+    for name in (name for name in theirs if all(name in of_rank for of_rank in kept)):
+        for copy, own in ours.get(name, {}).items():
+            other = of_copy(theirs[name], copy)
+            if other is not None and own.made.checksum != other.made.checksum and own.distance(other) > 1e-6 * other.made.norm:
+                wrong[name] = copy
+    if wrong:
+        more = f", and {len(wrong) - 1} more like it" if len(wrong) > 1 else ""
+        said = f"{next(iter(wrong))} begins with other values than it had when fully_shard was called{more}"
+        yield Difference(1, "parameters", tuple(wrong), tuple(sorted(set(wrong.values()))), said)
 
 
 def _compare_losses(found: Compared, real: Events, reference: Events, exact: Events | None, is_whole: bool) -> None:

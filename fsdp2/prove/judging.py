@@ -57,6 +57,12 @@ class Run:
         # A rank that lost another says so after that one has failed.
         return min(failed, key=lambda record: (_is_of_backend(record.failure), record.ended_s), default=None)
 
+    @property
+    def is_refused(self) -> bool:
+        """An error of this package has ended it."""
+        record = self.first_failure()
+        return record is not None and record.failure.startswith("fsdp2.errors.") and not _is_of_backend(record.failure)
+
     def why(self) -> str:
         """Why it has ended, if not well: a sentence with rank and line."""
         if self.ranks.is_late:
@@ -127,6 +133,8 @@ def _of_certificate(real: Run) -> Statement:
     by_divisor: dict[str, int] = {}
     for divisor in filter(None, found["divisors"].values()):
         by_divisor[f"{divisor:.4g}"] = by_divisor.get(f"{divisor:.4g}", 0) + 1
+    if not by_divisor:
+        return not_looked_at("divisors", "no backward of the second step gave a parameter of the first sharded model a gradient")
     told = ", ".join(f"{number} by {divisor}" for divisor, number in by_divisor.items())
     known = f"{found['num_tokens']} tokens of all ranks" if found["num_tokens"] else "no loss of torch.nn.functional was heard"
     return Statement("divisors", None if found["is_wrong"] else True, "measured", f"gradients divided: {told} ({known})")

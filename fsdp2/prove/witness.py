@@ -34,6 +34,7 @@ from ..checkpoint.model_tensors import cuts_of
 from ..checkpoint.shard_geometry import Box, Piece, pieces_of
 from ..doctor import hearing
 from ..doctor.patient import Patient, _living
+from ..doctor.replicas import digest
 from ..doctor.step_checks import digest_of
 from ..inspect import Listener, is_sharded, listen
 from ..inspector.fingerprint import Fingerprint, fingerprints
@@ -42,7 +43,7 @@ from ..reference import Axes, ReferenceModule
 from ..run import run_script
 from ..torch_names import torch_dtensors
 from .certificate import Scales
-from .stand_ins import on_the_reference
+from .stand_ins import on_the_reference, settle
 
 NUM_SKETCHES = 16
 REFERENCES = {"reference": None, "reference64": torch.float64}
@@ -119,6 +120,7 @@ class Witness(Patient):
     # --- moments ---
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
+        settle()
         if self._first is None and not torch.compiler.is_compiling() and (isinstance(module, ReferenceModule) or is_sharded(module)):
             self._first = module
             self._begin(module, args)
@@ -140,6 +142,8 @@ class Witness(Patient):
             widest = max(axes.values(), key=lambda each: each.size, default=None)
             alone = [name for name, each in self._named.values() if name not in axes and each.requires_grad]
             self._tell("peers", 1, peers=peers | ({} if widest is None else dict.fromkeys(alone, _peers(widest))), alone=alone)
+            made = {param: getattr(axes, "initial", None) for unit in units for param, axes in unit.params.items()}
+            self._tell("as made", 1, names=[self._named[id(each)][0] for each, was in made.items() if was == digest(_local(each))])
             self._take_values_of(self._start)
         else:
             kind = "fsdp2" if type(module).__mro__[1].__module__.startswith("fsdp2") else "torch"
@@ -161,6 +165,7 @@ class Witness(Patient):
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._has_ended:
             return
+        settle()
         if self._taken.get(optimizer, 0) == self._max_steps:
             self._stop_script()
         self._name(optimizer)
@@ -185,6 +190,7 @@ class Witness(Patient):
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._has_ended:
             return
+        settle()
         step = self._taken[optimizer] = self._taken.get(optimizer, 0) + 1
         self.record.num_steps = max(self.record.num_steps, step)
         self._tell("parameters", step, optimizer=self._number(optimizer), values=self._seen(self._named.values()))

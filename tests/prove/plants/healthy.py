@@ -6,6 +6,28 @@ from plants.user_programs import HSDP, Plant
 
 POLICY = 'how = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}'
 
+GAN = {
+    "whole": "judge = nn.Sequential(nn.Linear(11, 8), nn.Tanh(), nn.Linear(8, 1))",
+    "sharded": "fully_shard(judge, **how)\nof_judge = torch.optim.AdamW(judge.parameters(), lr=1e-2)",
+    "sync": "real = F.one_hot(targets, 11).float()",
+    "forward": "of_judge.zero_grad()\nlogits = model(tokens)",
+    "loss": "ones, zeros = torch.ones(4, 5, 1), torch.zeros(4, 5, 1)\n"
+    "loss = F.binary_cross_entropy_with_logits(judge(real), ones)\n"
+    "loss = loss + F.binary_cross_entropy_with_logits(judge(logits.detach()), zeros)",
+    "backward": "loss.backward()\nof_judge.step()\noptimizer.zero_grad()\n"
+    "F.binary_cross_entropy_with_logits(judge(logits), ones).backward()\noptimizer.step()",
+    "clip": "",
+    "step": "",
+}
+HAND_CLIP = """\
+from torch.distributed.tensor import DTensor
+pieces = [param.grad.to_local() {} for param in model.parameters()]
+norm = sum(piece.square().sum() for piece in pieces)
+dist.all_reduce(norm)
+for piece in pieces:
+    piece.mul_(0.05 / norm.sqrt())
+"""
+
 HEALTHY = [
     Plant("the script as it is", "", {}),
     Plant("each micro-batch is synchronized", "", {"sync": ""}),
@@ -102,6 +124,57 @@ HEALTHY = [
         "two predictions, and one weighs less",
         "",
         {"loss": "loss = (mean_loss(logits, targets) + 0.5 * mean_loss(logits[:, :-1], targets[:, 1:])) / 2"},
+    ),
+    Plant("a generator and its judge", "", GAN),
+    Plant(
+        "a generator and its judge, whose steps come last",
+        "",
+        GAN
+        | {
+            "forward": "optimizer.zero_grad()\nlogits = model(tokens)",
+            "loss": "F.binary_cross_entropy_with_logits(judge(logits), torch.ones(4, 5, 1)).backward()\nof_judge.zero_grad()\n"
+            + GAN["loss"],
+            "backward": "loss.backward()\noptimizer.step()\nof_judge.step()",
+            "clear": "",
+        },
+    ),
+    Plant("clipped by hand", "", {"clip": HAND_CLIP.format("")}),
+    Plant(
+        "clipped by hand, if they are DTensors",
+        "",
+        {"clip": HAND_CLIP.format("if isinstance(param.grad, DTensor) else param.grad")},
+    ),
+    Plant(
+        "made on the meta device, and initialized on shards",
+        "",
+        {
+            "model": 'with torch.device("meta"):\n    model = Model()',
+            "sharded": 'model.to_empty(device="cpu")\nfor module in model.modules():\n'
+            '    module.reset_parameters() if hasattr(module, "reset_parameters") else None\n'
+            "for block in model.blocks:\n    block.scale.fill_(0.5)",
+        },
+    ),
+    Plant(
+        "made on the meta device, and loaded",
+        "",
+        {
+            "model": 'values = Model().state_dict()\nwith torch.device("meta"):\n    model = Model()',
+            "sharded": "from torch.distributed.tensor import distribute_tensor\n"
+            "own = {name: values[name] for name in model.state_dict()}\n"
+            'if hasattr(model.head.weight, "device_mesh"):\n'
+            "    own = {name: distribute_tensor(each, mesh, model.get_parameter(name).placements) for name, each in own.items()}\n"
+            "model.load_state_dict(own, assign=True)\n"
+            "for block in model.blocks:\n    block.scale = torch.full((8,), 0.5)",
+        },
+    ),
+    Plant(
+        "a part of a block is computed again",
+        "",
+        {
+            "patch": "from torch.utils.checkpoint import checkpoint\ndef inner(block, x):\n"
+            "    return block.down(block.up(block.norm(x)).tanh()) * block.scale.type_as(x)",
+            "model": "Block.forward = lambda self, x: x + checkpoint(inner, self, x, use_reentrant=False)\nmodel = Model()",
+        },
     ),
     Plant("examples/tutorial/step1_two_processes.py", "", {}),
     Plant("examples/tutorial/step2_large_models.py", "", {}),

@@ -440,10 +440,10 @@ USER_PLANTS = [
         },
     ),
     # --- control flow ---
-    Plant("one rank stops early", "ranks-apart", {"end": "if step == 1 and rank == 1:\n    break"}),
+    Plant("one rank stops early", "collectives none", {"end": "if step == 1 and rank == 1:\n    break"}),
     Plant(
         "one rank alone assembles the weights",
-        "ranks-apart",
+        "collectives none",
         {"end": "if rank == 0:\n    model.head.weight.detach().full_tensor()"},
     ),
 ]

@@ -64,6 +64,7 @@ def _(usual, self, grads):
 LIBRARY_PLANTS = [
     # --- division ---
     fault("divides by one rank too few", "gradients is 2 times", division("shards * replicas - 1")),
+    fault("divides by the root of the ranks", "gradients is 1.414 times", division("(shards * replicas) ** 0.5")),
     fault("divides by the square of the ranks", "gradients is 0.5 times", division("float((shards * replicas) ** 2)")),
     fault(
         "the factor that was set is ignored",
@@ -82,6 +83,15 @@ def _(usual, output, buffer, *rest):
     if rank == 1:
         buffer.zero_()
     return usual(output, buffer, *rest)
+""",
+    ),
+    fault(
+        "the gradients of one rank count twice",
+        "gradients",
+        """\
+@plant(collectives, "reduce_scatter")
+def _(usual, output, buffer, *rest):
+    return usual(output, buffer.mul_(2) if rank == 1 else buffer, *rest)
 """,
     ),
     fault(
@@ -159,6 +169,45 @@ def _(usual, self, reduced, views):
 """,
     ),
     fault(
+        "biases are not divided",
+        "gradients is 2 times norm.bias",
+        """\
+@plant(handing_out.HandedOut, "_give")
+def _(usual, self, reduced, views):
+    usual(self, reduced, views)
+    for view in views:
+        if view.param.fqn.endswith("bias"):
+            view.param.sharded.grad.mul_(ranks)
+""",
+    ),
+    fault(
+        "one parameter gets its gradient with the other sign",
+        "gradients is -1 times norm.weight",
+        """\
+@plant(handing_out.HandedOut, "_give")
+def _(usual, self, reduced, views):
+    usual(self, reduced, views)
+    for view in views:
+        if view.param.fqn.endswith("norm.weight"):
+            view.param.sharded.grad.neg_()
+""",
+    ),
+    fault(
+        "gradients are those of the step before",
+        "gradients step",
+        """\
+@plant(handing_out.HandedOut, "_give")
+def _(usual, self, reduced, views):
+    usual(self, reduced, views)
+    for view in views:
+        param = view.param.sharded
+        new = param.grad.clone()
+        param.grad.copy_(given.get(view.param.fqn, new))
+        given[view.param.fqn] = new
+given = {}
+""",
+    ),
+    fault(
         "gradients are handed out twice",
         "gradients is 2 times",
         """\
@@ -176,6 +225,16 @@ def _(usual, self, reduced, views):
     ),
     # --- gathering ---
     fault("one parameter is not copied out", "loss", copied_out("    for out in outs[:1]:\n        out.zero_()")),
+    fault(
+        "one rank's elements are sent one place further",
+        "loss",
+        """\
+@plant(all_gather.Gather, "to_send")
+def _(usual, self, flat):
+    outputs, inputs = usual(self, flat)
+    return outputs, [each.roll(1) for each in inputs] if rank == 1 else inputs
+""",
+    ),
     fault("one rank's rows are not copied out", "loss", copied_out("    for out in outs:\n        out.view(ranks, -1)[1] = 0")),
     fault(
         "two parameters are exchanged",
@@ -247,7 +306,29 @@ def _(usual, original, spec, rank):
         + """\
 @plant(clip, "clip_coefficient")
 def _(usual, total, most):
-    return usual(total * (2**0.5 if isinstance(model, fsdp2.FSDPModule) else 1), most)
+    return usual(total * (2**0.5 if type(model.head.weight) is not nn.Parameter else 1), most)
+""",
+        {"clip": "fsdp2.clip_grad_norm_(model.parameters(), 0.01)"},
+    ),
+    fault(
+        "gradients are clipped twice",
+        "gradients",
+        CLIP
+        + """\
+@plant(clip, "clip_coefficient")
+def _(usual, total, most):
+    return usual(total, most) ** (2 if type(model.head.weight) is not nn.Parameter else 1)
+""",
+        {"clip": "fsdp2.clip_grad_norm_(model.parameters(), 0.01)"},
+    ),
+    fault(
+        "the norm is that of the largest gradient",
+        "gradients",
+        CLIP
+        + """\
+@plant(clip, "_join")
+def _(usual, terms, norm_type):
+    return usual(terms if type(model.head.weight) is nn.Parameter else terms.amax().reshape(1), norm_type)
 """,
         {"clip": "fsdp2.clip_grad_norm_(model.parameters(), 0.01)"},
     ),

@@ -439,6 +439,15 @@ USER_PLANTS = [
             "sharded": 'model.to_empty(device="cpu")\nmodel.load_state_dict(values)',
         },
     ),
+    # --- checkpoints ---
+    Plant(
+        "each rank loads the shards of rank 0",
+        "losses",
+        {
+            "end": "with torch.no_grad():\n    for param in model.blocks.parameters() if step == 0 else ():\n"
+            '        dist.broadcast(getattr(param, "_local_tensor", param.detach()), 0)'
+        },
+    ),
     # --- control flow ---
     Plant("one rank stops early", "collectives none", {"end": "if step == 1 and rank == 1:\n    break"}),
     Plant(

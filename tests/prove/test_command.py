@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp2 import fully_shard
+from fsdp2.prove.judging import Run, _of_certificate
+from fsdp2.ranks import Ranks
 from fsdp2.testing import proves
 
 ROOT = Path(__file__).parents[2]
@@ -93,6 +96,30 @@ def test_a_program_that_cannot_run_is_no_fault(tmp_path: Path) -> None:
     status, said, _ = prove(tmp_path, "no_such_module")
     assert (status, said["verdict"]) == (2, "not run")
     assert "ModuleNotFoundError" in said["why_not_run"]
+    assert list(said["seconds"]) == ["real"]  # the reference would say nothing more
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_it_without_a_traceback(tmp_path: Path) -> None:
+    script, runs = tmp_path / "train.py", tmp_path / "runs"
+    os.mkfifo(runs)
+    script.write_text(f"import threading\nopen({str(runs)!r}, 'w').close()\nthreading.Event().wait()\n")
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
+    command = [sys.executable, "-m", "fsdp2", "prove", "--ranks", "1", str(script)]
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True) as started:
+        runs.open().close()  # returns when the rank runs
+        started.send_signal(signal.SIGINT)
+        _, errors = started.communicate(timeout=60)
+    assert started.returncode == 130, errors
+    assert "interrupted" in errors
+    assert "Traceback" not in errors
+
+
+def test_divisors_of_no_gradient_are_not_looked_at() -> None:
+    run = Run("real", Path(), Ranks())
+    run.__dict__["events"] = {0: [{"kind": "divisors", "divisors": {"head.weight": None}, "num_tokens": 0, "is_wrong": False}]}
+    said = _of_certificate(run)
+    assert (said.holds, said.method) == (None, "not looked at")
 
 
 def sharded() -> nn.Module:

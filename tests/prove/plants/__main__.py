@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def outcome_of(plant: Plant) -> dict[str, Any]:
-    """named: found, and the verdict has all words; a healthy program is proven"""
+    """named: found, and the verdict has all words; a healthy program is proven, also against the reference in fp64"""
     with tempfile.TemporaryDirectory() as folder:
         script = ROOT / plant.name if plant.name.endswith(".py") else Path(folder, "train.py")
         if script.parent == Path(folder):
@@ -36,7 +36,8 @@ def outcome_of(plant: Plant) -> dict[str, Any]:
         verdict = prove(Program(str(script)), plant.ranks, NUM_STEPS, timeout=20.0, limit=240.0)
     said = json.dumps([dataclasses.asdict(each) for each in verdict.faults])
     is_found = verdict.verdict == "fault"
-    is_named = all(word in said for word in plant.words.split()) if plant.words else verdict.verdict == "proven"
+    is_bounded = not any("did not run in fp64" in each.said for each in verdict.statements)
+    is_named = all(word in said for word in plant.words.split()) if plant.words else verdict.verdict == "proven" and is_bounded
     return {
         "name": plant.name,
         "found": is_found,

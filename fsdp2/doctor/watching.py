@@ -200,7 +200,7 @@ class Watch:
             close.data.append(digest_of((args, kwargs)))
             inputs: list[Tensor] = []
             find_tensors((args, kwargs), inputs)
-            close.continues = any(each.requires_grad for each in inputs)
+            close.backwards.continues = any(each.requires_grad for each in inputs)
             close.random = learning.random_state(self._device) if close.random is None else close.random
             self._meeting.begin_forward()
 
@@ -212,7 +212,7 @@ class Watch:
             find_tensors(output, outputs)
             for each in outputs:
                 if each.requires_grad:
-                    each.register_hook(functools.partial(self._begin_backward, close, close.continues))  # type: ignore[no-untyped-call]
+                    each.register_hook(functools.partial(self._begin_backward, close, close.backwards.continues))  # type: ignore[no-untyped-call]
 
     def _begin_backward(self, close: _Close, continues: bool, grad: Tensor) -> None:
         """Backward hands ``grad`` to an output of the root, before any parameter has its gradient.
@@ -223,9 +223,9 @@ class Watch:
         if close.gradient is not None and close is self._close:
             param, _ = close.gradient
             is_same = close.step == current_step() and torch.equal(_some_values(param), close.values)  # no optimizer has stepped
-            close.has_dropped |= is_same and sample_of(param) is None and not close.is_through
-        close.goes_through |= continues
-        close.added = [param for param in close.added if _is_there(sample_of(param))]
+            close.has_dropped |= is_same and sample_of(param) is None and not close.backwards.is_through
+        close.backwards.goes_through |= continues
+        close.backwards.added = [param for param in close.backwards.added if _is_there(sample_of(param))]
         close.left = {param: left for param, left in close.left.items() if not _differs(sample_of(param), left)}
         for param in self._used:
             now = sample_of(param)
@@ -241,13 +241,13 @@ class Watch:
             close.gradient = sample_of_gradients(self._params)
             if close.gradient is not None:
                 close.values, close.step = _some_values(close.gradient[0]), current_step()
-            close.is_through, close.goes_through = close.goes_through, False
+            close.backwards.is_through, close.backwards.goes_through = close.backwards.goes_through, False
             close.backwards.accumulates |= not all(unit.reduces() for unit in self._units)
             self._stepped.clear()
             if not any(module.training for module in self._inspected.model.modules()):
                 close.findings.append(learning.in_eval_mode(self._inspected.model))
             added = [param for param, left in close.left.items() if param.grad is not None and _differs(sample_of(param), left)]
-            close.added += added
+            close.backwards.added += added
             if added or all(unit.reduces() for unit in self._units):  # else gradients are as they were, and a backward follows
                 close.left.clear()
 
@@ -275,7 +275,7 @@ class Watch:
     def _not_cleared(self, optimizer: Optimizer) -> Iterator[Finding]:
         """It steps with gradients to which a backward has added, and that nobody has cleared since."""
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        names = tuple(param.fqn for param in self._close.added if id(param.sharded) in held and _is_there(sample_of(param)))
+        names = tuple(param.fqn for param in self._close.backwards.added if id(param.sharded) in held and _is_there(sample_of(param)))
         if names:
             yield learning.NOT_CLEARED.of(names)
 
@@ -442,11 +442,20 @@ class Watch:
 
 @dataclass
 class _Backwards:
-    """Of one step. heard: the losses; accumulates: gradient sync was off in one"""
+    """Of one step.
+
+    heard:     the losses; accumulates: gradient sync was off in one
+    added:     parameters to whose gradients one has added, with which an optimizer had stepped
+    continues: the last forward's inputs require gradients; is_through: so did those of the last backward; goes_through: of this one
+    """
 
     heard: list[loss_weights.Heard | None] = field(default_factory=list)
     count: int = 0
     accumulates: bool = False
+    added: list[Parameter] = field(default_factory=list)
+    continues: bool = False
+    goes_through: bool = False
+    is_through: bool = False
 
 
 class _Close:
@@ -457,27 +466,22 @@ class _Close:
     gradient: a parameter, and a sample of its gradient at the end of the last backward
     losses:   digest of the gradients of the root's outputs so far
     random:   digest of the generators before the first forward; draws: forward has changed it
-    left:     samples of gradients that backward found, with which an optimizer had stepped; added: those to which it has added
-    continues: the last forward's inputs require gradients; is_through: so did those of the last backward; goes_through: of this one
+    left:     samples of gradients that backward found, with which an optimizer had stepped
     values:   of the parameter in ``gradient``; step: when they were taken
     has_dropped: its gradient was cleared before another backward
     backwards: the losses that were heard, how many there were, and whether gradient sync was off in one
     """
 
     __slots__ = (
-        "added",
         "backwards",
-        "continues",
         "data",
         "draws",
         "findings",
-        "goes_through",
         "gradient",
         "has_dropped",
         "is_clipped",
         "is_loss_finite",
         "is_on",
-        "is_through",
         "left",
         "losses",
         "random",
@@ -495,8 +499,6 @@ class _Close:
         self.random: int | None = None
         self.is_loss_finite = True  # that of the last backward
         self.left: dict[Parameter, Tensor] = {}
-        self.added: list[Parameter] = []
-        self.continues = self.goes_through = self.is_through = False
         self.reduced_again: list[str] = []
         self.backwards = _Backwards()
         self.has_dropped = False

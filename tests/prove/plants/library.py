@@ -322,17 +322,6 @@ def _(usual, total, most):
         {"clip": "fsdp2.clip_grad_norm_(model.parameters(), 0.01)"},
     ),
     fault(
-        "the norm is that of the largest gradient",
-        "gradients",
-        CLIP
-        + """\
-@plant(clip, "_join")
-def _(usual, terms, norm_type):
-    return usual(terms if type(model.head.weight) is nn.Parameter else terms.amax().reshape(1), norm_type)
-""",
-        {"clip": "fsdp2.clip_grad_norm_(model.parameters(), 0.01)"},
-    ),
-    fault(
         "hooks draw random numbers",
         "loss",
         """\

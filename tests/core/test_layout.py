@@ -290,12 +290,11 @@ def test_transient_bytes_of_a_group(num_direct):
         itemsize=4,
         param_itemsize=2,
         reduce_itemsize=4,
-        casts=True,
         received_rows=2,
     )
     packed_numel = [256, 64, 0][num_direct]
     assert terms.unsharded == 4 * 256 * 2
-    assert terms.gather_buffers == 4 * packed_numel * 2 + 256 * 2
+    assert terms.gather_buffers == 4 * packed_numel * 2
     assert terms.unsharded_grads == (640 + 32) * 2
     assert terms.reduce_input == 4 * 320 * 4
     assert terms.reduce_output == 320 * 4

@@ -98,7 +98,6 @@ def terms(module: nn.Module) -> TransientBytes:
         itemsize=group.plan.dtype.itemsize,
         param_itemsize=group.plan.param_dtype.itemsize,
         reduce_itemsize=group.plan.reduce_dtype.itemsize,
-        casts=group.plan.param_dtype is not group.plan.dtype,
         received_rows=received_rows,
     )
 

@@ -296,7 +296,6 @@ def terms(module: Any) -> TransientBytes:
         itemsize=group.plan.dtype.itemsize,
         param_itemsize=group.plan.param_dtype.itemsize,
         reduce_itemsize=group.plan.reduce_dtype.itemsize,
-        casts=group.plan.param_dtype is not group.plan.dtype,
         received_rows=0,
     )
 

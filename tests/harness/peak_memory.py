@@ -17,7 +17,7 @@ class TransientBytes:
     """What one group adds to the sharded parameters and optimizer state in one step, in bytes: the terms of the peak-memory sum.
 
     unsharded:        its unsharded storage
-    gather_buffers:   packed all-gather output and cast input, alive from issue to copy-out
+    gather_buffers:   packed all-gather output, alive from issue to copy-out; shards are cast into it, or into the unsharded storage
     unsharded_grads:  gradients as autograd leaves them, in param dtype
     reduce_input, reduce_output: of the reduce-scatter, in reduce dtype
     reduce_received:  what the reduce-scatter's algorithm receives into, beside its output
@@ -42,19 +42,17 @@ def transient_bytes(
     itemsize: int,
     param_itemsize: int,
     reduce_itemsize: int,
-    casts: bool,
     received_rows: int,
 ) -> TransientBytes:
     """The terms of one group.
 
     reduce_layout:  the layout of its reduce-scatter: the trainable parameters, and a slot of flags behind them
     num_direct:     how many of the first slots of ``layout`` are gathered directly
-    casts:          the parameters are cast before the all-gather (``param_dtype`` is not the storage dtype)
     received_rows:  outputs that the reduce-scatter receives into: W - 2 pairwise, W for an all-to-all, else 0
     """
     packed = layout.slots[num_direct:]
     packed_numel = layout.shard_numel - packed[0].offset if packed else 0
-    gather_numel = packed_numel * layout.num_shards + (layout.shard_numel if casts else 0)
+    gather_numel = packed_numel * layout.num_shards
     return TransientBytes(
         unsharded=layout.unsharded_numel * param_itemsize,
         gather_buffers=gather_numel * param_itemsize,

@@ -82,13 +82,13 @@ def sends_the_shard_itself() -> Iterator[None]:
 
 @contextlib.contextmanager
 def drops_the_copy() -> Iterator[None]:
-    land = Gather.land
+    start = Gather.start
 
-    def land_and_drop(self: Gather) -> None:
-        land(self)
+    def start_and_drop(self: Gather, *args: Any) -> None:
+        start(self, *args)
         self._held = None
 
-    with mock.patch.object(Gather, "land", land_and_drop):
+    with mock.patch.object(Gather, "start", start_and_drop):
         yield
 
 
@@ -210,7 +210,7 @@ NEEDED_BY = {
     "Reductions._give_back order 1": "forward_on_a_side_stream",
     "Gather.finish order 1": "plain",
     "Gather.finish order 2": "unshard_on_a_side_stream",
-    "Gather.land mark 1": "plain",
+    "Gather._gather mark 1": "plain",
     "all_gather.send_together mark 1": "several_dtypes",
     "all_gather.send_together order 1": "several_dtypes",
     "Gather.start mark 1": "bf16_mixed",

@@ -1,8 +1,9 @@
 """One interface over device streams and events, and over asynchronous collectives on the CPU.
 
 The runtime names the stream of each piece of work, and its predecessors. On a device, this file makes CUDA streams and
-events of that; on the host nothing, because collectives run on the backend's own threads, and the host waits for them
-where it needs the result (``host_waits``).
+events of that. On the host it makes nothing of it: collectives run on the backend's own threads, and the host waits for
+each. So work that needs a collective's result is written as a generator, its *legs*, with a ``yield`` before each wait:
+a device runs all legs at once, the host only up to the wait, and the rest where the result is needed.
 
     compute      the stream that the user's kernels run on: the current one
     copy_in      what comes before an all-gather: casts of shards, and their copies from the host
@@ -28,6 +29,7 @@ Worked example, an all-gather that compute uses:
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 from collections.abc import Iterator
@@ -44,7 +46,7 @@ class Streams(Protocol):
     """What the runtime needs of a device to order work."""
 
     host_waits: bool
-    """True where no stream orders collectives: the host waits for their results, and finishes them."""
+    """True where no stream orders collectives: the host waits for their results."""
 
     copy_in: Stream
     gather: Stream
@@ -110,14 +112,11 @@ class HostStreams:
 
     host_waits = True
     compute = copy_in = gather = reduce = all_reduce = offload = copy_out = None
+    on: Any = staticmethod(collections.defaultdict(_Nowhere).__getitem__)
     mark: Any = staticmethod({}.get)
     order: Any = mark
     synchronize: Any = mark
     run: Any = staticmethod(next)
-    _nowhere = _Nowhere()
-
-    def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        return self._nowhere
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         storage.resize_(nbytes)  # looked up at each call: memory trackers patch it

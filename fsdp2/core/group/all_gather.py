@@ -14,7 +14,7 @@ Worked example, 2 ranks, a direct (4, 8) and a packed (3,) parameter, align 32:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,7 +52,7 @@ class GatherTarget:
 
 
 @dataclass(frozen=True)
-class GatherPlan:
+class FlatGatherPlan:
     """One all-gather into a target, computed once.
 
     rank, num_shards: of the process group
@@ -86,7 +86,7 @@ def plan_gather(
     process_group: dist.ProcessGroup | None,
     algorithm: backends.AllGatherAlgorithm | None,
     host_waits: bool,
-) -> GatherPlan:
+) -> FlatGatherPlan:
     """The first ``num_direct`` slots of ``layout`` are gathered directly. algorithm: None: ``backends`` chooses."""
     num_shards, rank = layout.num_shards, 0 if process_group is None else process_group.rank()
     backend = backends.backend_of(process_group, target.device.type)
@@ -106,7 +106,7 @@ def plan_gather(
         if slot.gap > 0:  # the padding goes into the padding of the unsharded storage
             offset += slot.unsharded_numel
             columns.append((slot.gap, storage_view(target.storage, like, offset, (num_shards, slot.gap))))
-    return GatherPlan(
+    return FlatGatherPlan(
         rank=rank,
         num_shards=num_shards,
         algorithm=algorithm or backends.choose_all_gather(backend, num_shards, nbytes, target.device.type),
@@ -125,7 +125,8 @@ def plan_gather(
 class Gather:
     """Fills a storage from the flat shards of ``process_group``; reusable, one use at a time.
 
-    coalesces_over: the process group over which it may share a launch (on the host: a collective); None: it never does
+    coalesces_over: the process group over which it may share a launch; None: it never does
+    packs:          it shares a collective instead, because the backend has no launches of several
     """
 
     __slots__ = (
@@ -133,6 +134,7 @@ class Gather:
         "_flat",
         "_flat_inputs",
         "_held",
+        "_legs",
         "_packed",
         "_pending",
         "_plan",
@@ -141,6 +143,7 @@ class Gather:
         "_streams",
         "_target",
         "coalesces_over",
+        "packs",
     )
 
     def __init__(
@@ -157,14 +160,13 @@ class Gather:
         self._target = target
         self._process_group = process_group
         self._streams = streams
-        if streams.host_waits:
-            shares = plan.async_op and algorithm is None and num_direct == 0
-        else:
-            shares = not plan.async_op and plan.algorithm == "stock"
+        self.packs = plan.async_op and algorithm is None and num_direct == 0
+        shares = self.packs or (not plan.async_op and plan.algorithm == "stock")
         self.coalesces_over = process_group if shares else None
         # Of the gather under way:
         self._flat: Tensor | None = None
         self._flat_inputs: list[Tensor] = []
+        self._legs: Iterable[None] = ()
         self._pending: collectives.Pending | None = None
         self._packed: Tensor | None = None
         self._held: Tensor | None = None
@@ -172,7 +174,7 @@ class Gather:
         self._started_on: Stream = None
 
     def start(self, flat: Tensor | None, copy: bool, together: list[Waiting] | None = None) -> None:
-        """Issue the collectives; on a stream device their copy-out is queued after them at once.
+        """Issue the collectives, and queue their copy-out.
 
         flat:       (layout.shard_numel,), this rank's flat shard, in its storage dtype, on the device where it is kept
         copy:       read ``flat`` now, so that it may be written before ``finish``
@@ -181,10 +183,7 @@ class Gather:
         """
         assert flat is not None
         streams, target = self._streams, self._target
-        self._held = None  # that of a start that failed
-        if together is not None and streams.host_waits and self.coalesces_over is not None:
-            together.append((self, flat.to(target.dtype)))
-            return
+        self._held, self._legs = None, ()  # those of a start that failed
         if copy:  # on compute, as the user's writes are: a copy made on another stream would race with them
             if flat.dtype is target.dtype or flat.device != target.device:
                 self._held = flat.to(target.device, copy=True).to(target.dtype)
@@ -193,11 +192,12 @@ class Gather:
         # Resizing would move a kept storage.
         if self._plan.allocates_early and target.storage.nbytes() == 0:
             streams.resize(target.storage, target.nbytes)
-        if streams.host_waits:
-            self._send(flat, copy)
-            return
         self._started_on = behind = streams.compute
-        if self._plan.own_rows and self._is_converted(flat):
+        if (
+            self._plan.own_rows
+            and self._held is None
+            and (flat.dtype is not target.dtype or flat.device != target.device)
+        ):
             streams.order(streams.copy_in, streams.mark(streams.compute))
             behind = streams.copy_in  # not the gather stream, where the collective before this one may still run
             with streams.on(behind):
@@ -209,13 +209,9 @@ class Gather:
         if together is not None:
             together.append((self, flat))
             return
+        self._legs = legs = self._gather(flat, copy)
         with streams.on(streams.gather):
-            self._send(flat, copy)
-            self.land()
-
-    def _is_converted(self, flat: Tensor) -> bool:
-        """Whether the gather sends neither the shard itself nor a copy of it that was made on compute."""
-        return self._held is None and (flat.dtype is not self._target.dtype or flat.device != self._target.device)
+            streams.run(legs)
 
     def _fill_own_rows(self, flat: Tensor) -> None:
         """Cast, or copy to the device, this rank's part of the direct outputs, in place: that takes no other buffer."""
@@ -226,15 +222,18 @@ class Gather:
         """The (outputs, inputs) of a collective, on the gather stream; the packed ones come first."""
         plan, target = self._plan, self._target
         source = self._held
-        if not self._streams.host_waits and self._is_converted(flat):  # in place: each input is a row of its output
+        if source is None and (
+            flat.dtype is not target.dtype or flat.device != target.device
+        ):  # in place: each input is a row of its output
             if not plan.split_sizes:
                 return plan.direct_outputs, plan.own_rows
-            rest = flat[plan.packed_start :].to(target.device, non_blocking=True)
+            rest = flat if plan.packed_start == 0 else flat[plan.packed_start :]
+            rest = rest.to(target.device, non_blocking=True)
             self._packed = torch.empty(rest.numel() * plan.num_shards, dtype=target.dtype, device=target.device)
             row = self._packed.narrow(0, rest.numel() * plan.rank, rest.numel()).copy_(rest)
             return [self._packed, *plan.direct_outputs], [row, *plan.own_rows]
         if source is None:
-            source = flat.to(target.device, non_blocking=True).to(target.dtype)
+            source = flat.to(target.device, non_blocking=True)
         if source is self._flat:
             inputs = self._flat_inputs
         else:
@@ -251,6 +250,12 @@ class Gather:
         self._packed = source.new_empty((source.numel() - plan.packed_start) * plan.num_shards)
         return [self._packed, *plan.direct_outputs], inputs
 
+    def payload(self, flat: Tensor) -> Tensor:
+        """(layout.shard_numel,): what this rank sends of ``flat``, if the gather ``packs``."""
+        if self._held is not None:
+            return self._held
+        return flat.to(self._target.device, non_blocking=True).to(self._target.dtype)
+
     def _send(self, flat: Tensor, copy: bool) -> None:
         """Start the collectives. copy: the user unshards asynchronously; only custom communicators are told."""
         outputs, inputs = self.to_send(flat)
@@ -258,32 +263,29 @@ class Gather:
             for output, shard in zip(outputs, inputs, strict=True):
                 output.copy_(shard)
         else:
-            self._pending = collectives.all_gather(
+            pending = collectives.all_gather(
                 outputs, inputs, self._process_group, self._plan.algorithm, self._plan.async_op
             )
+            self._pending = pending if self._plan.async_op else None
 
     def receive(self, rows: Tensor, pending: collectives.Pending) -> None:
         """Take all ranks' rows, (W, shard_numel), from a collective of several gathers; valid when it is finished."""
         self._packed, self._pending = rows, pending
 
     def land(self) -> None:
-        """Queue the copy-out after the collectives, on the gather stream."""
-        self._copy_out()
-        self._event = self._streams.mark(self._streams.gather)
+        """Queue the copy-out after collectives that were issued together with others, on the gather stream."""
+        self._legs = legs = self._gather(None, False)
+        self._streams.run(legs)
 
     def finish(self) -> None:
         """Wait; then compute may use and free the storage, and ``flat`` may be written. Once per start."""
         streams = self._streams
-        if streams.host_waits:
-            if not self._plan.allocates_early and self._target.storage.nbytes() == 0:
-                streams.resize(self._target.storage, self._target.nbytes)
-            self._copy_out()
-        else:
-            streams.order(streams.compute, self._event)
-            if self._held is not None and self._started_on != streams.compute:  # its memory goes back to that stream
-                streams.order(self._started_on, self._event)
-            self._event = None
-        self._held = None
+        for _ in self._legs:
+            pass
+        streams.order(streams.compute, self._event)
+        if self._held is not None and self._started_on != streams.compute:  # its memory goes back to that stream
+            streams.order(self._started_on, self._event)
+        self._event = self._held = None
 
     @property
     def buffer_nbytes(self) -> int:
@@ -294,23 +296,29 @@ class Gather:
         """Drop the references to the last flat shard: the next gather reads another."""
         self._flat, self._flat_inputs = None, []
 
-    def _copy_out(self) -> None:
-        if self._pending is not None:
-            self._pending.finish()
-            self._pending = None
-        packed = self._packed
-        if packed is None:
-            return
-        self._packed, plan = None, self._plan
-        rows = packed.view(plan.num_shards, -1)
-        outs = plan.copy_outs
-        if plan.rearranged:
-            outs = list(outs)
-            for index, _, _ in plan.rearranged:
-                outs[index] = rows.new_empty(plan.num_shards, plan.split_sizes[index])
-        torch.split_with_sizes_copy(rows, plan.split_sizes, dim=1, out=outs)
-        for index, cut, whole in plan.rearranged:
-            assemble(outs[index], cut, whole)
+    def _gather(self, flat: Tensor | None, copy: bool) -> Generator[None]:
+        """Issue the collectives, unless they are issued (``flat`` is None), and copy out when they are complete."""
+        if flat is not None:
+            self._send(flat, copy)
+        yield
+        target, plan = self._target, self._plan
+        if target.storage.nbytes() == 0:  # see ``allocates_early``
+            self._streams.resize(target.storage, target.nbytes)
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.finish()
+        packed, self._packed = self._packed, None
+        if packed is not None:
+            rows = packed.view(plan.num_shards, -1)
+            outs = plan.copy_outs
+            if plan.rearranged:
+                outs = list(outs)
+                for index, _, _ in plan.rearranged:
+                    outs[index] = rows.new_empty(plan.num_shards, plan.split_sizes[index])
+            torch.split_with_sizes_copy(rows, plan.split_sizes, dim=1, out=outs)
+            for index, cut, whole in plan.rearranged:
+                assemble(outs[index], cut, whole)
+        self._event = self._streams.mark(self._streams.gather)
 
 
 class LocalGather:
@@ -331,7 +339,7 @@ class LocalGather:
         self._whole = None if shares else storage_view(target.storage, like, 0, (flat.numel(),))
 
     def start(self, flat: Tensor | None, copy: bool, together: list[Waiting] | None = None) -> None:
-        """Collective: no. On the host ``flat`` is read now; elsewhere until ``finish``, unless ``copy``."""
+        """Collective: no. ``flat`` is read until ``finish``, unless ``copy``."""
         assert flat is not None
         streams = self._streams
         if self._whole is None:
@@ -340,7 +348,7 @@ class LocalGather:
             return
         if self._target.storage.nbytes() == 0:
             streams.resize(self._target.storage, self._target.nbytes)
-        if copy or streams.host_waits:  # on compute, as the user's writes are
+        if copy:  # on compute, as the user's writes are
             self._fill(flat, non_blocking=False)
             self._event = streams.mark(streams.compute)  # may be a side stream of the user's
             return
@@ -366,6 +374,9 @@ class Sender(Protocol):
     """A started gather whose collective may share a launch with others; see ``Gather``."""
 
     coalesces_over: dist.ProcessGroup | None
+    packs: bool
+
+    def payload(self, flat: Any) -> Tensor: ...
 
     def to_send(self, flat: Any) -> tuple[list[Tensor], list[Tensor]]: ...
 
@@ -375,46 +386,43 @@ class Sender(Protocol):
 
 
 Waiting = tuple[Sender, Tensor | None]
-"""A started gather, and the flat shard that it reads, if any; on the host, all that this rank sends, 1-D."""
+"""A started gather, and the flat shard that it reads, if any."""
 
 
 def send_together(waiting: Sequence[Waiting], streams: Streams) -> None:
     """Issue the collectives of started gathers, one launch per process group. Collective: yes, over each."""
-    if streams.host_waits:
-        _send_as_one(waiting)
-        return
-    streams.order(streams.gather, streams.mark(streams.compute))
-    with streams.on(streams.gather):
-        launches: dict[dist.ProcessGroup, tuple[list[Tensor], list[Tensor]]] = {}
-        for gather, flat in waiting:
-            assert gather.coalesces_over is not None
-            launch = launches.setdefault(gather.coalesces_over, ([], []))
-            for all_of_them, own in zip(launch, gather.to_send(flat), strict=True):
-                all_of_them += own
-        for process_group, (outputs, inputs) in launches.items():
-            collectives.all_gather(outputs, inputs, process_group, "stock", async_op=False)
-        for gather, _ in waiting:
-            gather.land()
-
-
-def _send_as_one(waiting: Sequence[Waiting]) -> None:
-    """On the host, where no backend coalesces: pack payloads as bytes, and issue one collective per process group."""
     by_group: dict[dist.ProcessGroup, list[Waiting]] = {}
     for each in waiting:
         assert each[0].coalesces_over is not None
         by_group.setdefault(each[0].coalesces_over, []).append(each)
-    for process_group, several in by_group.items():
-        own = [sent for _, sent in several if sent is not None]
-        sizes = [(sent.nbytes, -sent.nbytes % ALIGN_NBYTES) for sent in own]
-        bounds = [size for pair in sizes for size in pair]
-        packed = torch.empty(process_group.size(), sum(bounds), dtype=torch.uint8, device=own[0].device)
-        row = packed[process_group.rank()]
-        torch._foreach_copy_(list(torch.split(row, bounds)[::2]), [sent.view(torch.uint8) for sent in own])
-        backend = backends.backend_of(process_group, "cpu")
-        algorithm = backends.choose_all_gather(backend, process_group.size(), packed.nbytes)
-        pending = collectives.all_gather([packed.view(-1)], [row], process_group, algorithm, True)
-        for (gather, _), sent, columns in zip(several, own, torch.split(packed, bounds, dim=1)[::2], strict=True):
-            gather.receive(columns.view(sent.dtype), pending)
+    streams.order(streams.gather, streams.mark(streams.compute))
+    with streams.on(streams.gather):
+        for process_group, several in by_group.items():
+            if several[0][0].packs:
+                _send_as_one(several, process_group)
+            else:
+                sent = [gather.to_send(flat) for gather, flat in several]
+                outputs = [output for outputs, _ in sent for output in outputs]
+                inputs = [input_ for _, inputs in sent for input_ in inputs]
+                collectives.all_gather(outputs, inputs, process_group, "stock", async_op=False)
+        for gather, _ in waiting:
+            gather.land()
+
+
+def _send_as_one(waiting: Sequence[Waiting], process_group: dist.ProcessGroup) -> None:
+    """Pack payloads as bytes, and issue one collective."""
+    own = [gather.payload(flat) for gather, flat in waiting]
+    device = own[0].device
+    sizes = [(sent.nbytes, -sent.nbytes % ALIGN_NBYTES) for sent in own]
+    bounds = [size for pair in sizes for size in pair]
+    packed = torch.empty(process_group.size(), sum(bounds), dtype=torch.uint8, device=device)
+    row = packed[process_group.rank()]
+    torch._foreach_copy_(list(torch.split(row, bounds)[::2]), [sent.view(torch.uint8) for sent in own])
+    backend = backends.backend_of(process_group, device.type)
+    algorithm = backends.choose_all_gather(backend, process_group.size(), packed.nbytes, device.type)
+    pending = collectives.all_gather([packed.view(-1)], [row], process_group, algorithm, True)
+    for (gather, _), sent, columns in zip(waiting, own, torch.split(packed, bounds, dim=1)[::2], strict=True):
+        gather.receive(columns.view(sent.dtype), pending)
 
 
 class CommGather(Gather):
@@ -443,9 +451,7 @@ class CommGather(Gather):
         self._sizes = [slot.numel for slot in layout.slots]
 
     def _send(self, flat: Tensor, copy: bool) -> None:
-        source = self._held
-        if source is None:
-            source = flat.to(self._target.device, non_blocking=True).to(self._target.dtype)
+        source = self.payload(flat)
         inputs = [source[start:stop] for start, stop in self._bounds]
         numel = sum(self._sizes)
         output = self._comm.allocate((numel * self._plan.num_shards,), dtype=source.dtype, device=source.device)

@@ -79,11 +79,13 @@ class _UnderWay:
     """A gather from ``start`` to ``fill``.
 
     packed: the tensors that travel packed, rank-major, as they are sent and received; None: there are none
+    own:    what this rank sends of them, if it is packed again, with payloads of other gathers
     event:  after the collective, on the gather stream
     """
 
     sent: list[_Sent]
     packed: Tensor | None
+    own: Tensor | None = None
     pending: collectives.Pending | None = None
     event: Event = None
 
@@ -126,7 +128,7 @@ class _Made:
 class ExtensionGather:
     """All-gathers parameters with memory of their own; reusable, one use at a time.
 
-    coalesces_over: the process group over which the collective may share a launch with others; None if it never may
+    coalesces_over, packs: see ``Gather``
 
     The first gather packs all tensors into one buffer. Where the collective may share a launch, later gathers send
     large tensors straight into the outputs of the first.
@@ -141,10 +143,8 @@ class ExtensionGather:
     def __init__(self, plan: ExtensionGatherPlan) -> None:
         is_ordered = backends.is_stream_ordered(plan.backend)
         self._may_go_direct = plan.comm is None and plan.algorithm in (None, "stock") and is_ordered
-        shares = self._may_go_direct
-        if plan.streams.host_waits:
-            shares = plan.comm is None and plan.algorithm is None and not is_ordered
-        self.coalesces_over = plan.mesh.shard_group if shares else None
+        self.packs = plan.comm is None and plan.algorithm is None and not is_ordered
+        self.coalesces_over = plan.mesh.shard_group if self._may_go_direct or self.packs else None
         self._plan = plan
         self._kinds: list[tuple[list[torch.Size], list[torch.dtype]]] = []  # of what was sent before
         self._made: _Made | None = None
@@ -167,24 +167,29 @@ class ExtensionGather:
         self._allocated_on = ()
         if self._made is not None:
             self._allocate(self._made.direct)
-        if together is not None and streams.host_waits and self.coalesces_over is not None:
-            under_way = self._pack(non_blocking=False, own_row_only=True)
-            together.append((self, under_way.packed))
-            under_way.packed = None
-            return
-        on_compute = copy or streams.host_waits  # where the user's writes are
-        if on_compute:
-            self._pack(non_blocking=False)
+        if self.coalesces_over is None:
+            together = None
+        own_row_only = together is not None and self.packs
+        if copy:  # on compute, where the user's writes are
+            self._pack(False, own_row_only)
             self._packed_on.add(streams.compute)
         streams.order(streams.gather, streams.mark(streams.compute))
         with streams.on(streams.gather):
-            if not on_compute:
-                self._pack(non_blocking=True)
-            if together is not None and self.coalesces_over is not None:
+            if not copy:
+                self._pack(True, own_row_only)
+            if together is not None:
                 together.append((self, None))
                 return
             self._send(copy)
             self.land()
+
+    def payload(self, flat: Tensor | None) -> Tensor:
+        """See ``Gather.payload``."""
+        under_way = self._under_way
+        assert under_way is not None
+        assert under_way.packed is not None
+        under_way.own, under_way.packed = under_way.packed, None
+        return under_way.own
 
     def to_send(self, flat: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
         """What the collective gathers: (outputs, inputs); each input is this rank's own row of an output."""
@@ -225,7 +230,7 @@ class ExtensionGather:
         streams = self._plan.streams
         self._under_way.event = streams.mark(streams.gather)
 
-    def _pack(self, non_blocking: bool, own_row_only: bool = False) -> _UnderWay:
+    def _pack(self, non_blocking: bool, own_row_only: bool) -> None:
         """Copy the tensors of every parameter into this rank's row of its output, if it is direct, or of a buffer.
 
         own_row_only: the buffer has no rows for other ranks
@@ -249,7 +254,6 @@ class ExtensionGather:
             )
             pieces = [piece for place, piece in zip(made.places, pieces, strict=True) if not place.is_direct]
         self._under_way = _UnderWay(sent, self._packed(pieces, own_row_only) if pieces else None)
-        return self._under_way
 
     def _packed(self, pieces: Sequence[Tensor], own_row_only: bool) -> Tensor:
         plan, mesh = self._plan, self._plan.mesh

@@ -371,8 +371,7 @@ class Gradients:
         group, plan, adding = self.group, self._collected, self._adding
         assert plan is not None
         hands_out = self.micro_batch.all_reduces or self.hands_out  # the usual case without a call
-        copies_out = group.options.offload and not group.streams.host_waits
-        job = ReduceJob(group, plan, self._used, self.divisions(), self.options, hands_out, copies_out)
+        job = ReduceJob(group, plan, self._used, self.divisions(), self.options, hands_out)
         reduction = Reduction(job, buffer, adding)
         self._adding = None if job.hands_out else reduction
         return reduction

@@ -61,13 +61,13 @@ class HandedOut:
                 self._give_in_own_dtypes(output, views, stream)
                 reduced = output
             if plan.number is not None:
-                self._keep_tag(output, reduced, had_gradient, streams.copy_out if job.copies_out else stream)
+                self._keep_tag(output, reduced, had_gradient, streams.copy_out if group.options.offload else stream)
         # Another stream than the output's own may still read it, and the cast does not keep it alive.
         if stream is not streams.reduce:
             self.held = (*self.held, output)
         if self._late:
             self.output = reduced
-        if job.copies_out:
+        if group.options.offload:
             stream = streams.copy_out
         self.stream, self.event = stream, streams.mark(stream)
 
@@ -111,8 +111,7 @@ class HandedOut:
         streams.order(streams.copy_out, streams.mark(stream))
         with streams.on(streams.copy_out):
             host.copy_(reduced, non_blocking=group.options.pin_memory)
-        if self._job.copies_out:
-            self.held = (*self.held, reduced)
+        self.held = (*self.held, reduced)
         shown = [view.param.sharded for view in self._job.plan.views]
         reads_soon = self._dtypes is not None and len(self._late) > 0
         if reads_soon or any(each.grad is not None or each._post_accumulate_grad_hooks for each in shown):

@@ -241,7 +241,6 @@ class ReduceJob:
     used:       which of the plan's parameters this rank has a gradient for
     divisions:  what each leg divides by, and where
     hands_out:  all legs follow the reduce-scatter; False: its result stays in ``Reduction.sum``
-    copies_out: the gradients go to the host, on a stream of their own
     """
 
     group: GroupMemory
@@ -250,4 +249,3 @@ class ReduceJob:
     divisions: Divisions
     options: ReductionOptions
     hands_out: bool
-    copies_out: bool

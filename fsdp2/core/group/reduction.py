@@ -32,7 +32,7 @@ class Reduction:
 
     legs:       those of its unit (see ``legs_of``), from the moment when they start
     sum:        the result of a reduce-scatter that is not handed out, in reduce dtype
-    copies_out: see ``ReduceJob``
+    copies_out: the gradients go to the host, on a stream of their own
     """
 
     __slots__ = (
@@ -57,7 +57,7 @@ class Reduction:
         before: its ``sum`` is added to this reduce-scatter's result; it has started earlier
         """
         self._job = job
-        self.copies_out = job.copies_out
+        self.copies_out = job.group.options.offload
         self._input: Tensor | None = buffer
         self._before = before
         self._partial: Tensor | None = None

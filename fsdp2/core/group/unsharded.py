@@ -5,7 +5,6 @@ The unsharded parameters are made once over one storage, whose *object* is never
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -100,13 +99,7 @@ class Unsharded:
             self.gather = new_gather(
                 plan.layout, target, mesh.shard_group, streams, options.all_gather, comm, plan.num_direct
             )
-        if shares_memory:
-            self.free = _do_nothing
-        elif streams.host_waits:
-            # A method would cost each reshard one more call.
-            self.free = functools.partial(streams.resize, self.storage, 0)
-        else:
-            self.free = self._free_behind_uses
+        self.free = _do_nothing if shares_memory else self._free_behind_uses
         self.free()
 
     def keep_storage(self, keep: bool) -> None:

@@ -135,8 +135,7 @@ class Backward:
         On a device, nodes of that graph may run after those that end the unit's calls: the device's thread counts its
         nodes anew, and the engine prefers higher numbers. On the CPU one thread counts all, and newer nodes run first.
         """
-        if not self._tree.streams.host_waits:
-            self._to_end.add(unit)
+        self._to_end.add(unit)
 
     def _pause(self, unit: Unit) -> None:
         """Reshard ``unit`` for now: other calls of it are still to come, and none of them has begun."""

@@ -124,7 +124,7 @@ class Forward:
         tree.await_host_reads()  # a backward may never come, and the user may write offloaded shards now
         if not tree.step.order:
             tree.hide_what_forward_left()
-        elif self.precedes_backward and not self._host_waits and not failed:
+        elif self.precedes_backward and not failed:
             tree.note_forward_end()
 
     def was_interrupted(self) -> bool:

@@ -168,7 +168,7 @@ class Unit:
                 if group.holders is not None:
                     group.holders.add(self)
         except BaseException:
-            if together and self._streams.host_waits:  # other ranks may send more in that collective: send nothing
+            if together and together[0][0].packs:  # other ranks may send more in that collective: send nothing
                 together = None
                 self.release()
             raise

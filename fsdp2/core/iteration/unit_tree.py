@@ -49,7 +49,7 @@ class Step:
     positions: the places of each unit in ``order``, the last one last
     unsharded: groups that stay unsharded (or on the smaller mesh) until the next forward
     left_by_forward: units that the last forward left unsharded
-    forward_end: of the last forward, on a stream device, until backward gathers its first unit
+    forward_end: of the last forward, until backward gathers its first unit
     """
 
     __slots__ = ("forward_end", "left_by_forward", "order", "positions", "unsharded")
@@ -167,7 +167,7 @@ class UnitTree:
             unit.hide()
 
     def note_forward_end(self) -> None:
-        """A forward whose backward may come has ended, on a stream device."""
+        """A forward whose backward may come has ended."""
         self.reductions.note_compute()
         for unit in reversed(self.step.order):
             if any(group.state is GroupState.SHARDED for group in unit.uses):

@@ -105,9 +105,15 @@ def terms(module: nn.Module) -> TransientBytes:
 def explained_peak(model: Model, prefetch: PrefetchDepth, max_reductions: int) -> int:
     """The sum, beyond the sharded state, from the model's plans."""
     first = model.blocks[0]._get_fsdp_state().groups[0]
-    early = first.plan.num_direct > 0 or not first.streams.host_waits
-    groups = [terms(block) for block in model.blocks]
-    return peak_of_step(groups, terms(model), prefetch=prefetch, allocates_early=early, max_reductions=max_reductions)
+    on_device = not first.streams.host_waits
+    return peak_of_step(
+        [terms(block) for block in model.blocks],
+        terms(model),
+        prefetch=prefetch,
+        allocates_early=first.plan.num_direct > 0 or on_device,
+        max_reductions=max_reductions,
+        casts_early=on_device,
+    )
 
 
 def assert_peak_is_explained(model: Model, *, prefetch: bool, max_reductions: int, depth: PrefetchDepth | None = None) -> None:

@@ -71,6 +71,7 @@ def peak_of_step(
     prefetch: PrefetchDepth,
     allocates_early: bool,
     max_reductions: int,
+    casts_early: bool = False,
 ) -> int:
     """The most that forward and backward add to the sharded parameters and optimizer state, without activations.
 
@@ -81,6 +82,8 @@ def peak_of_step(
     allocates_early:  an all-gather under way has the unsharded storage already (device streams, direct gathers); a packed gather
                       on the host allocates it when it is waited for
     max_reductions:   reduce-scatters that may be under way while the next unit runs; 0 if they are complete when they return
+    casts_early:      device streams: all of a reduction is queued when it starts, so the cast of its output exists while its input
+                      does; the host makes the cast when it has waited for the reduction and freed the input
 
     Where groups are equal (U unsharded, P gather buffers, G unsharded gradients, I and O reduce input and output, R received), the
     peak comes in the backward of the second unit, when nearly all sharded gradients exist:
@@ -101,22 +104,22 @@ def peak_of_step(
     for index in reversed(range(len(groups))):
         group, following = groups[index], groups[:index][::-1]
         arriving = _on_their_way(following, prefetch, allocates_early)
-        reducing = sum(map(_in_reduction, reductions))
+        reducing = sum(_in_flight(each, casts_early) for each in reductions)
         gathered = max(group.gather_buffers + arrived_before, arriving + group.unsharded_grads)
         moments.append(kept + handed_out + reducing + group.unsharded + gathered)
         arrived_before = _on_their_way(following, prefetch, allocates_early, but_first=True)
         while len(reductions) >= max(max_reductions, 1):
             handed_out += reductions.pop(0).sharded_grads
-        reducing = sum(map(_in_reduction, reductions))
+        reducing = sum(_in_flight(each, casts_early) for each in reductions)
         moments.append(kept + handed_out + reducing + arriving + group.unsharded_grads + group.reduce_input)
-        moments.append(kept + handed_out + reducing + arriving + _in_reduction(group))
+        moments.append(kept + handed_out + reducing + arriving + _in_reduction(group, casts_early))
         if max_reductions > 0:
             reductions.append(group)
         else:
             handed_out += group.sharded_grads
     handed_out += sum(group.sharded_grads for group in reductions)
     moments.append(handed_out + root.unsharded_grads + root.reduce_input)
-    moments.append(handed_out + _in_reduction(root))
+    moments.append(handed_out + _in_reduction(root, casts_early))
     return max(moments)
 
 
@@ -126,5 +129,12 @@ def _on_their_way(following: Sequence[TransientBytes], prefetch: PrefetchDepth, 
     return sum(group.gather_buffers + (group.unsharded if early else 0) for group in following[int(but_first) : reach])
 
 
-def _in_reduction(group: TransientBytes) -> int:
-    return group.reduce_input + group.reduce_output + group.reduce_received
+def _in_reduction(group: TransientBytes, casts_early: bool) -> int:
+    """From the reduce-scatter on, until its output has been cast."""
+    cast = group.sharded_grads if casts_early and group.sharded_grads != group.reduce_output else 0
+    return group.reduce_input + group.reduce_output + group.reduce_received + cast
+
+
+def _in_flight(group: TransientBytes, casts_early: bool) -> int:
+    """While the next unit runs: a reduction that has been cast has freed its output."""
+    return group.reduce_input + group.reduce_received + (group.sharded_grads if casts_early else group.reduce_output)

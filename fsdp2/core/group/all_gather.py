@@ -209,7 +209,7 @@ class Gather:
         if together is not None:
             together.append((self, flat))
             return
-        self._legs = legs = self._gather(flat, copy)
+        self._legs = legs = self._gather(flat)
         with streams.on(streams.gather):
             streams.run(legs)
 
@@ -256,25 +256,13 @@ class Gather:
             return self._held
         return flat.to(self._target.device, non_blocking=True).to(self._target.dtype)
 
-    def _send(self, flat: Tensor, copy: bool) -> None:
-        """Start the collectives. copy: the user unshards asynchronously; only custom communicators are told."""
-        outputs, inputs = self.to_send(flat)
-        if self._process_group is None:
-            for output, shard in zip(outputs, inputs, strict=True):
-                output.copy_(shard)
-        else:
-            pending = collectives.all_gather(
-                outputs, inputs, self._process_group, self._plan.algorithm, self._plan.async_op
-            )
-            self._pending = pending if self._plan.async_op else None
-
     def receive(self, rows: Tensor, pending: collectives.Pending) -> None:
         """Take all ranks' rows, (W, shard_numel), from a collective of several gathers; valid when it is finished."""
         self._packed, self._pending = rows, pending
 
     def land(self) -> None:
         """Queue the copy-out after collectives that were issued together with others, on the gather stream."""
-        self._legs = legs = self._gather(None, False)
+        self._legs = legs = self._gather(None)
         self._streams.run(legs)
 
     def finish(self) -> None:
@@ -296,12 +284,17 @@ class Gather:
         """Drop the references to the last flat shard: the next gather reads another."""
         self._flat, self._flat_inputs = None, []
 
-    def _gather(self, flat: Tensor | None, copy: bool) -> Generator[None]:
+    def _gather(self, flat: Tensor | None) -> Generator[None]:
         """Issue the collectives, unless they are issued (``flat`` is None), and copy out when they are complete."""
-        if flat is not None:
-            self._send(flat, copy)
-        yield
         target, plan = self._target, self._plan
+        if flat is not None:
+            outputs, inputs = self.to_send(flat)
+            if self._process_group is None:
+                torch._foreach_copy_(outputs, inputs)
+            else:
+                issued = collectives.all_gather(outputs, inputs, self._process_group, plan.algorithm, plan.async_op)
+                self._pending = issued if plan.async_op else None
+        yield
         if target.storage.nbytes() == 0:  # see ``allocates_early``
             self._streams.resize(target.storage, target.nbytes)
         pending, self._pending = self._pending, None
@@ -450,7 +443,8 @@ class CommGather(Gather):
         self._bounds = [(slot.offset, slot.offset + slot.numel) for slot in layout.slots]
         self._sizes = [slot.numel for slot in layout.slots]
 
-    def _send(self, flat: Tensor, copy: bool) -> None:
+    def _gather(self, flat: Tensor | None) -> Generator[None]:
+        assert flat is not None
         source = self.payload(flat)
         inputs = [source[start:stop] for start, stop in self._bounds]
         numel = sum(self._sizes)
@@ -458,9 +452,11 @@ class CommGather(Gather):
         own = output.narrow(0, numel * self._plan.rank, numel)
         torch._foreach_copy_(list(torch.split(own, self._sizes)), inputs)
         assert self._process_group is not None
-        work = self._comm(output_tensor=output, input_tensor=own, group=self._process_group, async_op=copy)
+        copies = self._held is not None  # the user unshards asynchronously
+        work = self._comm(output_tensor=output, input_tensor=own, group=self._process_group, async_op=copies)
         self._packed = output
         self._pending = collectives.Works([work])
+        yield from super()._gather(None)
 
 
 def new_gather(

@@ -38,7 +38,7 @@ def _(usual, shards, replicas, dtype, backend, factor=None, *rest):
 def copied_out(code: str) -> str:
     """After the copy-out: ``outs`` are the parameters of a gather, a row for each rank."""
     return f"""\
-@plant(all_gather.Gather, "_copy_out")
+@plant(all_gather.Gather, "finish")
 def _(usual, self):
     had = self._packed is not None
     usual(self)

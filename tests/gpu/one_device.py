@@ -320,9 +320,7 @@ def peak_is_planned(device: Device, options: dict[str, Any]) -> dict[str, Any]:
     model(x).float().square().mean().backward()
     measured = device.peak_nbytes() - before
     groups = [terms(block) for block in model.blocks]
-    planned = peak_of_step(
-        groups, terms(model), prefetch=PrefetchDepth(), allocates_early=True, max_reductions=1, casts_early=True
-    )
+    planned = peak_of_step(groups, terms(model), prefetch=PrefetchDepth(), allocates_early=True, max_reductions=1, casts_early=True)
     assert device.num_alloc_retries() == 0
     assert 0.8 * planned <= measured <= 1.05 * planned + (2 << 20 if device.is_cuda else 64 << 10), (
         f"measured {measured}, planned {planned}"

@@ -63,7 +63,7 @@ class HandedOut:
             if plan.number is not None:
                 self._keep_tag(output, reduced, had_gradient, streams.copy_out if group.options.offload else stream)
         # Another stream than the output's own may still read it, and the cast does not keep it alive.
-        if stream is not streams.reduce:
+        if stream is not streams.reduce or group.options.offload:
             self.held = (*self.held, output)
         if self._late:
             self.output = reduced

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from .inspector.trace_file import trace
     from .installation import install, uninstall
     from .model_summary import summary
+    from .parking import park, unpark
     from .planner.api import plan
     from .policy import AllGather as AllGather
     from .policy import ReduceScatter as ReduceScatter
@@ -78,6 +79,8 @@ __all__ = [  # noqa: RUF022 (by task)
     "activations",
     "optim",
     "checkpoint",
+    "park",
+    "unpark",
     # plan, watch and check a run
     "plan",
     "state_bytes",
@@ -112,6 +115,7 @@ _ELSEWHERE = {
     "install": "installation",
     "ledger": "inspector.ledger_file",
     "guarded_step": "unlike.guarded",
+    "park": "parking",
     "plan": "planner.api",
     "set_missing_rank_timeout": "hangs.lookout",
     "summary": "model_summary",
@@ -119,6 +123,7 @@ _ELSEWHERE = {
     "trace": "inspector.trace_file",
     "uncompile": "compiled",
     "uninstall": "installation",
+    "unpark": "parking",
     "watchdog": "hangs.watcher",
 }
 

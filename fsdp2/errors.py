@@ -78,6 +78,10 @@ class OrderError(FSDPError, RuntimeError, TypeError, AssertionError):
     """Calls came in an order that cannot work, for instance a child sharded after its parent."""
 
 
+class ParkedError(OrderError):
+    """A model, or a part of it, was used while it is parked: its parameters are on the host or on disk."""
+
+
 class LosingOrderWarning(UserWarning):
     """A program nests compiler, checkpointing and sharding in an order that works, and that is slower than another order."""
 
@@ -155,6 +159,17 @@ def misplaced_error(items: Iterable[str], device: str) -> MaterializationError:
         items=missing,
         expected=f"storage on {device}, where their gradients will be",
         fix=f'call model.to("{device.split(":")[0]}") after load_state_dict(..., assign=True), or load without assign=True',
+    )
+
+
+def parked_error(items: Iterable[str]) -> ParkedError:
+    """The error to raise where a call needs ``items`` on their device, and they are parked."""
+    parked = list(items)
+    return ParkedError(
+        f"{len(parked)} parameters are parked",
+        items=parked,
+        expected="parameters on their device, for forward, for an optimizer's step, and where a model is moved or cast",
+        fix="call fsdp2.unpark(model, optimizer) first; state_dict() and load_state_dict() work while a model is parked",
     )
 
 

@@ -610,6 +610,8 @@ class FSDPModule(_Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         unit = sharded_unit(self)
+        for group in unit.groups:
+            group.refuse_parked()
         unit.reshard_for_all()  # nn.Module changes what is registered
         with _kept_grad_dtypes(unit):
             result = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from operator import is_
 from typing import Any
 
@@ -218,7 +219,7 @@ class FlatOptimizer(Optimizer):
         """Let ``inner`` have the ``state`` of the parameters, by run."""
         for index, runs in enumerate(self._runs):
             for run in runs:
-                values = state_of(run, state)
+                values = state_of(run, state, run.data.device)
                 if values:
                     inner.state[run.data] = self._as_kept(values, index, run)
 
@@ -310,6 +311,35 @@ class FlatOptimizer(Optimizer):
             for param in self.param_groups[-1]["params"]:
                 if id(param) in known:
                     known[id(param)][1].align_to(self._block)
+
+    def states_of(self, params: AbstractSet[Tensor]) -> list[State]:
+        """The states of ``params`` as they are kept, by run where there are runs: for a caller who moves what is in them.
+
+        Whoever moves the flat shards of ``params`` calls this before, and ``follow_shards`` after that.
+        """
+        known = sharded_parameters()
+        if self._inner is not None and not any(known[id(param)][1].is_parked for param in params if id(param) in known):
+            self._current()
+        self._take_over_writes()
+        kept = [self._removed[param] for param in params if param in self._removed]
+        if self._loaded is not None or self._inner is None:
+            return kept + [self._loaded[param] for param in params if self._loaded is not None and param in self._loaded]
+        self._shown = None  # it would be compared with what has moved
+        runs = [run for runs in self._runs for run in runs if run.pieces[0].param in params]
+        return kept + [self._inner.state[run.data] for run in runs if run.data in self._inner.state]
+
+    def follow_shards(self) -> None:
+        """The flat shards lie elsewhere now, laid out as before: cut the runs from them, which keep their states."""
+        if self._inner is None:
+            return
+        for group, runs in zip(self._inner.param_groups, self._runs, strict=True):
+            for run in runs:
+                state = self._inner.state.pop(run.data, None)
+                run.data = run.data_now()
+                if state is not None:
+                    self._inner.state[run.data] = state
+            group["params"] = [run.data for run in runs]
+        self._flats = [(group, group.flat) for group, _ in self._flats]
 
     def state_tensors(self) -> list[Tensor]:
         """The memory of the state, as it is kept: a tensor for each run and kind of value."""

@@ -78,6 +78,15 @@ class Run:
         self._has_copies = False  # whether ``data.grad`` is a copy of the gradients of the parameters
         self._places = [(piece.slot.offset, piece.place_in(data).stride()) for piece in pieces if piece.slot is not None]
 
+    def data_now(self) -> Tensor:
+        """``data``, where the flat shard lies now."""
+        first = self.pieces[0]
+        home = None if first.sharded is None else first.sharded.home
+        if first.slot is None or home is None:
+            return _local(first.param).detach()
+        flat, slot = home
+        return flat[slot.offset : slot.offset + self.data.numel()].detach()
+
     def take_gradients(self) -> bool:
         """Let ``data.grad`` be the gradients of all, without a copy where they lie in one buffer as the parameters do.
 
@@ -157,12 +166,15 @@ def runs_of(params: Iterable[Tensor], known: dict[int, tuple[ShardedParam, Param
     for param in wanted:
         found = known.get(id(param))
         if found is None or found[1].flat is None:
-            local = torch_dtensors.local_tensor(param) if isinstance(param, DTensor) else param
-            runs.append(Run(local.detach(), [Piece(param)]))
+            runs.append(Run(_local(param).detach(), [Piece(param)]))
         elif id(found[1]) not in done:
             done.add(id(found[1]))
             runs += _runs_in(found[1], members, block)
     return runs
+
+
+def _local(param: Tensor) -> Tensor:
+    return torch_dtensors.local_tensor(param) if isinstance(param, DTensor) else param
 
 
 def _runs_in(group: ParamGroup, members: set[int], block: int) -> list[Run]:

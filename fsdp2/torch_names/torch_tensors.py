@@ -53,8 +53,13 @@ def set_data(tensor: Tensor, data: Tensor) -> None:
     # ``.data`` refuses tensors of different types, such as the CPU's and those of third-party devices (PrivateUse1).
     if isinstance(tensor, nn.Parameter):
         data = nn.Parameter(data, requires_grad=tensor.requires_grad)
+    become(tensor, data)
+
+
+def become(tensor: Tensor, other: Tensor) -> None:
+    """Let ``tensor`` be what ``other`` is; it stays the same object. Both must have no gradient, and no weak references."""
     swap: Any = torch.utils.swap_tensors
-    swap(tensor, data)
+    swap(tensor, other)
 
 
 def allow_any_grad_dtype(param: Tensor) -> None:

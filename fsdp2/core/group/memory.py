@@ -14,14 +14,14 @@ before the wait. The unsharded storage is leased for writing as long: ``reshard`
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 
 import torch
 from torch import Tensor
 
-from ...errors import FSDPError, meta_error, misplaced_error
+from ...errors import FSDPError, meta_error, misplaced_error, parked_error
 from ...mapped_file import READ_AHEAD, MappedFile, mapped
 from ...policy import AllGather
 from ...torch_names import torch_tensors
@@ -79,6 +79,7 @@ class GroupMemory:
     keeps_storage:   ``reshard`` leaves the unsharded memory allocated
     written_at:      the moment (``call.next_moment``) when an optimizer of its parameters last began a step, or a state
                      dict was loaded: fused and foreach optimizers do not move the version counters of DTensors
+    is_parked:       the shards lie elsewhere (``fsdp2.park``); nothing may use them but to read or write their values
     """
 
     def __init__(
@@ -99,6 +100,8 @@ class GroupMemory:
         self.unsharded: Unsharded | None = None
         self.keeps_storage = False
         self.written_at = -1
+        self.is_parked = False
+        self._aside: Unsharded | None = None  # ``unsharded`` while it is parked
         self._num_told = 0  # versions that ``note_write`` has added
         # An offloaded flat shard is being copied to the device, and the host has not waited for the copy.
         self._reads_host = False
@@ -114,6 +117,7 @@ class GroupMemory:
         Memory: one flat shard more than the parameters as they are now.
         """
         assert self.state is GroupState.SHARDED
+        self.refuse_parked()
         plan = plan_group(self.params, self.mesh, self.options)
         self.plan, self.params, self.unsharded = plan, plan.params, None
         self.flat = None  # before the new one is made: parameters that were moved or cast no longer lie in the old one
@@ -206,6 +210,7 @@ class GroupMemory:
         )
 
     def _make_unsharded(self) -> Unsharded:
+        self.refuse_parked()
         plan = self.plan
         if misplaced := self._misplaced():
             raise misplaced_error(misplaced, "cpu" if self.options.offload else str(self.device))
@@ -233,6 +238,49 @@ class GroupMemory:
         self.reshard()
         self.all_gather_comm = comm
         self.unsharded = None
+
+    # --- parking ---
+
+    def refuse_parked(self) -> None:
+        """Raises: ParkedError if it is parked."""
+        if self.is_parked:
+            raise parked_error([param.fqn for param in self.params])
+
+    def park(self, moved: Callable[[Tensor], Tensor]) -> None:
+        """Let the shards lie elsewhere until ``unpark``; parameters keep their identity, and can be read and written.
+
+        The caller has taken their gradients away.
+
+        moved: returns a flat shard's copy elsewhere, or its argument if it stays; or that of a parameter with memory of
+               its own
+        """
+        self.reshard()
+        self._aside, self.unsharded = self.unsharded, None
+        if self.mesh.shard_size == 1 or self.plan.has_own_memory:  # what is unsharded may share memory with the shards
+            self._aside = None
+            self.registry.forget()
+            for param in self.params:
+                param.unsharded = None
+        self.is_parked = True  # even if the host's memory ends halfway: ``unpark`` brings back what has moved
+        self._move_shards(moved)
+
+    def unpark(self, moved: Callable[[Tensor], Tensor]) -> None:
+        """Let the shards lie where they belong. moved: as in ``park``, for the way back"""
+        self._move_shards(moved)
+        self.is_parked, self.unsharded, self._aside = False, self._aside, None
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _move_shards(self, moved: Callable[[Tensor], Tensor]) -> None:
+        if self.flat is None:
+            for param in self.params:
+                param.move_to(moved(param.local))
+        elif (flat := moved(self.flat)) is not self.flat:
+            self.flat = flat
+            for param, slot in zip(self.plan.params, self.plan.layout.slots, strict=True):
+                param.enter_flat(flat, slot, has_values=True)
+        for param in self.params:
+            param.follow_local()
 
     # --- unshard ---
 

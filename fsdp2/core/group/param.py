@@ -108,16 +108,29 @@ class ShardedParam:
             torch_dtensors.set_mesh(self.sharded, mesh)  # type: ignore[arg-type]
         self.local = local
 
+    def follow_local(self) -> None:
+        """Let ``sharded`` be on the device of ``local``; it stays the same object. It must have no gradient."""
+        before = self.sharded
+        if before.device == self.local.device:
+            return
+        spec, trainable = self.spec.sharded, before.requires_grad
+        after = nn.Parameter(torch_dtensors.new_dtensor(self.local, spec), requires_grad=trainable)
+        vars(after).update(vars(before))
+        carry_grad_dtype(before, after)
+        torch_tensors.become(before, after)
+        self.move_to(self.local)
+
     def leave_flat(self) -> None:
         """The group drops the flat shard that ``local`` is a piece of."""
         self.address: int | None = None
         self.home: tuple[Tensor, Slot] | None = None
 
     @torch.no_grad()
-    def enter_flat(self, flat: Tensor, slot: Slot) -> None:
-        """Let ``sharded`` keep its data in ``slot`` of ``flat``, with the values that it has now."""
+    def enter_flat(self, flat: Tensor, slot: Slot, has_values: bool = False) -> None:
+        """Let ``sharded`` keep its data in ``slot`` of ``flat``: the values that it has now, or those there."""
         shard = shard_view(flat, slot, self.spec, self.rank)
-        shard.copy_(self.local_now())
+        if not has_values:
+            shard.copy_(self.local_now())
         self.move_to(shard)
         self.home = flat, slot
         self.address = shard.data_ptr() if shard.device.type == "cpu" and type(shard) is Tensor else None

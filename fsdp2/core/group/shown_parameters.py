@@ -47,8 +47,9 @@ class ModuleRegistry:
         self._is_prepared = False
 
     def forget(self) -> None:
-        """The group has new unsharded parameters: look them up when they are shown."""
+        """The group has, or will have, new unsharded parameters: look them up when they are shown."""
         self._is_prepared = False
+        self._unsharded.clear()
 
     def _prepare(self) -> None:
         self._is_prepared = True

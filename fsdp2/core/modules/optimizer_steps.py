@@ -109,6 +109,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for reference, members in checked.groups:
         its_group = reference()
         if its_group is not None:
+            if its_group.is_parked:
+                its_group.refuse_parked()
             living = [param for each in members if (param := each()) is not None]
             its_group.note_write(now, [param for param in living if param.sharded.grad is not None])
             if not in_backward:  # the host may write the shards now, and what is still unsharded is out of date

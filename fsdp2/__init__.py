@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from .policy import AllGather as AllGather
     from .policy import ReduceScatter as ReduceScatter
     from .unlike.guarded import guarded_step
+    from .unlike.rounds import uneven
 
 __all__ = [  # noqa: RUF022 (by task)
     # shard a model
@@ -74,6 +75,7 @@ __all__ = [  # noqa: RUF022 (by task)
     "clip_grad_norm_",
     "get_total_norm",
     "guarded_step",
+    "uneven",
     "apply_activation_checkpointing",
     "apply_activation_offload",
     "activations",
@@ -122,6 +124,7 @@ _ELSEWHERE = {
     "record": "inspector.record_file",
     "trace": "inspector.trace_file",
     "uncompile": "compiled",
+    "uneven": "unlike.rounds",
     "uninstall": "installation",
     "unpark": "parking",
     "watchdog": "hangs.watcher",

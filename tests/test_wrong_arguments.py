@@ -79,6 +79,7 @@ CALLS: dict[str, Callable[[Setting], dict[str, Any]]] = {
     },
     "get_total_norm": lambda a: {"tensors": a.params, "norm_type": 2.0, "error_if_nonfinite": False, "foreach": None},
     "guarded_step": lambda a: {"optimizer": a.optimizer, "max_norm": 1.0, "failed": None, "scaler": None},
+    "uneven": lambda a: {"model": a.model},
     "accumulate": lambda a: {"model": a.model, "last": True},
     "capture": lambda a: {"step": print, "warmup": 3, "max_graphs": 4},
     "parallelize": lambda a: {

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..api import fully_shard
 from ..arguments import SWITCH, require
 from ..core.group.options import MicroBatch
-from ..core.iteration.module_state import unit_of, units_in
+from ..core.iteration.module_state import ModuleState, unit_of, units_in
 from ..core.modules.optimizer_steps import STEPS
 from ..core.modules.sharded_class import sharded_class
 from ..core.plan.mesh import checked_mesh, device_of, read_mesh
@@ -228,14 +228,7 @@ def accumulate(model: nn.Module, last: bool = False) -> Iterator[None]:
                 (model(batch).mean() / 2).backward()
         optimizer.step()
     """
-    given: Any = model
-    units = units_in(given.modules() if isinstance(given, nn.Module) else ())
-    if not units:
-        raise ModuleError(
-            f"accumulate got a {type(model).__name__} that is not sharded",
-            expected="a model that parallelize or fully_shard was called on",
-            fix="call fsdp2.parallelize(model, ...) first",
-        )
+    units = sharded_units("accumulate", model)
     require("accumulate", SWITCH, last=last)
     if last:
         yield
@@ -258,3 +251,15 @@ def accumulate(model: nn.Module, last: bool = False) -> Iterator[None]:
         for unit, usual in zip(units, before, strict=True):
             unit.set_micro_batch(usual)
         STEPS.waiting.update(group.gradients for unit in units for group in unit.groups if group.gradients.has_unreduced)
+
+
+def sharded_units(caller: str, model: Any) -> list[ModuleState]:
+    """The units in ``model``. Raises: ModuleError, in the name of ``caller``, if there are none"""
+    units = units_in(model.modules() if isinstance(model, nn.Module) else ())
+    if not units:
+        raise ModuleError(
+            f"{caller} got a {type(model).__name__} that is not sharded",
+            expected="a model that parallelize or fully_shard was called on",
+            fix="call fsdp2.parallelize(model, ...) first",
+        )
+    return units

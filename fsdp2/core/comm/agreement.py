@@ -193,11 +193,22 @@ def another_over(process_group: dist.ProcessGroup, name: str, backend: str | Non
     backend: None: that of the default group
     Collective: yes, over these ranks
     """
-    ranks = dist.get_process_group_ranks(process_group)
-    drawn = torch.tensor(
-        [int.from_bytes(os.urandom(7), "big")], device=torch_collectives.device_of_group(process_group)
+    return joined_over([process_group], dist.get_process_group_ranks(process_group), name, backend)
+
+
+def joined_over(
+    process_groups: Sequence[dist.ProcessGroup], ranks: Sequence[int], name: str, backend: str | None = None
+) -> dist.ProcessGroup:
+    """A new process group over ``ranks``, the time-out and the other arguments as in ``another_over``.
+
+    process_groups: of the axes of the mesh that these ranks make
+    """
+    device = torch_collectives.device_of_group(process_groups[0])
+    drawn = torch.tensor([int.from_bytes(os.urandom(7), "big")], device=device)
+    for process_group in process_groups:
+        with during("agreement of ranks", process_group, drawn):
+            dist.broadcast(drawn, src=dist.get_process_group_ranks(process_group)[0], group=process_group)
+    timeout = torch_collectives.timeout_of_group(process_groups[0])
+    return torch_collectives.new_named_group(
+        list(ranks), backend, f"fsdp2_{name}", f"fsdp2_{name}_{drawn.item():x}", timeout
     )
-    with during("agreement of ranks", process_group, drawn):
-        dist.broadcast(drawn, src=ranks[0], group=process_group)
-    timeout = torch_collectives.timeout_of_group(process_group)
-    return torch_collectives.new_named_group(ranks, backend, f"fsdp2_{name}", f"fsdp2_{name}_{drawn.item():x}", timeout)

@@ -249,7 +249,7 @@ class Gradients:
             grads.append(grad)
         if plan.has_dtensors:
             plan.to_local(grads, self.varying, self.options.divide_factor is not None)
-        return grads
+        return grads if self.micro_batch.contributes else [None] * len(grads)
 
     def collect(self, grads: list[Tensor | None]) -> Tensor | None:
         """Lay the result of ``take`` into a reduce-scatter input; clears ``grads``, which may hold the last references.

@@ -81,6 +81,7 @@ class MicroBatch:
     accumulates_shards:  ``all_reduces`` False keeps reduce-scattered gradients even without a replicate axis
     reshards:            parameters are resharded after backward
     reshards_to_smaller: ... but only to each group's ``smaller`` mesh
+    contributes:         False: this rank's gradients are dropped, as if it had used no parameter
     """
 
     reduces: bool = True
@@ -88,3 +89,4 @@ class MicroBatch:
     accumulates_shards: bool = False
     reshards: bool = True
     reshards_to_smaller: bool = False
+    contributes: bool = True

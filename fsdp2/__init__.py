@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from . import activations, checkpoint, compat, doctor, optim, state_bytes, wrap
     from .activations import ActivationCheckpointPolicy as ActivationCheckpointPolicy
     from .activations import apply_activation_checkpointing, apply_activation_offload
+    from .agreed.guarded import guarded_step
+    from .agreed.rounds import uneven
     from .captured import capture
     from .compiled import compile, uncompile  # noqa: A004 (named after torch.compile)
     from .errors import *  # noqa: F403
@@ -45,8 +47,6 @@ if TYPE_CHECKING:
     from .planner.api import plan
     from .policy import AllGather as AllGather
     from .policy import ReduceScatter as ReduceScatter
-    from .unlike.guarded import guarded_step
-    from .unlike.rounds import uneven
 
 __all__ = [  # noqa: RUF022 (by task)
     # shard a model
@@ -116,7 +116,7 @@ _ELSEWHERE = {
     "compile": "compiled",
     "install": "installation",
     "ledger": "inspector.ledger_file",
-    "guarded_step": "unlike.guarded",
+    "guarded_step": "agreed.guarded",
     "park": "parking",
     "plan": "planner.api",
     "set_missing_rank_timeout": "hangs.lookout",
@@ -124,7 +124,7 @@ _ELSEWHERE = {
     "record": "inspector.record_file",
     "trace": "inspector.trace_file",
     "uncompile": "compiled",
-    "uneven": "unlike.rounds",
+    "uneven": "agreed.rounds",
     "uninstall": "installation",
     "unpark": "parking",
     "watchdog": "hangs.watcher",

@@ -115,7 +115,7 @@ def _attention_flops(device: torch.device) -> float:
 
 def _collectives(device: torch.device) -> tuple[float, float, float]:
     """Seconds of an all-gather of next to nothing, bytes/s of a rank in a large one, and the share of its speed that this takes from a
-    product beside it (on a CPU 0: the threads of both share its cores, which ``flops`` has)."""
+    product next to it (on a CPU 0: the threads of both share its cores, which ``flops`` has)."""
     size = dist.get_world_size()
     nbytes = (4 if device.type == "cpu" else 256) << 20
 
@@ -131,13 +131,13 @@ def _collectives(device: torch.device) -> tuple[float, float, float]:
 
 
 def _slowed(collective: Callable[[], Any], lasts: float, device: torch.device) -> float:
-    """The share of its speed that a product loses while ``collective``, which alone takes ``lasts`` seconds, runs beside it."""
+    """The share of its speed that a product loses while ``collective``, which alone takes ``lasts`` seconds, runs next to it."""
     left, right = (torch.ones(4096, 4096, dtype=torch.bfloat16, device=device) for _ in range(2))
     alone = _seconds(lambda: left @ right, device)
     times = math.ceil(2 * lasts / alone)  # so that the collective ends first
 
-    def products(beside: Callable[[], Any] = lambda: None) -> None:
-        work = beside()
+    def products(other: Callable[[], Any] = lambda: None) -> None:
+        work = other()
         for _ in range(times):
             left @ right
         if work is not None:

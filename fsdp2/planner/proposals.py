@@ -27,7 +27,7 @@ class Proposal:
         assert self.plan.duration is not None
         return self.plan.duration.step
 
-    def beside(self, fastest: Proposal) -> Proposal:
+    def compared_with(self, fastest: Proposal) -> Proposal:
         """With ``told_apart`` from ``fastest``."""
         own, other = self.plan.duration, fastest.plan.duration
         assert own is not None

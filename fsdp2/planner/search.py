@@ -129,8 +129,8 @@ def searched(
     fitting = [each for each in ranked if each.peak <= limit]
     proposals = [each for each in fitting if not adds_nothing(each, fitting)][:keep]
     return Found(
-        asked=asked.beside(proposals[0]) if proposals else asked,
-        proposals=tuple(each.beside(proposals[0]) for each in proposals),
+        asked=asked.compared_with(proposals[0]) if proposals else asked,
+        proposals=tuple(each.compared_with(proposals[0]) for each in proposals),
         limit=limit,
         num_tried=len(tried) + len(dropped),
         num_slower=len(fitting) - len(proposals),

@@ -1,0 +1,1 @@
+"""What ranks agree on before they communicate: steps that all take or none, and work that some have less of than others."""

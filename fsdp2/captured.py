@@ -211,6 +211,7 @@ class CapturedStep:
 
     @property
     def num_graphs(self) -> int:
+        """How many graphs there are, one for each shape of arguments."""
         return sum(form.graph is not None for form in self._forms.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 
 from sphinx.pycode import ModuleAnalyzer
 
-from fsdp2.errors import troubleshooting
+from fsdp2.errors import FSDPError
 
 _FIELD = re.compile(r"^(\*{0,2}[A-Za-z_][\w.\[\]]*(?:, \*{0,2}[\w.]+)*):\s+(\S.*)$")
 _ALWAYS = {"Returns", "Raises", "Collective", "Source", "Memory", "Yields"}
@@ -106,8 +106,8 @@ def _link(code: str, names: set[str]) -> str:
 def _process(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     lines[:] = to_rst(lines, _names_of(obj) | {name, name.rpartition(".")[2]})
     if what == "exception":
-        place = troubleshooting(obj).removeprefix("docs/").replace(".md", ".html")
-        lines += ["", f"`Cause, fix and an example <../{place}>`__", ""]
+        section = "by-error-class" if obj is FSDPError else obj.__name__.lower()
+        lines += ["", f"`Cause, fix and an example <../troubleshooting.html#{section}>`__", ""]
 
 
 def _signature(app: Any, what: str, name: str, obj: Any, options: Any, arguments: str | None, returned: str | None) -> Any:

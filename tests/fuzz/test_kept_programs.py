@@ -315,6 +315,11 @@ KEPT = {
 }
 
 REFUSED = {
+    "a write to parameters that a plain root shows unsharded, whose state dict is then saved and loaded": Program(
+        dim=6,
+        root=Node("root", children=(Node("a", "bare", unit=Unit()),)),
+        steps=(Step((Micro(actions=(Action("forward_only"), Action("write_shown"), Action("reload"))),)),),
+    ),
     "a second backward recomputes a segment with a unit that forward kept, and that the first backward has resharded": Program(
         root=Node(
             "root",

@@ -379,3 +379,23 @@ def test_torch_drops_a_tensor_that_is_assigned_to_the_data_of_a_shard_and_leaves
         param.data = param.detach() * 0
         assert (id(param._local_tensor), local.data_ptr(), local._version, param._version) == before[:4]
         assert torch.equal(param.to_local(), before[4])
+
+
+@on_ranks(2)
+def test_a_write_to_parameters_that_a_plain_parent_shows_unsharded_is_not_lost_by_saving_and_loading():
+    """Symptom: after a forward without backward, ``param.mul_()`` over its parameters was gone once the state dict was reloaded."""
+    for after, read in itertools.product((True, False), (nn.Module.state_dict, get_model_state_dict)):
+        model: Any = nn.Sequential(Model())
+        fully_shard(model[0], mesh=cpu_mesh(), reshard_after_forward=after)
+        model(torch.ones(2, DIM))
+        before = [param.detach().clone() for param in model.parameters()]
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+        if isinstance(before[0], DTensor):
+            model.load_state_dict(read(model))
+            for param, old in zip(model.parameters(), before, strict=True):
+                assert_close(param.full_tensor(), old.full_tensor() * 0.5)
+        else:
+            with pytest.raises(fsdp2.OrderError, match="were written while they were kept unsharded"):
+                read(model)

@@ -130,6 +130,21 @@ class UnitTree:
                 del unsharded[group]
             raise _unseen_writes([name for names in lost.values() for name in names])
 
+    def refuse_lost_writes(self, groups: Iterable[ParamGroup]) -> None:
+        """The shards of ``groups`` are about to be read: they lack what was written to unsharded parameters.
+
+        Raises: OrderError naming these parameters
+        """
+        names = []
+        for group in groups:
+            kept = self.step.unsharded.get(group)
+            if kept is None or kept.for_user or group.state is GroupState.SHARDED:
+                continue
+            if group.unsharded_version() != kept.unsharded:
+                names += [param.fqn for param in group.params]
+        if names:
+            raise _unseen_writes(names)
+
     def written_unseen(self) -> list[ShardedParam]:
         """Parameters that were written where no version counter shows it: the next forward would use old values.
 

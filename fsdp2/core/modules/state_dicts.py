@@ -31,6 +31,9 @@ class Saving:
         self._unit = unit
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
+        schedule = self._unit.schedule
+        if schedule is not None and schedule.forward is None:
+            schedule.tree.refuse_lost_writes(self._unit.uses)
         self._unit.hide()
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Saving:

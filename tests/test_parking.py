@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import tempfile
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp2
+from fsdp2.core.iteration.module_state import named_units
 from fsdp2.errors import ArgumentError, ModuleError, OrderError, ParkedError
 from fsdp2.testing import pretend
 from harness import on_ranks
@@ -51,6 +54,21 @@ def trained(model: Any, optimizer: Any, inputs: list[Tensor], around: Callable[[
     state = [value for param in model.parameters() for value in optimizer.state[param].values() if isinstance(value, Tensor)]
     everything = [*(param.detach() for param in model.parameters()), *state]
     return [(each.to_local() if isinstance(each, DTensor) else each).cpu() for each in everything]
+
+
+@on_ranks(2)
+def test_nothing_keeps_the_flat_shards_of_a_parked_model():
+    model = mlp(num_blocks=2)
+    for block in model.blocks:
+        fsdp2.fully_shard(block)
+    fsdp2.fully_shard(model)
+    model(batches(1)[0]).sum().backward()
+    flats = [weakref.ref(group.flat) for _, unit in named_units(model) for group in unit.groups]
+    with tempfile.TemporaryDirectory() as folder:
+        fsdp2.park(model, to=folder)
+        gc.collect()
+        assert [flat() for flat in flats] == [None] * len(flats)
+        fsdp2.unpark(model)
 
 
 def allocated() -> int:

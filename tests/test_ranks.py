@@ -149,6 +149,7 @@ def test_no_process_outlives_the_parent(number):
 
     parent = os.fork()
     if parent == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in jobs that a shell runs in the background
         try:
             run_ranks(2, body)
         finally:

@@ -390,11 +390,16 @@ def send_together(waiting: Sequence[Waiting], streams: Streams) -> None:
         by_group.setdefault(each[0].coalesces_over, []).append(each)
     streams.order(streams.gather, streams.mark(streams.compute))
     with streams.on(streams.gather):
+        # All memory before the first launch: without enough of it, nothing is sent.
+        sends = {
+            process_group: [] if several[0][0].packs else [gather.to_send(flat) for gather, flat in several]
+            for process_group, several in by_group.items()
+        }
         for process_group, several in by_group.items():
             if several[0][0].packs:
                 _send_as_one(several, process_group)
             else:
-                sent = [gather.to_send(flat) for gather, flat in several]
+                sent = sends[process_group]
                 outputs = [output for outputs, _ in sent for output in outputs]
                 inputs = [input_ for _, inputs in sent for input_ in inputs]
                 collectives.all_gather(outputs, inputs, process_group, "stock", async_op=False)

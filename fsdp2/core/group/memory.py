@@ -31,7 +31,7 @@ from ..comm.lost_ranks import raise_lost
 from ..comm.streams import streams_of
 from ..plan.mesh import DataParallelMesh
 from ..plan.placement import in_dtype
-from .all_gather import Waiting
+from .all_gather import Gather, Waiting
 from .gradient_dtypes import gradient_dtypes
 from .group_plan import GroupPlan, have_mixed_dtypes, plan_group
 from .options import GroupOptions
@@ -237,7 +237,7 @@ class GroupMemory:
         """Gather through ``comm`` from the next unshard on; None: by the plan's algorithm."""
         self.reshard()
         self.all_gather_comm = comm
-        self.unsharded = None
+        self.unsharded = self._aside = None
 
     # --- parking ---
 
@@ -256,6 +256,8 @@ class GroupMemory:
         """
         self.reshard()
         self._aside, self.unsharded = self.unsharded, None
+        if self._aside is not None and isinstance(self._aside.gather, Gather):
+            self._aside.gather.forget()  # it refers to the flat shard, which is to be freed
         if self.mesh.shard_size == 1 or self.plan.has_own_memory:  # what is unsharded may share memory with the shards
             self._aside = None
             self.registry.forget()
@@ -268,6 +270,8 @@ class GroupMemory:
         """Let the shards lie where they belong. moved: as in ``park``, for the way back"""
         self._move_shards(moved)
         self.is_parked, self.unsharded, self._aside = False, self._aside, None
+        if self.unsharded is not None:
+            self.unsharded.keep_storage(self.keeps_storage)  # it may have been set meanwhile
 
     @torch.inference_mode(False)
     @torch.no_grad()

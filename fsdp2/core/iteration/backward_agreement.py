@@ -137,7 +137,9 @@ class Agreement:
             self._raise_alone()
             return
         task = torch_autograd.current_graph_task()
-        if self._compared_in == task or not any(map(self._communicates, self._units)):
+        if self._compared_in == task or not any(
+            self._communicates(each) or self._is_sharded(each) for each in self._units
+        ):
             return
         parts = [self._part(is_first=True)]
         for other in self._peers.roots:
@@ -291,6 +293,12 @@ class Agreement:
 
     def _communicates(self, unit: Unit) -> bool:
         return _reduces(unit, self._own[unit]) or _reduces(unit, self._lent[unit]) or not self._is_resident(unit)
+
+    def _is_sharded(self, unit: Unit) -> bool:
+        """Equal on all ranks, so that it may decide whether they compare, unlike which graphs are alive on a rank."""
+        return any(
+            group.state is GroupState.SHARDED and group.mesh.shard_size > 1 for group in self._uses.get(unit, unit.uses)
+        )
 
     def _is_resident(self, unit: Unit) -> bool:
         """Whether the unit is unsharded when backward begins, so that ranks can differ only in its reductions."""

@@ -199,6 +199,7 @@ class CapturedStep:
     def __init__(self, step: Callable[..., Any], warmup: int, max_graphs: int) -> None:
         self.reason: str | None = None
         self._is_refused = False
+        self._alone: str | None = None  # why this rank does not replay; the others may, until they compare
         self._step = step
         self._warmup = warmup
         self._max_graphs = max_graphs
@@ -218,6 +219,8 @@ class CapturedStep:
         if self._device is None:
             return self._first(args, kwargs)
         leaves, tree = pytree.tree_flatten((args, kwargs))
+        if not self._is_refused and (problem := _problem_of(leaves)) is not None:
+            self._refuse_together(problem)
         form = None if self._is_refused else self._form_of(leaves, tree, 0)
         if form is None:
             return self._called([self._on_device(each) for each in leaves], tree)
@@ -226,13 +229,15 @@ class CapturedStep:
             self._capture(form, tree)
         elif (
             form.graph is not None
+            and self._alone is None
             and (replaced := next((param for param, grad in form.grads if param.grad is not grad), None)) is not None
         ):
-            self._refuse(
+            self._alone = (
                 f"a gradient of shape {tuple(replaced.shape)} is not the tensor that the graph writes: zero gradients within the step, "
                 "or with set_to_none=False"
             )
-        if self._is_refused:
+            self._say(self._alone)
+        if self._is_refused or (form.graph is not None and self._alone is not None):
             return self._called(form.buffers, tree)
         if form.graph is None:
             return self._watched(form, tree)
@@ -260,7 +265,11 @@ class CapturedStep:
         for optimizer in self._optimizers:
             if problem is None and any(group.get("capturable", True) is False for group in optimizer.param_groups):
                 problem = f"{type(optimizer).__name__} counts its steps on the host: make it with capturable=True"
-        self._refuse_together(problem)
+        stepped = {id(param) for optimizer in self._optimizers for group in optimizer.param_groups for param in group["params"]}
+        for group in inspect.groups_of_process():
+            if problem is None and group.is_offloaded and any(id(param.sharded) in stepped for param in group.params):
+                problem = "parameters are offloaded: the host waits for their gradients"
+        self._refuse_together(problem or _problem_of(leaves))
         if not self._is_refused:
             self._form_of(leaves, tree, 1)
         return result
@@ -274,8 +283,6 @@ class CapturedStep:
             return device, f"the process has sharded parameters on {len(devices)} devices: {sorted(map(str, devices))}"
         if not hasattr(torch.get_device_module(device.type), "CUDAGraph"):
             return device, f"the model is on a {device.type} device, which has no graphs"
-        if any(group.is_offloaded for group in groups):
-            return device, "parameters are offloaded: the host waits for their gradients"
         return device, None
 
     def _on_device(self, leaf: Any) -> Any:
@@ -314,7 +321,7 @@ class CapturedStep:
         )
 
     def _watched(self, form: _Form, tree: Any) -> Any:
-        """An eager step; the last two before a capture must be alike."""
+        """An eager step; the last two before a capture must be the same."""
         assert self._device is not None
         form.calls += 1
         if form.calls < self._warmup - 1:
@@ -342,6 +349,9 @@ class CapturedStep:
 
     def _capture(self, form: _Form, tree: Any) -> None:
         """Leaves ``form.graph`` None if some rank could not."""
+        if self._alone is not None:
+            self._refuse_together(self._alone)
+            return
         for group in {id(group): group for _, group in sharded_parameters().values()}.values():
             group.reshard_for_all()  # an evaluation may have left it unsharded, in memory that is freed later
         params: list[Tensor] = [param.sharded for group in inspect.groups_of_process() for param in group.params]
@@ -377,7 +387,7 @@ class CapturedStep:
 
     def _refuse_together(self, problem: str | None) -> None:
         """Collective: yes, over all ranks."""
-        problems = inspect.exchange(problem)
+        problems = inspect.exchange(problem or self._alone)
         found = next((rank for rank, each in enumerate(problems) if each is not None), None)
         if found is not None:
             self._refuse(f"{problems[found]} [rank {found}]" if len(problems) > 1 else str(problems[found]))
@@ -391,6 +401,14 @@ class CapturedStep:
         self.reason = reason
         if hasattr(self._module, "CUDAGraph"):  # elsewhere nobody expects a graph
             warn(f"steps run eagerly instead of as a captured graph: {reason}")
+
+
+def _problem_of(leaves: list[Any]) -> str | None:
+    """Why no graph can be found by these arguments: something else may change in them, or they have no hash."""
+    for leaf in leaves:
+        if leaf is not None and not isinstance(leaf, (Tensor, bool, int, float, str, torch.dtype, torch.device)):
+            return f"an argument is a {type(leaf).__name__}, which capture cannot look into: pass its tensors"
+    return None
 
 
 def _changed_form(last: Any, key: Any) -> str:

@@ -57,22 +57,23 @@ def park(model: nn.Module, optimizer: Optimizers = None, *, to: str | os.PathLik
     groups, optimizers = _checked("park", model, optimizer)
     _refuse_open(model)
     folder = None if to == "cpu" else _checked_folder(to)
-    groups = [group for group in groups if not group.is_parked]
-    for group in groups:
+    moving = [group for group in groups if not group.is_parked]
+    for group in moving:
         _refuse_unfinished(group)
     params = {param.sharded for group in groups for param in group.params}
     states = _states(optimizers, params)
-    for group in groups:
+    parked_before = [tensor for tensor in _local_tensors(states) if _is_parked(tensor)]
+    for group in moving:
         group.reshard_for_all()
     try:
-        for group in groups:
+        for group in moving:
             away = _Away(folder, f"shards and gradients of {group.fqn or 'the root'}")
             with _gradients_aside(group, away):
                 group.park(away if group.options.folder is None else _stays)
         _follow(optimizers, params)
         _move_states(states, _Away(folder, "optimizer state"))
     except BaseException:
-        _unpark(groups, optimizers, params)
+        _unpark(moving, optimizers, params, parked_before)
         raise
     _give_back({group.device for group in groups})
 
@@ -92,9 +93,11 @@ def unpark(model: nn.Module, optimizer: Optimizers = None) -> None:
     _unpark(groups, optimizers, params)
 
 
-def _unpark(groups: Iterable[ParamGroup], optimizers: list[Optimizer], params: set[nn.Parameter]) -> None:
+def _unpark(
+    groups: Iterable[ParamGroup], optimizers: list[Optimizer], params: set[nn.Parameter], stay_parked: Iterable[Tensor] = ()
+) -> None:
     states = _states(optimizers, params)
-    back = _Back()
+    back = _Back(stay_parked)
     devices = set()
     for group in (group for group in groups if group.is_parked):
         with _gradients_aside(group, back):
@@ -174,26 +177,44 @@ class _Away:
     def __init__(self, folder: str | None, what: str) -> None:
         self._folder = folder
         self._what = what
+        self._in_file: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @torch.no_grad()
+    def together(self, tensors: Iterable[Tensor]) -> None:
+        """Copy those that go to a file, to one: each file is a descriptor, of which a process has about 1000."""
+        if self._folder is None:
+            return
+        found = [tensor for tensor in tensors if not self._stays(tensor) and not needs_own_memory(tensor)]
+        if found:
+            file, copies = mapped(self._folder, found, self._what)
+            self._in_file.update({id(tensor): (tensor, copy.data) for tensor, copy in copies})  # no views of a larger tensor
+            file.write_back()
+
+    def _stays(self, tensor: Tensor) -> bool:
+        if tensor.numel() == 0 or tensor.is_meta or _is_parked(tensor):
+            return True
+        return tensor.device.type == "cpu" and (self._folder is None or tensor.dim() == 0 or needs_own_memory(tensor))
 
     @torch.no_grad()
     def __call__(self, tensor: Tensor) -> Tensor:
-        is_here = tensor.device.type == "cpu"
-        if tensor.numel() == 0 or tensor.is_meta or (is_here and (self._folder is None or tensor.dim() == 0)):
+        if self._stays(tensor):
             return tensor
         if needs_own_memory(tensor):
-            if is_here:
-                return tensor
             copy = tensor.cpu()  # in memory, not in a file
             vars(copy).update({key: value for key, value in vars(tensor).items() if key not in vars(copy)})
         elif self._folder is None:
             copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=True)
             copy.copy_(tensor, non_blocking=True)
         else:
-            file, [(_, in_file)] = mapped(self._folder, [tensor], self._what)
-            copy = in_file.data  # no view of a larger tensor
-            file.write_back()
-        setattr(copy, _HOME, (tensor.device, is_here and tensor.is_pinned()))
+            if id(tensor) not in self._in_file:
+                self.together([tensor])
+            _, copy = self._in_file.pop(id(tensor))
+        setattr(copy, _HOME, (tensor.device, tensor.device.type == "cpu" and tensor.is_pinned()))
         return copy
+
+
+def _is_parked(tensor: Tensor) -> bool:
+    return vars(tensor).get(_HOME) is not None
 
 
 def _stays(tensor: Tensor) -> Tensor:
@@ -201,15 +222,16 @@ def _stays(tensor: Tensor) -> Tensor:
 
 
 class _Back:
-    """Copies a tensor that ``_Away`` has made to where it comes from; another one stays."""
+    """Copies a tensor that ``_Away`` has made to where it comes from; another one stays, and so do those of ``stay_parked``."""
 
-    def __init__(self) -> None:
+    def __init__(self, stay_parked: Iterable[Tensor] = ()) -> None:
         self._read: list[Tensor] = []
+        self._stay_parked = {id(tensor): tensor for tensor in stay_parked}
 
     @torch.no_grad()
     def __call__(self, tensor: Tensor) -> Tensor:
         home = vars(tensor).get(_HOME)
-        if home is None:
+        if home is None or id(tensor) in self._stay_parked:
             return tensor
         device, pinned = home
         if needs_own_memory(tensor):
@@ -285,7 +307,14 @@ def _states(optimizers: Iterable[Optimizer], params: set[nn.Parameter]) -> list[
     return found
 
 
-def _move_states(states: Iterable[dict[Any, Any]], moved: Callable[[Tensor], Tensor]) -> None:
+def _local_tensors(states: Iterable[dict[Any, Any]]) -> list[Tensor]:
+    leaves = torch_tensors.pytree.tree_leaves([list(state.values()) for state in states])
+    return [torch_dtensors.local_tensor(each) if isinstance(each, DTensor) else each for each in leaves if isinstance(each, Tensor)]
+
+
+def _move_states(states: list[dict[Any, Any]], moved: _Away | _Back) -> None:
+    if isinstance(moved, _Away):
+        moved.together(_local_tensors(states))
     done: dict[int, tuple[Tensor, Tensor]] = {}  # one tensor may be the state of several parameters
 
     def move(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -233,3 +234,43 @@ def test_parking_again_and_again_keeps_nothing():
     assert sum(isinstance(each, Tensor) for each in gc.get_objects()) <= tensors
     fsdp2.park(model, optimizer)
     assert allocated() == parked
+
+
+@on_ranks(2, device="pretend")
+def test_the_states_go_to_one_file_and_all_of_what_is_parked_in_several_calls_comes_back(tmp_path):
+    for name in ("adamw", "flat"):
+        model = made("pretend", "zero3", {})
+        optimizer = OPTIMIZERS[name](model)
+        before = trained(model, optimizer, [batches(1, (8, 7))[0].to("pretend")])
+
+        def devices(model: Any = model, optimizer: Any = optimizer) -> set[str]:
+            states = [optimizer.state[param]["exp_avg"] for param in model.parameters()]
+            return {(each.to_local() if isinstance(each, DTensor) else each).device.type for each in states}
+
+        fsdp2.park(model)
+        assert devices() == {"pretend"}
+        files = len(os.listdir("/proc/self/fd"))
+        fsdp2.park(model, optimizer, to=str(tmp_path))  # the shards are away already
+        assert devices() == {"cpu"}
+        assert len(os.listdir("/proc/self/fd")) <= files + 2, "the file, and mmap's descriptor of it"
+        fsdp2.unpark(model)
+        fsdp2.park(model, optimizer, to=str(tmp_path))  # the states are away already
+        fsdp2.unpark(model)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("fsdp2.parking._move_states", no_room_for_states(fsdp2.parking._move_states))
+            with pytest.raises(MemoryError):
+                fsdp2.park(model, optimizer)
+        assert devices() == {"cpu"}, "a park that failed brought back what an earlier one had moved"
+        fsdp2.unpark(model, optimizer)
+        assert devices() == {"pretend"}
+        for one, other in zip(trained(model, optimizer, []), before, strict=True):
+            assert torch.equal(one, other)
+
+
+def no_room_for_states(move: Any) -> Any:
+    def moved(states: Any, by: Any) -> None:
+        if type(by).__name__ == "_Away":
+            raise MemoryError
+        move(states, by)
+
+    return moved

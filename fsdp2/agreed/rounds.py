@@ -38,7 +38,7 @@ from ..core.modules.tensors import map_tensors
 from ..core.plan.mesh import DataParallelMesh
 from ..errors import ArgumentError, MeshError, OrderError
 from ..strategy import accumulate, sharded_units
-from ..torch_names import torch_collectives
+from ..torch_names import torch_collectives, torch_tensors
 
 _WORKING, _FAILED, _STOPS, _LEFT = range(4)
 _LOSS = Kind(lambda value: isinstance(value, Tensor), "a tensor", "loss")
@@ -89,6 +89,7 @@ class Work:
         self._units = units
         self._size = mesh.size
         self._messages = messages
+        self._loop = 0
         self._stand_in: list[Any] = []  # none or one
         self._stops = False
         self._buffers: list[tuple[Tensor, Tensor]] = []
@@ -123,6 +124,8 @@ class Work:
         before = self.stands_in, self.is_last, self.scale
         source: Iterator[Any] | None = None
         self._stops = False
+        self._loop += 1
+        self._stand_in = []  # another loop's batches may have other fields
         try:
             while True:
                 batches: list[Any] = []
@@ -141,10 +144,11 @@ class Work:
                 for index in range(num_rounds):
                     self.is_last = index == num_rounds - 1
                     if index < len(batches):
-                        self._stand_in = [batches[index]]
+                        self._stand_in = [_with_own_containers(batches[index])]
                     with accumulate(self._model, last=self.is_last), self._standing_in(index >= len(batches)):
-                        yield self._stand_in[0]
+                        yield batches[index] if index < len(batches) else _with_own_containers(self._stand_in[0])
         finally:
+            self._stand_in = []
             self.stands_in, self.is_last, self.scale = before
 
     @contextlib.contextmanager
@@ -184,7 +188,8 @@ class Work:
     def _agree_on_step(self, batches: Sequence[Any], counted: float, failure: Exception | None) -> int:
         """How many rounds the next step has; 0: all ranks end. Sets ``scale``, and gets a stand-in if this rank needs one."""
         status = _FAILED if failure is not None else _STOPS if self._stops else _WORKING
-        rows = self._tell(_Row(len(batches), status, bool(batches or self._stand_in), _rank(), counted, _in_short(failure)))
+        has_stand_in = bool(batches or self._stand_in)
+        rows = self._tell(_Row(len(batches), status, has_stand_in, _rank(), self._loop, counted, _in_short(failure)))
         if failure is not None:
             raise failure
         _refuse_ended(rows)
@@ -200,7 +205,7 @@ class Work:
         return num_rounds
 
     def _leave(self) -> None:
-        rows = self._tell(_Row(0, _LEFT, False, _rank(), 0.0, "has left its loop"))
+        rows = self._tell(_Row(0, _LEFT, False, _rank(), self._loop, 0.0, _HAS_LEFT))
         if any(row.status != _LEFT for row in rows):
             _refuse_ended(rows)
 
@@ -231,18 +236,20 @@ class Work:
 
 
 class _Row(NamedTuple):
-    """What a rank tells the others before a step. text: why it has failed, or that it has left"""
+    """What a rank tells the others before a step. loop: which of its loops it is in; text: why it has failed, or that it has left"""
 
     num_batches: int
     status: int
     has_stand_in: bool
     rank: int
+    loop: int
     counted: float
     text: str
 
 
-_TEXT_NBYTES = 224
-_ROW = struct.Struct(f"<2q?qd{_TEXT_NBYTES}s")
+_HAS_LEFT = "has left its loop"
+_TEXT_NBYTES = 215
+_ROW = struct.Struct(f"<2q?2qd{_TEXT_NBYTES}s")  # 256 bytes
 
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, tuple[frozenset[int], dist.ProcessGroup]] = WeakKeyDictionary()
@@ -269,6 +276,11 @@ def _in_short(failure: Exception | None) -> str:
     return "" if failure is None else f"has failed to get its next batch: {type(failure).__name__}: {failure}"
 
 
+def _with_own_containers(batch: Any) -> Any:
+    """``batch`` with the same tensors, in containers that the program may change: it may ``pop`` from what it got."""
+    return torch_tensors.pytree.tree_map(lambda leaf: leaf, batch)
+
+
 def _to_host(moved: list[bool], tensor: Tensor) -> Tensor:
     moved.append(tensor.device.type != "cpu")
     return tensor.cpu()
@@ -287,6 +299,8 @@ def _checked_count(value: Any) -> float:
 
 def _refuse_ended(rows: Sequence[_Row]) -> None:
     ended = [f"rank {row.rank} {row.text}" for row in rows if row.status in (_FAILED, _LEFT)]
+    first = min(row.loop for row in rows)
+    ended += [f"rank {row.rank} {_HAS_LEFT}" for row in rows if row.loop > first and row.status not in (_FAILED, _LEFT)]
     if ended:
         raise OrderError(
             f"{len(ended)} of {len(rows)} ranks ended their uneven work before the others",

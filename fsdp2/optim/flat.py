@@ -315,7 +315,7 @@ class FlatOptimizer(Optimizer):
     def states_of(self, params: AbstractSet[Tensor]) -> list[State]:
         """The states of ``params`` as they are kept, by run where there are runs: for a caller who moves what is in them.
 
-        Whoever moves the flat shards of ``params`` calls this before, and ``follow_shards`` after that.
+        Call this before the flat shards move, and ``follow_shards`` after.
         """
         known = sharded_parameters()
         if self._inner is not None and not any(known[id(param)][1].is_parked for param in params if id(param) in known):

@@ -220,3 +220,35 @@ def test_even_ranks_pay_one_message_a_step_and_two_at_the_end():
     undo()
     # Two steps, the end of the loop, and the end of the work.
     assert [kind for kind in kinds if "uneven" in kind] == ["message of uneven ranks"] * 4
+
+
+@on_ranks(2)
+def test_a_loop_has_stand_ins_of_its_own_whose_containers_the_program_may_change():
+    """Symptom: a rank without evaluation data got a training batch, and one that stood in got a batch without what it had popped."""
+    model = small()
+    rank = dist.get_rank()
+    with fsdp2.uneven(model) as work:
+        for batch in work([{"x": torch.ones(1, 7), "y": torch.ones(1)} for _ in range(1 + rank)]):
+            target = batch.pop("y")
+            work.backward((model(batch["x"]).sum() - target).square().sum())
+        with torch.no_grad():
+            for batch in work([{"ids": torch.ones(2, 7)}] * (1 - rank)):
+                assert work.stands_in is bool(rank)
+                model(batch.pop("ids"))
+
+
+@on_ranks(2)
+def test_a_rank_that_leaves_its_loop_for_another_one_is_named():
+    """Symptom: it went on with its next loop, one epoch ahead of the others."""
+    model = small()
+
+    def epochs():
+        with fsdp2.uneven(model) as work:
+            for _ in range(3):
+                for batch in work([torch.ones(1, 7)] * 3):
+                    work.backward(model(batch).sum())
+                    if dist.get_rank() == 1:
+                        break
+
+    with pytest.raises(OrderError, match=r"rank 1 has left its loop"):
+        epochs()

@@ -2,7 +2,7 @@
 
     python benchmarks/offload.py            every row
 
-Rank 0 of 8, the others modelled, on the pretend accelerator (docs/pretend_device.md), which counts bytes and the host's waits, and has
+Rank 0 of 8, the others modeled, on the pretend accelerator (docs/pretend_device.md), which counts bytes and the host's waits, and has
 no times. Equal transformer blocks in fp32, AdamW, the third step. Bytes are in units of one rank's shard of the parameters, P, so that
 a resident run keeps 3 (parameters and two moments) between steps; "files" are the most bytes of files in memory at a time.
 """

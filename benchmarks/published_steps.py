@@ -74,17 +74,17 @@ class Compared:
 
     number: int
     row: Row
-    modelled: float
+    modeled: float
 
     @property
     def error(self) -> float:
-        return self.modelled / float(self.row["step_s"]) - 1
+        return self.modeled / float(self.row["step_s"]) - 1
 
     def __str__(self) -> str:
         row = self.row
         run = f"{row['model']:9} {row['gpus']:>3} x {row['gpu']}, {row['accumulation']} x {row['micro_batch']} x {row['sequence']}"
         recomputed = ", recomputed" if row["recompute"] == "True" else ""
-        return f"{self.number:3} {run}{recomputed}: {row['step_s']} s published, {self.modelled:.3f} modelled, {self.error:+.1%}"
+        return f"{self.number:3} {run}{recomputed}: {row['step_s']} s published, {self.modeled:.3f} modeled, {self.error:+.1%}"
 
 
 def seconds_of(row: Row) -> float:
@@ -124,18 +124,18 @@ def pairs_in_order(compared: Sequence[Compared]) -> str:
     for index, one in enumerate(compared):
         for other in compared[:index]:
             if one.row["model"] == other.row["model"] and one.row["gpu"] == other.row["gpu"]:
-                published, modelled = (a / b for a, b in zip(_rates(one), _rates(other), strict=True))
+                published, modeled = (a / b for a, b in zip(_rates(one), _rates(other), strict=True))
                 if abs(published - 1) > 0.03:
                     pairs += 1
-                    right += (published > 1) == (modelled > 1)
+                    right += (published > 1) == (modeled > 1)
     return f"order of two settings of one model and card, over 3 % apart: {right} of {pairs} right"
 
 
 def _rates(one: Compared) -> tuple[float, float]:
-    """Tokens/s and GPU, published and modelled."""
+    """Tokens/s and GPU, published and modeled."""
     row = one.row
     per_gpu = int(row["accumulation"]) * int(row["micro_batch"]) * int(row["sequence"])
-    return per_gpu / float(row["step_s"]), per_gpu / one.modelled
+    return per_gpu / float(row["step_s"]), per_gpu / one.modeled
 
 
 def _range(value: int, *ends: int) -> str:

@@ -261,11 +261,11 @@ HEAD = (
 
 def published_line(result: dict[str, Any]) -> str:
     """The model's times for upstream against published ones, in tokens a second and GPU."""
-    modelled = PUBLISHED_BATCH * PUBLISHED_SEQUENCE / result[UPSTREAM]["step_ms"] * 1e3
+    modeled = PUBLISHED_BATCH * PUBLISHED_SEQUENCE / result[UPSTREAM]["step_ms"] * 1e3
     measured = PUBLISHED[result["world"]]
-    error = f"{modelled / measured - 1:+.0%}"
+    error = f"{modeled / measured - 1:+.0%}"
     peak = f"peak {result[UPSTREAM]['peak_gib']:.1f} GiB"
-    return f"  world {result['world']}: modelled {modelled:.0f} tokens/s, published {measured}: {error}; {peak}"
+    return f"  world {result['world']}: modeled {modeled:.0f} tokens/s, published {measured}: {error}; {peak}"
 
 
 def main() -> None:

@@ -166,7 +166,7 @@ def parked_error(items: Iterable[str]) -> ParkedError:
     """The error to raise where a call needs ``items`` on their device, and they are parked."""
     parked = list(items)
     return ParkedError(
-        f"{len(parked)} parameters are parked",
+        f"{len(parked)} parameters of a group are parked",
         items=parked,
         expected="parameters on their device, for forward, for an optimizer's step, and where a model is moved or cast",
         fix="call fsdp2.unpark(model, optimizer) first; state_dict() and load_state_dict() work while a model is parked",

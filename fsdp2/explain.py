@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     sections = _sections(_page())
-    words = [word.casefold() for word in options.words]
+    words = [word.rpartition(".")[2].strip(":,").casefold() for word in options.words]  # as a traceback has them
     found = {title: text for title, text in sections.items() if all(word in title.casefold() for word in words)}
     found = found or {title: text for title, text in sections.items() if all(word in text.casefold() for word in words)}
     if not found:

@@ -371,9 +371,7 @@ def _as_new_process(log: Path, stack: TextIO) -> Iterator[None]:
     atexit.register(logging.shutdown)
     multiprocessing.current_process().name = "MainProcess"
     warnings.filters[:] = [each for each in warnings.filters if each[0] != "error"]  # type: ignore[index]
-    for option in sys.warnoptions:  # the user's own, of PYTHONWARNINGS
-        if option.startswith("error"):
-            warnings._setoption(option)  # type: ignore[attr-defined]
+    warnings._processoptions(sys.warnoptions)  # type: ignore[attr-defined]  # the user's own, of PYTHONWARNINGS, in their order
     random.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()

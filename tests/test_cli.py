@@ -76,6 +76,7 @@ def test_explain_shows_sections_of_the_troubleshooting_page(capsys: Any) -> None
     assert said in page
     assert main(["explain", "mesherror"]) == 0
     assert "*Fix*: slice" in capsys.readouterr().out
+    assert main(["explain", "fsdp2.errors.MeshError:"]) == 0
     assert main(["explain", "rendezvous"]) == 2  # neither a title nor a text has it
 
 

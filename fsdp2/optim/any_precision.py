@@ -94,7 +94,7 @@ class AnyPrecisionAdamW(Optimizer):
 def step_adamw(param: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
     """One step of one parameter. state: its own, empty before the first step. group: options, as of ``AnyPrecisionAdamW``."""
     if not state:
-        # fsdp2.plan knows the value of a constant, not that of zeros(). On the host, whatever the default device: it is read below.
+        # fsdp2.plan knows the value of a constant, not that of zeros(). On the host, on any default device: it is read below.
         state["step"] = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         state["exp_avg"] = torch.zeros_like(param, dtype=group["momentum_dtype"] or param.dtype)
         state["exp_avg_sq"] = torch.zeros_like(param, dtype=group["variance_dtype"] or param.dtype)

@@ -149,7 +149,7 @@ def _planned(
             traffic=figures.traffic,
             wrapping=wrapping,
             duration=figures.duration,
-            methods=METHODS if chosen is None or not chosen.is_measured else METHODS | {"duration": "measured"},
+            methods=METHODS if chosen is None or not chosen.is_measured else METHODS | {"duration": "modeled, measured rates"},
         )
 
     fewer = fewer_blocks(workload, setting.prefetch, setting.offload in (True, "disk"))

@@ -20,7 +20,7 @@ def read_card(path: Path) -> Card:
         values = json.loads(path.read_text())
         values["protocols"] = tuple(Protocol(**each) for each in values["protocols"])
         values["host"] = HostCosts(**values["host"])
-        values["measured_over_modelled"] = tuple(values["measured_over_modelled"])
+        values["measured_over_modeled"] = tuple(values["measured_over_modeled"])
         return Card(**values)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ArgumentError(

@@ -50,5 +50,5 @@ def duration_of(entries: Sequence[Entry], groups: Sequence[Ranks], card: Card) -
     )
     # Backward computes each product twice: for the gradients of inputs and of weights.
     mfu = 3 * forward / (clock.end * peak) if peak else 0.0
-    fastest, slowest = (clock.end * ratio for ratio in card.measured_over_modelled)
+    fastest, slowest = (clock.end * ratio for ratio in card.measured_over_modeled)
     return Duration(card.name, clock.end, parts.computing, parts.exposed, parts.idle + parts.waiting, mfu, fastest, slowest)

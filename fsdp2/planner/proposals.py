@@ -69,8 +69,8 @@ class Found:
         rows = [("as asked", *_costs(self.asked, self.limit))]
         rows += [(words_of(each.changes), *_costs(each, self.limit)) for each in self.proposals if each.changes]
         slower = f"; {self.num_slower} more fit, and are no better" if self.num_slower else ""
-        alike = sum(each.told_apart is False for each in self.proposals)
-        slower += f"; {alike} cannot be told apart from the fastest: the ranges of their times overlap" if alike else ""
+        equal = sum(each.told_apart is False for each in self.proposals)
+        slower += f"; {equal} cannot be told apart from the fastest: the ranges of their times overlap" if equal else ""
         return Table(
             f"{len(self.proposals)} settings within {in_bytes(self.limit)} per rank, the fastest first, of {self.num_tried} tried",
             ("change", "step", "told apart", "MFU", "peak of a rank", "fits"),

@@ -32,11 +32,11 @@ METHODS = {
     "state": "exact",
     "groups": "exact",
     "traffic": "exact",
-    "memory": "modelled",
-    "duration": "modelled",
+    "memory": "modeled",
+    "duration": "modeled",
 }
-"""How each field of a plan was found. *exact*: what the library allocates and issues. *modelled*: storages that operators make, without
-what kernels and allocators add; times by docs/step_clock.md. *measured*: so modelled, with the measured rates of a card file."""
+"""How each field of a plan was found. *exact*: what the library allocates and issues. *modeled*: storages that operators make, without
+what kernels and allocators add; times by docs/step_clock.md. *modeled, measured rates*: with those of a card file."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -51,7 +51,7 @@ class Plan(Shown):
     wrapping: the groups in words, as ``fsdp2.wrap.plan`` prints them
     duration: of a step on a card, by a model; None: no card was named
     large_root: None: the root holds less than half of the model, or automatic wrapping needs no less memory
-    methods:  how each of these was found: "exact", "measured" or "modelled"
+    methods:  how each of these was found: "exact", "modeled", or "modeled, measured rates"
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The names that programs get in runs on the reference, besides those of ``install(reference=True)``.
+"""The names that programs get in runs on the reference, next to those of ``install(reference=True)``.
 
 What is a DTensor in a sharded program is none here. But ``isinstance`` says that whole parameters and their gradients are DTensors;
 ``full_tensor`` returns the tensor itself, and ``to_local`` the piece that this rank would keep, of which programs compute norms, and

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ..printable import counted, of_ranks
 
 SCHEMA = "fsdp2.prove/1"
-Method = Literal["measured", "measured on a stand-in", "modelled", "not looked at"]
+Method = Literal["measured", "measured on a stand-in", "modeled", "not looked at"]
 MAX_FAULTS = 6
 COMPARED = ("losses", "gradients", "parameters")
 """Subjects that are compared with the reference: without any of them nothing is proven."""

@@ -106,6 +106,6 @@ def test_a_card_is_faster_where_its_data_sheet_says_so_and_only_compared_ones_ha
     seconds = {name: operator_seconds(product, card) for name, card in CARDS.items()}
     slowest_first = ["a10g", "h20", "rtx4090", "a100-80gb", "l40s", "h100", "b200", "gb200"]
     assert sorted(slowest_first, key=seconds.__getitem__, reverse=True) == slowest_first
-    assert {name for name, card in CARDS.items() if card.measured_over_modelled == (1.0, 1.0)} == {
+    assert {name for name, card in CARDS.items() if card.measured_over_modeled == (1.0, 1.0)} == {
         *("a10g", "b200", "gb200", "h20", "l40s", "mi300x", "rtx4090")
     }

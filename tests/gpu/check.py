@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 Backend = Literal["nccl", "mixed", "none", "fake", "model"]
 """What ``init_process_group`` is given: the device's backend alone, ``"cpu:gloo,cuda:nccl"``, nothing, ranks that only pretend and
-move no data, or modelled ones, which do (``modelled.py``)."""
+move no data, or modeled ones, which do (``modeled.py``)."""
 PLAYED = ("fake", "model")
 """Backends with which one process plays the first of several ranks."""
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp2.core.comm.streams import DeviceStreams
-from gpu import modelled
+from gpu import modeled
 from gpu.check import PLAYED, Setup, Skip
 
 PRETEND = "pretend"
@@ -66,7 +66,7 @@ class Device:
         if self.is_cuda:
             torch.cuda.set_device(rank)
             self.device = torch.device("cuda", rank)
-            backend = {"nccl": "nccl", "mixed": "cpu:gloo,cuda:nccl", "none": None, "fake": "fake", "model": modelled.BACKEND}[
+            backend = {"nccl": "nccl", "mixed": "cpu:gloo,cuda:nccl", "none": None, "fake": "fake", "model": modeled.BACKEND}[
                 setup.backend
             ]
         else:
@@ -78,12 +78,12 @@ class Device:
                 "mixed": f"cpu:gloo,{device_backend}",
                 "none": None,
                 "fake": pretend.MODEL,
-                "model": modelled.BACKEND,
+                "model": modeled.BACKEND,
             }[setup.backend]
             if backend is None:
                 raise Skip("CUDA: init_process_group() without a backend finds none for the pretend accelerator")
         if setup.backend == "model":
-            modelled.register(self.type)
+            modeled.register(self.type)
         if setup.backend in PLAYED:
             store: Any = dist.HashStore()
             if self.is_cuda and setup.backend == "fake":

@@ -116,7 +116,7 @@ def races_sanitized(device: Device, name: str) -> None:
 
 
 @check(
-    "bits stay with one stream late and new and freed memory full of NaN, on one of four modelled ranks",
+    "bits stay with one stream late and new and freed memory full of NaN, on one of four modeled ranks",
     part=1,
     setup=MODELLED_FOUR,
     timeout_s=120,

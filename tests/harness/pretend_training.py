@@ -343,7 +343,7 @@ SCENARIOS = {
     "offload": Scenario(options={"offload_policy": fsdp2.CPUOffloadPolicy()}),
     "offload_bf16": Scenario(options={**BF16, "offload_policy": fsdp2.CPUOffloadPolicy()}),
 }
-SCENARIOS_OF_SUMS = {  # whose division follows the launch of several groups; on modelled ranks every order may be wrong alike
+SCENARIOS_OF_SUMS = {  # whose division follows the launch of several groups; on modeled ranks every order may be wrong alike
     "several_dtypes_summed": Scenario(model=several_dtypes, prepare=sum_only),
     "replicated_several_dtypes_summed": Scenario(model=several_dtypes, mesh=(2, 1), prepare=sum_only),
 }

@@ -36,7 +36,7 @@ def test_a_step_is_its_parts_and_a_slow_network_is_exposed():
     assert 0.3 < fast.mfu < A100_40GB.matmul_share  # a third of what is computed is computed again
     wire = sum(each.leaves_host for each in planned.traffic) / (8 * 1e9 * A100_40GB.link_share)  # eight network cards a host
     assert wire < slow.step < wire + slow.computing
-    assert (fast.fastest, fast.slowest) == pytest.approx([fast.step * each for each in CARD.measured_over_modelled])
+    assert (fast.fastest, fast.slowest) == pytest.approx([fast.step * each for each in CARD.measured_over_modeled])
     assert sum(slow.exposed.values()) > 10 * sum(fast.exposed.values())
     with pytest.raises(ArgumentError, match="backend"):
         plan_of(workload, replace(SETTING, backend="gloo"), card="h100")
@@ -46,12 +46,12 @@ def test_every_figure_says_how_it_was_found(capsys):
     """In text next to each table's title, and in JSON by the name of the field."""
     workload = of_shape("gpt", SHAPE)
     fields = {"numel", "state", "groups", "traffic", "memory", "duration"}
-    modelled = plan_of(workload, SETTING, card=CARD)
+    modeled = plan_of(workload, SETTING, card=CARD)
     measured = plan_of(workload, SETTING, card=replace(CARD, is_measured=True))
-    assert modelled.methods.keys() == fields
-    assert {each for each in fields if modelled.methods[each] == "exact"} == {"numel", "state", "groups", "traffic"}
-    assert measured.methods == modelled.methods | {"duration": "measured"}
+    assert modeled.methods.keys() == fields
+    assert {each for each in fields if modeled.methods[each] == "exact"} == {"numel", "state", "groups", "traffic"}
+    assert measured.methods == modeled.methods | {"duration": "modeled, measured rates"}
     titles = {table.title.rpartition("(")[2] for table in tables(measured)}
-    assert titles == {"exact)", "modelled)", "measured)"}
+    assert titles == {"exact)", "modeled)", "modeled, measured rates)"}
     say_json(measured)
     assert json.loads(capsys.readouterr().out)["methods"] == measured.methods

@@ -4,7 +4,7 @@ Sizes are rounded up to 512 bytes. Blocks of at most 1 MiB are cut from segments
 20 MiB, all others get segments rounded up to 2 MiB. A freed block is merged with free neighbors and belongs to the stream it was cut
 for. The smallest free block that is large enough is taken, and what remains of it is split off if worth keeping. A block that another
 stream has used (``record_stream``) is free once that stream has passed. Source: the documented constants of torch's
-c10/cuda/CUDACachingAllocator.cpp; expandable segments and garbage collection are not modelled.
+c10/cuda/CUDACachingAllocator.cpp; expandable segments and garbage collection are not modeled.
 
 Worked example: 3 MiB are asked for. A segment of 20 MiB is reserved and 17 MiB of it stay free; 9 MiB and 8 MiB then fit there, and
 another 2 MiB need a segment.

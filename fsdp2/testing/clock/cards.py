@@ -86,7 +86,7 @@ class Card:
     """Seconds that an empty kernel takes."""
     launch_s: float = 3.0e-6
     """Seconds from the host's call to the kernel's begin on an idle stream."""
-    measured_over_modelled: tuple[float, float] = (1.0, 1.0)
+    measured_over_modeled: tuple[float, float] = (1.0, 1.0)
     """10th and 90th percentiles of published step times over the model's, on this generation of GPUs; (1, 1): none were compared."""
     is_measured: bool = False
     """The rates are measured on one machine, instead of taken from data sheets."""
@@ -114,7 +114,7 @@ H100 = Card(
     tile_writes=8.0,
     attention_share=0.18,
     collectives_take=24 / 132,
-    measured_over_modelled=(0.97, 1.06),
+    measured_over_modeled=(0.97, 1.06),
 )
 H200 = replace(H100, name="H200 SXM 141GB", memory_bandwidth=4.8e12, memory_nbytes=141e9)
 H100_96GB = replace(H100, name="H100 96GB HBM2e, 500 W", memory_bandwidth=2.4e12, memory_nbytes=96e9)
@@ -132,7 +132,7 @@ A100_40GB = Card(
     tile_writes=5.0,
     attention_share=0.31,
     collectives_take=24 / 108,
-    measured_over_modelled=(0.95, 1.06),
+    measured_over_modeled=(0.95, 1.06),
 )
 """In hosts with 1 600 Gbit/s of network, as a DGX A100 has; some clouds have 400: ``replace(A100_40GB, between=6.25e9)``."""
 A100_80GB = replace(A100_40GB, name="A100 SXM 80GB", memory_bandwidth=2.039e12, memory_nbytes=80e9)
@@ -148,7 +148,7 @@ def _unproven(like: Card, name: str, flops: tuple[float, float, float | None], m
     if eighth is not None:
         by_dtype |= {"Float8_e4m3fn": eighth, "Float8_e5m2": eighth}
     taken = 24 / multiprocessors
-    return replace(like, name=name, flops=by_dtype, collectives_take=taken, measured_over_modelled=(1.0, 1.0), **others)
+    return replace(like, name=name, flops=by_dtype, collectives_take=taken, measured_over_modeled=(1.0, 1.0), **others)
 
 
 _PCIE_4 = 32e9

@@ -2,7 +2,7 @@
 
 Both are ordered by streams, coalesce, average (AVG, PREMUL_SUM) in NCCL's arithmetic, and run the collectives of a group in the order
 of issue. NCCL rounds an average's factor to the dtype of the inputs, and reads a bf16 PREMUL_SUM's wrongly.
-*Between processes* bytes travel through gloo, and ranks that issue different collectives raise an error that says both. *Modelled*,
+*Between processes* bytes travel through gloo, and ranks that issue different collectives raise an error that says both. *Modeled*,
 one process plays rank r of any number of ranks, which gather its data and reduce multiples of it: what arrives is finite and equal in
 every run, which is enough to see a race, at any world size.
 """

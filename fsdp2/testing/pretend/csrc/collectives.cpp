@@ -1,6 +1,6 @@
 // A process group for the device: ordered by streams, as NCCL's.
 //
-// Every collective is one exchange of bytes among all ranks, through gloo (or, modelled, with itself: the others then gather the same
+// Every collective is one exchange of bytes among all ranks, through gloo (or, modeled, with itself: the others then gather the same
 // data, and reduce multiples of it), followed by a local part that adds in ascending order of ranks. Ranks compare first what each of them issues.
 // What two ranks send to each other is not compared: the others know nothing of it.
 
@@ -107,7 +107,7 @@ void reduce_into(const at::Tensor& output, const Tensors& rows, const ReduceOp& 
 
 // One launch: one collective, or several that were coalesced.
 struct Launch {
-  c10::intrusive_ptr<c10d::Backend> wire;  // none: modelled
+  c10::intrusive_ptr<c10d::Backend> wire;  // none: modeled
   int rank = 0, size = 1;
   std::vector<Call> calls;  // on the host, over device memory
   int64_t number = 0;  // in the order of its group
@@ -258,7 +258,7 @@ struct Launch {
     }
   }
 
-  // Modelled ranks reduce other numbers than this one's, or an average would change nothing, whenever it ran.
+  // Modeled ranks reduce other numbers than this one's, or an average would change nothing, whenever it ran.
   Tensors reduced_rows(const Tensors& rows) const {
     Tensors result = rows;
     if (!wire && at::isFloatingType(rows[0].scalar_type()))
@@ -309,9 +309,9 @@ struct Group final : StreamGroup {
     count_launch(calls[0].kind);
     for (auto& call : calls) {
       TORCH_CHECK(is_between_two(call) == is_between_two(calls[0]), "pretend process group: a collective beside what two ranks send");
-      TORCH_CHECK(wire || !is_between_two(call), "pretend process group: modelled ranks send nothing");
+      TORCH_CHECK(wire || !is_between_two(call), "pretend process group: modeled ranks send nothing");
       TORCH_CHECK(!has_unequal_parts(call) || (calls.size() == 1 && (wire || getSize() == 1)),
-                  "pretend process group: an all-to-all of unequal parts is not coalesced, and not modelled");
+                  "pretend process group: an all-to-all of unequal parts is not coalesced, and not modeled");
       it->calls.push_back({call.kind, hosts(call.outputs), hosts(call.inputs), call.op, call.root, call.sends, call.receives});
     }
     if (is_recorded(stream)) {

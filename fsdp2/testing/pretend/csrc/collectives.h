@@ -4,7 +4,7 @@
 
 namespace pretend {
 
-// wire: carries bytes between the ranks; none: modelled, all ranks have the same data
+// wire: carries bytes between the ranks; none: modeled, all ranks have the same data
 c10::intrusive_ptr<c10d::Backend> make_group(c10::intrusive_ptr<c10d::Backend> wire, int rank, int size);
 
 // Collectives between processes run one at a time, in the order of issue, whichever their communicator; one that waits longer for the

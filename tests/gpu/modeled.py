@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fsdp2.core.comm.backends import declare_backend
 
-BACKEND = "fsdp2_modelled"
+BACKEND = "fsdp2_modeled"
 
 
 class _Done(dist._Work):  # private: torch has no public base class for works that Python makes
@@ -46,7 +46,7 @@ class _Done(dist._Work):  # private: torch has no public base class for works th
         return self._future
 
 
-class Modelled(dist.ProcessGroup):
+class Modeled(dist.ProcessGroup):
     """The collectives that FSDP issues, and those of meshes and state dicts."""
 
     def __init__(self, rank: int, size: int, device_type: str) -> None:
@@ -159,7 +159,7 @@ class Modelled(dist.ProcessGroup):
             elif kind in (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM):
                 total.add_(each)
             else:
-                raise NotImplementedError(f"a modelled {kind}")
+                raise NotImplementedError(f"a modeled {kind}")
         if kind == dist.ReduceOp.AVG:
             total.div_(self._size)
         output.view(-1).copy_(total.view(-1))
@@ -168,8 +168,8 @@ class Modelled(dist.ProcessGroup):
 def register(device_type: str) -> None:
     """Once a process: ``init_process_group(BACKEND, ...)`` then makes such groups."""
 
-    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Modelled:
-        return Modelled(rank, size, device_type)
+    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Modeled:
+        return Modeled(rank, size, device_type)
 
     dist.Backend.register_backend(BACKEND, make, devices=["cpu", device_type])
     declare_backend(BACKEND, averages=True)

@@ -1,4 +1,4 @@
-"""The modelled group of ``make gpu`` against the pretend accelerator's own model: the same bits, in every order."""
+"""The modeled group of ``make gpu`` against the pretend accelerator's own model: the same bits, in every order."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ NAMES = ("plain", "bf16", "hsdp", "replicated_bf16_all", "several_dtypes_hsdp", 
 RUN = """
 import sys, torch, torch.distributed as dist
 from fsdp2.testing import pretend
-from gpu import modelled
+from gpu import modeled
 from gpu.one_device import RACES, on_this_mesh
 from harness.pretend_training import train_late
 
 pretend.activate()
-modelled.register("pretend")
+modeled.register("pretend")
 backend, path, *names = sys.argv[1:]
 dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=4)
 orders = (None,) if backend == pretend.MODEL else (None, 0, 1)
@@ -32,10 +32,10 @@ torch.save({name: [train_late(seed, on_this_mesh(RACES[name], 4)) for seed in or
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(pretend.missing_tools()), reason="the pretend accelerator is compiled first")
-def test_a_modelled_group_computes_what_the_pretend_accelerators_model_does(tmp_path):
+def test_a_modeled_group_computes_what_the_pretend_accelerators_model_does(tmp_path):
     tests = Path(__file__).resolve().parents[1]
     found = []
-    for backend in (pretend.MODEL, "fsdp2_modelled"):
+    for backend in (pretend.MODEL, "fsdp2_modeled"):
         path = tmp_path / backend
         environment = {"PYTHONPATH": f"{tests.parent}:{tests}", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", RUN, backend, str(path), *NAMES]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -106,7 +107,9 @@ def test_an_interrupt_ends_it_without_a_traceback(tmp_path: Path) -> None:
     script.write_text(f"import threading\nopen({str(runs)!r}, 'w').close()\nthreading.Event().wait()\n")
     path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
     command = [sys.executable, "-m", "fsdp2", "prove", "--ranks", "1", str(script)]
-    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True) as started:
+    usual = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # jobs in the background of a shell ignore it
+    environment = os.environ | {"PYTHONPATH": path}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=usual) as started:
         runs.open().close()  # returns when the rank runs
         started.send_signal(signal.SIGINT)
         _, errors = started.communicate(timeout=60)

@@ -181,7 +181,7 @@ class _Away:
 
     @torch.no_grad()
     def together(self, tensors: Iterable[Tensor]) -> None:
-        """Copy those that go to a file, to one: each file is a descriptor, of which a process has about 1000."""
+        """Copy those that go to a file into one: each file takes a descriptor, and a process has about 1000."""
         if self._folder is None:
             return
         found = [tensor for tensor in tensors if not self._stays(tensor) and not needs_own_memory(tensor)]

@@ -5,7 +5,7 @@ decides how often all of them run. A rank with fewer repeats a batch that it has
 gather and reduction in the same order; its gradients are dropped before they are reduced, and flagged as those of parameters that this
 rank did not use. So sums over ranks are sums over real batches, and each loss is scaled by (ranks / what all batches count).
 
-Worked example, 2 ranks, one micro-batch a step, count=len; rank 1 has one batch less
+Worked example, 2 ranks, one micro-batch per step, count=len; rank 1 has one batch less
 
     rank 0     batch of 4    batch of 2                        scale 2 / 8, then 2 / 2
     rank 1     batch of 4    the same 4 again, stands_in       its gradients are dropped in the second step
@@ -101,7 +101,7 @@ class Work:
                        the sum of all ranks' losses, divided by what all their batches count. None: each batch counts 1. Stand-ins
                        count nothing.
         micro_batches: how many batches each rank takes for one step. They are taken at once; a step ends where ``is_last`` is True.
-        Collective:    yes, one message a step
+        Collective:    yes, one message per step
         """
         require("uneven's work", _LOADER, loader=loader)
         require("uneven's work", FUNCTION.or_none, count=count)

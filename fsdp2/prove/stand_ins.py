@@ -1,8 +1,8 @@
 """The names that programs get in runs on the reference, next to those of ``install(reference=True)``.
 
 What is a DTensor in a sharded program is none here. But ``isinstance`` says that whole parameters and their gradients are DTensors;
-``full_tensor`` returns the tensor itself, and ``to_local`` the piece that this rank would keep, of which programs compute norms, and
-which they scale. ``settle`` puts together what ranks have written into their pieces.
+``full_tensor`` returns the tensor itself, and ``to_local`` the piece that this rank would keep: programs compute norms of it, and scale
+it. ``settle`` puts together what ranks have written into their pieces.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def on_the_reference(compute_dtype: torch.dtype | None) -> Iterator[None]:
 
 _units: list[reference.Unit] = []
 _given: list[tuple[Tensor, int, reference.Axes]] = []
-"""Tensors of which ``to_local`` has given a piece, and how often they had been written then."""
+"""Tensors that ``to_local`` has given a piece of, and how often they had been written then."""
 _usual_init, _usual_assemble = reference.Unit.__init__, reference.Axes.assemble
 
 

@@ -71,19 +71,29 @@ def apply(editor: Editor, call: Method) -> None:
         editor.left(call.old, f"{code(call.new)} {_GETS_SHARDS}")
 
 
-def loop_over_modules(editor: Editor, old: cst.For | cst.CompFor, new: _Loop) -> _Loop:
-    """``for each in model.modules(): init(each)``: ``apply`` by hand."""
-    names, listed = editor.names, old.iter
+def loop_over_modules(editor: Editor, old: cst.For | cst.CompFor | cst.Call, new: _Loop) -> _Loop:
+    """``for each in model.modules(): init(each)`` and ``map(init, model.modules())``: ``apply`` by hand."""
+    names = editor.names
+    target: cst.CSTNode | None
+    if not isinstance(old, cst.Call):
+        listed, target, does = old.iter, old.target, (names.parent_of(old) or old) if isinstance(old, cst.CompFor) else old.body
+    elif dotted(old.func) == "map" and len(old.args) > 1:
+        does, listed = old.args[0].value, old.args[1].value
+        target = does.params if isinstance(does, cst.Lambda) else None
+    else:
+        return new
     if not m.matches(listed, m.Call(m.Attribute(attr=m.OneOf(*map(m.Name, _LISTS_OF_MODULES))))):
         return new
     model = cst.ensure_type(cst.ensure_type(listed, cst.Call).func, cst.Attribute).value
     if names.tag_of(model) in SHARDED and not is_use_before_wrap(editor, old, model):
-        targets = {cst.ensure_type(each, cst.Name).value for each in m.findall(old.target, m.Name())}
-        body = old.body if isinstance(old, cst.For) else names.parent_of(old)
-        calls = [cst.ensure_type(each, cst.Call) for each in m.findall(body, m.Call())] if body is not None else []
-        given = [each for each in calls if dotted(each.func) not in _ASKS and any(dotted(arg.value) in targets for arg in each.args)]
-        if given:
-            editor.left(old, f"{code(given[0])} for each of {code(listed)} {_GETS_SHARDS}")
+        if target is None:
+            functions = {code(does): dotted(does)}
+        else:
+            targets = {cst.ensure_type(each, cst.Name).value for each in m.findall(target, m.Name())}
+            calls = [cst.ensure_type(each, cst.Call) for each in m.findall(does, m.Call())]
+            functions = {code(each): dotted(each.func) for each in calls if any(dotted(arg.value) in targets for arg in each.args)}
+        if given := [use for use, function in functions.items() if function not in _ASKS]:
+            editor.left(old, f"{given[0]} for each of {code(listed)} {_GETS_SHARDS}")
     return new
 
 
@@ -146,8 +156,7 @@ SHARED = Rules(
     nodes={
         cst.Attribute: [inner_module, no_sync_itself],
         cst.Assign: [sync_flag],
-        cst.For: [loop_over_modules],
-        cst.CompFor: [loop_over_modules],
+        **{kind: [loop_over_modules] for kind in (cst.For, cst.CompFor, cst.Call)},
     },
 )
 """The rules for every framework."""

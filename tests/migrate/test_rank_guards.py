@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 
 import pytest
@@ -221,10 +222,15 @@ def test_a_function_applied_to_a_wrapped_model_is_named(wraps: str) -> None:
         ("for each in {model}.modules():\n    init(each)", True),
         ("for name, each in {model}.named_modules():\n    if isinstance(each, nn.Linear):\n        init(name, module=each)", True),
         ("done = [init(each) for each in {model}.children()]", True),
+        ("done = [(lambda it: init(it))(each) for each in {model}.children()]", True),
+        ("done = list(map(init, {model}.modules()))", True),
+        ("collections.deque(map(lambda each: init(each), {model}.children()), maxlen=0)", True),
+        ("kinds = set(map(type, {model}.modules()))", False),
+        ("rates = [*map(lambda each: getattr(each, 'p', 0.0), {model}.modules())]", False),
         ("for each in {model}.modules():\n    if isinstance(each, nn.Dropout):\n        each.p = 0.0", False),
     ],
 )
 def test_a_loop_that_gives_the_modules_of_a_wrapped_model_to_a_function_is_named(loop: str, is_named: bool) -> None:
     source = f"{HEAD}{loop.format(model='net')}\nmodel = DDP(net)\n{loop.format(model='model')}\n"
     found = [each for each in map(str, migrate_source(source).findings) if "gives the function shards now" in each]
-    assert [each.startswith("init(") or " init(" in each for each in found] == [True] * is_named
+    assert [bool(re.search(r"\binit\b.* for each of model", each)) for each in found] == [True] * is_named

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-from ..hangs.watcher import EXIT_STATUS
+from ..hangs.background import EXIT_STATUS
 from ..printable import of_ranks, say, say_json
 from ..ranks import OVER, Ranks, run_ranks
 from ..run import add_cpu_run, add_script, checked_script, run_script

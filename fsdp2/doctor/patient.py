@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..hangs import watcher
+from ..hangs import background, watcher
 from ..inspect import is_sharded, parameters_of, roots_of
 from .checking import check, check_alone
 from .finding import Finding
@@ -99,7 +99,7 @@ class Patient:
             record.place = place_of(
                 [(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__))]
             )
-        if status == watcher.EXIT_STATUS and threading.current_thread() is not threading.main_thread():  # the watchdog's word
+        if status == background.EXIT_STATUS and threading.current_thread() is not threading.main_thread():  # the watchdog's word
             main_thread = sys._current_frames()[threading.main_thread().ident or 0]
             record.place = place_of(_innermost_first(traceback.extract_stack(main_thread)))
         else:

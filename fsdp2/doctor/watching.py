@@ -262,7 +262,7 @@ class Watch:
         self._before_any_step(optimizer)
         self._has_gradients = False
         self._used = self._used if self._num_steps == 1 else set()
-        self._close = _Close(self._num_steps == 1 or (self._num_steps + 1) % self._every == 0, close.findings)
+        self._close = _Close(self._num_steps == 1 or (self._num_steps + 1) % self._every == 0, [*close.findings])
 
     def _before_any_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Of several optimizers each may clear its gradients at once: one for each parameter, run in backward."""
@@ -458,6 +458,7 @@ class _Backwards:
     is_through: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class _Close:
     """What a close look at one step has found. A new watch begins with one.
 
@@ -472,37 +473,21 @@ class _Close:
     backwards: the losses that were heard, how many there were, and whether gradient sync was off in one
     """
 
-    __slots__ = (
-        "backwards",
-        "data",
-        "draws",
-        "findings",
-        "gradient",
-        "has_dropped",
-        "is_clipped",
-        "is_loss_finite",
-        "is_on",
-        "left",
-        "losses",
-        "random",
-        "reduced_again",
-        "step",
-        "values",
-    )
-
-    def __init__(self, is_on: bool = True, findings: Iterable[Finding] = ()) -> None:
-        self.is_on = is_on
-        self.data: list[int | None] = []
-        self.findings = list(findings)
-        self.gradient: tuple[Parameter, Tensor] | None = None
-        self.losses, self.draws, self.is_clipped = 0, False, False
-        self.random: int | None = None
-        self.is_loss_finite = True  # that of the last backward
-        self.left: dict[Parameter, Tensor] = {}
-        self.reduced_again: list[str] = []
-        self.backwards = _Backwards()
-        self.has_dropped = False
-        self.values, self.step = torch.empty(0, device="cpu"), 0
+    is_on: bool = True
+    findings: list[Finding] = field(default_factory=list)
+    data: list[int | None] = field(default_factory=list)
+    gradient: tuple[Parameter, Tensor] | None = None
+    losses: int = 0
+    draws: bool = False
+    is_clipped: bool = False
+    random: int | None = None
+    is_loss_finite: bool = True  # that of the last backward
+    left: dict[Parameter, Tensor] = field(default_factory=dict)
+    reduced_again: list[str] = field(default_factory=list)
+    backwards: _Backwards = field(default_factory=_Backwards)
+    has_dropped: bool = False
+    values: Tensor = field(default_factory=lambda: torch.empty(0, device="cpu"))
+    step: int = 0
 
 
 def _raise(finding: Finding) -> None:

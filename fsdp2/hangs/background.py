@@ -1,4 +1,4 @@
-"""A thread that looks on alongside the training, and is over before the interpreter is.
+"""A thread that looks on alongside the training, and is over before the interpreter is; how such a thread tells, and ends its process.
 
     thread = BackgroundThread(look_until_told, stop=told.set, name="fsdp2_lookout")
     ...
@@ -12,8 +12,15 @@ stop, and waits for it.
 from __future__ import annotations
 
 import atexit
+import os
+import sys
 import threading
 from collections.abc import Callable
+
+from ..printable import printable
+
+EXIT_STATUS = 75
+"""Exit status of a process that has waited too long for other ranks; "try again later" in sysexits.h."""
 
 PATIENCE_AT_EXIT = 10.0
 """Seconds for which the end of a program waits: a store whose host has been cut off may hold the thread for minutes."""
@@ -47,3 +54,14 @@ class BackgroundThread:
 def _end_all() -> None:
     for each in tuple(_running):
         each.end(PATIENCE_AT_EXIT)
+
+
+def tell(text: str) -> None:
+    sys.stderr.write(f"{printable(text)}\n")
+    sys.stderr.flush()
+
+
+def end_process() -> None:
+    """The main thread waits in a collective, where no exception reaches it."""
+    sys.stdout.flush()
+    os._exit(EXIT_STATUS)

@@ -20,8 +20,6 @@ fourth look "call/1" is missing, or says that rank 1 is in no such call.
 from __future__ import annotations
 
 import json
-import os
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -31,13 +29,10 @@ import torch.distributed as dist
 from ..arguments import POSITIVE, require
 from ..inspect import lost_ranks, number_of_world
 from ..torch_names import torch_collectives
-from . import joint_calls
+from . import background, joint_calls
 from .background import BackgroundThread
 from .joint_calls import JointCall
 from .report import lines_of_the_user
-
-EXIT_STATUS = 75
-"""Exit status of a process that has waited too long for a missing rank: that of a watchdog; "try again later" in sysexits.h."""
 
 
 class Limits:
@@ -78,7 +73,7 @@ class Lookout:
 
     def __init__(self, store: Any = None, *, tell: Callable[[str], None] | None = None, end: Callable[[], None] | None = None) -> None:
         self._store_if_made = store
-        self._tell, self._end = tell or _tell, end or _end
+        self._tell, self._end = tell or background.tell, end or background.end_process
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._seen: JointCall | None = None  # the call that the last look found,
         self._looks = 0  # and how many looks have found it
@@ -193,16 +188,6 @@ def _run(look_out: Lookout, world: Any, leaving: threading.Event) -> None:
             look_out.look()
         except RuntimeError:
             return
-
-
-def _tell(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
-    sys.stderr.flush()
-
-
-def _end() -> None:
-    sys.stdout.flush()
-    os._exit(EXIT_STATUS)
 
 
 def _ranks_meet_over_tcp() -> bool:

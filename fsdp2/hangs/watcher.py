@@ -16,7 +16,6 @@ import math
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,15 +26,12 @@ import torch.distributed as dist
 
 from ..errors import ArgumentError, OrderError, short
 from ..inspect import CollectiveLog, lost_ranks, recording
-from ..printable import printable
 from ..torch_names import torch_collectives
+from . import background
 from .background import BackgroundThread
 from .explanation import explain, own_account
 from .patience import Patience, Sign
 from .report import MainThread, Report, cpu_time_of_main_thread, report_of
-
-EXIT_STATUS = 75
-"""Exit status of a process that a watchdog has ended; "try again later" in sysexits.h."""
 
 _LEFT = "left"  # begins the sign of a rank that watches no longer; why it left follows
 
@@ -77,8 +73,8 @@ class Watchdog:
         self._log = log
         self.rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._clock = clock
-        self._tell = tell or _tell
-        self._end = end or _end
+        self._tell = tell or background.tell
+        self._end = end or background.end_process
         self._patience = Patience(timeout, patience, self._world_size, clock())
         self._main_thread = MainThread(clock, cpu_time_of_main_thread)
         self._looks = 0
@@ -235,7 +231,7 @@ class Watchdog:
 
 @contextlib.contextmanager
 def watchdog(timeout: float = 600.0, *, patience: float | None = None) -> Iterator[None]:
-    """Inside, record collectives and watch them: a hang is explained on rank 0, and ends all ranks with status ``EXIT_STATUS``.
+    """Inside, record collectives and watch them: a hang is explained on rank 0, and ends all ranks with status 75.
 
     Where rank 0 has left, the lowest rank that still watches explains.
 
@@ -277,9 +273,9 @@ def watchdog(timeout: float = 600.0, *, patience: float | None = None) -> Iterat
             yield
         except Exception as error:  # for instance of a backend to which ranks have sent different things; it names no module
             if dog.is_ending():  # another rank has ended already, which broke this rank's connection
-                _end()
+                background.end_process()
             why = f" with {type(error).__name__}: {own_account(report_of(dog.rank, log))}"
-            _tell(f"fsdp2.watchdog: rank {dog.rank} leaves{why}")
+            background.tell(f"fsdp2.watchdog: rank {dog.rank} leaves{why}")
             raise
         finally:
             thread.end()
@@ -343,13 +339,3 @@ def _asked_by_signal() -> Iterator[int]:
             signal.signal(signal.SIGUSR1, handler)
         os.close(reading)
         os.close(writing)
-
-
-def _tell(text: str) -> None:
-    sys.stderr.write(f"{printable(text)}\n")
-    sys.stderr.flush()
-
-
-def _end() -> None:
-    sys.stdout.flush()
-    os._exit(EXIT_STATUS)  # the main thread waits in a collective, where no exception reaches it

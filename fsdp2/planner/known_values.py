@@ -38,10 +38,10 @@ class KnownValues:
 
     def note_written(self, tensor: Tensor) -> None:
         """The values of ``tensor`` and of its views are not known any more."""
-        storage = torch_names.storage_of(tensor)
+        storage = tensor.untyped_storage()
         others = [(key, other) for key, (reference, _) in self._of.items() if (other := reference()) is not None]
         for key, other in others:
-            if torch_names.storage_of(other) is storage:
+            if other.untyped_storage() is storage:
                 del self._of[key]
 
     def follow(self, func: Any, args: Any, kwargs: dict[str, Any], results: list[Tensor]) -> None:

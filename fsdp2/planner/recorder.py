@@ -126,7 +126,7 @@ class Recorder(torch_names.TorchDispatchMode):  # type: ignore[no-untyped-call]
     def block_of(self, tensor: Tensor) -> Block | None:
         """That ``tensor`` (of a DTensor, its local tensor) lies in; None for what has not been seen, or is no memory of the plan's."""
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        found = self._alive.get(id(torch_names.storage_of(local)))
+        found = self._alive.get(id(local.untyped_storage()))
         return None if found is None else found[1]
 
     def block_of_storage(self, storage: torch.UntypedStorage) -> Block | None:
@@ -166,7 +166,7 @@ class Recorder(torch_names.TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.entries.append(Entry("free", stream=self.stream, id=block.id))
 
     def _see(self, tensor: Tensor) -> None:
-        storage = torch_names.storage_of(tensor)
+        storage = tensor.untyped_storage()
         key = id(storage)
         if key not in self._alive:
             block = self._new_block(storage.nbytes(), _label_by_caller())
@@ -298,7 +298,7 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def _seen(tensor: Tensor, is_read: bool, is_written: bool) -> Seen:
-    nbytes = min(tensor.numel() * tensor.itemsize, torch_names.storage_of(tensor).nbytes())  # an expanded dim is read once
+    nbytes = min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())  # an expanded dim is read once
     return Seen(is_read, is_written, _DTYPES.get(tensor.dtype, str(tensor.dtype)), nbytes, tuple(tensor.shape))
 
 

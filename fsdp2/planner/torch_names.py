@@ -177,7 +177,3 @@ def roles_of_arguments(func: Any) -> tuple[list[tuple[str, bool]], list[bool]]:
     arguments = [(each.name, each.alias_info is not None and each.alias_info.is_write) for each in schema.arguments]
     views = [each.alias_info is not None and not each.alias_info.is_write for each in schema.returns]
     return arguments, views
-
-
-def storage_of(tensor: Tensor) -> torch.UntypedStorage:
-    return tensor.untyped_storage()

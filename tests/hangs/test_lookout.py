@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 import fsdp2
 from fsdp2.checkpoint import full_state_dict
 from fsdp2.hangs import joint_calls
-from fsdp2.hangs.lookout import EXIT_STATUS, Limits, Lookout
+from fsdp2.hangs.background import EXIT_STATUS
+from fsdp2.hangs.lookout import Limits, Lookout
 from harness import on_ranks
 
 PROGRAM = """

@@ -22,8 +22,9 @@ from fsdp2 import fully_shard
 from fsdp2.checkpoint import Checkpointer
 from fsdp2.core.comm import collective_log
 from fsdp2.core.modules.optimizer_steps import STEPS
-from fsdp2.hangs import watcher
-from fsdp2.hangs.watcher import EXIT_STATUS, Watchdog
+from fsdp2.hangs import background
+from fsdp2.hangs.background import EXIT_STATUS
+from fsdp2.hangs.watcher import Watchdog
 from fsdp2.inspect import events
 from harness import on_ranks
 
@@ -160,7 +161,7 @@ def test_sigusr1_prints_and_the_training_goes_on():
         told.append(text)
         store.set("told", "1")
 
-    with patch.object(watcher, "_tell", tell), fsdp2.watchdog(timeout=36000):
+    with patch.object(background, "tell", tell), fsdp2.watchdog(timeout=36000):
         if dist.get_rank() == 0:
             threading.Timer(0, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         else:
@@ -267,7 +268,7 @@ def test_a_rank_that_fails_in_forward_says_where():
     model = sharded()
     model[1].forward = lambda x: 1 / 0
     told = []
-    with patch.object(watcher, "_tell", told.append), pytest.raises(ZeroDivisionError), fsdp2.watchdog(timeout=600):
+    with patch.object(background, "tell", told.append), pytest.raises(ZeroDivisionError), fsdp2.watchdog(timeout=600):
         model(torch.ones(2, 8))
     assert told[0].startswith(f"fsdp2.watchdog: rank {dist.get_rank()} leaves with ZeroDivisionError: failed in forward of 1; its last")
 

@@ -1,8 +1,8 @@
-"""What do the ledger and a recording cost a step?
+"""What do the ledger, a recording and a trace cost a step?
 
 A small step: forward, backward and AdamW of tiny blocks on a fake process group of 8 ranks, all host and hardly any arithmetic, so that
-the ledger's share is the largest that it can be. "off" is a step with neither, "again" the same once more: how far two equal steps
-are apart. Python calls are exact; times need an idle machine.
+each share is the largest that it can be. "off" is a step with none of them, "again" the same once more: how far two equal steps
+are apart. "trace" is one without torch's profiler, which counts what is allocated. Python calls are exact; times need an idle machine.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ def written_down(how: str, model: nn.Module, optimizer: torch.optim.Optimizer) -
         elif how == "record":
             with fsdp2.record(folder, model, optimizer):
                 yield
+        elif how == "trace":
+            with fsdp2.trace(folder, allocations=False):
+                yield
         else:
             yield
 
@@ -57,7 +60,7 @@ def main() -> None:
         def timed(how: str, model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> Callable[[], float]:
             def run(step: Callable[[], None] = step) -> float:
                 with written_down(how, model, optimizer):
-                    for _ in range(3 if how == "ledger" else 0):  # in which it asks for bytes that change seldom
+                    for _ in range(3):  # in which it asks for what changes seldom
                         step()
                     begin = time.thread_time()
                     step()
@@ -65,8 +68,8 @@ def main() -> None:
 
             return run
 
-        samples = common.interleave({how: timed(how) for how in ("off", "again", "ledger", "record")}, rounds, warmup=5)
-        for how in ("again", "ledger", "record"):
+        samples = common.interleave({how: timed(how) for how in ("off", "again", "ledger", "record", "trace")}, rounds, warmup=5)
+        for how in ("again", "ledger", "record", "trace"):
             with written_down(how, model, optimizer):
                 for _ in range(3):
                     step()

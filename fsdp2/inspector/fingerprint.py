@@ -13,10 +13,9 @@ Worked example: [1, 2, 3, 4] cut into [1, 2] and [3, 4]: the checksums of both, 
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,90 +52,120 @@ class Fingerprint:
 NOTHING = Fingerprint(0, 0.0, (0.0,) * NUM_SKETCHES)
 
 
-Part = tuple[Tensor, Sequence[int], Iterable[Piece]]
-"""This rank's part of a tensor, the whole tensor's shape, and which pieces of it the part has."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Run:
+    """Elements of this rank's part of a tensor.
+
+    at:    where in the part; None: all of it
+    first: the index in the whole tensor of the first one; the others follow. Or, where they do not, the whole tensor's shape
+    """
+
+    at: tuple[slice, ...] | None
+    box: Box
+    numel: int
+    first: int | tuple[int, ...]
 
 
-def fingerprint(local: Tensor, shape: Sequence[int], pieces: Iterable[Piece]) -> Fingerprint:
-    """The fingerprint of this rank's part of a tensor of ``shape``. Waits for the device. Memory: about 40 MB."""
-    return fingerprints([(local, shape, pieces)])[0]
+def runs_of(shape: Sequence[int], pieces: Iterable[Piece]) -> list[Run]:
+    """What there is of a tensor of ``shape`` where a rank has ``pieces``; equal in all steps."""
+    shape, runs = tuple(shape), []
+    for piece in pieces:
+        for box in split(piece.box, _CHUNK):
+            start = (low - first + there for low, first, there in zip(box.start, piece.box.start, piece.at, strict=True))
+            at = tuple(slice(low, low + length) for low, length in zip(start, box.shape, strict=True))
+            rows = box.start[0] * math.prod(shape[1:]) if shape and box.shape[1:] == shape[1:] else shape
+            runs.append(Run(at, box, box.numel, rows))
+    is_all = len(runs) == 1 and not any(low.start for low in runs[0].at or ())
+    return [replace(runs[0], at=None)] if is_all else runs
 
 
-@torch.no_grad()
-def fingerprints(parts: Sequence[Part], num_sketches: int = NUM_SKETCHES) -> list[Fingerprint]:
-    """Those of many parts, in few operators: small ones are looked at together. Waits for the device once for each 2**18 elements.
+class Fingerprints:
+    """Those of many parts of tensors, in few operators: 2**18 elements of one dtype are looked at together. Memory: about 40 MB.
 
     num_sketches: up to 36; of 16, a distance is good to a fifth
     """
-    found = [Fingerprint(0, 0.0, (0.0,) * num_sketches)] * len(parts)
-    waiting: dict[tuple[torch.device, torch.dtype], _Batch] = {}
-    for number, (local, shape, pieces) in enumerate(parts):
-        key = local.device, local.dtype
-        for piece in pieces:
-            for box, extent, numel in _boxes(piece.box):
-                if key in waiting and waiting[key].numel + numel > _CHUNK:
-                    waiting.pop(key).add_to(found, num_sketches)
-                waiting.setdefault(key, _Batch()).take(
-                    number, _values(local, piece, box, extent), _indices(shape, box, extent, local.device)
-                )
-    for batch in waiting.values():
-        batch.add_to(found, num_sketches)
-    return found
 
+    def __init__(self, num_sketches: int = NUM_SKETCHES) -> None:
+        self._num_sketches = num_sketches
+        self._num_parts = 0
+        self._waiting: dict[tuple[torch.device, torch.dtype], _Batch] = {}
+        self._sums: list[tuple[list[int], Tensor, Tensor]] = []
 
-@functools.lru_cache(maxsize=4096)  # of two steps the same
-def _boxes(box: Box) -> list[tuple[Box, tuple[int, ...], int]]:
-    return [(each, each.shape, each.numel) for each in split(box, _CHUNK)]
+    @torch.no_grad()
+    def take(self, parts: Iterable[tuple[Tensor, Iterable[Run]]]) -> None:
+        """Parts as they are now, each with its runs: they may change after this."""
+        for local, runs in parts:
+            for run in runs:
+                key = local.device, local.dtype
+                batch = self._waiting.get(key)
+                if batch is None or batch.numel + run.numel > _CHUNK:
+                    if batch is not None:
+                        self._sums.append(batch.sums(self._num_sketches))
+                    batch = self._waiting[key] = _Batch()
+                batch.numbers.append(self._num_parts)
+                batch.runs.append(run)
+                batch.values.append((local if run.at is None else local[run.at]).reshape(-1))
+                batch.numel += run.numel
+            self._num_parts += 1
+        for batch in self._waiting.values():
+            batch.copy()
+
+    @torch.no_grad()
+    def all(self) -> list[Fingerprint]:
+        """In the order in which they were taken. Waits for the devices."""
+        found: dict[int, Fingerprint] = {}
+        for numbers, checksums, sums in [*self._sums, *(batch.sums(self._num_sketches) for batch in self._waiting.values())]:
+            for number, checksum, (*sketch, squares) in zip(numbers, checksums.tolist(), sums.tolist(), strict=True):
+                made = Fingerprint(checksum % _WORD, squares, tuple(sketch))
+                found[number] = found[number] + made if number in found else made
+        nothing = Fingerprint(0, 0.0, (0.0,) * self._num_sketches)
+        return [found.get(number, nothing) for number in range(self._num_parts)]
 
 
 class _Batch:
-    """Values of one dtype on one device, with their indices in the whole tensors, and the numbers of their parts."""
+    """Runs of one dtype on one device, and their values: those that ``take`` has copied, and views of what it has been given since."""
 
     def __init__(self) -> None:
         self.numel = 0
-        self._numbers: list[int] = []
-        self._values: list[Tensor] = []
-        self._indices: list[Tensor] = []
+        self.numbers: list[int] = []
+        self.runs: list[Run] = []
+        self.values: list[Tensor] = []
+        self._num_copied = 0
 
-    def take(self, number: int, values: Tensor, indices: Tensor) -> None:
-        self.numel += values.numel()
-        self._numbers.append(number)
-        self._values.append(values)
-        self._indices.append(indices)
+    def copy(self) -> None:
+        if views := self.values[self._num_copied :]:
+            self.values[self._num_copied :] = [torch.cat(views)]
+            self._num_copied = len(self.values)
 
-    def add_to(self, found: list[Fingerprint], num_sketches: int) -> None:
-        """Add their fingerprints to those of their parts."""
-        for number, made in zip(self._numbers, _made(self._values, self._indices, num_sketches), strict=True):
-            found[number] += made
+    def sums(self, num_sketches: int) -> tuple[list[int], Tensor, Tensor]:
+        """The numbers of its parts, and of each the checksum, and the sketch and the sum of the squares."""
+        values = torch.cat(self.values)
+        lengths = torch.tensor([run.numel for run in self.runs], device=values.device)
+        owner = torch.repeat_interleave(torch.arange(len(self.runs), device=values.device), lengths, output_size=self.numel)
+        mixed = _mixed(self._indices(owner))
+        bits = values.view(_BITS[values.element_size()]).to(torch.int64)
+        checksums = torch.zeros_like(lengths).index_add_(0, owner, _mixed((bits + 1) * (mixed | 1)))
+        wide = values.to(torch.float64)
+        shifts = torch.arange(num_sketches, device=values.device).unsqueeze(1) * (36 // num_sketches) + 11
+        summands = torch.cat([(((mixed >> shifts) & 1) * 2 - 1) * wide, wide.square().unsqueeze(0)])
+        sums = torch.zeros(len(self.runs), num_sketches + 1, dtype=torch.float64, device=values.device)
+        return self.numbers, checksums, sums.index_add_(0, owner, summands.t())
+
+    def _indices(self, owner: Tensor) -> Tensor:
+        """Of each value, the index of its element in the whole tensor, as that is laid out row by row."""
+        ahead, at, odd = [], 0, []
+        for run in self.runs:
+            ahead.append(run.first - at if isinstance(run.first, int) else 0)
+            if not isinstance(run.first, int):
+                odd.append((at, run.first, run.box))
+            at += run.numel
+        indices = torch.arange(at, device=owner.device) + torch.tensor(ahead, device=owner.device)[owner]
+        for at, shape, box in odd:
+            indices[at : at + box.numel] = _indices_in(shape, box, owner.device)
+        return indices
 
 
-def _made(values: Sequence[Tensor], indices: Sequence[Tensor], num_sketches: int) -> Iterator[Fingerprint]:
-    """Of each of ``values``."""
-    joined, mixed = torch.cat(list(values)), _mixed(torch.cat(list(indices)))
-    lengths = torch.tensor([each.numel() for each in values], device=joined.device)
-    owner = torch.repeat_interleave(torch.arange(len(values), device=joined.device), lengths, output_size=joined.numel())
-    bits = joined.view(_BITS[joined.element_size()]).to(torch.int64)
-    checksums = torch.zeros_like(lengths).index_add_(0, owner, _mixed((bits + 1) * (mixed | 1)))
-    wide = joined.to(torch.float64)
-    shifts = torch.arange(num_sketches, device=joined.device).unsqueeze(1) * (36 // num_sketches) + 11
-    summands = torch.cat([(((mixed >> shifts) & 1) * 2 - 1) * wide, wide.square().unsqueeze(0)])
-    sums = torch.zeros(num_sketches + 1, len(values), dtype=torch.float64, device=joined.device).index_add_(1, owner, summands)
-    for checksum, (*sketch, squares) in zip(checksums.tolist(), sums.t().tolist(), strict=True):
-        yield Fingerprint(checksum % _WORD, squares, tuple(sketch))
-
-
-def _values(local: Tensor, piece: Piece, box: Box, extent: tuple[int, ...]) -> Tensor:
-    if local.shape == extent:
-        return local.reshape(-1)
-    at = tuple(start - first + there for start, first, there in zip(box.start, piece.box.start, piece.at, strict=True))
-    return local[tuple(slice(start, start + length) for start, length in zip(at, extent, strict=True))].reshape(-1)
-
-
-def _indices(shape: Sequence[int], box: Box, extent: tuple[int, ...], device: torch.device) -> Tensor:
-    """The indices of the elements of ``box`` in the whole tensor, as it is laid out row by row."""
-    if shape and extent[1:] == tuple(shape[1:]):  # whole rows: one after another
-        row = math.prod(shape[1:])
-        return torch.arange(box.start[0] * row, box.stop[0] * row, device=device)
+def _indices_in(shape: Sequence[int], box: Box, device: torch.device) -> Tensor:
     indices = torch.zeros((), dtype=torch.int64, device=device)
     for dim, (start, stop) in enumerate(zip(box.start, box.stop, strict=True)):
         stride = math.prod(shape[dim + 1 :])

@@ -5,8 +5,8 @@ It hears where units begin and where a backward ends from the collective log, as
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from ..arguments import COUNT, NATURAL, require
 from ..checkpoint.model_tensors import cuts_of
-from ..checkpoint.shard_geometry import Cut, Piece, pieces_of
+from ..checkpoint.shard_geometry import Cut, pieces_of
 from ..doctor.inspected import inspect
-from ..inspect import Group, Listener
+from ..inspect import Group, Listener, Parameter, Unit
 from ..torch_names import torch_dtensors
-from .fingerprint import fingerprints
+from .fingerprint import Fingerprints, Run, runs_of
 from .run_folder import Values, folder_of
 from .step_lines import StepLines
 
@@ -67,12 +67,20 @@ class Recording(StepLines, Listener):
         require("record", NATURAL, first_step=first_step)
         self._units = inspected.units
         self._every, self._step, self._first = every, first_step, first_step
-        self._forward: dict[str, Values] = {}
-        self._backward: dict[str, Values] = {}
-        self._begun: list[str] = []  # units in the order of this backward
+        self._places: dict[tuple[bool, str], _Place] = {}
         self._at = ("", "")
+        self._begin_step()
         super().__init__("record", where)
         self._begin(self, inspected.optimizers)
+
+    def _begin_step(self) -> None:
+        """``_noted``: (phase, unit, parameter, what its line says) of each of ``_made``. Phase: a name; of gradients which backward"""
+        self._made = Fingerprints()
+        self._noted: list[tuple[str | int, str, str, Values]] = []
+        self._by_name: dict[str, Unit] = {}
+        self._gathered: set[str] = set()
+        self._begun: dict[str, None] = {}  # units in the order of this backward
+        self._num_backwards = 0
 
     @property
     def _is_on(self) -> bool:
@@ -82,90 +90,86 @@ class Recording(StepLines, Listener):
 
     def begins(self, phase: str, unit: str) -> None:
         self._at = phase, unit
-        if phase == "backward" and unit not in self._begun:
-            self._begun.append(unit)
+        if phase == "backward":
+            self._begun[unit] = None
 
     def resumes(self) -> None:
         """A unit's parameters are gathered, and it runs next. Of several micro-batches the first one is recorded."""
         phase, name = self._at
         self._at = ("", "")
-        if phase != "forward" or name in self._forward or not self._is_on or not torch.is_grad_enabled():
-            return
-        for unit in self._units:
-            if unit.event_name() == name:
-                self._forward |= _said(
-                    (name, param.fqn, whole, _dtypes(group, whole))
-                    for group in unit.groups
-                    for param in group.params
-                    if (whole := param.unsharded()) is not None
-                ) or {name: {}}
+        if phase == "forward" and name not in self._gathered and self._is_on and torch.is_grad_enabled():
+            self._gathered.add(name)
+            self._note("parameters", [name], lambda param: param.unsharded())
 
     def leaves(self) -> None:
         """All gradients of this backward are reduced; of several in a step the last one's are kept."""
-        if not self._begun or not self._is_on:
-            self._begun.clear()
-            return
-        found = {unit.event_name(): unit for unit in self._units}
-        order = [name for name in self._begun if name in found] + [name for name in found if name not in self._begun]
-        self._begun.clear()
-        self._backward = _said(
-            (name, param.fqn, grad, _dtypes(group, grad))
-            for name in order
-            for group in found[name].groups
-            for param in group.params
-            if (grad := param.sharded.grad) is not None
-        )
+        if self._begun and self._is_on:
+            self._num_backwards += 1
+            self._note(self._num_backwards, dict.fromkeys([*self._begun, *self._named()]), lambda param: param.sharded.grad)
+        self._begun = {}
 
     def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._is_on:
-            updated = _said(
-                (unit.event_name(), param.fqn, param.sharded, _dtypes(group, param.sharded))
-                for unit in self._units
-                for group in unit.groups
-                for param in group.params
-            )
-            phases = {"parameters": self._forward, "gradients": self._backward, "update": updated}
-            self._lines.write({"step": self._step, "made_by": self._units[0].made_by, "torch": torch.__version__, **phases})
-        self._forward, self._backward = {}, {}
+            self._note("update", self._named(), lambda param: param.sharded)
+            found: dict[str | int, Values] = {}
+            for (phase, unit, name, said), made in zip(self._noted, self._made.all(), strict=True):
+                sums = {"checksum": made.checksum, "squares": made.squares, "sketch": made.sketch}
+                found.setdefault(phase, {}).setdefault(unit, {})[name] = sums | said
+            phases: dict[str, str | int] = {"parameters": "parameters", "gradients": self._num_backwards, "update": "update"}
+            values = {phase: found.get(noted, {}) for phase, noted in phases.items()}
+            self._lines.write({"step": self._step, "made_by": self._units[0].made_by, "torch": torch.__version__, **values})
         self._step += 1
+        self._begin_step()
+
+    def _named(self) -> dict[str, Unit]:
+        """The units by the names that events of this step have."""
+        self._by_name = self._by_name or {unit.event_name(): unit for unit in self._units}
+        return self._by_name
+
+    def _note(self, phase: str | int, names: Iterable[str], value_of: Callable[[Parameter], Tensor | None]) -> None:
+        """Take the fingerprints of what the units' parameters have now, and note whose they are."""
+        units, parts, is_whole = self._named(), [], phase == "parameters"
+        for name in names:
+            for group in units[name].groups if name in units else ():
+                for param in group.params:
+                    if (value := value_of(param)) is not None:
+                        place = self._places.get((is_whole, param.fqn))
+                        if place is None or place.facts != _facts(value):
+                            place = self._places[is_whole, param.fqn] = _Place.of(value, group)
+                        parts.append((torch_dtensors.local_tensor(value) if isinstance(value, DTensor) else value, place.runs))
+                        self._noted.append((phase, name, param.fqn, place.said))
+        self._made.take(parts)
 
 
-def _dtypes(group: Group, value: Tensor) -> tuple[torch.dtype, ...]:
-    """Those that a value went through: its own, that of computing, that of reducing."""
-    return value.dtype, group.param_dtype, group.reduce_dtype
+@dataclass(frozen=True)
+class _Place:
+    """Where a tensor lies and what it went through: what a line says of it in each step.
 
-
-@functools.lru_cache
-def _named(dtypes: tuple[torch.dtype, ...]) -> Values:
-    """Their names, and the coarsest rounding unit."""
-    names = " ".join(str(each).removeprefix("torch.") for each in dtypes)
-    return {"dtypes": names, "eps": max(torch.finfo(each).eps for each in dtypes if each.is_floating_point)}
-
-
-@functools.lru_cache(maxsize=4096)  # of two steps the same
-def _pieces(shape: torch.Size, cuts: tuple[Cut, ...]) -> list[Piece]:
-    return pieces_of(shape, cuts)
-
-
-def _said(tensors: Iterable[tuple[str, str, Tensor, tuple[torch.dtype, ...]]]) -> Values:
-    """The fingerprints of (unit, parameter, tensor, dtypes), by unit and parameter.
-
-    replica: which of several copies this rank has a part of; all copies have numbers from 0
+    said: the names of its own dtype, that of computing and that of reducing; the coarsest rounding unit of these; and which of several
+          copies this rank has a part of: all copies have numbers from 0
     """
-    named, parts = [], []
-    for unit, name, tensor, dtypes in tensors:
-        local, replica = tensor, 0
-        cuts: list[Cut] = []
-        if isinstance(tensor, DTensor):
-            coordinate = tensor.device_mesh.get_coordinate() or ()
-            local, cuts = torch_dtensors.local_tensor(tensor), cuts_of(tensor, coordinate)
-            for axis, placement in enumerate(tensor.placements):
+
+    facts: tuple[Any, ...]
+    runs: list[Run]
+    said: Values
+
+    @classmethod
+    def of(cls, value: Tensor, group: Group) -> _Place:
+        dtypes = value.dtype, group.param_dtype, group.reduce_dtype
+        replica, cuts = 0, list[Cut]()
+        if isinstance(value, DTensor):
+            coordinate = value.device_mesh.get_coordinate() or ()
+            cuts = cuts_of(value, coordinate)
+            for axis, placement in enumerate(value.placements):
                 if torch_dtensors.shard_dim(placement) is None:
-                    replica = replica * tensor.device_mesh.size(axis) + coordinate[axis]
-        named.append((unit, name, replica, dtypes))
-        parts.append((local.detach(), tensor.shape, _pieces(tensor.shape, tuple(cuts))))
-    found: Values = {}
-    for (unit, name, replica, dtypes), made in zip(named, fingerprints(parts), strict=True):
-        said = {"checksum": made.checksum, "squares": made.squares, "sketch": made.sketch, "replica": replica, **_named(dtypes)}
-        found.setdefault(unit, {})[name] = said
-    return found
+                    replica = replica * value.device_mesh.size(axis) + coordinate[axis]
+        said = {
+            "dtypes": " ".join(str(each).removeprefix("torch.") for each in dtypes),
+            "eps": max(torch.finfo(each).eps for each in dtypes if each.is_floating_point),
+            "replica": replica,
+        }
+        return cls(_facts(value), runs_of(value.shape, pieces_of(value.shape, cuts)), said)
+
+
+def _facts(value: Tensor) -> tuple[Any, ...]:
+    return value.dtype, value.shape, value.placements if isinstance(value, DTensor) else ()

@@ -37,7 +37,7 @@ from ..doctor.patient import Patient, _living
 from ..doctor.replicas import digest
 from ..doctor.step_checks import digest_of
 from ..inspect import Listener, is_sharded, listen
-from ..inspector.fingerprint import Fingerprint, fingerprints
+from ..inspector.fingerprint import Fingerprint, Fingerprints, runs_of
 from ..ranks import Rank
 from ..reference import Axes, ReferenceModule
 from ..run import run_script
@@ -232,10 +232,11 @@ class Witness(Patient):
 
     def _seen(self, tensors: Any) -> dict[str, Seen]:
         found = [(name, tensor, *_placed(tensor)) for name, tensor in tensors]
-        made = fingerprints([(_local(tensor), tensor.shape, pieces) for _, tensor, _, pieces in found], NUM_SKETCHES)
+        made = Fingerprints(NUM_SKETCHES)
+        made.take((_local(tensor), runs_of(tensor.shape, pieces)) for _, tensor, _, pieces in found)
         return {
             name: Seen(each, copy, tensor.numel(), max(self._eps, self._coarsest(name)), _eps(tensor.dtype))
-            for (name, tensor, copy, _), each in zip(found, made, strict=True)
+            for (name, tensor, copy, _), each in zip(found, made.all(), strict=True)
         }
 
     def _coarsest(self, name: str) -> float:

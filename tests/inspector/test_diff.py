@@ -6,7 +6,8 @@ import contextlib
 import io
 import json
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,7 +22,7 @@ from fsdp2.cli import main
 from fsdp2.core.group.memory import GroupMemory
 from fsdp2.inspector.difference import Lines, differences
 from fsdp2.inspector.expected import RECORD_LINE
-from fsdp2.inspector.fingerprint import fingerprint
+from fsdp2.inspector.fingerprint import Fingerprints, runs_of
 from fsdp2.inspector.run_folder import rank_files, read_lines
 from harness import on_ranks
 from harness.inspected import folder_for_all
@@ -131,8 +132,9 @@ def test_what_ranks_record_adds_up_to_the_whole_tensor(world_size):
         for name in ("weight", "bias"):
             said = [lines[rank][0]["parameters"][str(layer)][f"{layer}.0.{name}"] for rank in range(world_size)]
             tensor = model.get_parameter(f"{layer}.0.{name}").full_tensor().detach()
-            made = fingerprint(tensor, tensor.shape, fsdp2.checkpoint.shard_geometry.pieces_of(tensor.shape, ()))
-            assert [each["checksum"] for each in said] == [made.checksum] * world_size
+            made = Fingerprints()
+            made.take([(tensor, runs_of(tensor.shape, fsdp2.checkpoint.shard_geometry.pieces_of(tensor.shape, ())))])
+            assert [each["checksum"] for each in said] == [each.checksum for each in made.all()] * world_size
 
 
 @pytest.mark.slow
@@ -219,6 +221,44 @@ def test_records_that_are_broken_anywhere_are_an_error_of_fsdp2_that_names_the_l
         status, printed = diff()
         assert status == 2, values
         assert f"{file}, line 2 cannot be read" in printed, (values, printed)
+
+
+def calls_of_a_step(step: Callable[[], None]) -> int:
+    """Python functions that a step calls on this thread."""
+    calls = []
+    sys.setprofile(lambda frame, event, argument: calls.append(1) if event == "call" else None)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    return len(calls)
+
+
+@on_ranks(1)
+def test_records_of_a_small_step_call_few_python_functions(world_size):
+    """The share of a step in which hardly anything is computed; a step of this model without records is 1."""
+    folder, model = folder_for_all(), built("zero3")
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    kinds = {
+        "none": contextlib.nullcontext,
+        "record": lambda: fsdp2.record(folder, model, optimizer),
+        "ledger": lambda: fsdp2.ledger(folder, model, optimizer),
+        "trace": lambda: fsdp2.trace(folder, allocations=False),
+    }
+    calls = {}
+    for kind, written_down in kinds.items():
+        with written_down():
+            for _ in range(3):
+                step()
+            calls[kind] = calls_of_a_step(step)
+    for kind, share in (("record", 1.15), ("ledger", 1.25), ("trace", 1.25)):
+        assert calls["none"] < calls[kind] < share * calls["none"], calls
 
 
 @on_ranks(1)

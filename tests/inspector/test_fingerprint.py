@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from fsdp2.checkpoint.shard_geometry import Cut, pieces_of
-from fsdp2.inspector.fingerprint import NOTHING, Fingerprint, fingerprint
+from fsdp2.inspector.fingerprint import NOTHING, Fingerprint, Fingerprints, runs_of
+
+
+def fingerprint(local, shape, pieces):
+    made = Fingerprints()
+    made.take([(local, runs_of(shape, pieces))])
+    return made.all()[0]
 
 
 def whole(tensor: Tensor) -> Fingerprint:
@@ -57,3 +63,20 @@ def test_a_scalar_and_an_empty_tensor_have_fingerprints():
     assert whole(torch.tensor(3.0)).norm == 3
     assert whole(torch.ones(0, 4)) == NOTHING
     assert math.isnan(whole(torch.tensor([math.nan])).norm)
+
+
+def test_what_is_taken_is_as_it_was_then_and_large_tensors_are_the_sum_of_their_runs():
+    """Values are looked at later, 2**18 elements at a time; between, an optimizer has written to them, and their memory is free."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator) for shape in ((300, 1000), (3, 5), (700, 800), (), (2, 2))]
+    tensors += [torch.zeros(600, 1000), tensors[0].bfloat16()]  # of the zeros a run has no squares, and a checksum
+    made = Fingerprints()
+    for each in tensors:
+        kept = each.clone()
+        made.take([(kept, runs_of(each.shape, pieces_of(each.shape, ())))])
+        kept.fill_(7)
+    assert [each.checksum for each in made.all()] == [whole(each).checksum for each in tensors]
+    for each, expected in zip(made.all(), tensors, strict=True):
+        assert each.norm == pytest.approx(expected.double().norm().item())
+    halves = [whole(tensors[5]), of_shards(tensors[5], 0, 7), of_shards(tensors[5], 1, 3)]
+    assert len({each.checksum for each in halves}) == 1

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fsdp2
 from fsdp2.checkpoint import full_state_dict
-from fsdp2.hangs import joint_calls
+from fsdp2.hangs import background, joint_calls
 from fsdp2.hangs.background import EXIT_STATUS
 from fsdp2.hangs.lookout import Limits, Lookout
 from harness import on_ranks
@@ -207,6 +207,12 @@ def test_no_thread_runs_until_a_program_asks_for_one():
         full_state_dict(sharded())
         fsdp2.clip_grad_norm_(sharded().parameters(), 1.0)
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("fsdp2_")] == []
+
+
+def test_names_in_what_is_told_cannot_steer_the_terminal(capsys):
+    background.tell("rank 1 waits in \x1b[2Jmodel.py")
+    assert "\x1b" not in (told := capsys.readouterr().err)
+    assert told.startswith("rank 1 waits in ")
 
 
 @on_ranks(2)

@@ -97,7 +97,7 @@ def guarded_step(
         is_finite = bool(norm.isfinite())
     mine = _FAILED if failed is not None else _MAY_STEP if is_finite else _NOT_FINITE
     axes = axes_of(meshes)
-    worst = largest_over(axes, mine)
+    [worst] = largest_over(axes, mine)
     if worst == _MAY_STEP:
         if max_norm is not None and norm is not None:
             with torch.no_grad():

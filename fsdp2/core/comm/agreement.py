@@ -155,7 +155,7 @@ def agree_over(axes: Sequence[Axis], problem: FSDPError | None) -> None:
     Raises:     this rank's problem, or else that of another rank
     """
     problem = problem or take_untold()
-    if largest_over(axes, int(problem is not None), problem) == 0:
+    if largest_over(axes, int(problem is not None), problem=problem) == [0]:
         return
     for group, _ in axes:
         problems = [each for each, _ in _told(group, problem, None) if each is not None]
@@ -164,18 +164,22 @@ def agree_over(axes: Sequence[Axis], problem: FSDPError | None) -> None:
     raise problem
 
 
-def largest_over(axes: Sequence[Axis], value: int, problem: FSDPError | None = None) -> int:
-    """The largest ``value`` of all ranks that ``axes`` reach one after another. problem: as in ``reached``
+def largest_over(
+    axes: Sequence[Axis], *values: int, problem: FSDPError | None = None, what: str = "agreement of ranks"
+) -> list[int]:
+    """The largest of each of ``values``, of all ranks that ``axes`` reach one after another.
 
-    Collective: yes, over each of ``axes``
+    problem, what: as in ``reached`` and ``during``
+    Collective:    yes, over each of ``axes``
     """
+    largest = list(values)
     for group, device in axes:
         with reached(group, problem):
-            largest = torch.tensor(value, device=device)
-            with during("agreement of ranks", group, largest):
-                dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-            value = int(largest.item())
-    return value
+            found = torch.tensor(largest, device=device)
+            with during(what, group, found):
+                dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+            largest = found.tolist()
+    return largest
 
 
 def outermost(meshes: Sequence[DeviceMesh]) -> list[DeviceMesh]:

@@ -38,8 +38,9 @@ from torch.distributed.checkpoint.metadata import (
 from ..errors import CheckpointError
 from .failures import failure, readable
 from .file_reading import ByteReader, is_inside, open_regular
+from .inert_pickle import unpickle
 from .lazy_tensors import NAMES, Assembled, LazyTensor, State, Stored, dtype_of
-from .pickle_limits import MAX_DEPTH, BoundedUnpickler, check_key, check_pickle, checked_ordered_dict
+from .pickle_limits import MAX_DEPTH, BoundedUnpickler, check_keys, checked_ordered_dict
 from .shard_geometry import Box, cover_problem
 from .torch_file import data_behind, description_of, head_nbytes, read_torch_file, stored
 
@@ -82,7 +83,7 @@ class _MetadataUnpickler(BoundedUnpickler):
         else:
             vars(made).update(state)
         if isinstance(made, MetadataIndex):
-            check_key((made.fqn, made.offset, made.index))  # it is a dict's key
+            check_keys([(made.fqn, made.offset, made.index)])  # it is a dict's key
         return True
 
 
@@ -172,7 +173,7 @@ def unpack(data: bytes) -> Any:
             raise ValueError(f"{inflated[0]} is compressed")
         for name in zipped.namelist():
             if name.endswith("data.pkl"):
-                check_pickle(zipped.read(name))
+                unpickle(zipped.read(name), lambda saved: None)
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 

@@ -162,13 +162,13 @@ class _Unpickler(BoundedUnpickler):
             made.state = state
         return isinstance(made, (Inert, OrderedDict))  # nobody needs a state dict's attributes
 
-    def stored(self, pid: Any) -> Any:
+    def persistent_load(self, pid: Any) -> Any:
         match pid:
             case ("storage", torch.dtype() as dtype, str(key), _, int()):
                 return _Storage(key, dtype)
             case ("storage", _, str(key), _, int()):
                 return _Storage(key, torch.uint8)
-        return super().stored(pid)
+        return super().persistent_load(pid)
 
     def _tensor(
         self, storage: _Storage, offset: int, shape: Any, stride: Any, grad: Any = None, hooks: Any = None, bits: Any = None

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from fsdp2.checkpoint import CheckpointError, convert, load_safetensors, open_source
 from fsdp2.checkpoint.dcp_read import unpack
-from fsdp2.checkpoint.pickle_limits import check_pickle
+from fsdp2.checkpoint.inert_pickle import unpickle
 from fsdp2.checkpoint.safetensors_files import parse_header
 from harness.bounded import Outcome, bounded
 
@@ -63,10 +63,10 @@ def opened(path: Path) -> Callable[[], Any]:
 def test_a_memo_index_of_a_pickle_takes_no_memory(tmp_path: Path) -> None:
     """2 GiB were written for these nine bytes."""
     bomb = b"\x80\x02Nr" + struct.pack("<I", 2**27) + b"."
-    assert "memo" in refused(opened(torch_zip(tmp_path / "a.pt", bomb)))
+    refused(opened(torch_zip(tmp_path / "a.pt", bomb)))
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp/.metadata").write_bytes(bomb)
-    assert "memo" in refused(opened(tmp_path / "dcp"))
+    refused(opened(tmp_path / "dcp"))
 
 
 @pytest.mark.parametrize("name", ["data.pkl", "byteorder"])
@@ -126,8 +126,38 @@ def test_shared_tuples_are_not_hashed(where: str, tmp_path: Path) -> None:
 def test_numbers_of_one_hash_are_no_keys() -> None:
     """Integers that are equal modulo 2**61 - 1 have one hash: a dict of n of them takes n**2 steps."""
     with pytest.raises(pickle.UnpicklingError, match="8 bytes"):
-        check_pickle(pickle.dumps({index * (2**61 - 1): 0 for index in range(100)}, 2))
-    check_pickle(pickle.dumps(dict.fromkeys(range(100), 2**200), 2))
+        unpickled(pickle.dumps({index * (2**61 - 1): 0 for index in range(100)}, 2))
+    unpickled(pickle.dumps(dict.fromkeys(range(100), 2**200), 2))
+
+
+def unpickled(data: bytes) -> Any:
+    return unpickle(data, lambda saved: saved)
+
+
+LONG = b"\x80\x02(" + b"N" * 100_000 + b"tq\x00"  # a tuple of 100 000 Nones, memoized as 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        b"cbuiltins\nlist\nh\x00\x85R",
+        b"ca\nB\nh\x00R",
+        b"ca\nB\nh\x00\x81",
+        b"ca\nB\nh\x00}\x92",
+        b"(ca\nB\nh\x00o",
+        b"(h\x00itorch\nSize\n",
+    ],
+    ids=["a copy", "arguments", "new", "new with keywords", "an object", "a class"],
+)
+def test_calls_do_not_copy_one_argument_again_and_again(call: bytes, tmp_path: Path) -> None:
+    """Each kept 800 KB: 14 bytes of the file."""
+    description = LONG + b"](" + call * 20_000 + b"e."
+    assert "again and again" in refused(opened(torch_zip(tmp_path / "a.pt", description)))
+
+
+def test_the_memory_of_a_bytearray_is_not_taken_before_its_bytes_are_there(tmp_path: Path) -> None:
+    bomb = b"\x80\x05\x96" + struct.pack("<Q", 1 << 33) + b"."
+    refused(opened(torch_zip(tmp_path / "a.pt", bomb)))
 
 
 def test_deep_and_endless_containers_are_refused(tmp_path: Path) -> None:
@@ -145,13 +175,15 @@ def test_classes_cost_no_more_than_their_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("protocol", range(6))
 def test_every_pickle_of_a_program_passes(protocol: int) -> None:
-    """The limits know every opcode: what pickle itself writes is within them."""
+    """What pickle itself writes is within the limits."""
     state = collections.OrderedDict(a=[1, -1, 2**40, 2**300, 1.5, True, None, "x" * 300, b"y" * 300, (1, 2, 3, 4), {5}, frozenset({6})])
     objects: list[Any] = [state, state, Path("x"), torch.Size([2]), collections.defaultdict(list), bytearray(b"z"), 1j, {(1, "a"): 2}]
-    check_pickle(pickle.dumps(objects, protocol))
+    found = unpickled(pickle.dumps(objects, protocol))
+    assert found[0] is found[1]
+    assert (found[0], found[4], *found[6:]) == (state, {}, *objects[6:])
     for cut in range(len(pickle.dumps(objects, protocol))):
-        with pytest.raises(pickle.UnpicklingError):
-            check_pickle(pickle.dumps(objects, protocol)[:cut])
+        with pytest.raises(Exception):  # noqa: B017 -- any: readers name the file
+            unpickled(pickle.dumps(objects, protocol)[:cut])
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ list) still has torch's.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 from .arguments import SWITCH, require
 from .clients import torch_names
 from .core.iteration.module_state import unit_of
+from .lifecycle import UntilStopped
 
 FSDP2_NAMES = (
     "CPUOffloadPolicy",
@@ -58,14 +60,18 @@ _lock = threading.RLock()
 _installed: list[Installation] = []
 
 
-class Installation:
-    """The names that one ``install`` call has rebound; as a context manager it is undone at the end of the block."""
+class Installation(UntilStopped):
+    """The names that one ``install`` call has rebound, until ``stop()`` or ``uninstall()``, or the end of a ``with`` block."""
 
-    def __init__(self) -> None:
+    def _begin(self, undo: contextlib.ExitStack) -> None:
         self._rebound: list[tuple[types.ModuleType, str, Any, Any]] = []
+        undo.callback(self._put_back)
 
     def uninstall(self) -> None:
         """Put back what ``install`` replaced; a second time, nothing. A name that somebody else has rebound since stays as it is."""
+        self.stop()
+
+    def _put_back(self) -> None:
         with _lock:
             if self in _installed:
                 _installed.remove(self)
@@ -73,12 +79,6 @@ class Installation:
                 if vars(module).get(name) is ours:
                     setattr(module, name, theirs)
             self._rebound.clear()
-
-    def __enter__(self) -> Installation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.uninstall()
 
     def __repr__(self) -> str:
         modules = {module.__name__ for module, *_ in self._rebound}

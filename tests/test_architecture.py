@@ -117,7 +117,7 @@ def test_each_tensor_is_made_on_a_device_that_its_line_names():
 
 WIDE_CLASSES = {
     "core/group/memory.py: GroupMemory",
-    "doctor/watching.py: Watch",
+    "doctor/watching.py: watch",
     "hangs/watcher.py: Watchdog",
     "inspect/views.py: Group",
     "planner/setting.py: Setting",

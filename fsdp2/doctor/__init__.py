@@ -12,6 +12,8 @@ from .checking import check
 from .finding import Finding, Report
 from .gradient_scale import Certificate, gradient_scales
 from .initialization import canaries
-from .watching import Watch, watch
+from .watching import watch
 
-__all__ = ["Certificate", "Finding", "Report", "Watch", "canaries", "check", "gradient_scales", "watch"]
+Watch = watch  # an older name
+
+__all__ = ["Certificate", "Finding", "Report", "canaries", "check", "gradient_scales", "watch"]

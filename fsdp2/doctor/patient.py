@@ -34,7 +34,7 @@ from .inspected import inspect
 from .learning import step_on_some_ranks
 from .meeting import Meeting
 from .rank_record import RankRecord, place_of
-from .watching import Watch
+from .watching import watch
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Patient:
         self._model: nn.Module | None = None
         self._num_steps: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # of those that have sharded parameters
         self._watched: set[nn.Module] = set()
-        self._watches: list[Watch] = []
+        self._watches: list[watch] = []
         self._has_been_told = False  # that its steps are enough
         self._has_ended = False
         self._timeout = timeout
@@ -107,11 +107,11 @@ class Patient:
         record.write(self._folder)
         if record.has_failed:
             self._look_alone()
-        for watch in self._watches:
+        for each in self._watches:
             if record.has_failed:
-                watch.give_up()
+                each.give_up()
             else:
-                watch.stop()
+                each.stop()
         record.write(self._folder)
 
     def _look_alone(self) -> None:
@@ -167,7 +167,8 @@ class Patient:
         # An optimizer that lives, and never steps, is no fault; the watch sees those that do.
         self._add(*check(model, optimizers, ignore=["two-optimizers"]))
         patience = self._max_steps + 1
-        self._watches.append(Watch(model, optimizers, strict=False, ignore=(), every=1, patience=patience, tell=self._add))
+        self._watches.append(watch(model, optimizers, every=1, patience=patience))
+        self._watches[-1].tell = self._add
 
     def _stop_script(self) -> None:
         if self._has_been_told or threading.current_thread() is not threading.main_thread():

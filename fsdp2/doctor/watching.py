@@ -11,7 +11,6 @@ import functools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from torch.utils.weak import TensorWeakRef
 from ..arguments import COUNT, SWITCH, require
 from ..errors import ArgumentError, DoctorError, DoctorWarning
 from ..inspect import Parameter, current_step, exchange, find_tensors, local_of, parameters_of
+from ..lifecycle import UntilStopped
 from ..torch_names import torch_compiler, torch_dtensors
 from ..user_warnings import warn
 from . import hearing, learning, loss_weights
@@ -58,22 +58,16 @@ from .step_checks import (
 )
 
 
-def watch(
-    model: nn.Module,
-    optimizer: Optimizer | Iterable[Optimizer],
-    *,
-    strict: bool = False,
-    ignore: Iterable[str] = (),
-    every: int = 100,
-    patience: int = 8,
-) -> Watch:
-    """Watch the steps of ``model``, from now until the end of the ``with`` block, or until ``stop()``.
+class watch(UntilStopped):  # noqa: N801 (called as a function is)
+    """Watch the steps of ``model``, from now until the end of the ``with`` block, or until ``stop()``. ``report``: its findings so far
+
+    Its private attributes are what it was given, and what one check has to remember from one moment of a step to another.
 
     optimizer:  one, or all that train it; the first one's step ends a step
     strict:     raise DoctorError where the default warns (DoctorWarning), each fault once
     ignore:     names of checks that are left out
     every:      the first two steps, and each of this number, are looked at closely
-    patience:   steps after which a gradient that never came is reported; earlier where the watch ends before
+    patience:   steps after which a gradient that never came is reported; earlier where ``stop()`` ends the watch before
     Collective: yes: in steps that are looked at closely ranks exchange what they saw, over all ranks of the job, before the first
                 optimizer's step
     Raises:     ModuleError if ``model`` is not sharded; ArgumentError for another wrong argument
@@ -84,25 +78,16 @@ def watch(
             optimizer.step()
         watching.report
     """
-    return Watch(model, optimizer, strict=strict, ignore=ignore, every=every, patience=patience)
-
-
-class Watch:
-    """What ``watch`` returns; its ``report`` holds what it has found so far.
-
-    The other attributes are what it was given, and what one check has to remember from one moment of a step to another.
-    """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: Optimizer | Iterable[Optimizer],
         *,
-        strict: bool,
-        ignore: Iterable[str],
-        every: int,
-        patience: int,
-        tell: Callable[[Finding], None] | None = None,
+        strict: bool = False,
+        ignore: Iterable[str] = (),
+        every: int = 100,
+        patience: int = 8,
     ) -> None:
         require("watch", SWITCH, strict=strict)
         inspected = inspect(model, optimizer, "watch")
@@ -118,7 +103,7 @@ class Watch:
         self._ignored = ignored_checks("watch", ignore)
         require("watch", COUNT, every=every, patience=patience)
         self._every, self._patience = every, patience
-        self._tell = tell or (_raise if strict else _warn)
+        self.tell: Callable[[Finding], None] = _raise if strict else _warn  # the command writes them down instead
         self._found: dict[tuple[str, tuple[str, ...]], Finding] = {}
         self._num_steps = 0
         self._no_gradient = [param for param in self._params if param.sharded.requires_grad]
@@ -134,11 +119,12 @@ class Watch:
         self._has_dropped = False  # gradients in the last close look
         self._stepped_with: tuple[TensorWeakRef, int] | None = None  # a gradient, and the version that it had
         self._meeting = Meeting()
-        self._undo = contextlib.ExitStack()
-        self._begin(model, inspected.optimizers)
+        super().__init__()
 
-    def _begin(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
-        undo = self._undo
+    def _begin(self, undo: contextlib.ExitStack) -> None:
+        model, optimizers = self._inspected.model, self._inspected.optimizers
+        undo.push(self._end)
+        undo.callback(self._meeting.leave)
         # Ahead of the hook that gathers: a rank that others wait for must say that it begins a forward.
         before = torch_compiler.dynamo_disabled(self._before_forward)
         undo.callback(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove)
@@ -161,31 +147,20 @@ class Watch:
         ):
             calls.listen(listener)
             undo.callback(calls.ignore, listener)
-        undo.callback(self._meeting.leave)
 
     @property
     def report(self) -> Report:
         return report_of([self._found.values()])
 
-    def stop(self) -> None:
-        """End the watch: all hooks are removed, and gradients that never came are reported. A second time: nothing."""
-        self._undo.close()
-        if self._num_steps:
+    def _end(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Report gradients that never came; in a program that fails they are no finding."""
+        if kind is None and self._num_steps:
             self._note_missing()
 
     def give_up(self) -> None:
-        """End it in a program that has failed: gradients that have not come yet are no finding."""
+        """End it in a program that has failed."""
         self._num_steps = 0
         self.stop()
-
-    def __enter__(self) -> Watch:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        if kind is None:
-            self.stop()
-        else:
-            self.give_up()
 
     # --- moments of a step ---
 
@@ -435,7 +410,7 @@ class Watch:
             key = finding.check, finding.params
             if finding.check not in self._ignored and key not in self._found:
                 self._found[key] = finding
-                self._tell(finding)
+                self.tell(finding)
                 new.append(finding)
         return new
 
@@ -490,10 +465,6 @@ class _Close:
     step: int = 0
 
 
-def _raise(finding: Finding) -> None:
-    raise DoctorError(f"the doctor found something\n{finding}")
-
-
 def _is_there(sample: Tensor | None) -> bool:
     return sample is not None and bool(sample.any())
 
@@ -516,6 +487,10 @@ def _some_values(param: Parameter) -> Tensor:
     """A few of this rank's values, at the places of ``sample_of``."""
     elements = param.local.detach().reshape(-1)
     return elements[:: max(1, elements.numel() // SAMPLED)].cpu().clone()
+
+
+def _raise(finding: Finding) -> None:
+    raise DoctorError(f"the doctor found something\n{finding}")
 
 
 def _warn(finding: Finding) -> None:

@@ -5,10 +5,7 @@ FSDP2_WATCHDOG=600 torchrun --nproc-per-node 2 train.py      every rank is insid
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import os
-import sys
 
 import torch.distributed as dist
 
@@ -36,13 +33,4 @@ def watch_if_asked() -> None:
             f"the environment has {VARIABLE}={short(given)}", expected="a number of seconds", fix=f"for instance {VARIABLE}=600"
         ) from None
     _watching = True
-    watching = contextlib.ExitStack()
-    watching.enter_context(watchdog(timeout))
-    atexit.register(_end, watching)
-
-
-def _end(watching: contextlib.ExitStack) -> None:
-    """Leave the watchdog with the exception that ends the program, if one does: the other ranks then hear of it."""
-    error = getattr(sys, "last_value", None)
-    with contextlib.suppress(Exception):
-        watching.__exit__(type(error) if error is not None else None, error, getattr(error, "__traceback__", None))
+    watchdog(timeout)

@@ -30,10 +30,15 @@ _running: set[BackgroundThread] = set()
 
 
 class BackgroundThread:
-    """Runs ``work`` from the construction on. stop: makes ``work`` return soon; any thread may call it, more than once"""
+    """Runs ``work`` from the construction on. stop: makes ``work`` return soon; any thread may call it, more than once
 
-    def __init__(self, work: Callable[[], None], *, stop: Callable[[], object], name: str) -> None:
-        self._work, self._stop = work, stop
+    at_exit: ends the thread at the end of the program; None: ``end`` does
+    """
+
+    def __init__(
+        self, work: Callable[[], None], *, stop: Callable[[], object], name: str, at_exit: Callable[[], None] | None = None
+    ) -> None:
+        self._work, self._stop, self.at_exit = work, stop, at_exit or (lambda: self.end(PATIENCE_AT_EXIT))
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         _running.add(self)
         self._thread.start()
@@ -53,7 +58,7 @@ class BackgroundThread:
 @atexit.register
 def _end_all() -> None:
     for each in tuple(_running):
-        each.end(PATIENCE_AT_EXIT)
+        each.at_exit()
 
 
 def tell(text: str) -> None:

@@ -12,10 +12,12 @@ other ranks watch the judge. In between they listen for asks, so that a user's s
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +28,7 @@ import torch.distributed as dist
 
 from ..errors import ArgumentError, OrderError, short
 from ..inspect import CollectiveLog, lost_ranks, recording
+from ..lifecycle import UntilStopped
 from ..torch_names import torch_collectives
 from . import background
 from .background import BackgroundThread
@@ -229,9 +232,10 @@ class Watchdog:
         self._end()
 
 
-@contextlib.contextmanager
-def watchdog(timeout: float = 600.0, *, patience: float | None = None) -> Iterator[None]:
-    """Inside, record collectives and watch them: a hang is explained on rank 0, and ends all ranks with status 75.
+class watchdog(UntilStopped):  # noqa: N801 (called as a function is)
+    """Record collectives and watch them, from now until the end of the ``with`` block, or until ``stop()``, or the program's end.
+
+    A hang is explained on rank 0, and ends all ranks with status 75.
 
     Where rank 0 has left, the lowest rank that still watches explains.
 
@@ -241,47 +245,59 @@ def watchdog(timeout: float = 600.0, *, patience: float | None = None) -> Iterat
 
     SIGUSR1 to any rank makes that rank print the explanation, and nothing ends; from the main thread only, and not on Windows.
     Raises:     OrderError without a process group, ArgumentError if ``timeout`` is not a positive number or ``patience`` shorter
-    Collective: no, but all ranks must enter at the same place: collectives are numbered from there
+    Collective: no, but all ranks must call it at the same place: collectives are numbered from there
 
     Example:
         with fsdp2.watchdog(timeout=600):
             model(x).sum().backward()
             optimizer.step()
     """
-    global _num_made
-    timeout, patience = _checked_times(timeout, patience)
-    if not dist.is_initialized():
-        raise OrderError(
-            "watchdog needs a process group, whose ranks it compares",
-            expected="torch.distributed.init_process_group() before it",
-            fix="enter it after init_process_group()",
-        )
-    _num_made += 1
-    store = torch_collectives.own_connection_to_the_store(f"fsdp2_watchdog_{_num_made}")
-    with recording() as log, _asked_by_signal() as asked:
-        dog = Watchdog(store, log, timeout, patience)
+
+    def __init__(self, timeout: float = 600.0, *, patience: float | None = None) -> None:
+        self._timeout, self._longest = _checked_times(timeout, patience)
+        if not dist.is_initialized():
+            raise OrderError(
+                "watchdog needs a process group, whose ranks it compares",
+                expected="torch.distributed.init_process_group() before it",
+                fix="call it after init_process_group()",
+            )
+        super().__init__()
+
+    def _begin(self, undo: contextlib.ExitStack) -> None:
+        global _num_made
+        _num_made += 1
+        store = torch_collectives.own_connection_to_the_store(f"fsdp2_watchdog_{_num_made}")
+        log, asked = undo.enter_context(recording()), undo.enter_context(_asked_by_signal())
+        dog = Watchdog(store, log, self._timeout, self._longest)
         dog.look()  # the first sign: it shows that a rank that dies soon after was there
         leaving, left = os.pipe()
-        every = between_listening(dist.get_world_size())
+        undo.callback(os.close, leaving)
+        undo.callback(os.close, left)
+        looks, listens = self._timeout / 10, between_listening(dist.get_world_size())
+        self._why_left = ""
+        undo.callback(lambda: dog.leave(self._why_left))
         thread = BackgroundThread(
-            lambda: _run(dog, timeout / 10, every, asked, leaving),
+            lambda: _run(dog, looks, listens, asked, leaving),
             stop=lambda: os.write(left, b"."),
             name="fsdp2_watchdog",
+            at_exit=self._end_with_program,
         )
-        why = ""
-        try:
-            yield
-        except Exception as error:  # for instance of a backend to which ranks have sent different things; it names no module
+        undo.callback(thread.end)
+        undo.push(functools.partial(self._tell_why, dog, log))
+
+    def _tell_why(self, dog: Watchdog, log: CollectiveLog, kind: object, error: BaseException | None, _: object) -> None:
+        """``error``: for instance of a backend to which ranks have sent different things; it names no module"""
+        if isinstance(error, Exception):
             if dog.is_ending():  # another rank has ended already, which broke this rank's connection
                 background.end_process()
-            why = f" with {type(error).__name__}: {own_account(report_of(dog.rank, log))}"
-            background.tell(f"fsdp2.watchdog: rank {dog.rank} leaves{why}")
-            raise
-        finally:
-            thread.end()
-            dog.leave(why)
-            os.close(left)
-            os.close(leaving)
+            self._why_left = f" with {type(error).__name__}: {own_account(report_of(dog.rank, log))}"
+            background.tell(f"fsdp2.watchdog: rank {dog.rank} leaves{self._why_left}")
+
+    def _end_with_program(self) -> None:
+        """Leave with the exception that ends the program, if one does: the other ranks then hear of it."""
+        error = getattr(sys, "last_value", None)
+        with contextlib.suppress(Exception):
+            self.__exit__(None if error is None else type(error), error, None)
 
 
 def between_listening(num_ranks: int) -> float:
@@ -322,6 +338,10 @@ def _checked_times(timeout: Any, patience: Any) -> tuple[float, float]:
     return float(timeout), 10.0 * timeout if patience is None else float(patience)
 
 
+_writing: list[int] = []  # pipes of the watchdogs that run; SIGUSR1 writes to the last
+_before: list[Any] = []  # the file descriptor and the handler that the first one has found
+
+
 @contextlib.contextmanager
 def _asked_by_signal() -> Iterator[int]:
     """The end of a pipe to which SIGUSR1 writes at once, even while the main thread waits in a collective, where no handler runs."""
@@ -329,13 +349,17 @@ def _asked_by_signal() -> Iterator[int]:
     os.set_blocking(writing, False)
     installs = threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGUSR1")
     if installs:
-        handler = signal.signal(signal.SIGUSR1, lambda *_: None)
-        before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False), signal.signal(signal.SIGUSR1, lambda *_: None)
+        _before.extend(() if _before else before)
+        _writing.append(writing)
     try:
         yield reading
     finally:
-        if installs:
-            signal.set_wakeup_fd(before)
-            signal.signal(signal.SIGUSR1, handler)
+        if installs:  # watchdogs may end in any order
+            _writing.remove(writing)
+            signal.set_wakeup_fd(_writing[-1] if _writing else _before[0])
+            if not _writing:
+                signal.signal(signal.SIGUSR1, _before[1])
+                _before.clear()
         os.close(reading)
         os.close(writing)

@@ -205,13 +205,17 @@ def _passed(streams: Streams, event: Event) -> Callable[[], bool]:
     return lambda: streams.has_passed(event)
 
 
-_watched: CollectiveLog | None = None  # that of ``switched_on``: it comes first, because it numbers collectives from there
+_watched: tuple[CollectiveLog, ...] = ()  # those of ``switched_on``: the last comes first, because it numbers collectives from there
 _heard: CollectiveLog | None = None  # that of listeners, which need no numbers
+
+
+def _current() -> CollectiveLog | None:
+    return _watched[-1] if _watched else _heard
 
 
 def _switch() -> None:
     """Readers have come, or gone."""
-    collective_log.current = _watched or _heard
+    collective_log.current = _current()
     if collective_log.current is None:
         torch_fsdp2.ignore()
     else:
@@ -222,13 +226,13 @@ def _switch() -> None:
 def switched_on(step: Callable[[], int]) -> Iterator[CollectiveLog]:
     """Record collectives inside. step: returns the number of the step that runs"""
     global _watched
-    before, log = _watched, CollectiveLog(step)
-    _watched = log
+    log = CollectiveLog(step)
+    _watched = (*_watched, log)
     _switch()
     try:
         yield log
     finally:
-        _watched = before
+        _watched = tuple(each for each in _watched if each is not log)  # blocks may end in any order
         _switch()
 
 
@@ -252,7 +256,7 @@ def ignore(listener: Listener) -> None:
 @contextlib.contextmanager
 def at_disk() -> Iterator[None]:
     """Around code that writes or reads files. A thread must not nest it."""
-    log = _watched or _heard
+    log = _current()
     if log is None:
         yield
         return

@@ -5,6 +5,7 @@ It hears what the collective log tells, and what optimizers do.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import time
@@ -16,28 +17,22 @@ from torch import nn
 
 from ..arguments import NATURAL, Kind, require
 from ..doctor.finding import Finding
-from ..doctor.inspected import inspect
-from ..doctor.watching import Watch
+from ..doctor.watching import watch
 from ..errors import ArgumentError, got
 from ..planner.result import Plan
 from .memory_now import allocator_peak, forget_allocator_peak, kept_bytes
 from .meter import Counts, Meter
-from .run_folder import Values, folder_of, write_json
+from .run_folder import Values, write_json
 from .step_lines import StepLines
 
-Findings: TypeAlias = Watch | Iterable["Finding | Findings"]
+Findings: TypeAlias = watch | Iterable["Finding | Findings"]
 
 
-def ledger(
-    folder: Any,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
-    *,
-    tokens: int | Callable[[], int] | None = None,
-    first_step: int = 1,
-    plan: Plan | None = None,
-    findings: Findings = (),
-) -> Ledger:
+_TOKENS = Kind(lambda each: callable(each) or NATURAL.holds(each), "a number of tokens, or a function that returns it", "8192")
+_PLAN = Kind(lambda each: isinstance(each, Plan), "what fsdp2.plan returns", "fsdp2.plan(model, world_size=8)")
+
+
+class ledger(StepLines):  # noqa: N801 (called as a function is)
     """Write a line for each step of this rank into ``folder``, from now until the end of the ``with`` block, or until ``stop()``.
 
     folder:     one for a run, the same on all ranks of a host; an earlier run's lines are dropped
@@ -54,43 +49,32 @@ def ledger(
             model(x).sum().backward()
             optimizer.step()
     """
-    return Ledger(folder, model, optimizer, tokens=tokens, first_step=first_step, plan=plan, findings=findings)
-
-
-_TOKENS = Kind(lambda each: callable(each) or NATURAL.holds(each), "a number of tokens, or a function that returns it", "8192")
-_PLAN = Kind(lambda each: isinstance(each, Plan), "what fsdp2.plan returns", "fsdp2.plan(model, world_size=8)")
-
-
-class Ledger(StepLines):
-    """What ``ledger`` returns. Most of its attributes are what it was given, or found when it began; four change with each step."""
 
     def __init__(
         self,
         folder: Any,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
         *,
-        tokens: int | Callable[[], int] | None,
-        first_step: int,
-        plan: Plan | None,
-        findings: Findings,
+        tokens: int | Callable[[], int] | None = None,
+        first_step: int = 1,
+        plan: Plan | None = None,
+        findings: Findings = (),
     ) -> None:
-        where = folder_of(folder, "ledger")
-        require("ledger", NATURAL, first_step=first_step)
         require("ledger", _TOKENS.or_none, tokens=tokens)
         require("ledger", _PLAN.or_none, plan=plan)
         list(_each(findings))  # on every rank, although rank 0 alone writes them
-        inspected = inspect(model, optimizer, "ledger")
-        self._model, self._optimizers = model, inspected.optimizers
         self._tokens, self._plan, self._findings = tokens, plan, findings
-        self._device = inspected.groups[0].device if inspected.groups else torch.device("cpu")
-        self._step, self._num_steps = first_step, 0
+        self._num_steps = 0
         self._kept: dict[str, int] = {}
         self._meter = Meter()
-        super().__init__("ledger", where)
-        self._undo.callback(self._write_run)
+        super().__init__("ledger", folder, model, optimizer, first_step, self._meter)
+
+    def _begin(self, undo: contextlib.ExitStack) -> None:
+        groups = self._inspected.groups
+        self._device = groups[0].device if groups else torch.device("cpu")
+        super()._begin(undo)
         self._write_run()
-        self._begin(self._meter, self._optimizers)
         forget_allocator_peak(self._device)
         self._began = time.perf_counter()
 
@@ -98,7 +82,7 @@ class Ledger(StepLines):
         now = time.perf_counter()
         counts = self._meter.take()
         if self._num_steps < 3 or self._num_steps % 50 == 0:  # it walks over all parameters, and changes seldom
-            self._kept = kept_bytes(self._model, self._optimizers or [optimizer])
+            self._kept = kept_bytes(self._inspected.model, self._inspected.optimizers or [optimizer])
         memory = self._kept | self._meter.memory.most
         line = {
             "step": self._step,
@@ -117,6 +101,9 @@ class Ledger(StepLines):
         self._step += 1
         self._num_steps += 1
 
+    def _end(self) -> None:
+        self._write_run()
+
     def _write_run(self) -> None:
         """Write it at the beginning, for a run that crashes, and at the end, when a watch knows more."""
         if self._rank != 0:
@@ -126,7 +113,7 @@ class Ledger(StepLines):
             "device": str(self._device),
             "torch": torch.__version__,
             "fsdp2": importlib.metadata.version("fsdp2"),
-            "model": type(self._model).__name__,
+            "model": type(self._inspected.model).__name__,
             "plan": None if self._plan is None else plan_said(self._plan),
             "findings": [dataclasses.asdict(each) for each in _each(self._findings)],
         }
@@ -134,7 +121,7 @@ class Ledger(StepLines):
 
 
 def _each(findings: Findings) -> Iterator[Finding]:
-    found: Any = findings.report if isinstance(findings, Watch) else findings
+    found: Any = findings.report if isinstance(findings, watch) else findings
     if isinstance(found, str) or not isinstance(found, Iterable):
         raise ArgumentError(
             got("ledger", "findings", findings),

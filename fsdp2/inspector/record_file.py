@@ -13,25 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..arguments import COUNT, NATURAL, require
+from ..arguments import COUNT, require
 from ..checkpoint.model_tensors import cuts_of
 from ..checkpoint.shard_geometry import Cut, pieces_of
-from ..doctor.inspected import inspect
 from ..inspect import Group, Listener, Parameter, Unit
 from ..torch_names import torch_dtensors
 from .fingerprint import Fingerprints, Run, runs_of
-from .run_folder import Values, folder_of
+from .run_folder import Values
 from .step_lines import StepLines
 
 
-def record(
-    folder: Any,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
-    *,
-    every: int = 1,
-    first_step: int = 1,
-) -> Recording:
+class record(StepLines, Listener):  # noqa: N801 (called as a function is)
     """Write fingerprints of each step of this rank into ``folder``, until the end of the ``with`` block or until ``stop()``.
 
     folder:     one for a run, seen by all ranks or copied together; an earlier recording there is dropped
@@ -46,32 +38,22 @@ def record(
             model(x).sum().backward()
             optimizer.step()
     """
-    return Recording(folder, model, optimizer, every=every, first_step=first_step)
-
-
-class Recording(StepLines, Listener):
-    """What ``record`` returns."""
 
     def __init__(
         self,
         folder: Any,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
         *,
-        every: int,
-        first_step: int,
+        every: int = 1,
+        first_step: int = 1,
     ) -> None:
-        where = folder_of(folder, "record")
-        inspected = inspect(model, optimizer, "record")
         require("record", COUNT, every=every)
-        require("record", NATURAL, first_step=first_step)
-        self._units = inspected.units
-        self._every, self._step, self._first = every, first_step, first_step
+        self._every, self._first = every, first_step
         self._places: dict[tuple[bool, str], _Place] = {}
         self._at = ("", "")
         self._begin_step()
-        super().__init__("record", where)
-        self._begin(self, inspected.optimizers)
+        super().__init__("record", folder, model, optimizer, first_step, self)
 
     def _begin_step(self) -> None:
         """``_noted``: (phase, unit, parameter, what its line says) of each of ``_made``. Phase: a name; of gradients which backward"""
@@ -117,13 +99,13 @@ class Recording(StepLines, Listener):
                 found.setdefault(phase, {}).setdefault(unit, {})[name] = sums | said
             phases: dict[str, str | int] = {"parameters": "parameters", "gradients": self._num_backwards, "update": "update"}
             values = {phase: found.get(noted, {}) for phase, noted in phases.items()}
-            self._lines.write({"step": self._step, "made_by": self._units[0].made_by, "torch": torch.__version__, **values})
+            self._lines.write({"step": self._step, "made_by": self._inspected.units[0].made_by, "torch": torch.__version__, **values})
         self._step += 1
         self._begin_step()
 
     def _named(self) -> dict[str, Unit]:
         """The units by the names that events of this step have."""
-        self._by_name = self._by_name or {unit.event_name(): unit for unit in self._units}
+        self._by_name = self._by_name or {unit.event_name(): unit for unit in self._inspected.units}
         return self._by_name
 
     def _note(self, phase: str | int, names: Iterable[str], value_of: Callable[[Parameter], Tensor | None]) -> None:

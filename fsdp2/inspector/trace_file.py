@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ..arguments import SWITCH, require
 from ..inspect import exchange, listen
+from ..lifecycle import UntilStopped
 from ..torch_names import torch_autograd, torch_compiler
 from .chrome import events_of
 from .clock import Offset, measure
@@ -23,9 +24,10 @@ from .moments import Moments, Sample
 from .run_folder import Values, drop_absent_ranks, folder_of, rank_file, rank_files, write_json
 
 
-@contextlib.contextmanager
-def trace(folder: Any, *, allocations: bool = True) -> Iterator[None]:
-    """Inside, record modules, collectives and bytes; ``folder/trace.json`` shows them, at https://ui.perfetto.dev for instance.
+class trace(UntilStopped):  # noqa: N801 (called as a function is)
+    """Record modules, collectives and bytes, from now until the end of the ``with`` block, or until ``stop()``.
+
+    ``folder/trace.json`` shows them, at https://ui.perfetto.dev for instance.
 
     folder:      each rank writes trace.rank<N>.json there; rank 0 merges those that it sees
     allocations: on a CPU, let torch's profiler count what is allocated, activations included: each operator takes longer then. While
@@ -38,26 +40,44 @@ def trace(folder: Any, *, allocations: bool = True) -> Iterator[None]:
             model(x).sum().backward()
             optimizer.step()
     """
-    where = folder_of(folder, "trace")
-    require("trace", SWITCH, allocations=allocations)
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    drop_absent_ranks(where, "trace", "json", num_ranks)
-    device = training_device()
-    moments = Moments(allocated=_allocator_of(device))
-    offset = measure()
-    counts = allocations and device.type == "cpu" and not torch_autograd.profiler_is_on()
-    records = profile(activities=[ProfilerActivity.CPU], profile_memory=True) if counts else None
-    before = all_kept_bytes()
-    try:
-        with _listening(moments), records or contextlib.nullcontext():
-            yield
-    finally:
-        if records is not None:
-            moments.samples += _allocated(before, _allocations_in(records))
-        write_json(rank_file(where, "trace", rank, "json"), _file_of(rank, moments, offset))
-    exchange(None)
-    if rank == 0:
-        merge(where)
+
+    def __init__(self, folder: Any, *, allocations: bool = True) -> None:
+        self._folder = folder_of(folder, "trace")
+        require("trace", SWITCH, allocations=allocations)
+        self._allocations = allocations
+        self._rank, self._num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        super().__init__()
+
+    def _begin(self, undo: contextlib.ExitStack) -> None:
+        drop_absent_ranks(self._folder, "trace", "json", self._num_ranks)
+        device = training_device()
+        self._moments = moments = Moments(allocated=_allocator_of(device))
+        self._offset = measure()
+        self._kept_before, self._records = all_kept_bytes(), None
+        undo.push(self._write)
+        undo.callback(listen(moments))
+        before, after = (torch_compiler.dynamo_disabled(each) for each in (self._begin_optimizer, self._end_optimizer))
+        undo.callback(register_optimizer_step_pre_hook(before).remove)
+        undo.callback(register_optimizer_step_post_hook(after).remove)
+        counts = self._allocations and device.type == "cpu" and not torch_autograd.profiler_is_on()
+        if counts:
+            self._records = undo.enter_context(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
+
+    def _begin_optimizer(self, *_: Any) -> None:
+        self._moments.begin_optimizer()
+
+    def _end_optimizer(self, *_: Any) -> None:
+        self._moments.end_optimizer()
+
+    def _write(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Collective: yes, unless an exception of this ``kind`` ends the block"""
+        if self._records is not None:
+            self._moments.samples += _allocated(self._kept_before, _allocations_in(self._records))
+        write_json(rank_file(self._folder, "trace", self._rank, "json"), _file_of(self._rank, self._moments, self._offset))
+        if kind is None:
+            exchange(None)
+            if self._rank == 0:
+                merge(self._folder)
 
 
 def merge(folder: Path) -> None:
@@ -70,19 +90,6 @@ def merge(folder: Path) -> None:
 def _file_of(rank: int, moments: Moments, offset: Offset) -> Values:
     said = {"rank": rank, "clock_ahead_ns": offset.ahead, "uncertainty_ns": offset.uncertainty}
     return {"traceEvents": events_of(rank, moments.spans, moments.samples, offset), "metadata": said}
-
-
-@contextlib.contextmanager
-def _listening(moments: Moments) -> Iterator[None]:
-    ignore = listen(moments)
-    before = register_optimizer_step_pre_hook(torch_compiler.dynamo_disabled(lambda *_: moments.begin_optimizer()))
-    behind = register_optimizer_step_post_hook(torch_compiler.dynamo_disabled(lambda *_: moments.end_optimizer()))
-    try:
-        yield
-    finally:
-        ignore()
-        before.remove()
-        behind.remove()
 
 
 def _allocator_of(device: torch.device) -> Callable[[], int] | None:

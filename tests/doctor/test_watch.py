@@ -196,7 +196,7 @@ FAULTS: list[tuple[Step, str, str]] = [
 ]
 
 
-def watched(model: nn.Module, step: Step, **options: Any) -> doctor.Watch:
+def watched(model: nn.Module, step: Step, **options: Any) -> doctor.watch:
     """After three steps, each rank on data of its own."""
     optimizer = torch.optim.AdamW(model.parameters())
     torch.manual_seed(10 + dist.get_rank())

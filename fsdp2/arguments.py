@@ -60,6 +60,10 @@ PROCESS_GROUP = Kind(
 )
 
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+"""The words of the command line."""
+
+
 def one_of(*values: object) -> Kind:
     return Kind(lambda value: value in values, f"one of {list(values)}", repr(values[-1]))
 
@@ -84,6 +88,18 @@ def word_of(kind: Kind, read: Callable[[str], Any] = int) -> Callable[[str], Any
         return value
 
     return value_of
+
+
+def dtype_option(said: str) -> dict[str, Any]:
+    """What argparse is told of an option that takes a dtype. said: its help"""
+    words = replace(DTYPE, expected=f"one of {list(DTYPES)}", example="bf16")
+    return {"type": word_of(words, DTYPES.get), "metavar": f"{{{','.join(DTYPES)}}}", "help": said}
+
+
+def add_format(parser: argparse.ArgumentParser) -> None:
+    """How a command prints its result."""
+    parser.add_argument("--format", choices=["text", "json"], default="text", help="of the result; json: one object (default: text)")
+    parser.add_argument("--json", dest="format", action="store_const", const="json", help="the same as --format json")
 
 
 def checked_path(caller: str, name: str, path: Any) -> Path:

@@ -6,9 +6,12 @@ A command's module has ``add_arguments(parser)`` and ``run(options) -> int``, wh
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.metadata
+import os
 import sys
+from collections.abc import Collection
 
 from .errors import ArgumentError, FSDPError
 
@@ -17,6 +20,8 @@ COMMANDS = {
     "convert": ("fsdp2.checkpoint.conversion.convert", "turn a checkpoint of one format into another"),
     "verify": ("fsdp2.checkpoint.conversion.verify", "compare a checkpoint's bytes with the digests that were written with them"),
     "plan": ("fsdp2.planner.command", "plan a training run: memory, its peak, communication, step time"),
+    "search": ("fsdp2.planner.search_command", "propose settings that fit the GPU's memory, the fastest first"),
+    "measure": ("fsdp2.planner.measure", "measure this machine and write a card file, for plans and searches"),
     "diff": ("fsdp2.inspector.diff_command", "say where two recorded runs first differ, and whether by rounding"),
     "report": ("fsdp2.inspector.report.command", "show what a run has written down as an HTML page"),
     "doctor": ("fsdp2.doctor.command", "run a script's first steps on CPU ranks and report its faults"),
@@ -24,6 +29,8 @@ COMMANDS = {
     "explain": ("fsdp2.explain", "show what the troubleshooting page says of an error or a symptom"),
     "migrate": ("fsdp2.migrate.command", "rewrite scripts written for FSDP1, DDP, DeepSpeed or torch's FSDP2"),
 }
+
+NEVER_QUIET = ("run", "explain")  # what they print is the user's program's, or all that they do
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,19 +41,29 @@ def main(arguments: list[str] | None = None) -> int:
     2  nothing was tried: wrong arguments, a file that is not there, an extra that is not installed
     """
     arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser_for(arguments[:1]).parse_args(arguments)
+    try:
+        with contextlib.ExitStack() as undo:
+            if getattr(options, "quiet", False):
+                undo.enter_context(contextlib.redirect_stdout(undo.enter_context(open(os.devnull, "w"))))
+            return int(importlib.import_module(COMMANDS[options.command][0]).run(options))
+    except FSDPError as error:
+        sys.stderr.write(f"fsdp2 {options.command}: {error}\n")
+        return 2 if isinstance(error, ArgumentError) else 1
+
+
+def parser_for(commands: Collection[str]) -> argparse.ArgumentParser:
+    """The parser, with the arguments of these commands: importing a command may need its extra, and takes time."""
     parser = argparse.ArgumentParser(prog="fsdp2", description="Tools for sharded data parallel training.")
     parser.add_argument("--version", action=_Version, nargs=0, help="versions of fsdp2 and torch")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, summary) in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
-        if name in arguments[:1]:  # importing a command may need its extra, and takes time
+        if name in commands:
             importlib.import_module(module).add_arguments(subparser)
-    options = parser.parse_args(arguments)
-    try:
-        return int(importlib.import_module(COMMANDS[options.command][0]).run(options))
-    except FSDPError as error:
-        sys.stderr.write(f"fsdp2 {options.command}: {error}\n")
-        return 2 if isinstance(error, ArgumentError) else 1
+        if name not in NEVER_QUIET:
+            subparser.add_argument("--quiet", action="store_true", help="print errors alone; the exit status is the result")
+    return parser
 
 
 class _Version(argparse.Action):

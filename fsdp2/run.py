@@ -14,11 +14,12 @@ import importlib.machinery
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Sequence
 
 from .arguments import COUNT, POSITIVE, word_of
 from .core.modules.mixed_tensors import explain_mixed_tensors
-from .errors import ArgumentError
+from .errors import ArgumentError, FSDPError
 from .installation import install
 
 
@@ -35,7 +36,7 @@ def checked_script(command: str, options: argparse.Namespace) -> list[str]:
         raise ArgumentError(
             f"{command} found no {options.script!r}",
             expected="a Python file, or -m and a module",
-            fix=f"for instance: fsdp2 {command} --ranks 2 train.py -- --lr 0.1",
+            fix=f"for instance: fsdp2 {command} train.py",
         )
     return list(options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments)
 
@@ -80,14 +81,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Install, say so once on rank 0, and run the script."""
+    checked_script("run", options)
     installation = install(fsdp1=options.fsdp1)
     if os.environ.get("RANK", "0") == "0":
         sys.stderr.write(f"{installation!r}\n")
-    run_script(options.script, options.arguments, options.is_module)
+    try:
+        run_script(options.script, options.arguments, options.is_module)
+    except FSDPError:  # the script's own, with the lines that led to it
+        traceback.print_exc()
+        return 1
     return 0
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m fsdp2.run", description="Run a program on fsdp2 instead of torch's FSDP2.")
     add_arguments(parser)
-    sys.exit(run(parser.parse_args()))
+    try:
+        sys.exit(run(parser.parse_args()))
+    except ArgumentError as error:
+        parser.error(str(error))

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fsdp2.cli import main
+from fsdp2.cli import COMMANDS, NEVER_QUIET, main, parser_for
 
 
 def status_of(arguments: list[str]) -> int:
@@ -55,6 +57,65 @@ def test_wrong_arguments_are_status_2_and_said(arguments: list[str], tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
+VALID = {
+    "run": ["program.py"],
+    "convert": [".", "out", "--to", "dcp"],
+    "verify": ["."],
+    "plan": ["t5-3b", "--ranks", "2"],
+    "search": ["t5-3b", "--ranks", "2", "--card", "h100"],
+    "measure": ["card.json"],
+    "diff": ["a", "b"],
+    "report": ["."],
+    "doctor": ["program.py"],
+    "prove": ["program.py"],
+    "explain": ["MeshError"],
+    "migrate": ["."],
+}
+
+
+def options_of(command: str) -> list[argparse.Action]:
+    (group,) = [each for each in parser_for([command])._actions if isinstance(each, argparse._SubParsersAction)]
+    return [each for each in group.choices[command]._actions if each.option_strings]
+
+
+def wrong_options() -> Iterator[list[str]]:
+    """Of each command: an option that it lacks, and each option that has kinds of values, with a value of no kind."""
+    assert VALID.keys() == COMMANDS.keys()
+    for command, arguments in VALID.items():
+        yield [command, "--no-such-option", *arguments]
+        for option in options_of(command):
+            if option.choices or option.type not in (None, Path, str):
+                yield [command, option.option_strings[-1], "no-such-value", *arguments]
+    for verb in ("search", "measure"):
+        yield ["plan", *VALID["plan"], f"--{verb}"]
+
+
+@pytest.mark.parametrize("arguments", [*wrong_options()], ids=" ".join)
+def test_each_option_refuses_a_wrong_value_before_anything_runs(
+    arguments: list[str], tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert status_of(arguments) == 2
+    said = capsys.readouterr().err
+    assert "--search is the command fsdp2 search" in said or "--measure is the command fsdp2 measure" in said or "no-such-" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_options_of_one_name_are_one_option_in_all_commands() -> None:
+    found: dict[str, set[Any]] = {}
+    for command in COMMANDS:
+        options = {name: each for each in options_of(command) for name in each.option_strings}
+        assert ("--quiet" in options) is (command not in NEVER_QUIET)
+        assert ("--format" in options) is ("--json" in options)
+        for name, each in options.items():
+            if name in ("--format", "--json", "--quiet"):
+                found.setdefault(name, set()).add((each.dest, str(each.choices), str(each.default), each.help))
+            if name.endswith("dtype"):
+                found.setdefault("dtype", set()).add(each.metavar)
+    assert {name for name, ways in found.items() if len(ways) > 1} == set()
+    assert len(found) == 4
+
+
 def test_diff_tells_runs_that_differ_from_folders_that_are_not_there(tmp_path: Path, capsys: Any) -> None:
     said = {"checksum": 1, "squares": 4.0, "sketch": [1.0] * 4, "replica": 0, "eps": 1e-7}
     for name, checksum in (("a", 1), ("same", 1), ("other", 2)):
@@ -63,6 +124,9 @@ def test_diff_tells_runs_that_differ_from_folders_that_are_not_there(tmp_path: P
         (tmp_path / name / "record.rank0.jsonl").write_text(f"{json.dumps(line)}\n")
     statuses = {name: main(["diff", str(tmp_path / "a"), str(tmp_path / name)]) for name in ("same", "other", "absent")}
     assert statuses == {"same": 0, "other": 1, "absent": 2}
+    assert capsys.readouterr().out
+    assert main(["diff", "--quiet", str(tmp_path / "a"), str(tmp_path / "other")]) == 1
+    assert not capsys.readouterr().out
 
 
 def test_explain_shows_sections_of_the_troubleshooting_page(capsys: Any) -> None:
@@ -88,6 +152,18 @@ def test_what_a_script_under_parity_gets_is_what_was_typed(tmp_path: Path, monke
     typed = ["http://h//a", "./b/", "c//d"]
     assert main(["migrate", "--parity", "train.py", "--", *typed]) == 0
     assert given == typed
+
+
+def test_an_error_of_ours_in_a_program_that_runs_has_its_lines(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("import fsdp2\ndef train():\n    fsdp2.fully_shard(3)\ntrain()\n")
+    for module, program, status, said in (
+        (["fsdp2", "run"], "program.py", 1, "line 3, in train"),
+        (["fsdp2", "run"], "absent.py", 2, "found no 'absent.py'"),
+        (["fsdp2.run"], "absent.py", 2, "found no 'absent.py'"),
+    ):
+        done = subprocess.run([sys.executable, "-m", *module, program], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == status, done.stderr
+        assert said in done.stderr
 
 
 def test_the_version_and_a_program_that_runs_with_fsdp2_for_torch(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+from ..arguments import add_format
 from ..hangs.background import EXIT_STATUS
 from ..printable import of_ranks, say, say_json
 from ..ranks import OVER, Ranks, run_ranks
@@ -31,7 +32,7 @@ from .rank_record import RankRecord, fault_file, read_records, report_of_records
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cpu_run(parser, ranks=2, steps=3, timeout=60.0)
     parser.add_argument("--strict", action="store_true", help="exit status 1 if there is a finding")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_format(parser)
     add_script(parser)
 
 
@@ -55,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
         for end in ranks:
             fault_file(folder, end.rank).write_text(end.stack)
         records = read_records(folder, options.ranks)
-    num_findings = _say(records, ranks, options.script, status, options.json)
+    num_findings = _say(records, ranks, options.script, status, options.format == "json")
     has_looked = any(record.has_looked for record in records)
     return status or int(not has_looked or (options.strict and num_findings > 0))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ..arguments import add_format
 from ..errors import ArgumentError
 from ..printable import say, say_json
 from .difference import Lines, common_steps, differences
@@ -18,7 +19,7 @@ from .run_folder import rank_files, read_lines
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", type=Path, metavar="RUN_A", help="a folder that fsdp2.record was given")
     parser.add_argument("second", type=Path, metavar="RUN_B", help="another one")
-    parser.add_argument("--json", action="store_true", help="print one JSON object with all differences, in order")
+    add_format(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         )
     found = list(differences(first, second))
     made_by = [_made_by(lines) for lines in (first, second)]
-    if options.json:
+    if options.format == "json":
         say_json({"steps": steps, "differences": found})
         return 1 if found else 0
     if made_by[0] != made_by[1]:

@@ -15,8 +15,8 @@
     traffic      from the record: bytes communicated, by phase and link
     duration     from the record and a device card: the time of a step, by a model
     result       the plan, as plain values
-    api          ``plan``; command: ``fsdp2 plan``
-    card_file    device cards as files; measure: measures such a card on this machine, with ranks that it starts
+    api          ``plan``; command, search_command: ``fsdp2 plan``, ``fsdp2 search``
+    card_file    device cards as files; measure: measures such a card on this machine, with ranks that it starts: ``fsdp2 measure``
     search       settings that fit a memory limit, the fastest first; proposals: its result as tables
 
 Nothing is derived by formula: ``parallelize``, the hooks, the schedule, autograd and the optimizer run as they do in training, on

@@ -25,8 +25,8 @@ def read_card(path: Path) -> Card:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ArgumentError(
             f"{path} was not read as a card: {type(error).__name__}: {error}",
-            expected=f"one of {list(CARDS)}, or a file that fsdp2 plan --measure has written",
-            fix="fsdp2 plan --measure card.json",
+            expected=f"one of {list(CARDS)}, or a file that fsdp2 measure has written",
+            fix="fsdp2 measure card.json",
         ) from None
 
 

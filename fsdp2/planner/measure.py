@@ -1,4 +1,4 @@
-"""``fsdp2 plan --measure FILE``: a device card of this machine, measured by as many ranks as it has devices (two on a CPU).
+"""``fsdp2 measure FILE``: a device card of this machine, measured by as many ranks as it has devices (two on a CPU).
 
 Each rate is what a loop reaches, so that the card's shares are 1. Every number is the median of several rounds: on a machine that does
 other work at the same time, they are this machine's with that work. What one host cannot show is taken from what it can: the bandwidth
@@ -7,6 +7,7 @@ between hosts is written as that inside of one, and is for the reader to edit.
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import statistics
@@ -29,13 +30,23 @@ _ROUNDS = 7
 _DTYPES = {"BFloat16": torch.bfloat16, "Half": torch.float16, "Float": torch.float32}
 
 
-def measure_in_ranks(path: Path) -> int:
-    """Start ranks, one for each device, or two on a CPU, which measure and write ``path``. Returns: their exit status"""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, metavar="FILE", help="the card file to write, for --card of fsdp2 plan and fsdp2 search")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Start ranks, one for each device, or two on a CPU, which measure and write the file. Returns: their exit status"""
     kind = torch_tensors.default_device_type()
     num_ranks = 2 if kind == "cpu" else torch.get_device_module(kind).device_count()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command = [*torchrun, "-m", "fsdp2.planner.measure", str(path)]  # no forks: this process may have asked the driver for its devices
-    return subprocess.run(command, env={"OMP_NUM_THREADS": "1"} | os.environ, check=False).returncode
+    command = [
+        *torchrun,
+        "-m",
+        "fsdp2.planner.measure",
+        str(options.file),
+    ]  # no forks: this process may have asked the driver for its devices
+    told = subprocess.DEVNULL if options.quiet else None
+    return subprocess.run(command, env={"OMP_NUM_THREADS": "1"} | os.environ, stdout=told, check=False).returncode
 
 
 def main(path: str) -> None:

@@ -1,4 +1,4 @@
-"""Find the fastest settings that fit a memory limit: ``fsdp2 plan --search``, and ``search``.
+"""Find the fastest settings that fit a memory limit: ``fsdp2 search``, and ``search``.
 
 The search rehearses each candidate. It starts from the given setting and changes one choice at a time: strategy, wrapping,
 checkpointing, prefetch depth, and the number of micro-batches into which a rank's sequences are split (their total stays). It ends

@@ -6,12 +6,12 @@ A field of ``Setting`` has its default, the check of its value, and what argpars
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
 
-from ..arguments import COUNT, DTYPE, NATURAL, Kind, one_of, require, word_of
+from ..arguments import COUNT, DTYPE, NATURAL, Kind, dtype_option, one_of, require, word_of
 from ..grouping.policies import Wrap
 from ..strategy import STRATEGIES, StrategyName
 from .tiers import OFFLOADS, Offload
@@ -25,7 +25,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adam": lambda params: torch.optim.Adam(params, fused=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, foreach=True),  # fused, it has no kernel for shapes alone
 }
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _OPTIMIZER = Kind(
     lambda value: value in OPTIMIZERS if isinstance(value, str) else callable(value),
     f"one of {list(OPTIMIZERS)}, or a function from parameters to an optimizer",
@@ -41,8 +40,7 @@ def _option(said: str, kind: Kind | None = None, **for_argparse: Any) -> dict[st
 
 
 def _dtype_option(said: str) -> dict[str, Any]:
-    words = replace(DTYPE, expected=f"one of {list(_DTYPES)}", example="bf16")
-    return _option(said, DTYPE.or_none, type=word_of(words, _DTYPES.get), metavar=f"{{{','.join(_DTYPES)}}}")
+    return {"kind": DTYPE.or_none, "option": dtype_option(said)}
 
 
 @dataclass(frozen=True, kw_only=True)

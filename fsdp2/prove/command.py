@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..arguments import add_format
 from ..errors import ArgumentError
 from ..printable import say, say_json
 from ..ranks import run_ranks
@@ -34,7 +35,7 @@ from .witness import REFERENCES, Program, witness_rank
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_cpu_run(parser, ranks=4, steps=4, timeout=30.0)
-    parser.add_argument("--json", action="store_true", help="print one JSON object (docs/prove.md)")
+    add_format(parser)
     add_script(parser)
 
 
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("fsdp2 prove: interrupted; its ranks have ended\n")
         return 128 + signal.SIGINT
-    if options.json:
+    if options.format == "json":
         say_json(found.to_json())
     else:
         say(str(found))

@@ -45,7 +45,7 @@ def model():
 def test_a_card_of_this_machine_is_measured_and_prices_a_plan(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     path = tmp_path / "card.json"
-    assert main(["plan", "--measure", str(path)]) == 0
+    assert main(["measure", str(path)]) == 0
     card = read_card(path)
     assert card.ranks_per_host == 2
     assert card.is_measured

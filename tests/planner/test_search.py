@@ -170,7 +170,7 @@ def test_wrong_arguments_of_a_search_are_our_errors(capsys):
     for limit in (0, "a", True):
         with pytest.raises(ArgumentError, match="memory_limit"):
             search(torch.nn.Linear(2, 2), ASKED, "h100", memory_limit=limit)
-    assert main(["plan", "llama3-8b", "--ranks", "8", "--search"]) == 2
+    assert main(["search", "llama3-8b", "--ranks", "8"]) == 2
     assert 'card="h100"' in capsys.readouterr().err
 
 

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...arguments import EXISTING, PATH, SWITCH, require, word_of
+from ...arguments import EXISTING, PATH, SWITCH, add_format, dtype_option, require, word_of
 from ...durable import sync_folder
 from ...errors import ArgumentError, CheckpointError
-from ...printable import say
+from ...printable import say, say_json
 from ..failures import describe, failure
 from ..file_reading import ByteReader
 from ..lazy_tensors import State, converted, nbytes_of, place_of, tensors_of
@@ -270,34 +270,34 @@ def _new(target: Path, force: bool) -> Iterator[Path]:
 
 # --- the command ------------------------------------------------------------------------------------------------------------------
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``fsdp2 convert``."""
     parser.add_argument("src", type=word_of(EXISTING, str), help="folder or file; one rank's file of FSDP1 or FSDP2 stands for all")
     parser.add_argument("dst", help="what to write: a folder (dcp, safetensors) or a file (torch)")
     parser.add_argument("--to", required=True, choices=TARGETS)
-    parser.add_argument("--from", dest="format", choices=FORMATS, help="the format of SRC, if its files suggest another")
+    parser.add_argument("--from", dest="source_format", choices=FORMATS, help="the format of SRC, if its files suggest another")
     parser.add_argument("--optimizer", metavar="PATH", help="where the optimizer's state is, if it is not in SRC")
     parser.add_argument("--model-key", metavar="KEY", help="where SRC has the model, for instance ema or nets.student")
     parser.add_argument("--optimizer-key", metavar="KEY", help="where SRC has the optimizer's state")
     parser.add_argument("--no-optimizer", dest="with_optimizer", action="store_false", help="leave the optimizer's state out")
     parser.add_argument("--shapes", metavar="FILE", help="JSON of the parameters' names and shapes, for FSDP1's local state dicts")
-    parser.add_argument("--dtype", choices=_DTYPES, help="convert the model's floating-point tensors")
+    parser.add_argument("--dtype", **dtype_option("convert the model's floating-point tensors"))
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (default: 5GB)")
     parser.add_argument("--force", action="store_true", help="replace DST if it exists")
     parser.add_argument("--verify", action="store_true", help="compare SRC with its digests first")
-    parser.add_argument("--quiet", dest="progress", action="store_const", const=False, help="no progress bar and no summary")
+    add_format(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Convert, and print a summary."""
-    arguments = {name: getattr(options, name) for name in inspect.signature(convert).parameters}
-    done = convert(**arguments | {"dtype": _DTYPES.get(options.dtype)})
-    if options.progress is None:
-        what = f"{done.num_tensors} tensors" + (" and the optimizer" if done.optimizer else "")
-        say(f"{done.path}: {what} from {done.source}, {done.nbytes / 1e6:.1f} MB read")
-        for each in done.left_out:
-            say(f"  left out: {each}")
+    own = {"format": options.source_format, "progress": False if options.quiet else None}
+    done = convert(**{name: own[name] if name in own else getattr(options, name) for name in inspect.signature(convert).parameters})
+    if options.format == "json":
+        say_json(done)
+        return 0
+    what = f"{done.num_tensors} tensors" + (" and the optimizer" if done.optimizer else "")
+    say(f"{done.path}: {what} from {done.source}, {done.nbytes / 1e6:.1f} MB read")
+    for each in done.left_out:
+        say(f"  left out: {each}")
     return 0

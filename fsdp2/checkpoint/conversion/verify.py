@@ -6,8 +6,8 @@ import argparse
 import os
 from pathlib import Path
 
-from ...arguments import COUNT, EXISTING, Kind, checked_path, require, word_of
-from ...printable import say
+from ...arguments import COUNT, EXISTING, Kind, add_format, checked_path, require, word_of
+from ...printable import say, say_json
 from ..dcp_read import METADATA
 from ..digests import Verified, compared, dcp_parts, safetensors_parts, torch_parts
 from ..failures import failure
@@ -67,12 +67,16 @@ def _torch_files(path: Path, kind: str) -> list[Path]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of ``fsdp2 verify``."""
     parser.add_argument("path", type=word_of(EXISTING, str), help="folder or file")
-    parser.add_argument("--from", dest="format", choices=FORMATS, help="the format of PATH, if its files suggest another")
+    parser.add_argument("--from", dest="source_format", choices=FORMATS, help="the format of PATH, if its files suggest another")
+    add_format(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Compare, and print the result."""
-    done = verify(options.path, format=options.format)
+    done = verify(options.path, format=options.source_format)
+    if options.format == "json":
+        say_json(done)
+        return 0
     say(f"{done.path}: {done.nbytes / 1e6:.1f} MB of {done.format} are as they were written")
     for each in done.unchecked[:20]:
         say(f"  no digest: {each}")

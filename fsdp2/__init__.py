@@ -28,7 +28,7 @@ from .policy import (
 from .strategy import accumulate, parallelize
 
 if TYPE_CHECKING:
-    from . import activations, checkpoint, compat, doctor, optim, state_bytes, wrap
+    from . import activations, checkpoint, compat, doctor, optim, publishing, state_bytes, wrap
     from .activations import ActivationCheckpointPolicy as ActivationCheckpointPolicy
     from .activations import apply_activation_checkpointing, apply_activation_offload
     from .agreed.guarded import guarded_step
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from .planner.api import plan
     from .policy import AllGather as AllGather
     from .policy import ReduceScatter as ReduceScatter
+    from .publishing import publish
 
 __all__ = [  # noqa: RUF022 (by task)
     # shard a model
@@ -83,6 +84,8 @@ __all__ = [  # noqa: RUF022 (by task)
     "checkpoint",
     "park",
     "unpark",
+    "publish",
+    "publishing",
     # plan, watch and check a run
     "plan",
     "state_bytes",
@@ -105,7 +108,7 @@ __all__ = [  # noqa: RUF022 (by task)
     "errors",
 ]
 
-_MODULES = ("activations", "checkpoint", "compat", "doctor", "inspect", "optim", "reference", "state_bytes", "wrap")
+_MODULES = ("activations", "checkpoint", "compat", "doctor", "inspect", "optim", "publishing", "reference", "state_bytes", "wrap")
 _ELSEWHERE = {
     "ActivationCheckpointPolicy": "activations",
     "AllGather": "policy",
@@ -119,6 +122,7 @@ _ELSEWHERE = {
     "guarded_step": "agreed.guarded",
     "park": "parking",
     "plan": "planner.api",
+    "publish": "publishing",
     "set_missing_rank_timeout": "hangs.lookout",
     "summary": "model_summary",
     "record": "inspector.record_file",

@@ -102,6 +102,7 @@ CALLS: dict[str, Callable[[Setting], dict[str, Any]]] = {
     "set_collective_algorithms": lambda a: {"algorithms": "measured"},
     "park": lambda a: {"model": a.model, "optimizer": a.optimizer, "to": "cpu"},
     "unpark": lambda a: {"model": a.model, "optimizer": a.optimizer},
+    "publish": lambda a: {"model": a.model, "dtype": None, "key_map": None},
     "set_missing_rank_timeout": lambda a: {"timeout": None, "notice": 3.0},
     "register_fsdp_forward_method": lambda a: {"module": a.model, "method_name": "forward"},
     "share_comm_ctx": lambda a: {"modules": [a.model]},

@@ -149,7 +149,7 @@ def model_tensors(model: nn.Module) -> list[ModelTensor]:
     problems = [f"{each.name}: {problem}" for each in tensors if (problem := each.problem()) is not None]
     if problems:
         raise ParameterError(
-            f"{len(problems)} parameters or buffers cannot be stored in a safetensors file",
+            f"{len(problems)} parameters or buffers cannot be written or sent whole",
             items=problems,
             expected="dense tensors, and DTensors that are replicated or sharded",
             fix="change them, or save them another way",

@@ -127,7 +127,7 @@ def save_safetensors(
     def plan() -> list[PlannedFile]:
         reshard(model)
         tensors = [each for each in model_tensors(model) if each.persistent]
-        _refuse_meta(tensors)
+        refuse_meta(tensors)
         _refuse_other_ranks(tensors, group)
         return plan_files(written_tensors(tensors, key_map), max_nbytes, writers_of(world_size, num_writers), dtype)
 
@@ -224,14 +224,14 @@ def _content(path: Path) -> bytes | None:
         return None
 
 
-def _refuse_meta(tensors: list[ModelTensor]) -> None:
+def refuse_meta(tensors: list[ModelTensor]) -> None:
     on_meta = list(still_on_meta(tensors))
     if on_meta:
         raise MaterializationError(
-            f"{len(on_meta)} parameters or buffers are on the meta device and have no values to save",
+            f"{len(on_meta)} parameters or buffers are on the meta device and have no values",
             items=on_meta,
-            expected="values",
-            fix="call fsdp2.materialize(model), or load a checkpoint; nothing was written",
+            expected="values to save or to send",
+            fix="call fsdp2.materialize(model), or load a checkpoint first",
         )
 
 

@@ -16,6 +16,7 @@ MODULES = [
     "fsdp2.activations",
     "fsdp2.wrap",
     "fsdp2.doctor",
+    "fsdp2.publishing",
     "fsdp2.state_bytes",
 ]
 _WORD = re.compile(r"\w+")

@@ -8,6 +8,7 @@ VENV := .venv$(if $(filter-out 2.13.0,$(TORCH)),-torch-$(TORCH))
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CONSTRAINTS := constraints/torch-$(TORCH).txt
+TOOLS := constraints/tools.txt
 
 # What depends on torch, for a second version in CI.
 PARTS := numerics composition core behaviour extensions meshes compat compile optim activations/test_checkpointing.py test_errors.py checkpoint/test_checkpointer.py checkpoint/test_dcp.py
@@ -33,10 +34,11 @@ help:
 	@echo "TORCH=2.15.0 after any of them takes that version of torch instead of 2.13.0"
 
 # A stamp, so that a change of the dependencies installs them again.
-$(INSTALLED): pyproject.toml $(CONSTRAINTS) constraints/environment.sh
+$(INSTALLED): pyproject.toml $(CONSTRAINTS) $(TOOLS) constraints/environment.sh
 ifeq ($(VENV),.venv)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c $(CONSTRAINTS) -e '.[dev]'
+	$(BIN)/python -m pip install -q --upgrade -c $(TOOLS) pip
+	$(BIN)/python -m pip install -c $(CONSTRAINTS) -c $(TOOLS) -e . --group dev
 else
 	PYTHON=$(PYTHON) constraints/environment.sh $(TORCH) $(VENV)
 endif
@@ -98,7 +100,7 @@ docs: $(VENV)/.docs-installed
 	@echo "docs/_build/html/index.html"
 
 $(VENV)/.docs-installed: $(INSTALLED)
-	$(BIN)/python -m pip install -c $(CONSTRAINTS) -e '.[docs]'
+	$(BIN)/python -m pip install -c $(CONSTRAINTS) -c $(TOOLS) --group docs
 	touch $@
 
 # The wheel in a bare environment, and the README's program: TORCH=2.15.0 for the torch that people install, DIST=dist to keep what was built.

@@ -76,7 +76,7 @@ def main() -> None:
         folder = Path(made).resolve()
         builder, bare = folder / "builder", folder / "bare"
         venv.create(builder, with_pip=True)
-        run(builder / "bin/python", "-m", "pip", "install", "-q", "build", "twine", cwd=folder)
+        run(builder / "bin/python", "-m", "pip", "install", "-q", "-c", ROOT / "constraints/tools.txt", "build", "twine", cwd=folder)
         run(builder / "bin/python", "-m", "build", "--outdir", folder / "dist", ROOT, cwd=folder)
         (wheel,) = (folder / "dist").glob("*.whl")
         (sdist,) = (folder / "dist").glob("*.tar.gz")

@@ -23,6 +23,11 @@ CHANGELOG = """# Changelog
 """
 
 
+def test_the_citation_has_the_version_of_the_package(release_notes):
+    (cited,) = [line for line in (ROOT / "CITATION.cff").read_text().splitlines() if line.startswith("version: ")]
+    assert cited == f"version: {release_notes.version_of((ROOT / 'pyproject.toml').read_text())}"
+
+
 @pytest.fixture
 def release_notes():
     spec = importlib.util.spec_from_file_location("release_notes", ROOT / "constraints" / "release_notes.py")

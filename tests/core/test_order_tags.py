@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp2.core.group.order_tags import NUM_DIGITS, TAG_NUMEL, are_mixed, number_instead, tag_of
+from fsdp2.core.group.reduce_plan import NUM_DIGITS, TAG_NUMEL, tag_of
+from fsdp2.core.iteration.late_comparison import are_mixed, number_instead
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

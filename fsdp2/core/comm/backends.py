@@ -79,7 +79,7 @@ def set_collective_algorithms(algorithms: Literal["measured", "stock"]) -> None:
     reduce-scatter.
     "stock" takes the backend's own, for tools that count: ``CommDebugMode`` and profilers then see one
     ``_allgather_base_`` and one ``_reduce_scatter_base_`` where torch's FSDP2 has one. The comparison of ranks before a
-    backward then is an ``allreduce_``.
+    backward is an ``allreduce_`` in any case.
 
     Collective: no; all ranks must choose the same.
     Raises:     ArgumentError for any other word

@@ -11,8 +11,7 @@ from ...torch_names import torch_dtensors, torch_tensors
 from ..comm.streams import Stream
 from ..plan.placement import in_dtype
 from .flat_gradients import note_gradients
-from .order_tags import TAG_NUMEL
-from .reduce_plan import GradView, ReduceJob, strides_by_offset
+from .reduce_plan import TAG_NUMEL, GradView, ReduceJob, strides_by_offset
 
 
 class HandedOut:

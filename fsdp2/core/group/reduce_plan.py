@@ -3,8 +3,8 @@
 The input has room for every trainable parameter of the group, in rank-major order, zeros where this rank has no
 gradient: its size does not depend on the gradients that arrived. After the gradients each rank adds one *flag* per
 parameter, 1 if it has a gradient. The sum of flags tells every rank, without another collective, which parameters were
-used anywhere: one unused everywhere keeps ``grad = None``, as in the unsharded model. The group's tag
-(``order_tags.py``) may follow.
+used anywhere: one unused everywhere keeps ``grad = None``, as in the unsharded model. The group's tag (``tag_of``) may
+follow, which shows each rank afterwards whether all reduced the same group (``iteration/late_comparison.py``).
 
 Worked example, 2 ranks, parameters a (4,) and b (3,), align 32; b is unused on rank 1, which therefore sends
 
@@ -28,12 +28,23 @@ from ..plan.model_axes import local_gradient, varying_axes
 from ..plan.placement import ShardSpec, in_dtype
 from .memory import GroupMemory
 from .options import ReductionOptions
-from .order_tags import TAG_NUMEL, tag_of
 from .param import ShardedParam
 from .rank_pieces import disassemble
 
 CAST_BEHIND_NBYTES = 256 << 10
 """On the CPU ``chunk_cat`` casts each piece by itself: up to this size, one cast of the whole buffer costs less."""
+
+NUM_DIGITS = 10
+"""Enough for 1024 groups over the same ranks; beyond, groups whose numbers differ by a multiple of 1024 share a tag.
+A usual block's flags and a tag fit into the 32 elements that are free after fp32 gradients anyway."""
+
+TAG_NUMEL = 2 * NUM_DIGITS
+
+
+def tag_of(number: int) -> list[int]:
+    """The digits of a group's number, in binary, then their complements: (TAG_NUMEL,) zeros and ones."""
+    digits = [number >> place & 1 for place in reversed(range(NUM_DIGITS))]
+    return [*digits, *(1 - digit for digit in digits)]
 
 
 class ReducePlan:

@@ -21,6 +21,7 @@ Worked example, units 0 (the root), 1 and 2 of one group each, sharded; rank 0 d
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
@@ -33,10 +34,11 @@ from ...torch_names import torch_autograd
 from ..comm import backends
 from ..comm.agreement import agree, agree_over, has_untold, largest_over
 from ..group.memory import GroupState
+from ..group.param import ShardedParam
 from ..group.param_group import ParamGroup
 from .call import Call
 from .forward_log import ForwardLog
-from .peers import peers_on
+from .late_comparison import number_groups, peers_on
 from .unit import Unit
 
 _Key = tuple[int, int, int]
@@ -120,7 +122,7 @@ class Agreement:
         for unit, used in self._uses.items():
             for group in used:
                 self._users.setdefault(group, []).append(unit)
-        self._below: dict[Unit, list[ParamGroup]] = {}
+        self._below: dict[Unit, list[ShardedParam]] = {}
         self._peers = peers_on(mesh)
         self._peers.roots.add(self)
 
@@ -131,13 +133,10 @@ class Agreement:
 
     def number_groups(self) -> None:
         """Number the groups in the first backward that reduces, in which all ranks take part."""
-        if not self._has_numbered_groups and any(
-            _reduces(unit, group) for unit in self._all_units for group in unit.groups
-        ):
+        owned = [(unit, group) for unit in self._all_units for group in unit.groups]
+        if not self._has_numbered_groups and any(itertools.starmap(_reduces, owned)):
             self._has_numbered_groups = True
-            for unit in self._all_units:
-                for group in unit.groups:
-                    peers_on(group.mesh).number(group)
+            number_groups(group for _, group in owned)
 
     def check(self) -> None:
         """Raise OrderError on all ranks if one of them communicates in another order in this backward, just begun.
@@ -186,14 +185,16 @@ class Agreement:
         for index, unit in enumerate(self._units):
             if not self._communicates(unit):
                 continue
-            calls = _calls_in_logs(unit, logs) if all_logs else self._calls_in_graph(unit)
+            # All ranks do what is in the logs.
+            logged = [call for log in logs for call in log.calls.get(unit, ()) if call.is_watched]
+            calls = logged if all_logs else self._calls_in_graph(unit)
             if not calls:
                 continue
             began += [call.entered for call in calls]
             reached.update(self._uses[unit])
             if self._gathers(unit):
                 part.timed.extend((call.left, index, GATHER) for call in calls)
-            if all(map(_has_inputs, calls)) and not unit.calls.to_rerun:
+            if all(call.has_inputs or call.graph() for call in calls) and not unit.calls.to_rerun:
                 at = min(call.entered for call in calls)
                 # A group that other units borrow is reduced at the end, whichever of its units the backward reached.
                 own = [place for place, group in self._reduced(unit).items() if group.holders is None]
@@ -238,16 +239,15 @@ class Agreement:
 
     def _gives_gradients(self, unit: Unit) -> bool:
         """Whether parameters in its modules' trees get gradients: then a loss uses a call whose inputs need none."""
-        below = self._below.get(unit)
-        if below is None:
+        if unit not in self._below:
             modules = {each for module in unit.modules for each in module.modules()}
             units = [other for other in self._all_units if not modules.isdisjoint(other.modules)]
-            below = self._below[unit] = list(dict.fromkeys(group for other in units for group in other.uses))
+            self._below[unit] = [param for other in units for group in other.uses for param in group.params]
         return any(
-            torch_autograd.leaf_gets_gradient_in_this_backward(param.unsharded)
-            for group in below
-            for param in group.params
-            if param.unsharded is not None and param.unsharded.requires_grad
+            param.unsharded is not None
+            and param.unsharded.requires_grad
+            and torch_autograd.leaf_gets_gradient_in_this_backward(param.unsharded)
+            for param in self._below[unit]
         )
 
     # --- what all ranks will do ---
@@ -330,13 +330,3 @@ class Agreement:
 
 def _reduces(unit: Unit, group: ParamGroup) -> bool:
     return unit.micro_batch.reduces and any(param.sharded.requires_grad for param in group.params)
-
-
-def _calls_in_logs(unit: Unit, logs: Sequence[ForwardLog]) -> list[Call]:
-    """The calls of ``unit`` in the backwards of ``logs``, which all ranks do."""
-    return [call for log in logs for call in log.calls.get(unit, ()) if call.is_watched]
-
-
-def _has_inputs(call: Call) -> bool:
-    """Whether an input needs a gradient; of a call in a log, or of one whose graph is alive."""
-    return call.has_inputs or bool(call.graph())

@@ -35,20 +35,13 @@ class Moment(NamedTuple):
     is_end: bool
 
 
-class _WithoutGraph(NamedTuple):
-    """A call that has no backward, in a checkpointed segment. at: when it began"""
-
-    unit: Unit
-    at: int
-    segment: int
-
-
 class ForwardLog:
     """The calls of one forward of a root that has a graph. The graph of each call holds it, and nothing else does."""
 
     def __init__(self) -> None:
         self.calls: dict[Unit, list[Call]] = {}
-        self._without_graph: list[_WithoutGraph] = []
+        # Calls in checkpointed segments that have no backward, with the moments when they began, and their segments.
+        self._without_graph: list[tuple[Unit, int, int]] = []
         self._segments: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
     def _segment_around(self) -> int | None:
@@ -70,7 +63,7 @@ class ForwardLog:
         """A forward call of ``unit`` begins under no_grad."""
         segment = self._segment_around()
         if segment is not None:
-            self._without_graph.append(_WithoutGraph(unit, next_moment(), segment))
+            self._without_graph.append((unit, next_moment(), segment))
 
     def in_order(self) -> list[tuple[Unit, Call]]:
         """All calls, in the order of their beginnings."""
@@ -110,21 +103,20 @@ class ForwardLog:
         All ranks gather such a unit, by prefetching, after the one unit with a graph that it is a part of.
         """
         seen: set[int] = set()
-        logged = (
-            _WithoutGraph(unit, call.entered, call.segment)
-            for unit, calls in self.calls.items()
-            for call in calls
+        logged = [
+            (unit, call.entered, call.segment)
+            for unit, call in self.in_order()
             if not call.is_watched and call.segment is not None
-        )
-        for other in (*self._without_graph, *logged):
-            members = segments.get(other.segment, [])
-            if not members or not is_gathered(other.unit) or any(unit is other.unit for unit, _ in members):
+        ]
+        for other, at, segment in (*self._without_graph, *logged):
+            members = segments.get(segment, [])
+            if not members or not is_gathered(other) or any(unit is other for unit, _ in members):
                 continue
             (unit, call), *more = members
-            is_prefetched = call.entered < other.at < call.left and unit.options.prefetches_the_one_before
-            if more or other.segment in seen or not is_prefetched:
+            is_prefetched = call.entered < at < call.left and unit.options.prefetches_the_one_before
+            if more or segment in seen or not is_prefetched:
                 return True
-            seen.add(other.segment)
+            seen.add(segment)
         return False
 
     def reached(self) -> list[int]:

@@ -17,6 +17,7 @@ Worked example: on rank 1 of 2, blocks.0.up.weight has a row more
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import json
@@ -29,8 +30,10 @@ from ...errors import ModuleError
 from ...torch_names import torch_collectives
 from ..comm import backends
 from ..comm.lost_ranks import number_of_world
-from .peers import peers_in
 from .unit import Unit
+
+_num_models: collections.Counter[str] = collections.Counter()
+"""How many models have begun to run over a process group: first forwards gather, so its ranks run them in one order."""
 
 
 def require_same_as_neighbors(units: Sequence[Unit]) -> None:
@@ -56,14 +59,13 @@ def require_same_as_neighbors(units: Sequence[Unit]) -> None:
         if group.mesh.ranks == first.mesh.ranks
         for param in group.params
     ]
-    peers = peers_in(process_group)
-    peers.num_models += 1
+    number = _num_models[process_group.group_name] = _num_models[process_group.group_name] + 1
     ranks, rank = dist.get_process_group_ranks(process_group), dist.get_rank()
     at = ranks.index(rank)
     written: dict[int, bytes] = {}
     with contextlib.suppress(RuntimeError):  # a store that keeps nothing, or that is gone: the next collective tells
         store = torch_collectives.keys_of_the_store(
-            f"fsdp2_models_{number_of_world()}/{process_group.group_name}/{peers.num_models}"
+            f"fsdp2_models_{number_of_world()}/{process_group.group_name}/{number}"
         )
         store.set(str(rank), zlib.compress(json.dumps(facts).encode()))
         for neighbor in {ranks[at - 1], ranks[(at + 1) % len(ranks)]} - {rank}:

@@ -133,8 +133,10 @@ class Agreement:
 
     def number_groups(self) -> None:
         """Number the groups in the first backward that reduces, in which all ranks take part."""
+        if self._has_numbered_groups:
+            return
         owned = [(unit, group) for unit in self._all_units for group in unit.groups]
-        if not self._has_numbered_groups and any(itertools.starmap(_reduces, owned)):
+        if any(itertools.starmap(_reduces, owned)):
             self._has_numbered_groups = True
             number_groups(group for _, group in owned)
 
@@ -147,7 +149,8 @@ class Agreement:
         """
         self.number_groups()  # for the tags, by which ranks compare afterwards
         if not self._axes:
-            agree_over([], None)
+            if has_untold():
+                agree_over([], None)
             return
         task = torch_autograd.current_graph_task()
         if self._compared_in == task or not any(map(self._communicates, self._units)):

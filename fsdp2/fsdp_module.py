@@ -26,7 +26,7 @@ from .core.comm.communicators import (
     warn_without_effect,
 )
 from .core.iteration.finalization import GradientReductionHandle
-from .core.iteration.first_forward import refuse_meta
+from .core.iteration.first_forward import refuse_meta, warn_of_ignored_prefetch
 from .core.iteration.module_state import ModuleState, schedule_of, sharded_unit
 from .core.modules.sharded_class import original_class
 from .core.setup.copying import deepcopy_module
@@ -360,12 +360,17 @@ class FSDPModule(_Module):
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
         """In backward, gather ``modules`` as soon as this module has its parameters, instead of the module that ran before it.
 
+        A module without parameters of its own gathers nothing, unless it is the root; the first forward warns of that.
+
         Raises: ModuleError if one of them is not sharded
 
         Example:
             model[1].set_modules_to_backward_prefetch([model[0]])
         """
-        sharded_unit(self).choose(prefetch_backward=checked_units(modules, "set_modules_to_backward_prefetch"))
+        unit = sharded_unit(self)
+        unit.choose(prefetch_backward=checked_units(modules, "set_modules_to_backward_prefetch"))
+        if unit.schedule is not None and unit.schedule.settled:
+            warn_of_ignored_prefetch(unit, unit.schedule.tree.root)
 
     def set_prefetch_depth(
         self, forward: int = 1, backward: int | None = None, *, max_nbytes: int | None = None, recurse: bool = True

@@ -202,6 +202,23 @@ def test_our_own_allocations_may_be_what_runs_out_of_memory(what):
         assert_same_bits(fed_own_chunk(model, batches(2)), fed_in_chunks(reference, batches(2)))
 
 
+@on_ranks(2)
+def test_a_forward_that_runs_out_of_memory_on_the_host_may_be_repeated():
+    """Symptom: LostRankError; then the gather seemed to be complete, and forward computed with parameters that have no memory."""
+    from fsdp2.core.comm.streams import HostStreams
+
+    model, reference = make(Fails)
+    x = batches(1)[0]
+    told = "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
+    for _ in range(3):  # the first forward makes the storages, later ones prefetch
+        with torch.no_grad():
+            with mock.patch.object(HostStreams, "resize", side_effect=RuntimeError(told)), pytest.raises(RuntimeError) as caught:
+                model(x)
+            assert str(caught.value) == told
+            assert torch.equal(model(x), reference(x))
+        assert_same_bits(fed_own_chunk(model, batches(1)), fed_in_chunks(reference, batches(1)))
+
+
 @on_ranks(1, 2)
 @pytest.mark.parametrize("kind", ["pre", "post", "full backward", "full backward pre", "tensor", "post accumulate"])
 def test_an_exception_in_a_hook_of_the_user(kind):

@@ -40,7 +40,8 @@ def raise_lost(error: Exception, what: str, problem: FSDPError | None = None) ->
     what:    the collective: "the all-gather of layers.3"
     problem: this rank's own, which the error reports as well
     """
-    if isinstance(error, (FSDPError, torch.OutOfMemoryError, torch.AcceleratorError)):
+    is_of_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    if is_of_memory or isinstance(error, (FSDPError, torch.AcceleratorError)):
         raise error
     lost = {} if _roll is None else _roll.look()
     items = [f"rank {rank}: {why}" for rank, why in lost.items()]

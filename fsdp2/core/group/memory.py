@@ -392,8 +392,11 @@ class GroupMemory:
         smaller = unsharded.smaller if unsharded.smaller is not None and unsharded.smaller.has_shards else None
         try:
             (smaller or unsharded.gather).finish()
-        except RuntimeError as error:
-            raise_lost(error, f"the all-gather of {self.fqn or 'the root'}")
+        except BaseException as error:  # on the host also out of memory: the storage may not be allocated
+            self.cancel()
+            if isinstance(error, RuntimeError):
+                raise_lost(error, f"the all-gather of {self.fqn or 'the root'}")
+            raise
         if smaller is None and self.file is not None:
             READ_AHEAD.end(self.file)
         if log is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...errors import ArgumentError, OrderError, meta_error
+from ...user_warnings import warn
 from ..comm.communicators import SymmetricReduceScatter
 from .backward_agreement import Agreement
 from .module_state import ModuleState, units_below
@@ -54,9 +55,19 @@ def adopt(root: ModuleState) -> Schedule:
             if unit.schedule.agreement is not None:
                 unit.schedule.agreement.retire()
         unit.schedule = schedule
+        warn_of_ignored_prefetch(unit, root)
     schedule.agreement = Agreement(units, schedule.alive_logs)
     schedule.settled = True
     return schedule
+
+
+def warn_of_ignored_prefetch(unit: Unit, root: Unit) -> None:
+    """Warn if its backward was told to prefetch, and must not: ranks do not compare whether backward comes to it."""
+    if unit.options.prefetch_backward and not unit.uses and unit is not root:
+        warn(
+            f"set_modules_to_backward_prefetch has no effect on {unit.fqn}, which has no parameters of its own: "
+            "its backward may run on some ranks only. Call it on a module that has parameters, or on the root"
+        )
 
 
 def _refuse_strange_ties(units: Sequence[Unit]) -> None:

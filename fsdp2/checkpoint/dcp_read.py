@@ -20,7 +20,7 @@ import math
 import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -248,12 +248,12 @@ def _refused(path: Path, key: str, what: str, expected: str) -> Exception:
 # --- tensors ----------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Chunk(LazyTensor):
     """A tensor that was saved by itself in ``length`` bytes of a file from ``offset`` on."""
 
     path: Path
-    key: str
+    key: str = field(compare=False)
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int

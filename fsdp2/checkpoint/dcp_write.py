@@ -1,10 +1,16 @@
 """DCP's storage writer, as fast as the disk: each tensor is one write, and its CRC-32 is computed on the way.
 
 The files are those of DCP's own writer, and all of DCP's tools read them; ``digests.json`` is added.
+
+Note: strided shards. If tensor parallelism and ``fully_shard`` cut the same dim, DCP asks torch for a rank's rows. If
+these do not divide evenly over both, the answer is wrong (torch 2.13): chunks overlap, and DCP may not notice. So
+``LatePlanner`` says which elements a rank has. Of 7 rows over 2 tensor-parallel ranks ([0, 4) and [4, 7)), each half
+over 3 data-parallel ranks, (dp 0, tp 1) has row 4.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import zlib
@@ -16,20 +22,33 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from ..durable import durable_file
-from .dcp_read import METADATA
+from ..torch_names import torch_dtensors
+from .dcp_read import METADATA, chunk_of
 from .digests import FileDigest, directory_digest, write_digests
 from .file_reading import bytes_of
+from .model_tensors import is_strided, own_pieces
+from .shard_geometry import Box
 from .torch_file import around, described
 
 
+def shard_item(name: str, box: Box, properties: TensorProperties, size: torch.Size) -> WriteItem:
+    """The plan to write ``box`` of the tensor ``name`` of ``size``."""
+    chunk = chunk_of(box)
+    return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, size))
+
+
 class LatePlanner(DefaultSavePlanner):
-    """Asks for a part of the state when DCP's ranks already listen to each other: what fails in ``more`` all of them hear of."""
+    """Knows strided shards, and asks for a part of the state late, when DCP's ranks listen to each other.
+
+    more: that part; if it fails on one rank, DCP tells all ranks
+    """
 
     def __init__(self, more: Callable[[], dict[str, Any]]) -> None:
         super().__init__()
@@ -37,6 +56,29 @@ class LatePlanner(DefaultSavePlanner):
 
     def set_up_planner(self, state_dict: dict[str, Any], storage_meta: Any = None, is_coordinator: bool = False) -> None:
         super().set_up_planner(state_dict | self._more(), storage_meta, is_coordinator)
+        self._strided = {name: value for name, value in self.state_dict.items() if _is_strided(value)}
+
+    def create_local_plan(self) -> SavePlan:
+        """See Note: strided shards."""
+        plan = super().create_local_plan()
+        items = [item for item in plan.items if item.index.fqn not in self._strided]
+        for name, value in self._strided.items():
+            properties = TensorProperties.create_from_tensor(torch_dtensors.local_tensor(value))
+            items += [shard_item(name, piece.box, properties, value.size()) for piece in own_pieces(value)]
+        self.plan = dataclasses.replace(plan, items=items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        value = self._strided.get(write_item.index.fqn)
+        if value is None:
+            return super().resolve_data(write_item)
+        piece = next(each for each in own_pieces(value) if each.box.start == tuple(write_item.index.offset or ()))
+        return torch_dtensors.local_tensor(value)[piece.local.slices]
+
+
+def _is_strided(value: Any) -> bool:
+    """Whether it is a DTensor with strided shards, one of them on this rank."""
+    return isinstance(value, DTensor) and any(map(is_strided, value.placements)) and value.device_mesh.get_coordinate() is not None
 
 
 class _Written(NamedTuple):

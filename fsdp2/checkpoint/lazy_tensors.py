@@ -14,7 +14,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +52,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class LazyTensor(ABC):
-    """A tensor that can be read in boxes."""
+    """A tensor that can be read in boxes. Ties are equal: the same bytes of the same files in the same shape."""
 
     if TYPE_CHECKING:  # a field of some, computed by others
 
@@ -69,7 +69,7 @@ class LazyTensor(ABC):
         """Fill ``out``, of the box's shape, any dtype, device and strides. Collective: no."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Stored(LazyTensor):
     """A tensor as it lies in a file.
 
@@ -78,7 +78,7 @@ class Stored(LazyTensor):
     """
 
     path: Path
-    key: str
+    key: str = field(compare=False)
     dtype: str
     shape: tuple[int, ...]
     offset: int
@@ -91,7 +91,7 @@ class Stored(LazyTensor):
         reader.read(self.path, self.key, self.offset, self.shape, DTYPES[self.dtype], box, out)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class _View(LazyTensor):
     """Elements of ``whole``."""
 
@@ -101,7 +101,7 @@ class _View(LazyTensor):
         return self.whole.stored()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Narrowed(_View):
     """``whole.narrow(dim, start, length)``."""
 
@@ -120,7 +120,7 @@ class Narrowed(_View):
         self.whole.read(inside, out, reader)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Reordered(_View):
     """The elements of ``whole`` in other dims.
 
@@ -194,7 +194,7 @@ def dtype_of(lazy: LazyTensor) -> torch.dtype:
     return found
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Strided(LazyTensor):
     """``span.as_strided(shape, stride)``, the span being 1-D. Memory: the whole span while it is read."""
 
@@ -213,7 +213,7 @@ class Strided(LazyTensor):
         out.copy_(whole.as_strided(self.shape, self.stride)[box.slices])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Signed(_View):
     """``whole``, negated ("neg" in ``bits``) or conjugated ("conj"): torch saves the base's elements and bits."""
 
@@ -231,7 +231,7 @@ class Signed(_View):
             out.conj_physical_()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Assembled(LazyTensor):
     """A tensor made of boxes that cover each element once."""
 
@@ -258,7 +258,7 @@ def joined(parts: Sequence[LazyTensor], dim: int) -> Assembled:
     return Assembled((*parts[0].shape[:dim], stop, *parts[0].shape[dim + 1 :]), tuple(boxes))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Flat(_View):
     """``whole.view(shape)`` of a 1-D tensor."""
 
@@ -315,22 +315,3 @@ def converted(lazy: LazyTensor, dtype: torch.dtype | None) -> torch.dtype:
 
 def nbytes_of(lazy: LazyTensor) -> int:
     return math.prod(lazy.shape) * dtype_of(lazy).itemsize
-
-
-def place_of(lazy: LazyTensor) -> Any:
-    """Equal for ties: lazy tensors with the same bytes of the same files in the same shape."""
-    match lazy:
-        case Stored():
-            return str(lazy.path), lazy.dtype, lazy.shape, lazy.offset
-        case Strided():
-            return place_of(lazy.span), lazy.shape, lazy.stride
-        case Signed():
-            return place_of(lazy.whole), lazy.bits
-        case Narrowed():
-            return place_of(lazy.whole), lazy.dim, lazy.start, lazy.length
-        case Assembled():
-            return lazy.shape, tuple((box, place_of(part)) for box, part in lazy.parts)
-        case Flat():
-            return lazy.shape, place_of(lazy.whole)
-    stored = list(lazy.stored())
-    return (place_of(stored[0]), lazy.shape) if len(stored) == 1 and lazy.shape == stored[0].shape else id(lazy)

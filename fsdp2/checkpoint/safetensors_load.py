@@ -278,7 +278,7 @@ def _target(each: ModelTensor, in_place: bool) -> Tensor:
 
 
 def _match(
-    tensors: Sequence[ModelTensor], stored: Tensors, scales: Mapping[Place, str], report: LoadReport
+    tensors: Sequence[ModelTensor], stored: Tensors, scales: Mapping[Stored, str], report: LoadReport
 ) -> list[tuple[ModelTensor, LazyTensor]]:
     """Which stored tensor goes into which of the model's; fills in all lists of names of ``report``."""
     matched = []
@@ -384,17 +384,9 @@ def _reset_if_it_can(module: nn.Module) -> None:
 # --- scales of float8 tensors -----------------------------------------------------------------------------------------------------
 
 
-Place = tuple[str, int]
-"""A file, and where in it a tensor begins."""
-
-
-def place_of(stored: Stored) -> Place:
-    return str(stored.path), stored.offset
-
-
-def scales_of(tensors: Mapping[str, LazyTensor]) -> dict[Place, str]:
+def scales_of(tensors: Mapping[str, LazyTensor]) -> dict[Stored, str]:
     """The name of each float8 tensor's scale: programs name it differently, always with "scale", in the same module."""
-    found: dict[Place, str] = {}
+    found: dict[Stored, str] = {}
     scales: dict[str, list[str]] = {}  # by the module, or the tensor, that they are in
     for name in tensors:
         parent, _, last = name.rpartition(".")
@@ -404,7 +396,7 @@ def scales_of(tensors: Mapping[str, LazyTensor]) -> dict[Place, str]:
         near = [each for each in (*scales.get(name, ()), *scales.get(name.rpartition(".")[0], ())) if each != name]
         if near:
             scale = next((each for each in near if each.startswith(name)), near[0])
-            found |= {place_of(part): scale for part in lazy.stored() if is_float8(DTYPES.get(part.dtype))}
+            found |= {part: scale for part in lazy.stored() if is_float8(DTYPES.get(part.dtype))}
     return found
 
 
@@ -412,7 +404,7 @@ def is_float8(dtype: torch.dtype | None) -> bool:
     return dtype is not None and dtype.is_floating_point and dtype.itemsize == 1
 
 
-def scale_lost(lazy: LazyTensor, dtype: torch.dtype, scales: Mapping[Place, str]) -> str | None:
+def scale_lost(lazy: LazyTensor, dtype: torch.dtype, scales: Mapping[Stored, str]) -> str | None:
     """The name of the scale that converting ``lazy`` to ``dtype`` would lose, if any."""
-    lost = (scales.get(place_of(part)) for part in lazy.stored() if DTYPES.get(part.dtype) is not dtype)
+    lost = (scales.get(part) for part in lazy.stored() if DTYPES.get(part.dtype) is not dtype)
     return next((scale for scale in lost if scale is not None), None)

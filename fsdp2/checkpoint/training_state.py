@@ -10,13 +10,6 @@ is no state yet, and Adam then counts one step more than a run without a checkpo
 Plain tensors may differ between ranks: each rank's batch norm sees its own batches. DCP saves such a tensor from an
 arbitrary rank. Here the checkpoint holds the lowest rank's value under the tensor's name, and separately the values of
 ranks that differ, which a load uses only on the same number of ranks.
-
-Note: strided shards. If tensor parallelism and ``fully_shard`` cut the same dim, DCP asks torch for a rank's rows. If
-these do not divide evenly over both, the answer is wrong (torch 2.13): chunks overlap, and DCP may not notice. DCP asks
-the local tensor instead if it has ``__create_write_items__`` and similar methods; ``tell_chunks`` adds them. Of 7 rows
-over 2 tensor-parallel ranks ([0, 4) and [4, 7)), each half over 3 data-parallel ranks, (dp 0, tp 1) has row 4.
-
-Source: ``_Checkpointable`` in torch/distributed/checkpoint/_checkpointable.py, which DTensor hands on to its local tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +19,6 @@ import copy
 import hashlib
 import random
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
@@ -34,20 +26,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..errors import meta_error
 from ..torch_names import torch_dtensors, torch_tensors
-from .dcp_read import chunk_of
 from .failures import failure
 from .file_reading import bytes_of
 from .lazy_tensors import State
-from .model_tensors import WRAPPERS, cuts_of, is_strided
-from .shard_geometry import Piece, pieces_of
+from .model_tensors import WRAPPERS
 
 wants_shards: ContextVar[bool] = ContextVar("fsdp2_wants_shards", default=False)
 """True inside ``named_model_state``: there FSDP1's modules return DTensors instead of whole tensors."""
@@ -253,7 +241,7 @@ def host_copy(state: Any, *, shared: bool = False) -> Any:
 
     def copied(value: Any) -> Any:
         if isinstance(value, DTensor):
-            return tell_chunks(torch_dtensors.new_dtensor(copied(torch_dtensors.local_tensor(value)), torch_dtensors.spec_of(value)))
+            return torch_dtensors.new_dtensor(copied(torch_dtensors.local_tensor(value)), torch_dtensors.spec_of(value))
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
         if shared and value.device.type == "cpu":
@@ -277,46 +265,3 @@ def host_space(like: Tensor, dtype: torch.dtype) -> Tensor:
         local = host_space(torch_dtensors.local_tensor(like), dtype)
         return torch_dtensors.new_dtensor(local, replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype)))
     return torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
-
-
-# --- strided shards ---------------------------------------------------------------------------------------------------------------
-
-
-def tell_chunks(tensor: DTensor) -> DTensor:
-    """``tensor``; if its shards are strided, its local tensor now tells DCP which elements it has. Collective: no."""
-    coordinate = tensor.device_mesh.get_coordinate()
-    if coordinate is None or not any(map(is_strided, tensor.placements)):
-        return tensor
-    local = torch_dtensors.local_tensor(tensor)
-    told = _Chunks(local, torch.Size(tensor.shape), pieces_of(tensor.shape, cuts_of(tensor, coordinate)))
-    for name, method in (("write_items", told.write_items), ("chunk_list", told.chunks)):
-        setattr(local, f"__create_{name}__", method)
-    local.__get_tensor_shard__ = told.shard  # type: ignore[attr-defined]
-    return tensor
-
-
-class _Chunks:
-    """For the local tensor that holds this object; the reference back is weak, so that no cycle keeps it alive."""
-
-    def __init__(self, local: Tensor, shape: torch.Size, pieces: Sequence[Piece]) -> None:
-        self._local = weakref.ref(local)
-        self._shape = shape
-        self._pieces = pieces
-
-    @property
-    def _tensor(self) -> Tensor:
-        local = self._local()
-        assert local is not None, "asked by its own local tensor"
-        return local
-
-    def chunks(self) -> list[ChunkStorageMetadata]:
-        return [chunk_of(piece.box) for piece in self._pieces]
-
-    def write_items(self, name: str, whole: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self._tensor)
-        data = [TensorWriteData(each, properties, self._shape) for each in self.chunks()]
-        return [WriteItem(MetadataIndex(name, each.chunk.offsets), WriteItemType.SHARD, tensor_data=each) for each in data]
-
-    def shard(self, index: MetadataIndex) -> Tensor:
-        piece = next(piece for piece in self._pieces if torch.Size(piece.box.start) == index.offset)
-        return self._tensor[piece.local.slices]

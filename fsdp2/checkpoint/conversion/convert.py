@@ -28,7 +28,7 @@ from ...errors import ArgumentError, CheckpointError
 from ...printable import say, say_json
 from ..failures import describe, failure
 from ..file_reading import ByteReader
-from ..lazy_tensors import State, converted, nbytes_of, place_of, tensors_of
+from ..lazy_tensors import State, converted, nbytes_of, tensors_of
 from ..progress import progress_bar
 from ..safetensors_load import scale_lost, scales_of
 from ..safetensors_plan import check_dtype
@@ -196,7 +196,7 @@ def _check_target(src: Path, target: Path, to: str, force: bool) -> None:
 def _check_total(state: State, total: int) -> None:
     """Check that ``total`` bytes are plausible for the source's files. Raises: CheckpointError"""
     tensors = tensors_of(state)
-    distinct = {place_of(lazy): nbytes_of(lazy) for _, lazy in tensors}
+    distinct = {lazy: nbytes_of(lazy) for _, lazy in tensors}
     files = {stored.path for _, lazy in tensors for stored in lazy.stored()}
     nbytes = sum(path.stat().st_size for path in files)
     for found, factor in ((sum(distinct.values()), _MAX_EXPANSION), (total, _MAX_TIES)):
@@ -216,7 +216,7 @@ def _written_nbytes(state: State, to: str, dtype: torch.dtype | None) -> int:
     nbytes: dict[Any, int] = {}
     for name, lazy in tensors_of(state):
         itemsize = converted(lazy, dtype if name.startswith("model.") else None).itemsize
-        nbytes[name if to == "dcp" else place_of(lazy)] = math.prod(lazy.shape) * itemsize
+        nbytes[name if to == "dcp" else lazy] = math.prod(lazy.shape) * itemsize
     return sum(nbytes.values())
 
 

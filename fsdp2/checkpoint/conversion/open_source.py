@@ -22,7 +22,7 @@ from ..checkpoint_folder import CheckpointFolder
 from ..dcp_read import read_dcp
 from ..failures import failure
 from ..file_reading import ByteReader
-from ..lazy_tensors import DTYPES, LazyTensor, State, Stored, place_of, tensors_of
+from ..lazy_tensors import DTYPES, LazyTensor, State, Stored, tensors_of
 from ..safetensors_files import open_checkpoint
 from ..torch_file import read_torch_file, refuse_exchanged
 from ..training_state import clean_name
@@ -399,7 +399,7 @@ def _names_of_numbers(optimizer: State, model: State) -> dict[Any, str]:
     first_at: dict[Any, str] = {}
     for name, value in model.items():
         if isinstance(value, LazyTensor):
-            first_at.setdefault(place_of(value), name)
+            first_at.setdefault(value, name)
     names = list(first_at.values())
     if len(names) == len(numbers) and sorted(numbers) == list(range(len(numbers))) and numbers == sorted(numbers):
         return dict(zip(numbers, names, strict=True))

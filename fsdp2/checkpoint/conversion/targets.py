@@ -23,15 +23,14 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from ..dcp_read import box_of, chunk_of
-from ..dcp_write import DigestingWriter
+from ..dcp_read import box_of
+from ..dcp_write import DigestingWriter, shard_item
 from ..file_reading import ByteReader, bytes_of
 from ..folder_commit import NewFile, choose_names, commit, make_folder
-from ..lazy_tensors import LazyTensor, State, converted, dtype_of, place_of
+from ..lazy_tensors import LazyTensor, State, converted, dtype_of
 from ..safetensors_plan import PlannedFile, PlannedTensor, in_files, index_metadata, weight_map
 from ..shard_geometry import Box, split
 from ..torch_file import StoredAs, TensorPickler
@@ -76,7 +75,7 @@ def write_safetensors(folder: Path, model: State, stream: Stream, max_shard_nbyt
     planned: dict[Any, PlannedTensor] = {}
     for key, lazy in model.items():
         if isinstance(lazy, LazyTensor):
-            planned.setdefault(place_of(lazy), PlannedTensor(lazy, key, lazy.shape, converted(lazy, stream.dtype)))
+            planned.setdefault(lazy, PlannedTensor(lazy, key, lazy.shape, converted(lazy, stream.dtype)))
     files = in_files(planned.values(), max_shard_nbytes, [0])
     make_folder(folder)
     names = choose_names(folder, len(files), "0" * 8)
@@ -114,7 +113,7 @@ class _Storages:
             return None
         dtype = converted(obj, self._dtype) if id(obj) in self._model else dtype_of(obj)
         stored = StoredAs(str(len(self.found)), dtype, obj.shape)
-        return self.found.setdefault((place_of(obj), dtype), (stored, obj))[0]
+        return self.found.setdefault((obj, dtype), (stored, obj))[0]
 
 
 def write_torch(path: Path, state: State, model: State, stream: Stream) -> None:
@@ -169,7 +168,7 @@ class _Planner(DefaultSavePlanner):
         if data is None or not data.size.numel():
             return [item]
         bands = list(bands_of(tuple(data.size), data.properties.dtype, _COPIES))
-        return [item] if len(bands) == 1 else [_band(item.index.fqn, data, box) for box in bands]
+        return [item] if len(bands) == 1 else [shard_item(item.index.fqn, box, data.properties, data.size) for box in bands]
 
     def resolve_data(self, write_item: WriteItem) -> Any:
         described = self.state_dict[write_item.index.fqn]
@@ -177,13 +176,6 @@ class _Planner(DefaultSavePlanner):
         if lazy is None or write_item.tensor_data is None:
             return super().resolve_data(write_item)
         return self._stream.band(lazy, box_of(write_item.tensor_data.chunk), described.dtype)
-
-
-def _band(fqn: str, data: TensorWriteData, box: Box) -> WriteItem:
-    chunk = chunk_of(box)
-    return WriteItem(
-        MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, data.properties, data.size)
-    )
 
 
 def write_dcp(folder: Path, state: State, model: State, stream: Stream) -> None:

@@ -8,6 +8,9 @@ memory that was never touched costs a virtual machine more than memory that some
     save, synchronous    ours ``Checkpointer.save`` with ``asynchronous=False``, upstream ``dcp.save`` of the same state
     load                 ours ``Checkpointer.load``, upstream ``dcp.load`` into the same state: the bytes alone, nothing set
     load and set         upstream with ``get_state_dict`` before and ``set_state_dict`` after, as a program has to call it
+    stall                how long training waits in an asynchronous save: ours ``Checkpointer.save``, upstream ``dcp.async_save``
+    step during a save   training steps until that is written, over the median step without one; with --world 1 on two cores, the
+                         writer has one of its own
     save_safetensors     a model of 390 MB: ours with every rank writing, "upstream" with rank 0 alone writing (``num_writers=1``)
 
 ``--profile`` prints where rank 0 spends its time in each of ours.
@@ -22,11 +25,13 @@ import functools
 import json
 import pstats
 import shutil
+import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import common
 import models
@@ -39,7 +44,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp2.checkpoint import Checkpointer, save_safetensors
 
-WORLD_SIZE = 2
 QUICK, TRAINED, WHOLE = (256, 4), (512, 9), (1024, 7)  # dim, number of blocks: 21, 130 and 390 MB of fp32
 TIMES = dict[str, dict[str, list[float]]]
 
@@ -71,7 +75,7 @@ def trained(size: tuple[int, int]) -> tuple[models.GPT, torch.optim.AdamW]:
     """Sharded, with moments."""
     torch.manual_seed(0)
     model = models.GPT(8192, 128, *size, 8)
-    common.shard(model, model.blocks, common.OURS, init_device_mesh("cpu", (WORLD_SIZE,)))
+    common.shard(model, model.blocks, common.OURS, init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
     for param in model.parameters():
         param.grad = torch.full_like(param, 1e-3)
@@ -117,11 +121,55 @@ def checkpointer_and_dcp(folder: Path, size: tuple[int, int], rounds: int, profi
     return times
 
 
+def asynchronous(folder: Path, size: tuple[int, int], rounds: int) -> TIMES:
+    model, optimizer = trained(size)
+    tokens = torch.randint(8192, (2, 128))
+    checkpointer = Checkpointer(folder / "ours_asynchronous", model, optimizer, keep_last=1)
+
+    def ours(index: int, saving: list[Callable[[], bool]]) -> None:
+        checkpointer.save(index)
+        pending = checkpointer._pending
+        assert pending is not None
+        saving.append(pending.done)
+
+    def upstream(index: int, saving: list[Callable[[], bool]]) -> None:
+        of_model, of_optimizer = get_state_dict(model, optimizer)
+        future: Any = dcp.async_save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder / f"async_{index}")
+        saving.append(future.done)
+
+    def step() -> None:
+        model(tokens).logsumexp(-1).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def all_done(done: Callable[[], bool]) -> bool:
+        left = torch.tensor(float(not done()))
+        dist.all_reduce(left)
+        return left.item() == 0
+
+    times: TIMES = {"stall of an asynchronous save": {}, "step during a save, over one without": {}}
+    for index in range(-2, rounds):
+        quiet = statistics.median(timed(step)[0] for _ in range(4))
+        for way, start in ((common.OURS, ours), (common.UPSTREAM, upstream)):
+            saving: list[Callable[[], bool]] = []
+            stall, _ = timed(functools.partial(start, index + 2, saving))
+            during = [timed(step)[0]]
+            while not all_done(saving[0]):
+                during.append(timed(step)[0])
+            if index >= 0:
+                for figure, value in zip(times, (stall, statistics.mean(during) / quiet), strict=True):
+                    times[figure].setdefault(way, []).append(value)
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder / f"async_{index + 2}")
+    checkpointer.close()
+    return times
+
+
 def safetensors(folder: Path, size: tuple[int, int], rounds: int, profile: bool) -> TIMES:
     torch.manual_seed(0)
     model = models.GPT(8192, 128, *size, 8)
-    common.shard(model, model.blocks, common.OURS, init_device_mesh("cpu", (WORLD_SIZE,)))
-    max_shard_size = 4 * models.numel_of(model) // (2 * WORLD_SIZE)
+    common.shard(model, model.blocks, common.OURS, init_device_mesh("cpu", (dist.get_world_size(),)))
+    max_shard_size = 4 * models.numel_of(model) // (2 * dist.get_world_size())
     times: dict[str, list[float]] = {common.OURS: [], common.UPSTREAM: []}
     for index in range(-1, rounds):
         for way, num_writers in ((common.OURS, None), (common.UPSTREAM, 1)):
@@ -139,9 +187,10 @@ def run_rank(rank: int, options: argparse.Namespace, folder: str) -> None:
     """Collective: yes, over the world."""
     warnings.simplefilter("ignore")  # upstream's own
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", WORLD_SIZE), rank=rank, world_size=WORLD_SIZE)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", options.world), rank=rank, world_size=options.world)
     rounds = options.rounds or (3 if options.quick else 7)
     times = checkpointer_and_dcp(Path(folder), QUICK if options.quick else TRAINED, rounds, options.profile)
+    times |= asynchronous(Path(folder), QUICK if options.quick else TRAINED, rounds)
     times |= safetensors(Path(folder), QUICK if options.quick else WHOLE, rounds, options.profile)
     if rank == 0:
         (Path(folder) / "times.json").write_text(json.dumps(times))
@@ -153,15 +202,17 @@ def main() -> None:
     arguments = common.parser(__doc__)
     arguments.add_argument("--folder", type=Path, help="where to write, for instance on the disk that is meant")
     arguments.add_argument("--rounds", type=int)
+    arguments.add_argument("--world", type=int, default=2)
     arguments.add_argument("--profile", action="store_true")
     options = arguments.parse_args()
     common.start(options, __doc__)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        torch.multiprocessing.start_processes(run_rank, (options, folder), nprocs=WORLD_SIZE, start_method="fork")
+        torch.multiprocessing.start_processes(run_rank, (options, folder), nprocs=options.world, start_method="fork")
         times: TIMES = json.loads((Path(folder) / "times.json").read_text())
-    case = f"{'quick, ' if options.quick else ''}{WORLD_SIZE} ranks"
+    case = f"{'quick, ' if options.quick else ''}{options.world} ranks"
     for figure, samples in times.items():
-        common.report(common.Result.of("checkpoints", figure, case, "s", samples, common.Target(1.0)), options.json)
+        unit = "x" if "over one without" in figure else "s"
+        common.report(common.Result.of("checkpoints", figure, case, unit, samples, common.Target(1.0)), options.json)
 
 
 if __name__ == "__main__":

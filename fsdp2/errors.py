@@ -110,6 +110,10 @@ class LostRankError(CheckpointError):
     """
 
 
+class PublishError(FSDPError, RuntimeError):
+    """A consumer of published weights has failed on some rank, or takes nothing. The model is as before."""
+
+
 class CompileError(FSDPError, RuntimeError):
     """A model cannot be compiled as asked; the message names the line. The model goes on working eagerly."""
 

@@ -103,6 +103,8 @@ CALLS: dict[str, Callable[[Setting], dict[str, Any]]] = {
     "park": lambda a: {"model": a.model, "optimizer": a.optimizer, "to": "cpu"},
     "unpark": lambda a: {"model": a.model, "optimizer": a.optimizer},
     "publish": lambda a: {"model": a.model, "dtype": None, "key_map": None},
+    "publishing.to_file": lambda a: {"path": a.folder / "weights"},
+    "publishing.read_file": lambda a: {"path": a.folder / "weights", "known": 3, "verify": True},
     "set_missing_rank_timeout": lambda a: {"timeout": None, "notice": 3.0},
     "register_fsdp_forward_method": lambda a: {"module": a.model, "method_name": "forward"},
     "share_comm_ctx": lambda a: {"modules": [a.model]},

@@ -3,6 +3,8 @@
 docs/publish.md is the guide.
 """
 
-from .weights import TensorMeta, Weights, publish
+from .consumer import Stream, TensorMeta
+from .weights import Weights, publish
+from .weights_file import Snapshot, read_file, to_file
 
-__all__ = ["TensorMeta", "Weights", "publish"]
+__all__ = ["Snapshot", "Stream", "TensorMeta", "Weights", "publish", "read_file", "to_file"]

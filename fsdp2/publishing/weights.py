@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import inspect
+from ..arguments import FUNCTION, POSITIVE, require
 from ..checkpoint.failures import tried
 from ..checkpoint.key_map import KeyMap
 from ..checkpoint.lazy_tensors import LazyTensor, converted
@@ -29,22 +32,14 @@ from ..checkpoint.safetensors_plan import check_dtype, written_tensors
 from ..checkpoint.safetensors_save import refuse_meta
 from ..checkpoint.shard_geometry import Box
 from ..core.comm.agreement import Axis, agree_over, axes_of, largest_over
-from ..errors import ArgumentError
+from ..errors import ArgumentError, FSDPError
 from ..hangs.joint_calls import joint
+from ..torch_names.torch_collectives import timeout_of_group
+from .consumer import FAILED, READY, Consumer, Named, Source, Stream, TensorMeta, failure_of
 from .unit_gather import Gathering, Part, UnitGather
 
 _NBYTES_OUTSIDE = 256 << 20
 """Of tensors that no unit manages, and that no unit is around, this much counts as one unit."""
-
-Named = list[tuple[str, Tensor]]
-
-
-class TensorMeta(NamedTuple):
-    """What is known of a tensor before it is sent."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -72,6 +67,7 @@ class _Unit:
     outputs: list[_Output] = field(default_factory=list)
     later: list[ModelTensor] = field(default_factory=list)
 
+    @torch.no_grad()
     def begin(self) -> list[Gathering]:
         return [gather.begin() for gather in self.gathers]
 
@@ -83,31 +79,6 @@ class _Unit:
             whole |= gatherings.pop().whole()
         kept |= {source: whole[source].clone() for source in self.later}
         return [(output.meta.name, output.made(whole | kept)) for output in self.outputs]
-
-
-class Source:
-    """Whole tensors by name; what ``Weights`` and a sink's argument have in common."""
-
-    version: int = 0
-
-    def metadata(self) -> list[TensorMeta]:
-        raise NotImplementedError
-
-    def groups(self) -> Iterator[Named]:
-        raise NotImplementedError
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor with its name. The last one of a unit has memory of its own: a loop still holds it while the next unit comes."""
-        for group in self.groups():
-            group.reverse()
-            while len(group) > 1:
-                yield group.pop()
-            while group:
-                yield _alone(*group.pop())
-
-
-def _alone(name: str, tensor: Tensor) -> tuple[str, Tensor]:
-    return name, tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 class Weights(Source):
@@ -142,11 +113,72 @@ class Weights(Source):
                 under_way.append(self._issued(following))
             yield ready.pop()
 
+    @joint
+    def send(self, sink: Callable[[Stream], Any] | None = None, *, timeout: float | None = None) -> None:
+        """Give the tensors to ``sink``, which runs on a thread, and may be slow or fail; return at its end.
+
+        sink:    called on this rank with a ``Stream``, an iterable of ``(name, tensor)``: many engines' ``load_weights`` is one;
+                 None: this rank only takes part. A sink that ends early leaves the rest
+        timeout: seconds without a unit after which a sink has failed; None: as long as it takes
+
+        A sink that blocks delays all ranks here, and lets no collective wait for longer than a third of its process group's time-out.
+
+        Collective: yes, over the meshes of the parameters; ranks may have different sinks, or none
+        Memory:     two units on a rank with a sink, one on the others
+        Raises:     PublishError on every rank if a sink fails on one; the model is as before, and may be trained and published again
+
+        Example:
+            weights = fsdp2.publish(model)
+            weights.send(dict if dist.get_rank() == 0 else None)
+        """
+
+        def check() -> None:
+            require("send", FUNCTION.or_none, sink=sink)
+            require("send", POSITIVE.or_none, timeout=timeout)
+
+        _, problem = tried("cannot publish", check)
+        agree_over(self._axes, problem)
+        self._begin()
+        device = self._units[0].gathers[0].device if self._units else torch.device("cpu")
+        consumer = Consumer(sink, Stream(self), device, math.inf if timeout is None else timeout)
+        kept: dict[ModelTensor, Tensor] = {}
+        try:
+            for unit in self._units:
+                ready = self._once_all_are_ready(consumer, unit)
+                consumer.offer(functools.partial(unit.made, [each.issue().finish() for each in ready], kept))
+                del ready
+            consumer.finish()
+            self._once_all_are_ready(consumer, None)
+        finally:
+            consumer.leave(self._wait_s)
+
+    def _once_all_are_ready(self, consumer: Consumer, unit: _Unit | None) -> list[Gathering]:
+        """The shards of ``unit``, packed, when each rank has them. Collective: yes. Raises: the problem of one rank, on every rank"""
+        packed: list[Gathering] | None = None
+        problem: FSDPError | None = None
+        while True:
+            state = consumer.state(self._wait_s)
+            if state == READY and packed is None:
+                try:
+                    packed = [] if unit is None else unit.begin()
+                except Exception as error:
+                    state, problem = FAILED, failure_of("cannot publish", error)
+            (state,) = largest_over(self._axes, state, what="agreement to publish")
+            if state == FAILED:
+                agree_over(self._axes, problem or consumer.problem)
+            if state == READY:
+                assert packed is not None
+                return packed
+
+    @functools.cached_property
+    def _wait_s(self) -> float:
+        timeouts = [timeout_of_group(group) for group, _ in self._axes]
+        return min((each.total_seconds() for each in timeouts if each is not None), default=60.0) / 3
+
     def _begin(self) -> None:
         reshard(self._model)
         self.version += 1
 
-    @torch.no_grad()
     def _issued(self, unit: _Unit) -> list[Gathering]:
         return [each.issue() for each in unit.begin()]
 

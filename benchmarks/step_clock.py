@@ -6,7 +6,7 @@ It is a model. docs/step_clock.md tells what it knows and what not, and how wron
     python benchmarks/step_clock.py --rows dense --worlds 8 --card h200
     python benchmarks/step_clock.py --published             torch's FSDP2 next to torchtitan's published step times
 
-Each implementation trains on a device that computes nothing and logs all that it is given (``fsdp2.testing.clock``). Above torch's
+Each implementation trains on a device that computes nothing and logs all that it is given (``clock_device``). Above torch's
 dispatcher the host's time is measured live, here (the thread's CPU time, medians over steps, both implementations in turn); what lies
 below is a stated constant. A step lasts from the end of one to the end of the next, with no wait between them.
 """
@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import clock_device as device
 import common
 import step_models
 import torch
@@ -34,9 +35,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from fsdp2.testing.clock import device
 from fsdp2.testing.clock.cards import CARDS, H100_96GB, Card, HostCosts
-from fsdp2.testing.clock.report import break_down, copies
+from fsdp2.testing.clock.costs import is_copy
+from fsdp2.testing.clock.report import break_down
 from fsdp2.testing.clock.timeline import Clock
 from fsdp2.testing.clock.trace import Trace, steady
 
@@ -165,7 +166,7 @@ def clocked(traces: list[Trace], card: Card) -> dict[str, Any]:
     ran = clock.spans[num_spans:]
     parts = break_down(ran, begin, clock.end)
     allocator = clock.allocator
-    moved = copies(ran)
+    moved = [span for span in ran if is_copy(span.entry)]
 
     def ms(by_phase: dict[str, float]) -> dict[str, float]:
         return {phase: seconds * 1e3 for phase, seconds in by_phase.items()}

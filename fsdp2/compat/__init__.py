@@ -20,24 +20,8 @@ from .. import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from .api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FlatParameter,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from . import api
+from .api import *  # noqa: F403
 from .fully_sharded_data_parallel import FullyShardedDataParallel
 from .sharded_grad_scaler import ShardedGradScaler
 from .wrap import (  # ``wrap`` is the function here, as the last to be bound; ``fsdp2.compat.wrap`` can be imported from all the same
@@ -55,32 +39,16 @@ from .wrap import (  # ``wrap`` is the function here, as the last to be bound; `
 )
 
 __all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
     "CPUOffloadPolicy",
     "CustomPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
-    "FlatParameter",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
     "FullyShardedDataParallel",
     "GradientReductionHandle",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "OffloadPolicy",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
     "ShardedGradScaler",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
     "UnshardHandle",
     "_Policy",
     "_or_policy",
@@ -95,3 +63,4 @@ __all__ = [
     "transformer_auto_wrap_policy",
     "wrap",
 ]
+__all__ += api.__all__

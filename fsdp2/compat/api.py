@@ -161,3 +161,23 @@ def member(kind: type[_Member], value: Any, argument: str) -> _Member:
         expected=f"a {kind.__name__}: {', '.join(kind.__members__)}",
         fix=f"for instance {argument}={next(iter(kind))}",
     )
+
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]

@@ -21,24 +21,9 @@ from torch import nn
 from ..core.modules.sharded_class import set_class
 from ..errors import ModuleError
 from ..torch_names.torch_modules import TorchFSDPModule
-from .api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FlatParameter,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from . import api
+from .api import *  # noqa: F403
+from .api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from .methods import FSDP1Module
 from .settings import Options
 from .wrap import CustomPolicy, ModuleWrapPolicy
@@ -145,24 +130,5 @@ class FullyShardedDataParallel(FSDP1Module, nn.Module, metaclass=_Wrapping):
         _modules[id(self)] = module
 
 
-__all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
-    "CustomPolicy",
-    "FlatParameter",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "ModuleWrapPolicy",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-]
+__all__ = ["CustomPolicy", "FullyShardedDataParallel", "ModuleWrapPolicy"]
+__all__ += api.__all__

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .costs import is_copy
 from .timeline import COMPUTE, Span
 
 Interval = tuple[float, float]
@@ -86,8 +85,3 @@ def break_down(spans: Sequence[Span], start: float, stop: float) -> Breakdown:
     by_phase = {phase: seconds for phase, seconds in exposed.items() if seconds > 0}
     gaps = sum(1 for one in idle if one[1] - one[0] > 1e-6)
     return Breakdown(length(computing), by_phase, length(quiet) - length(idle), length(idle), gaps)
-
-
-def copies(spans: Iterable[Span]) -> list[Span]:
-    """The entries that move bytes on the device or to and from the host."""
-    return [span for span in spans if is_copy(span.entry)]

@@ -17,7 +17,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 Ranks = tuple[int, ...]
 
@@ -45,13 +44,6 @@ class Entry:
     nbytes: int = 0
     tensors: tuple[Seen, ...] = ()
     host_s: float = 0.0
-
-    @classmethod
-    def of(cls, row: tuple[Any, ...]) -> Entry:
-        """Read the device's log."""
-        kind, name, stream, id_, other, nbytes, tensors, host_ns = row
-        seen = tuple(Seen(bool(roles & 1), bool(roles & 2), dtype, size, tuple(sizes)) for roles, dtype, size, sizes in tensors)
-        return cls(kind, name, stream, id_, other, nbytes, seen, host_ns * 1e-9)
 
 
 @dataclass(slots=True)

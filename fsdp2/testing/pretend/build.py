@@ -28,8 +28,10 @@ def missing_tools() -> list[str]:
 
 
 def build_folder(prefix: str, files: Iterable[Path]) -> Path:
-    """FSDP2_BUILD_DIR, or ``build/`` next to the package (which git ignores)."""
-    root = os.environ.get("FSDP2_BUILD_DIR") or Path(__file__).parents[3] / "build"
+    """FSDP2_BUILD_DIR; else ``build/`` of the checkout (which git ignores); else, of an installed package, a cache of the user's."""
+    above = Path(__file__).parents[3]
+    own = above / "build" if (above / "pyproject.toml").is_file() else Path.home() / ".cache" / "fsdp2" / "build"
+    root = os.environ.get("FSDP2_BUILD_DIR") or own
     digest = hashlib.sha256(f"{torch.__version__} {sys.version}".encode())
     for path in sorted(files):
         digest.update(path.name.encode() + path.read_bytes())

@@ -1,7 +1,7 @@
 // What Python may ask of the device that runs nothing.
 
 #include "log.h"
-#include "../../pretend/csrc/generator.h"
+#include "../../fsdp2/testing/pretend/csrc/generator.h"
 
 #include <torch/csrc/utils/pybind.h>
 

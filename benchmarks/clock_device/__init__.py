@@ -1,7 +1,13 @@
 """The device that runs nothing, and the log of what it is given: compiled once, one a process.
 
+Why a device type of its own, and not a dispatch mode over fake tensors, or the pretend accelerator in a mode that runs nothing:
+streams, events, ``record_stream``, storage resizes and autograd's own thread are asked of a device, so both libraries take the paths
+here that they take on a GPU, and nothing of either is replaced. Under a dispatch mode they would take the CPU's, and a Python call an
+operator would drown the host's time. The pretend accelerator orders real data, seeds its executor and holds each entry's tensors; of
+its files, this device shares those that say the same (guard, hooks, ``torch.<device>`` module) and nothing that runs.
+
 A device type ``clock`` of torch's PrivateUse1: the pretend accelerator's guard, hooks and ``torch.<device>`` module over streams,
-memory, operators and collectives (``csrc/``) that only write down what they are given.
+memory, operators and collectives (the C++ files here) that only write down what they are given.
 """
 
 from __future__ import annotations
@@ -14,14 +20,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...core.comm.backends import declare_backend
-from ..pretend import build, torch_names
-from ..pretend.device_module import make_device_module
-from .trace import Entry, Ranks, Trace
+from fsdp2.core.comm.backends import declare_backend
+from fsdp2.testing.clock.trace import Entry, Ranks, Seen, Trace
+from fsdp2.testing.pretend import build, torch_names
+from fsdp2.testing.pretend.device_module import make_device_module
 
 DEVICE_TYPE = BACKEND = "clock"
 _NAME = "fsdp2_clock_device"
-_SOURCES = Path(__file__).parent / "csrc"
+_SOURCES = Path(__file__).parent
 _active: list[bool] = []
 _groups: list[Ranks] = []
 
@@ -29,7 +35,7 @@ _groups: list[Ranks] = []
 @cache
 def _extension() -> Any:
     borrowed = [build.SOURCES / "hooks.cpp", build.SOURCES / "views.cpp"]
-    folder = build.build_folder("clock", [*_SOURCES.iterdir(), *borrowed, *build.SOURCES.glob("*.h")])
+    folder = build.build_folder("clock", [*_SOURCES.glob("*.cpp"), *_SOURCES.glob("*.h"), *borrowed, *build.SOURCES.glob("*.h")])
     return build.load(_NAME, build.compiled(_NAME, folder, [*_SOURCES.glob("*.cpp"), *borrowed]))
 
 
@@ -68,4 +74,11 @@ def logged() -> Iterator[Trace]:
         yield trace
     finally:
         extension.set_logging(False)
-        trace.entries.extend(Entry.of(row) for row in extension.take_log())
+        trace.entries.extend(map(_entry_of, extension.take_log()))
+
+
+def _entry_of(row: tuple[Any, ...]) -> Entry:
+    """Read the device's log."""
+    kind, name, stream, id_, other, nbytes, tensors, host_ns = row
+    seen = tuple(Seen(bool(roles & 1), bool(roles & 2), dtype, size, tuple(sizes)) for roles, dtype, size, sizes in tensors)
+    return Entry(kind, name, stream, id_, other, nbytes, seen, host_ns * 1e-9)

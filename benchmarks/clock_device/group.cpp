@@ -1,7 +1,7 @@
 // A process group of which this process plays one rank, and of which nothing is sent.
 
 #include "log.h"
-#include "../../pretend/csrc/stream_group.h"
+#include "../../fsdp2/testing/pretend/csrc/stream_group.h"
 
 #include <torch/csrc/utils/pybind.h>
 

@@ -7,7 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "../../pretend/csrc/device.h"
+#include "../../fsdp2/testing/pretend/csrc/device.h"
 
 namespace pretend {
 

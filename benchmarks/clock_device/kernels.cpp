@@ -1,7 +1,7 @@
 // Operators: what they would return is worked out on meta tensors, what they touch is written down, nothing is computed.
 
 #include "log.h"
-#include "../../pretend/csrc/operators.h"
+#include "../../fsdp2/testing/pretend/csrc/operators.h"
 
 #include <torch/library.h>
 

@@ -457,6 +457,23 @@ class FSDPModule(_Module):
             if unit.schedule is not None:
                 unit.schedule.choose_logs()
 
+    def set_optional(self, optional: bool = True) -> None:
+        """Let any rank leave this module out of any forward, and of its backward: an image tower, on ranks that have only text.
+
+        Its gradients are averaged over all ranks, and those that left it out count as zeros; if all of them did, there are none. As no
+        rank knows who will run it, the begin of the root's forward gathers it, with all sharded modules inside of it. Call it on all
+        ranks, before the first forward or between steps; see "Uneven work" in the docs.
+
+        Raises: ArgumentError in the next forward, on all ranks, for what they cannot leave out: tied parameters, for instance
+
+        Example:
+            model[0].set_optional()
+        """
+        unit = sharded_unit(self)
+        unit.choose(optional=checked_bool("set_optional", "optional", optional))
+        if unit.schedule is not None:
+            unit.schedule.choose_logs()
+
     def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
         """The old name of ``set_gradient_divide_factor``; warns.
 

@@ -23,15 +23,13 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..arguments import COUNT, FUNCTION, Kind, require
-from ..core.comm import backends
-from ..core.comm.agreement import joined_over
+from ..core.comm.agreement import messages_over
 from ..core.comm.collective_log import during
 from ..core.iteration.module_state import ModuleState
 from ..core.modules.tensors import map_tensors
@@ -64,7 +62,7 @@ def uneven(model: nn.Module) -> Iterator[Work]:
     units = sharded_units("uneven", model)
     mesh = _common_mesh(units)
     _refuse_what_cannot_stand_in(model, units)
-    work = Work(model, units, mesh, _messages_over(mesh))
+    work = Work(model, units, mesh, messages_over(mesh))
     yield work
     work._leave()
 
@@ -250,22 +248,6 @@ class _Row(NamedTuple):
 _HAS_LEFT = "has left its loop"
 _TEXT_NBYTES = 215
 _ROW = struct.Struct(f"<2q?2qd{_TEXT_NBYTES}s")  # 256 bytes
-
-
-_channels: WeakKeyDictionary[dist.ProcessGroup, tuple[frozenset[int], dist.ProcessGroup]] = WeakKeyDictionary()
-"""By a process group of the mesh: its ranks, and the process group of their messages, kept for the next ``uneven``."""
-
-
-def _messages_over(mesh: DataParallelMesh) -> dist.ProcessGroup | None:
-    """Collective: yes, over ``mesh``, the first time."""
-    groups = [group for group in (mesh.shard_group, mesh.replicate_group) if group is not None and group.size() > 1]
-    if not groups or not backends.moves_data(backends.backend_of(groups[0], mesh.device_type)):
-        return None
-    ranks, channel = _channels.get(groups[-1], (None, None))
-    if channel is None or ranks != mesh.ranks:
-        channel = joined_over(groups, sorted(mesh.ranks), "uneven", "gloo")
-        _channels[groups[-1]] = mesh.ranks, channel
-    return channel
 
 
 def _rank() -> int:

@@ -51,6 +51,8 @@ def refuse_what_graphs_lack(units: Sequence[Unit]) -> None:
         where = unit.fqn or "the root"
         if unit.max_norm_weights:
             found.append(f"{where}: Embedding(max_norm=...) writes to its weight in forward")
+        if unit.options.optional:
+            found.append(f"{where}: it is optional (set_optional)")
         for group in unit.groups:
             gradients = group.gradients
             names = ", ".join(param.fqn for param in group.params[:3])

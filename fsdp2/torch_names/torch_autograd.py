@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -41,6 +42,15 @@ def checkpoint_around() -> object | None:
     for pack, unpack in reversed(taken):
         autograd._push_saved_tensors_default_hooks(pack, unpack)
     return found
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Whether a re-entrant checkpoint is on the stack: it runs its function without a graph, which backward makes."""
+    code = torch.utils.checkpoint.CheckpointFunction.forward.__code__
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def leaf_gets_gradient_in_this_backward(leaf: Tensor) -> bool:

@@ -19,7 +19,7 @@ import os
 import pickle
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ... import errors
 from ...errors import CheckpointError, FSDPError, LostRankError
 from ...torch_names import torch_collectives
-from ..plan.mesh import device_of
+from ..plan.mesh import DataParallelMesh, device_of
+from . import backends
 from .collective_log import during
 from .lost_ranks import raise_lost
 
@@ -216,3 +217,22 @@ def joined_over(
     return torch_collectives.new_named_group(
         list(ranks), backend, f"fsdp2_{name}", f"fsdp2_{name}_{drawn.item():x}", timeout
     )
+
+
+_channels: WeakKeyDictionary[dist.ProcessGroup, tuple[frozenset[int], dist.ProcessGroup]] = WeakKeyDictionary()
+"""By a process group of the mesh: its ranks, and the process group of their messages, kept for the next time."""
+
+
+def messages_over(mesh: DataParallelMesh) -> dist.ProcessGroup | None:
+    """A process group for messages of the hosts, which wait for no device; None if there is nobody to tell.
+
+    Collective: yes, over ``mesh``, the first time
+    """
+    groups = [group for group in (mesh.shard_group, mesh.replicate_group) if group is not None and group.size() > 1]
+    if not groups or not backends.moves_data(backends.backend_of(groups[0], mesh.device_type)):
+        return None
+    ranks, channel = _channels.get(groups[-1], (None, None))
+    if channel is None or ranks != mesh.ranks:
+        channel = joined_over(groups, sorted(mesh.ranks), "messages", "gloo")
+        _channels[groups[-1]] = mesh.ranks, channel
+    return channel

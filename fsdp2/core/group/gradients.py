@@ -217,6 +217,7 @@ class Gradients:
         """Leave gradients on the unsharded parameters, if backward does not reduce; False: ``take`` must get them."""
         if not self.adds_up_on_leaves:
             return False
+        self._on_leaves |= self.reached  # on all ranks, though some may have used no parameter
         self.reached = False
         self._current_plan()
         for param in self.group.params:

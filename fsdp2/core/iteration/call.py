@@ -16,8 +16,8 @@ from torch import nn
 
 from ...torch_names import torch_autograd
 
-next_moment = itertools.count().__next__
-"""Numbers for the beginnings and ends of forward calls, in their order."""
+next_moment = itertools.count(0, 1 << 20).__next__
+"""Numbers for the beginnings and ends of forward calls, in their order; between two is room for other ranks' calls."""
 
 
 class GraphPart(list[Any]):

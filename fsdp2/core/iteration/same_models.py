@@ -52,7 +52,8 @@ def require_same_as_neighbors(units: Sequence[Unit]) -> None:
         (
             param.fqn,
             f"{tuple(param.sharded.shape)}, {param.dtype}, gathered in {group.plan.param_dtype}"
-            + ("" if param.sharded.requires_grad else ", frozen"),
+            + ("" if param.sharded.requires_grad else ", frozen")
+            + (", optional" if unit.options.optional else ""),
         )
         for unit in units
         for group in unit.groups

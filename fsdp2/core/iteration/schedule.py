@@ -30,6 +30,7 @@ from .call import Call, UnitCalls
 from .finalization import CommContext, GradientReductionHandle
 from .forward import Forward
 from .forward_log import ForwardLog
+from .optional_units import OptionalForward, OptionalUnits
 from .reductions import finish_all
 from .unit import Unit
 from .unit_tree import Step, UnitTree
@@ -72,9 +73,11 @@ class Schedule:
         self.tree.reductions.limit = max(unit.options.max_reductions for unit in self.tree.units)
 
     def choose_logs(self) -> None:
-        """Keep logs if any unit asks for unused parameters: each rank then knows the order of backward in any case."""
+        """Keep logs if a unit is optional or asks for unused parameters: each rank then knows the order of backward."""
         groups = [group for unit in self.tree.units for group in unit.groups]
-        self._logs_forwards = any(group.gradients.options.reduce_unused for group in groups)
+        found = OptionalUnits(self.tree)
+        self._optional = found if found.units else None
+        self._logs_forwards = bool(found.units) or any(group.gradients.options.reduce_unused for group in groups)
 
     def alive_logs(self) -> list[ForwardLog]:
         """The logs of forwards whose backward may come, in order."""
@@ -122,7 +125,10 @@ class Schedule:
         if self._logs_forwards and torch.is_grad_enabled():
             log = ForwardLog()
             self._logs = [*map(weakref.ref, self.alive_logs()), weakref.ref(log)]
-        self.forward = Forward(tree, unit, log)
+        if self._optional is None:
+            self.forward = Forward(tree, unit, log)
+        else:
+            self.forward = OptionalForward(tree, unit, log, self._optional)
         if self.post_optim_event is not None:
             self.await_optimizer()
         return self.forward

@@ -72,6 +72,7 @@ class UnitOptions:
     forward_depth, backward_depth: how many units of that order to gather ahead
     backward_prefetch:     when to gather the unit before this one: before this one's gradients are computed, after
                            that, or not at all
+    optional:              ranks may leave the unit, and those below it, out of any forward
     """
 
     reshard_after_forward: bool | int = True
@@ -84,6 +85,7 @@ class UnitOptions:
     forward_depth: PrefetchDepth = NEXT_ONE
     backward_depth: PrefetchDepth = NEXT_ONE
     backward_prefetch: Literal["pre", "post"] | None = "pre"
+    optional: bool = False
 
     @property
     def prefetches_the_one_before(self) -> bool:

@@ -1,0 +1,294 @@
+"""Optional units: any rank may leave them out of any forward, and of its backward.
+
+The root's begin gathers them on all ranks, so a rank that runs one communicates nothing then, and a rank that leaves it
+out misses nothing. At the end of a forward with a graph, ranks tell each other which calls they have made, and each
+rank puts the calls of others into its own log. Backward then gathers and reduces in the order of the log, on all ranks
+alike (``forward_log.py``); who has no gradient says so by the flags that every reduction carries. If no rank has run a
+unit, backward has no collective for it.
+
+Worked example, units a and b in a root, optional t; rank 0 runs a, t, b, and rank 1 runs a, b
+
+    forward    both: gather root, t, a, b; then all-gather a checksum of 8 bytes, which differs
+    rows       rank 0: t was entered and left after 3 moments of mandatory units (root begins, a begins and ends)
+               rank 1: nothing
+    log        rank 1 gets a call of t between a and b
+    backward   both: gather b, reduce b, gather t, reduce t, gather a, reduce a, reduce root
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ...errors import ArgumentError, MeshError, OrderError
+from ...torch_names import torch_autograd, torch_collectives
+from ..comm import collective_log
+from ..comm.agreement import agree, has_untold, messages_over, tell_later
+from ..group.memory import GroupState
+from .call import Call, GraphPart, next_moment
+from .forward import Forward
+from .forward_log import ForwardLog
+from .unit import Unit
+from .unit_tree import UnitTree
+
+
+class _Mark(NamedTuple):
+    """A call of an optional unit begins or ends in forward.
+
+    gap:   after so many moments of mandatory units
+    call:  the gap in which it began, its unit, and how many calls of that unit had begun in that gap before
+    """
+
+    gap: int
+    call: tuple[int, int, int]
+    is_end: bool
+
+
+class _Row(NamedTuple):
+    """What a rank tells the others. marks: in order; with_inputs: the calls of which an input needs a gradient"""
+
+    marks: tuple[_Mark, ...]
+    with_inputs: tuple[tuple[int, int, int], ...]
+
+
+class OptionalUnits:
+    """The units under one root that ranks may leave out: declared ones, and those below them."""
+
+    def __init__(self, tree: UnitTree) -> None:
+        self._tree = tree
+        declared = [unit for unit in tree.units if unit.options.optional]
+        modules = {each for unit in declared for module in unit.modules for each in module.modules()}
+        self.units = [unit for unit in tree.units if modules.issuperset(unit.modules)]
+        self._below: dict[Unit, list[Unit]] = {}
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self.units
+
+    def below(self, root: Unit) -> list[Unit]:
+        """Those that a forward which begins with ``root`` may run. Raises: OrderError if ``root`` is one of them"""
+        self._refuse_what_ranks_cannot_leave_out()
+        if root in self.units:
+            raise OrderError(
+                f"forward begins with {_name(root)}, which is optional",
+                expected="forward of a module around it, which all ranks run, as all of them gather it there",
+                fix="run it in the forward of the model; or call set_optional(False) on it",
+            )
+        if root not in self._below:
+            modules = {each for module in root.modules for each in module.modules()}
+            self._below[root] = [unit for unit in self.units if modules.issuperset(unit.modules)]
+        return self._below[root]
+
+    def _refuse_what_ranks_cannot_leave_out(self) -> None:
+        """Raise on all ranks, or on none."""
+        found = []
+        for unit in self.units:
+            if any(group.holders is not None for group in unit.uses):
+                found.append(f"{_name(unit)}: parameters that are tied to another module's")
+            if unit.max_norm_weights:
+                found.append(f"{_name(unit)}: an embedding with max_norm, whose forward writes its rows")
+            if any(group.gradients.options.comm is not None for group in unit.groups):
+                found.append(f"{_name(unit)}: set_custom_reduce_scatter, whose buffers do not say who has gradients")
+        for unit in self._tree.units:
+            named = [*unit.options.prefetch_forward, *unit.options.prefetch_backward]
+            if named and (unit in self.units or not set(named).isdisjoint(self.units)):
+                found.append(f"{_name(unit)}: set_modules_to_forward_prefetch or set_modules_to_backward_prefetch")
+        if found:
+            raise ArgumentError(
+                "ranks cannot leave out these units",
+                items=found,
+                expected="optional units without these",
+                fix="leave them out, or call set_optional(False)",
+            )
+
+    # --- what ranks tell each other ---
+
+    def complete(self, log: ForwardLog) -> None:
+        """Put the calls that only other ranks have made into ``log``. Collective: yes, over the units' mesh
+
+        Raises: OrderError on all ranks, if two of them ran optional units in opposite orders, or one in a re-entrant
+                checkpoint
+        """
+        meshes = {group.mesh.groups: group.mesh for unit in self.units for group in unit.groups}
+        if len(meshes) > 1:
+            raise MeshError(
+                f"optional units are on {len(meshes)} meshes",
+                expected="one mesh for all of them, so that one set of ranks tells each other who runs them",
+                fix="shard them over the same mesh",
+            )
+        messages = None if not meshes else messages_over(*meshes.values())
+        if messages is None:
+            return
+        row, moments = self._row(log)
+        checksum = torch.tensor([-1 if has_untold() else zlib.crc32(repr(row).encode())], device="cpu")
+        checksums = checksum.new_empty(messages.size())
+        with collective_log.during("comparison of optional units", messages, checksum):
+            torch_collectives.all_gather_single(checksums, checksum, messages, async_op=False)
+        if checksums[0] >= 0 and bool((checksums == checksum).all()):
+            return
+        rows = tuple(dict.fromkeys(agree(messages, None, row)))
+        merged = _merged(tuple(each.marks for each in rows))
+        if merged is None:
+            raise OrderError(
+                "ranks ran optional units in opposite orders",
+                items=[" -> ".join(_name(self.units[mark.call[1]]) for mark in each.marks) for each in rows],
+                expected="one order of those that a rank runs, on all ranks",
+                fix="run them in the same order on every rank; go on after reset_iter_state()",
+            )
+        with_inputs = {call for each in rows for call in each.with_inputs}
+        own = dict(zip(row.marks, (at for at, is_own in moments if is_own), strict=True))
+        new: dict[tuple[int, int, int], Call] = {}
+        for mark, at in _times(merged, own, [at for at, is_own in moments if not is_own]):
+            if mark.call not in new:
+                new[mark.call] = call = Call(GraphPart())
+                call.log = weakref.ref(log)
+                call.is_watched, call.has_inputs = True, mark.call in with_inputs
+                log.calls.setdefault(self.units[mark.call[1]], []).append(call)
+            if mark.is_end:
+                new[mark.call].left = at
+            else:
+                new[mark.call].entered = at
+        for calls in log.calls.values():
+            calls.sort(key=lambda call: call.entered)
+
+    def _row(self, log: ForwardLog) -> tuple[_Row, list[tuple[int, bool]]]:
+        """This rank's row, and all moments of ``log`` in order. True: of an optional unit"""
+        indices = {unit: index for index, unit in enumerate(self.units)}
+        moments = [
+            (at, indices.get(unit, -1), call, is_end)
+            for unit, call in log.in_order()
+            if call.is_watched
+            for at, is_end in ((call.entered, False), (call.left, True))
+        ]
+        moments.sort(key=lambda moment: moment[0])
+        gap = 0
+        marks: list[_Mark] = []
+        known: dict[Call, tuple[int, int, int]] = {}
+        for _, index, call, is_end in moments:
+            if index < 0:
+                gap += 1
+                continue
+            if not is_end:
+                known[call] = (gap, index, sum(each[:2] == (gap, index) for each in known.values()))
+            marks.append(_Mark(gap, known[call], is_end))
+        row = _Row(tuple(marks), tuple(name for call, name in known.items() if call.has_inputs))
+        return row, [(at, index >= 0) for at, index, *_ in moments]
+
+
+@functools.lru_cache(maxsize=64)
+def _merged(rows: tuple[tuple[_Mark, ...], ...]) -> tuple[_Mark, ...] | None:
+    """One order of the marks that all ranks' orders agree with; None if two of them contradict each other."""
+    result: list[_Mark] = []
+    left = [list(reversed(row)) for row in rows]
+    behind = [set(row[:-1]) for row in left]  # without the next one
+    while any(left):
+        heads = [row[-1] for row in left if row]
+        gap = min(head.gap for head in heads)
+        free = (head for head in heads if head.gap == gap and not any(head in others for others in behind))
+        head = next(free, None)
+        if head is None:
+            return None
+        result.append(head)
+        for row, others in zip(left, behind, strict=True):
+            if row and row[-1] == head:
+                row.pop()
+                if row:
+                    others.discard(row[-1])
+    return tuple(result)
+
+
+def _times(marks: Sequence[_Mark], own: dict[_Mark, int], mandatory: Sequence[int]) -> list[tuple[_Mark, int]]:
+    """For each of ``marks`` that is not this rank's own, a time between those of its neighbors.
+
+    own: times of this rank's; mandatory: times of mandatory units' moments, which the gaps lie between
+    """
+    result: list[tuple[_Mark, int]] = []
+    waiting: list[_Mark] = []
+    end = next_moment()
+    before = min([end, *mandatory[:1], *own.values()]) - _ROOM
+    line: list[tuple[int, _Mark | None, int | None]] = [(mark.gap, mark, own.get(mark)) for mark in marks]
+    line += [(gap, None, at) for gap, at in enumerate([*mandatory, end])]
+    for _, mark, at in sorted(line, key=lambda each: (each[0], each[1] is None)):
+        if at is None:
+            assert mark is not None
+            waiting.append(mark)
+            continue
+        result += [
+            (each, before + (at - before) * place // (len(waiting) + 1)) for place, each in enumerate(waiting, 1)
+        ]
+        waiting, before = [], at
+    return result
+
+
+_ROOM = 1 << 20
+
+
+class OptionalForward(Forward):
+    """One forward under a root with optional units. These are left out of its record: no rank prefetches them."""
+
+    def __init__(self, tree: UnitTree, root: Unit, log: ForwardLog | None, optional: OptionalUnits) -> None:
+        super().__init__(tree, root, log)
+        self._units = optional
+        self._optional = optional.below(root)
+        self._are_gathered = False
+
+    def begin(self, unit: Unit) -> None:
+        if unit in self._units:
+            self._begin_optional(unit)
+            return
+        super().begin(unit)
+        if not self._are_gathered:
+            self._are_gathered = True
+            for other in self._optional:
+                other.issue()
+
+    def _begin_optional(self, unit: Unit) -> None:
+        """Collective: no"""
+        if any(group.state is GroupState.SHARDED and group.mesh.shard_size > 1 for group in unit.uses):
+            raise OrderError(
+                f"{_name(unit)} is optional, and not gathered: it has run in this forward before, "
+                "or the forward began with a module that does not hold it",
+                expected="one run in the forward of a module around it, after which it is resharded",
+                fix="call set_reshard_after_forward(False) on it, so that it may run several times",
+            )
+        if self.precedes_backward and not torch.is_grad_enabled() and torch_autograd.in_reentrant_checkpoint():
+            problem = OrderError(
+                f"{_name(unit)} is optional, and runs in a re-entrant checkpoint",
+                expected="calls that backward can follow: this one makes its graph in backward, on this rank alone",
+                fix="checkpoint it with use_reentrant=False, or by apply_activation_checkpointing",
+            )
+            tell_later(problem)
+        log = collective_log.current
+        if log is not None:
+            log.enter("forward", unit.fqn or "the root")
+        unit.wait()
+        if log is not None:
+            log.resume()
+
+    def end(self, unit: Unit, stays: bool = False) -> None:
+        if unit not in self._units:
+            super().end(unit, stays)
+            return
+        log = collective_log.current
+        if log is not None:
+            log.exit("forward", unit.fqn or "the root")
+        if unit.options.reshard_after_forward is True and not stays:
+            unit.reshard()
+        if log is not None:
+            log.resume()
+
+    def finish(self, failed: bool = False) -> None:
+        for unit in self._optional:  # on all ranks to the same state, whoever ran it
+            unit.wait()
+            self._tree.reshard_after_forward(unit)
+        super().finish(failed)
+        if self.log is not None and not failed:
+            self._units.complete(self.log)
+
+
+def _name(unit: Unit) -> str:
+    return unit.fqn or "the root"

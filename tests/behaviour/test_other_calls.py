@@ -43,7 +43,7 @@ def count_collectives(run) -> dict[str, int]:
 
     def counted_start(self, *args):
         counts["gather"] += 1
-        start(self, *args)
+        return start(self, *args)
 
     def counted_reduce(self, *args, **kwargs):
         counts["reduce"] += 1

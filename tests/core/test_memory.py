@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
 from fsdp2.core.comm import backends, collectives
-from fsdp2.core.group.all_gather import Gather
+from fsdp2.core.group.all_gather import Gathering
 from fsdp2.core.group.reduction import Reduction
 from fsdp2.core.iteration.unit import PrefetchDepth
 from fsdp2.core.setup import build
@@ -167,7 +167,7 @@ def slow_reductions() -> Iterator[None]:
 
     They do so a moment after ``wait`` returns, when they get Python's lock: until then they keep one more buffer alive.
     """
-    advance, finish = Reduction.advance, Gather.finish
+    advance, finish = Reduction.advance, Gathering.finish
 
     def advance_and_let_go(self: Reduction) -> None:
         held = [] if self._input is None else [self._input.untyped_storage()]
@@ -176,9 +176,9 @@ def slow_reductions() -> Iterator[None]:
         advance(self)
         wait_until_freed(references)
 
-    def finish_and_let_go(self: Gather) -> None:
-        buffers = () if self._pending is None else self._pending._buffers
-        own = {id(self._target.storage), id(None if self._flat is None else self._flat.untyped_storage())}
+    def finish_and_let_go(self: Gathering) -> None:
+        buffers = () if self.pending is None else self.pending._buffers
+        own = {id(self.sender._target.storage), id(self.flat.untyped_storage())}
         storages = [tensor.untyped_storage() for tensor in tree_leaves(list(map(list, buffers)))]
         references = [weakref.ref(storage) for storage in storages if id(storage) not in own]
         del buffers, storages
@@ -188,7 +188,7 @@ def slow_reductions() -> Iterator[None]:
     with (
         patch.object(collectives.Works, "is_completed", lambda self: False),
         patch.object(Reduction, "advance", advance_and_let_go),
-        patch.object(Gather, "finish", finish_and_let_go),
+        patch.object(Gathering, "finish", finish_and_let_go),
     ):
         yield
 

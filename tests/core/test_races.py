@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp2 import AllGather, CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, ReduceScatter, fully_shard
 from fsdp2.core.comm.streams import streams_of
-from fsdp2.core.group.all_gather import Gather
+from fsdp2.core.group.all_gather import Gather, Gathering
 from fsdp2.core.group.handing_out import HandedOut
 from fsdp2.core.group.reduction import Reduction
 from fsdp2.core.iteration.module_state import schedule_of
@@ -582,17 +582,15 @@ FAKE_SCENARIOS = {
 # Each order of the runtime, and a scenario in which it alone prevents a race.
 NEEDED_BY = {
     "ExtensionGather.start order 1": "extensions",
-    "ExtensionGather.finish order 1": "extensions",
-    "ExtensionGather._let_go order 1": "extensions_unsharded_before_backward",
+    "ExtensionGather.let_go order 1": "extensions_unsharded_before_backward",
     "ExtensionGather.free order 1": "extensions_unshard_on_a_side_stream",
     "Gather.start order 1": "bf16_mixed",
     "Gather.start order 2": "plain",
     "LocalGather.start order 1": "replicated_bf16",
-    "LocalGather.finish order 1": "replicated_bf16",
     "all_gather.send_together order 1": "several_dtypes",
-    "Gather.finish order 1": "plain",
-    "Gather.finish order 2": "unshard_on_a_side_stream",
-    "Unsharded._free_behind_uses order 1": "unshard_on_a_side_stream",
+    "Gathering.finish order 1": "plain",
+    "Gathering.finish order 2": "unshard_on_a_side_stream",
+    "Unsharded.free order 1": "unshard_on_a_side_stream",
     "reduction.legs_of order 1": "plain",
     "reduction.legs_of order 2": "hsdp",
     "HandedOut.__init__ order 1": "all_reduce_hook",
@@ -612,8 +610,8 @@ NEEDED_BY = {
 
 # Inputs are moved to another device than the CPU alone: tests/pretend takes these out.
 OF_OTHER_DEVICES = {
-    "ExtensionGather._let_go order 2",
-    "GroupMemory.cancel order 1",
+    "ExtensionGather.let_go order 2",
+    "GroupMemory._free_unused order 1",
     "Reductions._give_back order 1",
     "Schedule.await_host_input synchronize 1",
 }
@@ -653,7 +651,7 @@ def test_no_race_on_the_path_of_nccl_in(name):
         (HandedOut, "held", "hsdp_bf16"),
         (HandedOut, "held", "replicated_bf16"),
         (HandedOut, "held", "all_reduce_hook_bf16"),
-        (Gather, "_held", "unshard_over_the_step"),
+        (Gathering, "held", "unshard_over_the_step"),
     ],
 )
 def test_a_buffer_that_is_not_held_until_its_last_use_is_a_race(owner, buffer, scenario):

@@ -181,9 +181,8 @@ def test_a_prefetch_that_is_cancelled_leaves_nothing_behind():
     for _ in range(2):
         model.unshard(async_op=True)
         model.reshard()
-        gather = extended(model).unsharded.gather
-        assert gather._under_way is None
-        assert gather._made is None  # nothing was filled yet
+        assert extended(model).gathering is None
+        assert extended(model).unsharded.gather._made is None  # nothing was filled yet
     assert isinstance(model.weight, DTensor)
     run(model)
 

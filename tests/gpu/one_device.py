@@ -160,7 +160,7 @@ def races_control(device: Device, name: str) -> None:
 
 
 PLANTED = {
-    "compute_uses_an_all_gather_too_early": ("Gather.finish order 1", "plain"),
+    "compute_uses_an_all_gather_too_early": ("Gathering.finish order 1", "plain"),
     "an_all_gather_writes_memory_in_use": ("Gather.start order 2", "plain"),
     "a_reduce_scatter_reads_too_early": ("reduction.legs_of order 1", "plain"),
     "an_all_reduce_reads_too_early": ("reduction.legs_of order 2", "hsdp"),

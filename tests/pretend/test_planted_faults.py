@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fsdp2.core.comm.streams import DeviceStreams, use_streams
-from fsdp2.core.group.all_gather import Gather
+from fsdp2.core.group.all_gather import Gather, Gathering
 from fsdp2.core.group.extension_gather import ExtensionGather
 from fsdp2.core.group.handing_out import HandedOut
 from fsdp2.core.group.reduction import Reduction
@@ -84,9 +84,10 @@ def sends_the_shard_itself() -> Iterator[None]:
 def drops_the_copy() -> Iterator[None]:
     start = Gather.start
 
-    def start_and_drop(self: Gather, *args: Any) -> None:
-        start(self, *args)
-        self._held = None
+    def start_and_drop(self: Gather, *args: Any) -> Gathering:
+        gathering = start(self, *args)
+        gathering.held = None
+        return gathering
 
     with mock.patch.object(Gather, "start", start_and_drop):
         yield
@@ -204,28 +205,26 @@ NEEDED_BY = {
     "where memory of extensions was allocated is noted once": "extensions_on_a_side_stream_later",
     "the copy-in stream is not ordered behind an optimizer": "bf16_mixed_written_on_a_side_stream",
     "the reduce stream is not ordered behind the all-reduces of a micro-batch": "hsdp_bf16_all_micro_batches",
-    "ExtensionGather._let_go mark 2": "extensions_unshard_on_a_side_stream",
-    "ExtensionGather._let_go order 2": "extensions_unshard_on_a_side_stream",
+    "ExtensionGather.let_go mark 2": "extensions_unshard_on_a_side_stream",
+    "ExtensionGather.let_go order 2": "extensions_unshard_on_a_side_stream",
     "Reductions._give_back mark 1": "forward_on_a_side_stream",
     "Reductions._give_back order 1": "forward_on_a_side_stream",
-    "Gather.finish order 1": "plain",
-    "Gather.finish order 2": "unshard_on_a_side_stream",
-    "Gather._gather mark 1": "plain",
+    "Gathering.finish order 1": "plain",
+    "Gathering.finish order 2": "unshard_on_a_side_stream",
+    "Gather.land mark 1": "plain",
     "all_gather.send_together mark 1": "several_dtypes",
     "all_gather.send_together order 1": "several_dtypes",
     "Gather.start mark 1": "bf16_mixed",
     "Gather.start order 1": "bf16_mixed",
     "Gather.start mark 2": "plain",
-    "LocalGather.finish order 1": "replicated_bf16",
     "LocalGather.start mark 1": "replicated_written_on_a_side_stream",
     "LocalGather.start mark 2": "replicated_bf16_unshard_on_a_side_stream",
     "LocalGather.start mark 3": "replicated_bf16",
     "LocalGather.start order 1": "replicated_bf16",
     "LocalGather.start mark 4": "replicated_bf16",
     "Gather.start order 2": "plain",
-    "ExtensionGather.finish order 1": "extensions_direct",
-    "ExtensionGather._let_go mark 1": "extensions_unsharded_before_backward",
-    "ExtensionGather._let_go order 1": "extensions_unsharded_before_backward",
+    "ExtensionGather.let_go mark 1": "extensions_unsharded_before_backward",
+    "ExtensionGather.let_go order 1": "extensions_unsharded_before_backward",
     "ExtensionGather.free mark 1": "extensions_on_a_side_stream",
     "ExtensionGather.free order 1": "extensions_on_a_side_stream",
     "ExtensionGather.land mark 1": "extensions",
@@ -254,8 +253,8 @@ NEEDED_BY = {
     "Reduction.finish synchronize 1": "offload",
     "Reduction.let_go_of_copies order 1": "offload",
     "Schedule.await_optimizer order 1": "written_on_a_side_stream",
-    "Unsharded._free_behind_uses mark 1": "unshard_on_a_side_stream",
-    "Unsharded._free_behind_uses order 1": "unshard_on_a_side_stream",
+    "Unsharded.free mark 1": "unshard_on_a_side_stream",
+    "Unsharded.free order 1": "unshard_on_a_side_stream",
     "compute is not ordered behind reductions in place that another micro-batch follows": "replicated_micro_batches_bf16_all",
     "what the graph of a backward needs is resharded with the unit": "penalty",
     "the reduce input is not held": "plain",
@@ -271,15 +270,15 @@ NEEDED_BY = {
 SHOWN_ELSEWHERE = {
     "late_comparison.read_later mark 1",
     "CollectiveLog.done mark 1",
-    "GroupMemory.cancel mark 1",
-    "GroupMemory.cancel order 1",
+    "GroupMemory._free_unused mark 1",
+    "GroupMemory._free_unused order 1",
     "Reduction.let_go_of_copies order 2",
 }
 """Without the first two no data are wrong: the host looks at tags before they are there, and learns nothing
 (test_reduced_together.py); and the watchdog takes what is queued for complete (tests/hangs). The next two order what follows a lack of
 memory (test_out_of_memory.py). Without the last one a tag goes wrong in few random orders (test_random_schedules.py, seed 194);
 the vector clocks of tests/core/test_races.py see it in each."""
-QUICK = ("Gather.finish order 1", "Reduction.advance order 1", "the reduce input is not held")
+QUICK = ("Gathering.finish order 1", "Reduction.advance order 1", "the reduce input is not held")
 QUICK_SCENARIOS = ("hsdp_bf16", "replicated_micro_batches_bf16_all")
 
 

@@ -14,9 +14,9 @@ Worked example, 2 ranks, a direct (4, 8) and a packed (3,) parameter, align 32:
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -83,12 +83,12 @@ def plan_gather(
     layout: GroupLayout,
     num_direct: int,
     target: GatherTarget,
-    process_group: dist.ProcessGroup | None,
+    process_group: dist.ProcessGroup,
     algorithm: backends.AllGatherAlgorithm | None,
     host_waits: bool,
 ) -> FlatGatherPlan:
     """The first ``num_direct`` slots of ``layout`` are gathered directly. algorithm: None: ``backends`` chooses."""
-    num_shards, rank = layout.num_shards, 0 if process_group is None else process_group.rank()
+    num_shards, rank = layout.num_shards, process_group.rank()
     backend = backends.backend_of(process_group, target.device.type)
     nbytes = layout.unsharded_numel * target.dtype.itemsize
     like = torch.empty(0, dtype=target.dtype, device=target.device)
@@ -122,28 +122,88 @@ def plan_gather(
     )
 
 
-class Gather:
-    """Fills a storage from the flat shards of ``process_group``; reusable, one use at a time.
+class Sender(Protocol):
+    """What starts a ``Gathering``, and does the rest of it.
 
-    coalesces_over: the process group over which it may share a launch; None: it never does
+    coalesces_over: the process group over which its collective may share a launch with others; None: it never does
     packs:          it shares a collective instead, because the backend has no launches of several
     """
 
+    coalesces_over: dist.ProcessGroup | None
+    packs: bool
+
+    def payload(self, gathering: Gathering) -> Tensor:
+        """(n,): what this rank sends, if the gather ``packs``."""
+
+    def to_send(self, gathering: Gathering) -> tuple[list[Tensor], list[Tensor]]:
+        """The (outputs, inputs) of a collective, on the gather stream; the packed ones come first."""
+
+    def land(self, gathering: Gathering) -> None:
+        """What follows the collective, on the gather stream, up to ``event``."""
+
+
+class Gathering:
+    """One gather under way. ``start`` returns it: a gather that could not start looks like none.
+
+    sender:  None if nothing is sent
+    flat:    this rank's flat shard, if there is one
+    held:    what is sent instead, if the user may write ``flat``
+    packed:  all ranks' rows, (W, n), of what travels packed
+    pending: the collective, if the host waits for it
+    is_sent: it is issued, and has not landed
+    event:   after all work of the gather
+    """
+
+    __slots__ = ("_started_on", "_streams", "event", "flat", "held", "is_sent", "packed", "pending", "sender")
+
+    def __init__(self, streams: Streams, started_on: Stream, sender: Sender | None = None, flat: Tensor | None = None):
+        """started_on: the stream that is compute now, if the memory of ``held`` is from there"""
+        self._streams = streams
+        self._started_on = started_on
+        self.sender = sender
+        self.flat = flat
+        self.held: Tensor | None = None
+        self.packed: Tensor | None = None
+        self.pending: collectives.Pending | None = None
+        self.is_sent = False
+        self.event: Event = None
+
+    def note_sent(self) -> None:
+        """The collective is issued, on the gather stream: the rest follows, or, where the host waits, in ``finish``."""
+        self.is_sent = True
+        if not self._streams.host_waits and self.sender is not None:
+            self.sender.land(self)
+
+    def finish(self) -> None:
+        """Wait; then compute may use and free the unsharded memory, and ``flat`` may be written."""
+        if self.is_sent and self.sender is not None:
+            self.sender.land(self)
+        streams = self._streams
+        streams.order(streams.compute, self.event)
+        if self.held is not None and self._started_on != streams.compute:  # its memory goes back to that stream
+            streams.order(self._started_on, self.event)
+        self.event = self.held = None
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes that the gather takes in addition to the unsharded memory."""
+        return (0 if self.packed is None else self.packed.nbytes) + (0 if self.held is None else self.held.nbytes)
+
+
+class Gather:
+    """Fills a storage from the flat shards of ``process_group``."""
+
     __slots__ = (
-        "_event",
+        "_comm",
         "_flat",
         "_flat_inputs",
-        "_held",
-        "_legs",
-        "_packed",
-        "_pending",
-        "_plan",
+        "_pieces",
         "_process_group",
-        "_started_on",
         "_streams",
         "_target",
         "coalesces_over",
         "packs",
+        "plan",
     )
 
     def __init__(
@@ -151,29 +211,36 @@ class Gather:
         layout: GroupLayout,
         num_direct: int,
         target: GatherTarget,
-        process_group: dist.ProcessGroup | None,
+        process_group: dist.ProcessGroup,
         streams: Streams,
         algorithm: backends.AllGatherAlgorithm | None,
+        comm: AllGather | None,
     ) -> None:
-        """See ``plan_gather``. process_group: None if there is one shard only."""
-        self._plan = plan = plan_gather(layout, num_direct, target, process_group, algorithm, streams.host_waits)
+        """See ``plan_gather``. comm: a communicator of the user's, which sees the parameters without gaps between them
+
+        torch's contract with a communicator: one buffer for the output, (W * n,), whose own slice is the input. So
+        these groups travel packed, and pay copies that others do not.
+        """
+        self._pieces = [(slot.offset, slot.offset + slot.numel) for slot in layout.slots]
+        if comm is not None:
+            num_direct, algorithm = 0, "stock"
+            layout = group_layout([slot.cut for slot in layout.slots], num_shards=layout.num_shards, align=1)
+        self.plan = plan = plan_gather(layout, num_direct, target, process_group, algorithm, streams.host_waits)
         self._target = target
         self._process_group = process_group
+        self._comm = comm
         self._streams = streams
         self.packs = plan.async_op and algorithm is None and num_direct == 0
-        shares = self.packs or (not plan.async_op and plan.algorithm == "stock")
+        shares = self.packs or (comm is None and not plan.async_op and plan.algorithm == "stock")
         self.coalesces_over = process_group if shares else None
-        # Of the gather under way:
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the references to the last flat shard: the next gather reads another."""
         self._flat: Tensor | None = None
         self._flat_inputs: list[Tensor] = []
-        self._legs: Iterable[None] = ()
-        self._pending: collectives.Pending | None = None
-        self._packed: Tensor | None = None
-        self._held: Tensor | None = None
-        self._event: object = None
-        self._started_on: Stream = None
 
-    def start(self, flat: Tensor | None, copy: bool, together: list[Waiting] | None = None) -> None:
+    def start(self, flat: Tensor | None, copy: bool, together: list[Gathering] | None = None) -> Gathering:
         """Issue the collectives, and queue their copy-out.
 
         flat:       (layout.shard_numel,), this rank's flat shard, in its storage dtype, on the device where it is kept
@@ -182,22 +249,20 @@ class Gather:
         Collective: yes, over ``process_group``.
         """
         assert flat is not None
-        streams, target = self._streams, self._target
-        self._held, self._legs = None, ()  # those of a start that failed
+        streams, target, plan = self._streams, self._target, self.plan
+        behind = streams.compute
+        gathering = Gathering(streams, behind, self, flat)
+        held = None
         if copy:  # on compute, as the user's writes are: a copy made on another stream would race with them
             if flat.dtype is target.dtype or flat.device != target.device:
-                self._held = flat.to(target.device, copy=True).to(target.dtype)
+                held = flat.to(target.device, copy=True).to(target.dtype)
             else:  # the cast is a copy
-                self._held = flat.to(target.dtype)
+                held = flat.to(target.dtype)
+            gathering.held = held
         # Resizing would move a kept storage.
-        if self._plan.allocates_early and target.storage.nbytes() == 0:
+        if plan.allocates_early and target.storage.nbytes() == 0:
             streams.resize(target.storage, target.nbytes)
-        self._started_on = behind = streams.compute
-        if (
-            self._plan.own_rows
-            and self._held is None
-            and (flat.dtype is not target.dtype or flat.device != target.device)
-        ):
+        if plan.own_rows and held is None and (flat.dtype is not target.dtype or flat.device != target.device):
             streams.order(streams.copy_in, streams.mark(streams.compute))
             behind = streams.copy_in  # not the gather stream, where the collective before this one may still run
             with streams.on(behind):
@@ -207,21 +272,41 @@ class Gather:
         if together is None or behind is streams.copy_in:
             streams.order(streams.gather, streams.mark(behind))
         if together is not None:
-            together.append((self, flat))
-            return
-        self._legs = legs = self._gather(flat)
+            together.append(gathering)
+            return gathering
         with streams.on(streams.gather):
-            streams.run(legs)
+            if self._comm is not None:
+                self._send_by(self._comm, gathering)
+            else:
+                outputs, inputs = self.to_send(gathering)
+                issued = collectives.all_gather(outputs, inputs, self._process_group, plan.algorithm, plan.async_op)
+                if plan.async_op:
+                    gathering.pending = issued
+            gathering.is_sent = True
+            if not streams.host_waits:
+                self.land(gathering)
+        return gathering
 
     def _fill_own_rows(self, flat: Tensor) -> None:
         """Cast, or copy to the device, this rank's part of the direct outputs, in place: that takes no other buffer."""
-        shards = flat[: self._plan.direct_bounds[-1][1]].to(self._target.device, non_blocking=True)
-        torch._foreach_copy_(self._plan.own_rows, [shards[start:stop] for start, stop in self._plan.direct_bounds])
+        shards = flat[: self.plan.direct_bounds[-1][1]].to(self._target.device, non_blocking=True)
+        torch._foreach_copy_(self.plan.own_rows, [shards[start:stop] for start, stop in self.plan.direct_bounds])
 
-    def to_send(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The (outputs, inputs) of a collective, on the gather stream; the packed ones come first."""
-        plan, target = self._plan, self._target
-        source = self._held
+    def _send_by(self, comm: AllGather, gathering: Gathering) -> None:
+        source = self.payload(gathering)
+        sizes = [stop - start for start, stop in self._pieces]
+        numel = sum(sizes)
+        output = comm.allocate((numel * self.plan.num_shards,), dtype=source.dtype, device=source.device)
+        own = output.narrow(0, numel * self.plan.rank, numel)
+        torch._foreach_copy_(list(torch.split(own, sizes)), [source[start:stop] for start, stop in self._pieces])
+        is_async = gathering.held is not None  # the user unshards asynchronously
+        work = comm(output_tensor=output, input_tensor=own, group=self._process_group, async_op=is_async)
+        gathering.packed, gathering.pending = output, collectives.Works([work])
+
+    def to_send(self, gathering: Gathering) -> tuple[list[Tensor], list[Tensor]]:
+        plan, target = self.plan, self._target
+        flat, source = gathering.flat, gathering.held
+        assert flat is not None
         if source is None and (
             flat.dtype is not target.dtype or flat.device != target.device
         ):  # in place: each input is a row of its output
@@ -229,9 +314,9 @@ class Gather:
                 return plan.direct_outputs, plan.own_rows
             rest = flat if plan.packed_start == 0 else flat[plan.packed_start :]
             rest = rest.to(target.device, non_blocking=True)
-            self._packed = torch.empty(rest.numel() * plan.num_shards, dtype=target.dtype, device=target.device)
-            row = self._packed.narrow(0, rest.numel() * plan.rank, rest.numel()).copy_(rest)
-            return [self._packed, *plan.direct_outputs], [row, *plan.own_rows]
+            gathering.packed = packed = rest.new_empty(rest.numel() * plan.num_shards, dtype=target.dtype)
+            row = packed.narrow(0, rest.numel() * plan.rank, rest.numel()).copy_(rest)
+            return [packed, *plan.direct_outputs], [row, *plan.own_rows]
         if source is None:
             source = flat.to(target.device, non_blocking=True)
         if source is self._flat:
@@ -247,60 +332,24 @@ class Gather:
                 self._flat, self._flat_inputs = source, inputs
         if not plan.split_sizes:
             return plan.direct_outputs, inputs
-        self._packed = source.new_empty((source.numel() - plan.packed_start) * plan.num_shards)
-        return [self._packed, *plan.direct_outputs], inputs
+        gathering.packed = packed = source.new_empty((source.numel() - plan.packed_start) * plan.num_shards)
+        return [packed, *plan.direct_outputs], inputs
 
-    def payload(self, flat: Tensor) -> Tensor:
-        """(layout.shard_numel,): what this rank sends of ``flat``, if the gather ``packs``."""
-        if self._held is not None:
-            return self._held
-        return flat.to(self._target.device, non_blocking=True).to(self._target.dtype)
+    def payload(self, gathering: Gathering) -> Tensor:
+        if gathering.held is not None:
+            return gathering.held
+        assert gathering.flat is not None
+        return gathering.flat.to(self._target.device, non_blocking=True).to(self._target.dtype)
 
-    def receive(self, rows: Tensor, pending: collectives.Pending) -> None:
-        """Take all ranks' rows, (W, shard_numel), from a collective of several gathers; valid when it is finished."""
-        self._packed, self._pending = rows, pending
-
-    def land(self) -> None:
-        """Queue the copy-out after collectives that were issued together with others, on the gather stream."""
-        self._legs = legs = self._gather(None)
-        self._streams.run(legs)
-
-    def finish(self) -> None:
-        """Wait; then compute may use and free the storage, and ``flat`` may be written. Once per start."""
-        streams = self._streams
-        for _ in self._legs:
-            pass
-        streams.order(streams.compute, self._event)
-        if self._held is not None and self._started_on != streams.compute:  # its memory goes back to that stream
-            streams.order(self._started_on, self._event)
-        self._event = self._held = None
-
-    @property
-    def buffer_nbytes(self) -> int:
-        """Bytes that a gather takes in addition to the unsharded storage while it is under way."""
-        return (0 if self._packed is None else self._packed.nbytes) + (0 if self._held is None else self._held.nbytes)
-
-    def forget(self) -> None:
-        """Drop the references to the last flat shard: the next gather reads another."""
-        self._flat, self._flat_inputs = None, []
-
-    def _gather(self, flat: Tensor | None) -> Generator[None]:
-        """Issue the collectives, unless they are issued (``flat`` is None), and copy out when they are complete."""
-        target, plan = self._target, self._plan
-        if flat is not None:
-            outputs, inputs = self.to_send(flat)
-            if self._process_group is None:
-                torch._foreach_copy_(outputs, inputs)
-            else:
-                issued = collectives.all_gather(outputs, inputs, self._process_group, plan.algorithm, plan.async_op)
-                self._pending = issued if plan.async_op else None
-        yield
+    def land(self, gathering: Gathering) -> None:
+        gathering.is_sent = False
+        target, plan = self._target, self.plan
         if target.storage.nbytes() == 0:  # see ``allocates_early``
             self._streams.resize(target.storage, target.nbytes)
-        pending, self._pending = self._pending, None
+        pending, gathering.pending = gathering.pending, None
         if pending is not None:
             pending.finish()
-        packed, self._packed = self._packed, None
+        packed, gathering.packed = gathering.packed, None
         if packed is not None:
             rows = packed.view(plan.num_shards, -1)
             outs = plan.copy_outs
@@ -311,7 +360,7 @@ class Gather:
             torch.split_with_sizes_copy(rows, plan.split_sizes, dim=1, out=outs)
             for index, cut, whole in plan.rearranged:
                 assemble(outs[index], cut, whole)
-        self._event = self._streams.mark(self._streams.gather)
+        gathering.event = self._streams.mark(self._streams.gather)
 
 
 class LocalGather:
@@ -321,34 +370,35 @@ class LocalGather:
     unsharded parameters share from the start; else one copy fills them at each unshard.
     """
 
-    __slots__ = ("_event", "_streams", "_target", "_whole")
+    __slots__ = ("_streams", "_target", "_whole")
 
     def __init__(self, flat: Tensor, target: GatherTarget, streams: Streams) -> None:
         self._target = target
         self._streams = streams
         like = torch.empty(0, dtype=target.dtype, device=target.device)
-        self._event: Event = None
         shares = torch_tensors.address_of(target.storage) == torch_tensors.address_of(flat.untyped_storage())
         self._whole = None if shares else storage_view(target.storage, like, 0, (flat.numel(),))
 
-    def start(self, flat: Tensor | None, copy: bool, together: list[Waiting] | None = None) -> None:
+    def start(self, flat: Tensor | None, copy: bool, together: list[Gathering] | None = None) -> Gathering:
         """Collective: no. ``flat`` is read until ``finish``, unless ``copy``."""
         assert flat is not None
         streams = self._streams
+        gathering = Gathering(streams, None)
         if self._whole is None:
             streams.join_capture(streams.gather)
-            self._event = streams.mark(streams.gather)  # this stream may wait for an optimizer's event
-            return
+            gathering.event = streams.mark(streams.gather)  # this stream may wait for an optimizer's event
+            return gathering
         if self._target.storage.nbytes() == 0:
             streams.resize(self._target.storage, self._target.nbytes)
         if copy:  # on compute, as the user's writes are
             self._fill(flat, non_blocking=False)
-            self._event = streams.mark(streams.compute)  # may be a side stream of the user's
-            return
+            gathering.event = streams.mark(streams.compute)  # may be a side stream of the user's
+            return gathering
         streams.order(streams.gather, streams.mark(streams.compute))
         with streams.on(streams.gather):
             self._fill(flat, non_blocking=True)
-        self._event = streams.mark(streams.gather)
+        gathering.event = streams.mark(streams.gather)
+        return gathering
 
     def _fill(self, flat: Tensor, non_blocking: bool) -> None:
         whole = self._whole
@@ -357,59 +407,36 @@ class LocalGather:
             flat = flat.to(whole.device, non_blocking=non_blocking)
         whole.copy_(flat, non_blocking=non_blocking)
 
-    def finish(self) -> None:
-        """Afterwards the compute stream may use the storage. It does not wait for later work of the gather stream."""
-        self._streams.order(self._streams.compute, self._event)
-        self._event = None
 
-
-class Sender(Protocol):
-    """A started gather whose collective may share a launch with others; see ``Gather``."""
-
-    coalesces_over: dist.ProcessGroup | None
-    packs: bool
-
-    def payload(self, flat: Any) -> Tensor: ...
-
-    def to_send(self, flat: Any) -> tuple[list[Tensor], list[Tensor]]: ...
-
-    def land(self) -> None: ...
-
-    def receive(self, rows: Tensor, pending: collectives.Pending) -> None: ...
-
-
-Waiting = tuple[Sender, Tensor | None]
-"""A started gather, and the flat shard that it reads, if any."""
-
-
-def send_together(waiting: Sequence[Waiting], streams: Streams) -> None:
+def send_together(waiting: Sequence[Gathering], streams: Streams) -> None:
     """Issue the collectives of started gathers, one launch per process group. Collective: yes, over each."""
-    by_group: dict[dist.ProcessGroup, list[Waiting]] = {}
+    by_group: dict[dist.ProcessGroup, list[tuple[Gathering, Sender]]] = {}
     for each in waiting:
-        assert each[0].coalesces_over is not None
-        by_group.setdefault(each[0].coalesces_over, []).append(each)
+        assert each.sender is not None
+        assert each.sender.coalesces_over is not None
+        by_group.setdefault(each.sender.coalesces_over, []).append((each, each.sender))
     streams.order(streams.gather, streams.mark(streams.compute))
     with streams.on(streams.gather):
         # All memory before the first launch: without enough of it, nothing is sent.
         sends = {
-            process_group: [] if several[0][0].packs else [gather.to_send(flat) for gather, flat in several]
+            process_group: [] if several[0][1].packs else [sender.to_send(each) for each, sender in several]
             for process_group, several in by_group.items()
         }
         for process_group, several in by_group.items():
-            if several[0][0].packs:
+            if several[0][1].packs:
                 _send_as_one(several, process_group)
             else:
                 sent = sends[process_group]
                 outputs = [output for outputs, _ in sent for output in outputs]
                 inputs = [input_ for _, inputs in sent for input_ in inputs]
                 collectives.all_gather(outputs, inputs, process_group, "stock", async_op=False)
-        for gather, _ in waiting:
-            gather.land()
+        for each in waiting:
+            each.note_sent()
 
 
-def _send_as_one(waiting: Sequence[Waiting], process_group: dist.ProcessGroup) -> None:
+def _send_as_one(waiting: Sequence[tuple[Gathering, Sender]], process_group: dist.ProcessGroup) -> None:
     """Pack payloads as bytes, and issue one collective."""
-    own = [gather.payload(flat) for gather, flat in waiting]
+    own = [sender.payload(gathering) for gathering, sender in waiting]
     device = own[0].device
     sizes = [(sent.nbytes, -sent.nbytes % ALIGN_NBYTES) for sent in own]
     bounds = [size for pair in sizes for size in pair]
@@ -419,61 +446,5 @@ def _send_as_one(waiting: Sequence[Waiting], process_group: dist.ProcessGroup) -
     backend = backends.backend_of(process_group, device.type)
     algorithm = backends.choose_all_gather(backend, process_group.size(), packed.nbytes, device.type)
     pending = collectives.all_gather([packed.view(-1)], [row], process_group, algorithm, True)
-    for (gather, _), sent, columns in zip(waiting, own, torch.split(packed, bounds, dim=1)[::2], strict=True):
-        gather.receive(columns.view(sent.dtype), pending)
-
-
-class CommGather(Gather):
-    """An all-gather through a communicator that the user brought.
-
-    torch's contract: no gaps between parameters; one buffer for the output, (W * n,), whose own slice is the input.
-    So these groups travel packed, and pay copies that others do not.
-    """
-
-    __slots__ = ("_bounds", "_comm", "_sizes")
-
-    def __init__(
-        self,
-        layout: GroupLayout,
-        target: GatherTarget,
-        process_group: dist.ProcessGroup,
-        streams: Streams,
-        comm: AllGather,
-    ) -> None:
-        """layout: of the flat shard; the collective sends it without gaps."""
-        compact = group_layout([slot.cut for slot in layout.slots], num_shards=layout.num_shards, align=1)
-        super().__init__(compact, 0, target, process_group, streams, "stock")
-        self.coalesces_over = None
-        self._comm = comm
-        self._bounds = [(slot.offset, slot.offset + slot.numel) for slot in layout.slots]
-        self._sizes = [slot.numel for slot in layout.slots]
-
-    def _gather(self, flat: Tensor | None) -> Generator[None]:
-        assert flat is not None
-        source = self.payload(flat)
-        inputs = [source[start:stop] for start, stop in self._bounds]
-        numel = sum(self._sizes)
-        output = self._comm.allocate((numel * self._plan.num_shards,), dtype=source.dtype, device=source.device)
-        own = output.narrow(0, numel * self._plan.rank, numel)
-        torch._foreach_copy_(list(torch.split(own, self._sizes)), inputs)
-        assert self._process_group is not None
-        copies = self._held is not None  # the user unshards asynchronously
-        work = self._comm(output_tensor=output, input_tensor=own, group=self._process_group, async_op=copies)
-        self._packed = output
-        self._pending = collectives.Works([work])
-        yield from super()._gather(None)
-
-
-def new_gather(
-    layout: GroupLayout,
-    target: GatherTarget,
-    process_group: dist.ProcessGroup | None,
-    streams: Streams,
-    algorithm: backends.AllGatherAlgorithm | None,
-    comm: AllGather | None,
-    num_direct: int = 0,
-) -> Gather:
-    """A gather through ``comm`` if the user brought one, else by ``algorithm``."""
-    if comm is not None and process_group is not None and process_group.size() > 1:
-        return CommGather(layout, target, process_group, streams, comm)
-    return Gather(layout, num_direct, target, process_group, streams, algorithm)
+    for (gathering, _), sent, columns in zip(waiting, own, torch.split(packed, bounds, dim=1)[::2], strict=True):
+        gathering.packed, gathering.pending = columns.view(sent.dtype), pending

@@ -21,10 +21,10 @@ from torch import Tensor
 from ...policy import AllGather
 from ...torch_names import torch_tensors
 from ..comm import backends, collectives
-from ..comm.streams import Event, Stream, Streams
+from ..comm.streams import Stream, Streams
 from ..plan.layout import Cut
 from ..plan.mesh import DataParallelMesh
-from .all_gather import ALIGN_NBYTES, Waiting
+from .all_gather import ALIGN_NBYTES, Gathering
 from .extensions import Extensions, releases_gathered, require_same_kinds
 from .param import ShardedParam, new_unsharded_param, storage_view
 from .rank_pieces import join
@@ -74,20 +74,11 @@ class _Sent:
     metadata: Any
 
 
-@dataclass
-class _UnderWay:
-    """A gather from ``start`` to ``fill``.
+class _ExtensionGathering(Gathering):
+    """A gather from ``start`` to ``fill``: ``packed`` is 1-D, as it is sent and received."""
 
-    packed: the tensors that travel packed, rank-major, as they are sent and received; None: there are none
-    own:    what this rank sends of them, if it is packed again, with payloads of other gathers
-    event:  after the collective, on the gather stream
-    """
-
+    __slots__ = ("sent",)
     sent: list[_Sent]
-    packed: Tensor | None
-    own: Tensor | None = None
-    pending: collectives.Pending | None = None
-    event: Event = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +119,7 @@ class _Made:
 class ExtensionGather:
     """All-gathers parameters with memory of their own; reusable, one use at a time.
 
-    coalesces_over, packs: see ``Gather``
+    coalesces_over, packs: see ``Sender``
 
     The first gather packs all tensors into one buffer. Where the collective may share a launch, later gathers send
     large tensors straight into the outputs of the first.
@@ -148,7 +139,6 @@ class ExtensionGather:
         self._plan = plan
         self._kinds: list[tuple[list[torch.Size], list[torch.dtype]]] = []  # of what was sent before
         self._made: _Made | None = None
-        self._under_way: _UnderWay | None = None
         self._allocated_on: tuple[Stream, ...] = ()  # the compute streams on which the unsharded memory was allocated
         self._packed_on: set[Stream] = set()  # the compute streams that allocated buffers and metadata, in any gather
 
@@ -156,45 +146,41 @@ class ExtensionGather:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def start(self, flat: Tensor | None, copy: bool, together: list[Waiting] | None = None) -> None:
+    def start(self, flat: Tensor | None, copy: bool, together: list[Gathering] | None = None) -> Gathering:
         """Ask the parameters what to send and issue the collective. See ``Gather.start``; there is no flat shard here.
 
         Collective: yes, over the shard axis; an extension may communicate over it as well.
         """
         streams = self._plan.streams
-        if self._under_way is not None:  # it was not used, while ``free`` keeps the memory
-            self._let_go()
         self._allocated_on = ()
         if self._made is not None:
             self._allocate(self._made.direct)
         if self.coalesces_over is None:
             together = None
+        gathering = _ExtensionGathering(streams, streams.compute, self)
         own_row_only = together is not None and self.packs
         if copy:  # on compute, where the user's writes are
-            self._pack(False, own_row_only)
+            self._pack(gathering, False, own_row_only)
             self._packed_on.add(streams.compute)
         streams.order(streams.gather, streams.mark(streams.compute))
         with streams.on(streams.gather):
             if not copy:
-                self._pack(True, own_row_only)
+                self._pack(gathering, True, own_row_only)
             if together is not None:
-                together.append((self, None))
-                return
-            self._send(copy)
-            self.land()
+                together.append(gathering)
+            else:
+                self._send(gathering, copy)
+                gathering.note_sent()
+        return gathering
 
-    def payload(self, flat: Tensor | None) -> Tensor:
-        """See ``Gather.payload``."""
-        under_way = self._under_way
-        assert under_way is not None
-        assert under_way.packed is not None
-        under_way.own, under_way.packed = under_way.packed, None
-        return under_way.own
+    def payload(self, gathering: Gathering) -> Tensor:
+        assert gathering.packed is not None
+        gathering.held, gathering.packed = gathering.packed, None
+        return gathering.held
 
-    def to_send(self, flat: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
-        """What the collective gathers: (outputs, inputs); each input is this rank's own row of an output."""
-        assert self._under_way is not None
-        mesh, packed = self._plan.mesh, self._under_way.packed
+    def to_send(self, gathering: Gathering) -> tuple[list[Tensor], list[Tensor]]:
+        """Each input is this rank's own row of an output."""
+        mesh, packed = self._plan.mesh, gathering.packed
         direct = [] if self._made is None else [place.rows for place in self._made.places if place.is_direct]
         outputs, inputs = [rows.view(-1) for rows in direct], [rows[mesh.shard_rank] for rows in direct]
         if packed is not None:
@@ -203,41 +189,38 @@ class ExtensionGather:
             inputs.insert(0, packed.narrow(0, numel * mesh.shard_rank, numel))
         return outputs, inputs
 
-    def _send(self, async_op: bool) -> None:
+    def _send(self, gathering: Gathering, async_op: bool) -> None:
         """async_op: whether the user asked for an asynchronous unshard; only custom communicators learn of it."""
         plan, process_group = self._plan, self._plan.mesh.shard_group
-        assert self._under_way is not None
         if process_group is None:
             return
-        outputs, inputs = self.to_send(None)
+        outputs, inputs = self.to_send(gathering)
         if plan.comm is not None:
             work = plan.comm(output_tensor=outputs[0], input_tensor=inputs[0], group=process_group, async_op=async_op)
-            self.receive(outputs[0], collectives.Works([work]))
+            gathering.pending = collectives.Works([work])
             return
         algorithm = plan.algorithm or backends.choose_all_gather(
             plan.backend, plan.mesh.shard_size, outputs[0].nbytes, plan.device.type
         )
         is_async = not backends.is_stream_ordered(plan.backend)
-        self._under_way.pending = collectives.all_gather(outputs, inputs, process_group, algorithm, is_async)
+        gathering.pending = collectives.all_gather(outputs, inputs, process_group, algorithm, is_async)
 
-    def receive(self, rows: Tensor, pending: collectives.Pending) -> None:
-        """See ``Gather.receive``."""
-        assert self._under_way is not None
-        self._under_way.packed, self._under_way.pending = rows, pending
-
-    def land(self) -> None:
-        assert self._under_way is not None
+    def land(self, gathering: Gathering) -> None:
+        gathering.is_sent = False
+        pending, gathering.pending = gathering.pending, None
+        if pending is not None:
+            pending.finish()
         streams = self._plan.streams
-        self._under_way.event = streams.mark(streams.gather)
+        gathering.event = streams.mark(streams.gather)
 
-    def _pack(self, non_blocking: bool, own_row_only: bool) -> None:
+    def _pack(self, gathering: _ExtensionGathering, non_blocking: bool, own_row_only: bool) -> None:
         """Copy the tensors of every parameter into this rank's row of its output, if it is direct, or of a buffer.
 
         own_row_only: the buffer has no rows for other ranks
         """
         plan, made = self._plan, self._made
         pieces: list[Tensor] = []
-        sent: list[_Sent] = []
+        gathering.sent = sent = []
         for param in plan.params:
             tensors, metadata = plan.extensions.to_send(param, non_blocking)
             pieces += tensors
@@ -253,7 +236,8 @@ class ExtensionGather:
                 [piece.reshape(-1).view(torch.uint8) for _, piece in straight],
             )
             pieces = [piece for place, piece in zip(made.places, pieces, strict=True) if not place.is_direct]
-        self._under_way = _UnderWay(sent, self._packed(pieces, own_row_only) if pieces else None)
+        if pieces:
+            gathering.packed = self._packed(pieces, own_row_only)
 
     def _packed(self, pieces: Sequence[Tensor], own_row_only: bool) -> Tensor:
         plan, mesh = self._plan, self._plan.mesh
@@ -277,29 +261,21 @@ class ExtensionGather:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def finish(self) -> None:
-        """Order compute after the gather. Then either ``fill`` or ``free``, once per ``start``."""
-        streams, under_way = self._plan.streams, self._under_way
-        assert under_way is not None
-        if under_way.pending is not None:
-            under_way.pending.finish()
-            under_way.pending = None
-        streams.order(streams.compute, under_way.event)
+    def fill(self, gathering: Gathering) -> None:
+        """Give the unsharded parameters the values of a finished gather.
 
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def fill(self) -> None:
-        """Give the unsharded parameters their values. If an extension raises, or memory runs out, ``free`` follows."""
-        assert self._under_way is not None
+        If an extension raises, or memory runs out, ``free`` follows.
+        """
+        assert isinstance(gathering, _ExtensionGathering)
         try:
-            self._fill(self._under_way.packed, self._under_way.sent)
+            self._fill(gathering.packed, gathering.sent)
         except BaseException:
             if self._made is None:  # the next gather makes them all
                 for param in self._plan.params:
                     param.unsharded = None
             raise
         finally:
-            self._let_go()
+            self.let_go()
 
     def _fill(self, packed: Tensor | None, sent: list[_Sent]) -> None:
         plan, made, streams = self._plan, self._made, self._plan.streams
@@ -334,10 +310,9 @@ class ExtensionGather:
         for storage in made.released:
             streams.resize(storage, 0)
 
-    def _let_go(self) -> None:
-        """Drop what was gathered; no later gather may write its memory before compute has read it."""
+    def let_go(self) -> None:
+        """What was gathered is dropped: no later gather may write its memory before compute has read it."""
         streams = self._plan.streams
-        self._under_way = None
         streams.order(streams.gather, streams.mark(streams.compute))
         for stream in self._packed_on:
             if stream != streams.compute:
@@ -394,8 +369,6 @@ class ExtensionGather:
         The allocator returns it to the stream that allocated it: a side stream of the user's, if ``unshard`` ran there.
         """
         streams = self._plan.streams
-        if self._under_way is not None:
-            self._let_go()
         for stream in self._allocated_on:
             if stream != streams.compute:
                 streams.order(stream, streams.mark(streams.compute))

@@ -31,7 +31,7 @@ from ..comm.lost_ranks import raise_lost
 from ..comm.streams import streams_of
 from ..plan.mesh import DataParallelMesh
 from ..plan.placement import in_dtype
-from .all_gather import Gather, Waiting
+from .all_gather import Gather, Gathering
 from .gradient_dtypes import gradient_dtypes
 from .group_plan import GroupPlan, have_mixed_dtypes, plan_group
 from .options import GroupOptions
@@ -76,6 +76,7 @@ class GroupMemory:
                      have memory of their own
     file:            the file that holds ``flat``, or parameters with memory of their own; None: there is no file
     unsharded:       None until the first unshard by this plan
+    gathering:       the gather under way, while UNSHARDING
     keeps_storage:   ``reshard`` leaves the unsharded memory allocated
     written_at:      the moment (``call.next_moment``) when an optimizer of its parameters last began a step, or a state
                      dict was loaded: fused and foreach optimizers do not move the version counters of DTensors
@@ -98,6 +99,7 @@ class GroupMemory:
         self.flat: Tensor | None = None
         self.file: MappedFile | None = None
         self.unsharded: Unsharded | None = None
+        self.gathering: Gathering | None = None
         self.keeps_storage = False
         self.written_at = -1
         self.is_parked = False
@@ -292,7 +294,7 @@ class GroupMemory:
     def is_unsharded(self) -> bool:
         return self.state is GroupState.UNSHARDED
 
-    def issue(self, copy: bool = False, together: list[Waiting] | None = None) -> None:
+    def issue(self, copy: bool = False, together: list[Gathering] | None = None) -> None:
         """Start unsharding; no-op if unsharded or under way. Collective: yes, over the shard axis.
 
         copy:     send a copy of the flat shard, because the user may write to it before ``wait``
@@ -310,41 +312,41 @@ class GroupMemory:
             if self.plan.is_meta:
                 raise meta_error(self.on_meta(), str(self.device))
             unsharded = self.unsharded or self._make_unsharded()
-            if collective_log.current is not None:
-                self._log_gather(collective_log.current, self.mesh)
+            mesh: DataParallelMesh | None = self.mesh
             if self.file is not None:
                 READ_AHEAD.begin(self.file, self.options.read_ahead)
-            flat, self._reads_host = self.flat, self.options.offload
-            if flat is not None and self.file is not None and self.options.pin_memory:
-                # A copy from a file's own memory would make the host wait for all work of the stream.
-                flat = flat.pin_memory()
-                self._reads_host = False
-            try:
-                unsharded.gather.start(flat, copy, together)
-            except BaseException:  # out of memory for what it sends: the storage may have been allocated
-                self.state = GroupState.UNSHARDING
-                self.cancel()
-                raise
-            unsharded.written_at = self.written_at
         elif self.state is GroupState.RESHARDED:
             assert self.unsharded is not None
-            assert self.unsharded.smaller is not None
-            unsharded = self.unsharded
-            if collective_log.current is not None and self.smaller_mesh is not None:
-                self._log_gather(collective_log.current, self.smaller_mesh)
-            self.unsharded.smaller.issue(together)
+            unsharded, mesh = self.unsharded, self.smaller_mesh
         else:
             return
+        if collective_log.current is not None and mesh is not None:
+            self._log_gather(collective_log.current, mesh)
+        try:
+            if self.state is GroupState.RESHARDED:
+                assert unsharded.smaller is not None
+                self.gathering = unsharded.smaller.start(together)
+            else:
+                flat, self._reads_host = self.flat, self.options.offload
+                if flat is not None and self.file is not None and self.options.pin_memory:
+                    # A copy from a file's own memory would make the host wait for all work of the stream.
+                    flat = flat.pin_memory()
+                    self._reads_host = False
+                self.gathering = unsharded.gather.start(flat, copy, together)
+                unsharded.written_at = self.written_at
+        except BaseException:  # out of memory for what it sends: the storage may have been allocated
+            self._free_unused(unsharded)
+            raise
         unsharded.allocated_on = self.streams.compute
         self.state = GroupState.UNSHARDING
 
     def wait(self) -> None:
         """Make an issued unshard usable on the compute stream and show the unsharded parameters; no-op otherwise."""
         if self.state is GroupState.UNSHARDING:
-            unsharded = self._finish_gather()
-            if unsharded.fill is not None:
+            gathering, unsharded = self._finish_gather()
+            if unsharded.extensions is not None:
                 try:
-                    unsharded.fill()
+                    unsharded.extensions.fill(gathering)
                 except BaseException:
                     self.cancel()
                     raise
@@ -354,27 +356,31 @@ class GroupMemory:
     def release(self) -> None:
         """Wait for an issued unshard, so that the flat shard may be written; no-op otherwise."""
         if self.state is GroupState.UNSHARDING:
-            unsharded = self._finish_gather()
+            _, unsharded = self._finish_gather()
             self.state = GroupState.SHARDED
-            if not self.plan.has_own_memory:  # else they are shown, and there may be no others yet
+            if unsharded.extensions is None:  # else they are shown, and there may be no others yet
                 self.registry.show_sharded()
+            else:
+                unsharded.extensions.let_go()
             unsharded.free()
 
     def cancel(self) -> None:
-        """Forget an issued unshard that could not start, or whose ``fill`` failed: nothing will arrive.
+        """Forget an issued unshard that could not be sent, or whose values could not be made: nothing will arrive."""
+        if self.state is GroupState.UNSHARDING:
+            unsharded, self.gathering = self.unsharded, None
+            assert unsharded is not None
+            if unsharded.smaller is not None and unsharded.smaller.has_shards:
+                unsharded.smaller.drop()
+                self.registry.show_sharded()
+            self.state = GroupState.SHARDED
+            self._free_unused(unsharded)
 
-        On the host, the storage stays allocated, except that of extensions.
-        """
-        if self.state is not GroupState.UNSHARDING:
-            return
-        unsharded = self.unsharded
-        assert unsharded is not None
-        if unsharded.smaller is not None and unsharded.smaller.has_shards:
-            unsharded.smaller.drop()
-            self.registry.show_sharded()
-        self.state = GroupState.SHARDED
-        if unsharded.fill is not None or not self.streams.host_waits:
+    def _free_unused(self, unsharded: Unsharded) -> None:
+        """Free the memory that a failed gather has allocated: on the host there is none yet, except of extensions."""
+        if unsharded.extensions is not None or not self.streams.host_waits:
             self.streams.order(self.streams.compute, self.streams.mark(self.streams.gather))
+            if unsharded.extensions is not None:
+                unsharded.extensions.let_go()
             unsharded.free()
 
     def await_host_read(self) -> None:
@@ -383,25 +389,28 @@ class GroupMemory:
             self.streams.synchronize(self.streams.mark(self.streams.gather))
             self._reads_host = False
 
-    def _finish_gather(self) -> Unsharded:
-        unsharded = self.unsharded
+    def _finish_gather(self) -> tuple[Gathering, Unsharded]:
+        gathering, unsharded = self.gathering, self.unsharded
+        assert gathering is not None
         assert unsharded is not None
         log = collective_log.current
         if log is not None:
             log.waits(self, "all-gather")
-        smaller = unsharded.smaller if unsharded.smaller is not None and unsharded.smaller.has_shards else None
         try:
-            (smaller or unsharded.gather).finish()
+            gathering.finish()
         except BaseException as error:  # on the host also out of memory: the storage may not be allocated
             self.cancel()
             if isinstance(error, RuntimeError):
                 raise_lost(error, f"the all-gather of {self.fqn or 'the root'}")
             raise
-        if smaller is None and self.file is not None:
+        self.gathering = None
+        if unsharded.smaller is not None and unsharded.smaller.has_shards:
+            unsharded.smaller.drop()
+        elif self.file is not None:
             READ_AHEAD.end(self.file)
         if log is not None:
             log.done(self, "all-gather", self.streams, self.streams.compute)
-        return unsharded
+        return gathering, unsharded
 
     def _log_gather(self, log: collective_log.CollectiveLog, mesh: DataParallelMesh) -> None:
         if mesh.shard_group is not None and mesh.shard_size > 1:

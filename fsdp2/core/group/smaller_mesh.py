@@ -20,7 +20,7 @@ from ..comm.backends import AllGatherAlgorithm
 from ..comm.streams import Streams
 from ..plan.layout import group_layout
 from ..plan.mesh import DataParallelMesh
-from .all_gather import GatherTarget, Waiting, new_gather
+from .all_gather import Gather, Gathering, GatherTarget
 from .param import ShardedParam, mark, own_shard, shard_view, sum_of_bits, whole_local
 
 
@@ -43,7 +43,8 @@ class SmallerShards:
         self._specs = [param.spec.over(param.fqn, mesh, params[0].unsharded.dtype) for param in params]
         self._layout = group_layout([spec.cut for spec in self._specs], num_shards=mesh.shard_size, align=align)
         self._streams = streams
-        self._gather = new_gather(self._layout, target, mesh.shard_group, streams, algorithm, comm)
+        assert mesh.shard_group is not None
+        self._gather = Gather(self._layout, 0, target, mesh.shard_group, streams, algorithm, comm)
         self._flat: Tensor | None = None
         self.shown: list[nn.Parameter] = []  # the last result of ``keep_shards``
         self._version = 0  # of ``shown``, as ``keep_shards`` left it
@@ -100,14 +101,9 @@ class SmallerShards:
         both = zip(self._params, self._locals(), strict=True)
         return [(sum_of_bits(param.local), sum_of_bits(local)) for param, local in both]
 
-    def issue(self, together: list[Waiting] | None = None) -> None:
+    def start(self, together: list[Gathering] | None = None) -> Gathering:
         """Start gathering over the smaller mesh; see ``Gather.start``. Collective: yes, over its shard axis."""
-        assert self._flat is not None
-        self._gather.start(self._flat, False, together)
-
-    def finish(self) -> None:
-        self._gather.finish()
-        self.drop()
+        return self._gather.start(self._flat, False, together)
 
     def drop(self) -> None:
         self._flat = None

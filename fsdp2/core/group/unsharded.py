@@ -6,7 +6,6 @@ The unsharded parameters are made once over one storage, whose *object* is never
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from ...policy import AllGather
 from ..comm.streams import Stream, Streams
 from ..plan.mesh import DataParallelMesh
-from .all_gather import Gather, GatherTarget, LocalGather, new_gather
+from .all_gather import Gather, GatherTarget, LocalGather
 from .extension_gather import ExtensionGather, ExtensionGatherPlan
 from .extensions import Extensions
 from .group_plan import GroupPlan, direct_from_nbytes
@@ -28,8 +27,7 @@ class Unsharded:
 
     gather:       fills the storage
     storage:      of the unsharded parameters; None where extensions make them
-    fill:         where extensions make them, gives them their values when the gather has finished
-    free:         frees the memory, and keeps the parameters
+    extensions:   the gather, if they do: ``fill`` then gives the parameters the values of a gather that has finished
     smaller:      the shards over the smaller mesh, once the group has had some
     written_at:   the group's ``written_at`` at the last unshard
     allocated_on: the stream that was compute then
@@ -57,9 +55,8 @@ class Unsharded:
         self.smaller: SmallerShards | None = None
         self.written_at = -1
         self.gather: Gather | LocalGather | ExtensionGather
-        self.fill: Callable[[], None] | None = None
-        self.free: Callable[[], None]
-        self._really_free: Callable[[], None] | None = None
+        self.extensions: ExtensionGather | None = None
+        self._keeps = self._shares = False
         if plan.has_own_memory:
             gather_plan = ExtensionGatherPlan(
                 params=plan.params,
@@ -73,12 +70,11 @@ class Unsharded:
                     options.gather, direct_from_nbytes(mesh.shard_size)
                 ),
             )
-            self.gather = ExtensionGather(gather_plan)
-            self.fill, self.free = self.gather.fill, self.gather.free
+            self.gather = self.extensions = ExtensionGather(gather_plan)
             return
         assert flat is not None
-        shares_memory = mesh.shard_size == 1 and plan.param_dtype is plan.dtype and not options.offload
-        if shares_memory:  # one rank keeps all of the parameters, in the dtype that they are computed with
+        self._shares = mesh.shard_size == 1 and plan.param_dtype is plan.dtype and not options.offload
+        if self._shares:  # one rank keeps all of the parameters, in the dtype that they are computed with
             self.storage = flat.untyped_storage()
         else:
             self.storage = torch.empty(plan.unsharded_nbytes, dtype=torch.uint8, device=device).untyped_storage()
@@ -93,20 +89,17 @@ class Unsharded:
             device=device,
             offsets=[slot.unsharded_offset for slot in plan.layout.slots],
         )
-        if mesh.shard_size == 1:
+        if mesh.shard_group is None or mesh.shard_size == 1:
             self.gather = LocalGather(flat, target, streams)
         else:
-            self.gather = new_gather(
-                plan.layout, target, mesh.shard_group, streams, options.all_gather, comm, plan.num_direct
+            self.gather = Gather(
+                plan.layout, plan.num_direct, target, mesh.shard_group, streams, options.all_gather, comm
             )
-        self.free = _do_nothing if shares_memory else self._free_behind_uses
         self.free()
 
     def keep_storage(self, keep: bool) -> None:
         """Choose whether ``free`` does nothing, so that addresses stay."""
-        if self._really_free is None:
-            self._really_free = self.free
-        self.free = _do_nothing if keep else self._really_free
+        self._keeps = keep
 
     def cut_for(self, mesh: DataParallelMesh) -> SmallerShards:
         """Keep shards of the unsharded parameters over ``mesh``, the smaller one."""
@@ -128,14 +121,18 @@ class Unsharded:
         own = [] if self.storage is None else [self.storage]
         return own if self.smaller is None else own + self.smaller.storages()
 
-    def _free_behind_uses(self) -> None:
-        """Return the memory to the stream that allocated it: a side stream of the user's, if ``unshard`` ran there."""
+    def free(self) -> None:
+        """Free the memory, and keep the parameters.
+
+        It goes back to the stream that allocated it: a side stream of the user's, if ``unshard`` ran there.
+        """
         streams = self._streams
-        assert self.storage is not None
+        if self._keeps or self._shares:
+            return
+        if self.storage is None:
+            assert self.extensions is not None
+            self.extensions.free()
+            return
         if self.allocated_on != streams.compute:
             streams.order(self.allocated_on, streams.mark(streams.compute))
         streams.resize(self.storage, 0)
-
-
-def _do_nothing() -> None:
-    """Free nothing: for unsharded parameters that are the flat shard, or whose storage is kept."""

@@ -22,7 +22,7 @@ from torch.profiler import record_function
 
 from ...torch_names import torch_autograd
 from ..comm.streams import streams_of
-from ..group.all_gather import Waiting, send_together
+from ..group.all_gather import Gathering, send_together
 from ..group.max_norm import shrinking_weights
 from ..group.memory import GroupState
 from ..group.options import MicroBatch
@@ -159,7 +159,7 @@ class Unit:
 
     def issue(self, copy: bool = False) -> None:
         """Start unsharding, in one launch for each process group. Collective: yes, over the shard axis."""
-        together: list[Waiting] | None = [] if self._launches_together else None
+        together: list[Gathering] | None = [] if self._launches_together else None
         profiled: Any = None
         if torch_autograd.profiler_is_on():
             profiled = record_function(f"FSDP::all_gather ({self.fqn or 'root'})")
@@ -170,7 +170,9 @@ class Unit:
                 if group.holders is not None:
                     group.holders.add(self)
         except BaseException:
-            if together and together[0][0].packs:  # other ranks may send more in that collective: send nothing
+            if (
+                together and together[0].sender is not None and together[0].sender.packs
+            ):  # other ranks may send more in that collective: send nothing
                 together = None
                 self.release()
             raise
@@ -180,7 +182,7 @@ class Unit:
             if profiled is not None:
                 profiled.__exit__(None, None, None)
 
-    def _send(self, together: list[Waiting]) -> None:
+    def _send(self, together: list[Gathering]) -> None:
         try:
             send_together(together, self._streams)
         except BaseException:  # out of memory for what is packed: nothing was sent

@@ -38,11 +38,11 @@ def _(usual, shards, replicas, dtype, backend, factor=None, *rest):
 def copied_out(code: str) -> str:
     """After the copy-out: ``outs`` are the parameters of a gather, a row for each rank."""
     return f"""\
-@plant(all_gather.Gather, "finish")
+@plant(all_gather.Gathering, "finish")
 def _(usual, self):
-    had = self._packed is not None
+    had = self.packed is not None
     usual(self)
-    outs = self._plan.copy_outs if had else []
+    outs = self.sender.plan.copy_outs if had else []
 {code}
 """
 

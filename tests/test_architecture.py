@@ -116,7 +116,7 @@ def test_each_tensor_is_made_on_a_device_that_its_line_names():
 
 
 WIDE_CLASSES = {
-    "core/group/memory.py: GroupMemory",
+    "core/group/param_group.py: ParamGroup",
     "doctor/watching.py: watch",
     "hangs/watcher.py: Watchdog",
     "inspect/views.py: Group",

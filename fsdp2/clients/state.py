@@ -20,9 +20,8 @@ import torch
 from torch import nn
 
 from ..core.comm.streams import Stream, streams_of
-from ..core.group.memory import GroupState
 from ..core.group.param import ShardedParam
-from ..core.group.param_group import ParamGroup
+from ..core.group.param_group import GroupState, ParamGroup
 from ..core.iteration.finalization import CommContext
 from ..core.iteration.first_forward import refuse_meta
 from ..core.iteration.module_state import ModuleState, units_below

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from ..core.comm.agreement import agree
-from ..core.group.memory import GroupState
+from ..core.group.param_group import GroupState
 from ..core.iteration.first_forward import adopt
 from ..core.iteration.module_state import ModuleState, units_below
 from ..core.iteration.schedule import Schedule

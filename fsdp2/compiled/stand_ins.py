@@ -82,7 +82,7 @@ class Face:
             stand_in.requires_grad_(wanted)
         if trainable not in self._landings:
             params = [param for param, wanted in zip(self.group.params, trainable, strict=True) if wanted]
-            self._landings[trainable] = Landing(self.group, ReducePlan(self.group, params, compact=False)) if params else None
+            self._landings[trainable] = Landing(self.group, ReducePlan(self.group.plan, params, compact=False)) if params else None
         self.landing = self._landings[trainable]
 
     def show(self) -> None:

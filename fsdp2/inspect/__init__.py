@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 from ..core.comm import agreement
 from ..core.comm.collective_log import during
 from ..core.comm.lost_ranks import lost_ranks, number_of_world
-from ..core.group.memory import GroupMemory
 from ..core.group.param import Owner, ShardedParam, own_shard, sharded_from, shards
 from ..core.group.param_group import ParamGroup
 from ..core.group.reduction import Reduction
@@ -271,7 +270,7 @@ def buffers_of(owners: dict[int, object]) -> tuple[int, int, int]:
         before = unsharded + gathering + reducing
         if isinstance(owner, Reduction):
             reducing += owner.buffer_nbytes
-        elif isinstance(owner, GroupMemory) and (made := owner.unsharded) is not None:
+        elif isinstance(owner, ParamGroup) and (made := owner.unsharded) is not None:
             unsharded += 0 if made.storage is None else made.storage.nbytes()
             gathering += 0 if owner.gathering is None else owner.gathering.buffer_nbytes
         elif torch_fsdp2.is_group(owner):

@@ -568,21 +568,21 @@ def test_an_interrupted_forward_is_over_when_the_next_one_begins(after):
 @on_ranks(2)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_after_a_failed_step_the_order_of_prefetches_is_that_of_the_last_whole_one(where):
-    from fsdp2.core.group.memory import GroupMemory
+    from fsdp2.core.group.param_group import ParamGroup
 
     model, _ = make(Fails, True)
     x = own_chunk(batches(1)[0])
 
     def order() -> list[str]:
         issued: list[str] = []
-        issue = GroupMemory.issue
+        issue = ParamGroup.issue
 
         def recorded(self, *args) -> None:
             if self.state.name == "SHARDED":
                 issued.append(self.fqn)
             issue(self, *args)
 
-        with mock.patch.object(GroupMemory, "issue", recorded):
+        with mock.patch.object(ParamGroup, "issue", recorded):
             forward_backward(model, x)
         return issued
 

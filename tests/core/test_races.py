@@ -337,7 +337,8 @@ def offload_as_on_a_device(model: Any) -> None:
     if isinstance(streams, RecordingStreams):
         for module in units(model):
             for group in module._get_fsdp_state().groups:
-                group.options = replace(group.options, pin_memory=True)
+                group.plan = replace(group.plan, options=replace(group.options, pin_memory=True))
+                group.gradients.follow(group.plan)
                 streams.keep_on_host(group.flat)
 
 
@@ -602,7 +603,7 @@ NEEDED_BY = {
     "Reduction.finish synchronize 1": "offload",
     "Reductions._order order 1": "plain",
     "Reduction.abandon order 1": "failed_backward",
-    "GroupMemory.await_host_read synchronize 1": "offload_evaluation",
+    "ParamGroup.await_host_read synchronize 1": "offload_evaluation",
     "Schedule.await_optimizer order 1": "optimizer_on_its_own_stream",
     "UnitTree.issue_beside_loss order 1": "written_in_forward",
 }
@@ -611,7 +612,7 @@ NEEDED_BY = {
 # Inputs are moved to another device than the CPU alone: tests/pretend takes these out.
 OF_OTHER_DEVICES = {
     "ExtensionGather.let_go order 2",
-    "GroupMemory._free_unused order 1",
+    "ParamGroup._free_unused order 1",
     "Reductions._give_back order 1",
     "Schedule.await_host_input synchronize 1",
 }

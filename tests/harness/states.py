@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp2.core.group.memory import MOVES, GroupMemory, GroupState
+from fsdp2.core.group.param_group import MOVES, GroupState, ParamGroup
 
 
 class _CheckedState:
     """Stands for the attribute ``state`` of every group."""
 
-    def __get__(self, group: GroupMemory | None, owner: Any = None) -> Any:
+    def __get__(self, group: ParamGroup | None, owner: Any = None) -> Any:
         return self if group is None else group.__dict__["state"]
 
-    def __set__(self, group: GroupMemory, new: GroupState) -> None:
+    def __set__(self, group: ParamGroup, new: GroupState) -> None:
         before = group.__dict__.get("state")
         assert before is None or new in MOVES[before], f"{group.fqn or 'the root'}: {before} -> {new} is not in the table of moves"
         group.__dict__["state"] = new
@@ -21,4 +21,4 @@ class _CheckedState:
 
 def check_moves() -> None:
     """From now on, in this process."""
-    GroupMemory.state = _CheckedState()  # type: ignore[assignment]
+    ParamGroup.state = _CheckedState()  # type: ignore[assignment]

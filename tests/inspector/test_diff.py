@@ -19,7 +19,7 @@ from torch import nn
 
 import fsdp2
 from fsdp2.cli import main
-from fsdp2.core.group.memory import GroupMemory
+from fsdp2.core.group.param_group import ParamGroup
 from fsdp2.inspector.difference import Lines, differences
 from fsdp2.inspector.expected import RECORD_LINE
 from fsdp2.inspector.fingerprint import Fingerprints, runs_of
@@ -64,16 +64,16 @@ class Fault:
                 hook = optimizer.register_step_post_hook(lambda *_: self.is_due and self.plant(sharded.detach().to_local()))
                 undo.callback(hook.remove)
             else:
-                finish = GroupMemory._finish_gather
+                finish = ParamGroup._finish_gather
 
-                def wrong(group: GroupMemory) -> Any:
+                def wrong(group: ParamGroup) -> Any:
                     made = finish(group)
                     for param in group.params:
                         if self.is_due and param.fqn == self.param:
                             self.plant(param.unsharded.detach())
                     return made
 
-                undo.enter_context(patch.object(GroupMemory, "_finish_gather", wrong))
+                undo.enter_context(patch.object(ParamGroup, "_finish_gather", wrong))
             yield
 
 

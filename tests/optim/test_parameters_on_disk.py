@@ -75,7 +75,7 @@ def test_the_files_of_a_few_units_are_in_memory_and_the_next_ones_are_asked_for(
     model = sharded(tmp_path, 8, read_ahead)
     events: list[tuple[str, int]] = []
     reads = mapped_file.ReadAhead()
-    monkeypatch.setattr("fsdp2.core.group.memory.READ_AHEAD", reads)
+    monkeypatch.setattr("fsdp2.core.group.param_group.READ_AHEAD", reads)
     begin, ask_for = mapped_file.ReadAhead.begin, mapped_file.MappedFile.ask_for
 
     def noted_begin(self: Any, file: Any, num_ahead: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp2
-from fsdp2.core.group.memory import GroupState
+from fsdp2.core.group.param_group import GroupState
 from fsdp2.testing import pretend
 from harness import on_ranks
 from harness.mesh import moved_to

@@ -234,8 +234,8 @@ NEEDED_BY = {
     "reduction.legs_of mark 2": "hsdp",
     "reduction.legs_of order 1": "plain",
     "reduction.legs_of order 2": "hsdp",
-    "GroupMemory.await_host_read synchronize 1": "offload_evaluation",
-    "GroupMemory.await_host_read mark 1": "offload_evaluation",
+    "ParamGroup.await_host_read synchronize 1": "offload_evaluation",
+    "ParamGroup.await_host_read mark 1": "offload_evaluation",
     "HandedOut.__init__ mark 1": "all_reduce_hook",
     "HandedOut.__init__ mark 2": "all_reduce_hook",
     "HandedOut.__init__ order 1": "all_reduce_hook",
@@ -270,8 +270,8 @@ NEEDED_BY = {
 SHOWN_ELSEWHERE = {
     "late_comparison.read_later mark 1",
     "CollectiveLog.done mark 1",
-    "GroupMemory._free_unused mark 1",
-    "GroupMemory._free_unused order 1",
+    "ParamGroup._free_unused mark 1",
+    "ParamGroup._free_unused order 1",
     "Reduction.let_go_of_copies order 2",
 }
 """Without the first two no data are wrong: the host looks at tags before they are there, and learns nothing

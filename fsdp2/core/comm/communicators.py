@@ -39,7 +39,7 @@ def comm_reduce_scatter(
 # --- memory that the process group allocates --------------------------------------------------------------------------
 
 
-class _ProcessGroupMemory:
+class _ProcessParamGroup:
     """Buffers from the process group's allocator, if its backend has one for the device."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
@@ -68,14 +68,14 @@ class _SymmetricMemory:
         return torch_collectives.symmetric_empty(math.prod(size), dtype, device)
 
 
-class ProcessGroupAllGather(_ProcessGroupMemory, AllGather):
+class ProcessGroupAllGather(_ProcessParamGroup, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         return torch_collectives.all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
-class ProcessGroupReduceScatter(_ProcessGroupMemory, ReduceScatter):
+class ProcessGroupReduceScatter(_ProcessParamGroup, ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:

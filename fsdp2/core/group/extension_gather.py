@@ -11,6 +11,7 @@ Worked example, a (5, 4) weight over 2 ranks that sends rows of int8 and one sca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,44 +22,16 @@ from torch import Tensor
 from ...policy import AllGather
 from ...torch_names import torch_tensors
 from ..comm import backends, collectives
-from ..comm.streams import Stream, Streams
+from ..comm.streams import Stream
 from ..plan.layout import Cut
-from ..plan.mesh import DataParallelMesh
 from .all_gather import ALIGN_NBYTES, Gathering
 from .extensions import Extensions, releases_gathered, require_same_kinds
-from .param import ShardedParam, new_unsharded_param, storage_view
+from .group_plan import GroupPlan, direct_from_nbytes
+from .param import new_unsharded_param, storage_view
 from .rank_pieces import join
 
 Storages = list[tuple[torch.UntypedStorage, int]]
 """Storages, and their sizes when they are allocated."""
-
-
-@dataclass(frozen=True)
-class ExtensionGatherPlan:
-    """How some parameters are gathered over the shard axis.
-
-    params:             the gather sends their ``local``
-    comm:               a custom communicator, if there are several ranks
-    algorithm:          of the collective; None: ``backends`` chooses
-    direct_from_nbytes: the least size, of all ranks together, of a tensor that is gathered straight into its output
-    """
-
-    params: Sequence[ShardedParam]
-    mesh: DataParallelMesh
-    device: torch.device
-    streams: Streams
-    extensions: Extensions
-    comm: AllGather | None
-    algorithm: backends.AllGatherAlgorithm | None
-    direct_from_nbytes: float
-
-    @property
-    def backend(self) -> str:
-        return backends.backend_of(self.mesh.shard_group, self.device.type)
-
-    def gap_nbytes(self, nbytes: int) -> int:
-        """Bytes of padding that align the next payload: none for a custom communicator, by upstream's contract."""
-        return 0 if self.comm is not None else -nbytes % ALIGN_NBYTES
 
 
 @dataclass(frozen=True)
@@ -131,12 +104,21 @@ class ExtensionGather:
     stream of the user's, which ``fill`` orders in the same way.
     """
 
-    def __init__(self, plan: ExtensionGatherPlan) -> None:
-        is_ordered = backends.is_stream_ordered(plan.backend)
-        self._may_go_direct = plan.comm is None and plan.algorithm in (None, "stock") and is_ordered
-        self.packs = plan.comm is None and plan.algorithm is None and not is_ordered
-        self.coalesces_over = plan.mesh.shard_group if self._may_go_direct or self.packs else None
+    def __init__(self, plan: GroupPlan, comm: AllGather | None) -> None:
+        """comm: a custom communicator, if there are several ranks"""
+        mesh, options = plan.mesh, plan.options
+        self._backend = backends.backend_of(mesh.shard_group, plan.device.type)
+        is_ordered = backends.is_stream_ordered(self._backend)
+        self._may_go_direct = comm is None and options.all_gather in (None, "stock") and is_ordered
+        self.packs = comm is None and options.all_gather is None and not is_ordered
+        self.coalesces_over = mesh.shard_group if self._may_go_direct or self.packs else None
         self._plan = plan
+        self._comm = comm
+        self._extensions = Extensions(mesh, plan.device, plan.param_dtype, options.mp_policy)
+        # The least size, of all ranks together, of a tensor that is gathered straight into its output.
+        self._direct_from_nbytes = {"direct": 1, "packed": math.inf}.get(
+            options.gather, direct_from_nbytes(mesh.shard_size)
+        )
         self._kinds: list[tuple[list[torch.Size], list[torch.dtype]]] = []  # of what was sent before
         self._made: _Made | None = None
         self._allocated_on: tuple[Stream, ...] = ()  # the compute streams on which the unsharded memory was allocated
@@ -195,14 +177,14 @@ class ExtensionGather:
         if process_group is None:
             return
         outputs, inputs = self.to_send(gathering)
-        if plan.comm is not None:
-            work = plan.comm(output_tensor=outputs[0], input_tensor=inputs[0], group=process_group, async_op=async_op)
+        if self._comm is not None:
+            work = self._comm(output_tensor=outputs[0], input_tensor=inputs[0], group=process_group, async_op=async_op)
             gathering.pending = collectives.Works([work])
             return
-        algorithm = plan.algorithm or backends.choose_all_gather(
-            plan.backend, plan.mesh.shard_size, outputs[0].nbytes, plan.device.type
+        algorithm = plan.options.all_gather or backends.choose_all_gather(
+            self._backend, plan.mesh.shard_size, outputs[0].nbytes, plan.device.type
         )
-        is_async = not backends.is_stream_ordered(plan.backend)
+        is_async = not backends.is_stream_ordered(self._backend)
         gathering.pending = collectives.all_gather(outputs, inputs, process_group, algorithm, is_async)
 
     def land(self, gathering: Gathering) -> None:
@@ -222,7 +204,7 @@ class ExtensionGather:
         pieces: list[Tensor] = []
         gathering.sent = sent = []
         for param in plan.params:
-            tensors, metadata = plan.extensions.to_send(param, non_blocking)
+            tensors, metadata = self._extensions.to_send(param, non_blocking)
             pieces += tensors
             sent.append(_Sent([each.shape for each in tensors], [each.dtype for each in tensors], metadata))
         kinds = [(each.shapes, each.dtypes) for each in sent]
@@ -248,9 +230,9 @@ class ExtensionGather:
             rows = [row.view(torch.uint8) for row in rows]
         sizes = []
         for row in rows:
-            sizes += [row.numel(), plan.gap_nbytes(row.nbytes) // dtype.itemsize]
+            sizes += [row.numel(), self._gap_nbytes(row.nbytes) // dtype.itemsize]
         numel = sum(sizes)
-        allocate = torch.empty if plan.comm is None else plan.comm.allocate
+        allocate = torch.empty if self._comm is None else self._comm.allocate
         num_rows, own_row = (1, 0) if own_row_only else (mesh.shard_size, mesh.shard_rank)
         packed: Tensor = allocate((numel * num_rows,), dtype=dtype, device=plan.device)
         own = packed.narrow(0, numel * own_row, numel)
@@ -300,11 +282,11 @@ class ExtensionGather:
             own = zip(each.shapes, left, strict=False)
             gathered = tuple(_put_together(rows, place.output, shape, param.spec.cut) for shape, (place, rows) in own)
             if made is None:
-                whole, to_free = plan.extensions.make_unsharded(param, gathered, each.metadata)
+                whole, to_free = self._extensions.make_unsharded(param, gathered, each.metadata)
                 kept.append(to_free)
                 param.unsharded = new_unsharded_param(param, param.spec.to_logical(whole))
             else:
-                plan.extensions.refill_unsharded(param, gathered, each.metadata, made.kept[index])
+                self._extensions.refill_unsharded(param, gathered, each.metadata, made.kept[index])
         if made is None:
             self._made = made = self._keep(places, kept, sent)
         for storage in made.released:
@@ -327,6 +309,10 @@ class ExtensionGather:
         if streams.compute not in self._allocated_on:
             self._allocated_on = (*self._allocated_on, streams.compute)
 
+    def _gap_nbytes(self, nbytes: int) -> int:
+        """Bytes of padding that align the next payload: none for a custom communicator, by upstream's contract."""
+        return 0 if self._comm is not None else -nbytes % ALIGN_NBYTES
+
     def _make_places(self, sent: Sequence[_Sent]) -> list[_Place]:
         plan, num_shards = self._plan, self._plan.mesh.shard_size
         raw = torch.empty(0, dtype=torch.uint8, device=plan.device)
@@ -334,7 +320,7 @@ class ExtensionGather:
         for param, each in zip(plan.params, sent, strict=True):
             for shape, dtype in zip(each.shapes, each.dtypes, strict=True):
                 nbytes = shape.numel() * dtype.itemsize
-                gap = plan.gap_nbytes(nbytes)
+                gap = self._gap_nbytes(nbytes)
                 storage = torch.empty(
                     num_shards * (nbytes + gap), dtype=torch.uint8, device=plan.device
                 ).untyped_storage()
@@ -357,7 +343,7 @@ class ExtensionGather:
             released += outputs if releases_gathered(param) else []
         if self._may_go_direct and not released:
             places = [
-                replace(each, is_direct=each.is_stacked and each.rows.numel() >= plan.direct_from_nbytes)
+                replace(each, is_direct=each.is_stacked and each.rows.numel() >= self._direct_from_nbytes)
                 for each in places
             ]
         direct = [place.output.untyped_storage() for place in places if place.is_direct]

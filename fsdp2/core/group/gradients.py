@@ -14,7 +14,6 @@ from ...errors import ArgumentError, OrderError
 from ..comm import backends
 from ..comm.division import Divisions, divisions_for
 from .group_plan import GroupPlan
-from .memory import GroupMemory
 from .options import MicroBatch, ReductionOptions
 from .param import let_add_up
 from .reduce_plan import ReduceJob, ReducePlan
@@ -38,10 +37,17 @@ class _Planned:
 
 
 class Gradients:
-    """The gradients of one group, from backward to the sharded parameters."""
+    """The gradients of one group, from backward to the sharded parameters.
 
-    def __init__(self, group: GroupMemory) -> None:
-        self.group = group
+    fqn:  the group's
+    plan: the group's as it is now
+    """
+
+    def __init__(self, close_lease: Callable[[], None]) -> None:
+        """close_lease: see ``ReduceJob``"""
+        self.fqn = ""
+        self.plan: GroupPlan
+        self._close_lease = close_lease
         self.options = ReductionOptions()
         self.micro_batch = MicroBatch()  # that of its unit
         self.number = -1  # among the groups over the same ranks, from the first backward on that reduces
@@ -76,7 +82,7 @@ class Gradients:
         Gradients of earlier versions, and those inside of ``fsdp2.accumulate``, are collected instead.
         """
         micro_batch = self.micro_batch
-        return self.group.options.semantics != "2.13" and not micro_batch.reduces and not micro_batch.accumulates_shards
+        return self.plan.options.semantics != "2.13" and not micro_batch.reduces and not micro_batch.accumulates_shards
 
     def set_micro_batch(self, micro_batch: MicroBatch) -> None:
         """Treat the next backward's gradients by ``micro_batch``.
@@ -89,45 +95,50 @@ class Gradients:
         if self.adds_up_on_leaves is before:
             return
         self.choose_leaf_dtypes()
-        for param in self.group.params:
+        for param in self.plan.params:
             if param.unsharded is not None and param.unsharded.grad is not None:
                 self._on_leaves = True
             else:
                 let_add_up(param)
 
+    def follow(self, plan: GroupPlan) -> None:
+        """The group has a new plan."""
+        self.plan = plan
+        self.choose_leaf_dtypes()
+
     def choose_leaf_dtypes(self) -> None:
         """Choose the ``grad_dtype`` of unsharded parameters that are made later."""
-        dtypes, adds_up = self.group.plan.gradients, self.adds_up_on_leaves
-        for param in self.group.params:
+        dtypes, adds_up = self.plan.gradients, self.adds_up_on_leaves
+        for param in self.plan.params:
             param.adds_up_in = dtypes.of_unsharded(param, adds_up)
 
     # --- from backward ---
 
     def _current_plan(self) -> ReducePlan:
         """The plan for the parameters that are trainable now, and those with waiting gradients."""
-        group, before = self.group, self._planned
+        group, before = self.plan, self._planned
         trainable = [param.sharded.requires_grad for param in group.params]
         if (
             before is not None
-            and before.group_plan is group.plan
+            and before.group_plan is group
             and before.trainable == trainable
             and (not before.has_frozen or self.has_unreduced)
         ):
             return before.plan
         waits = before if self.has_unreduced else None
-        if waits is not None and (waits.group_plan is not group.plan or self.options.comm is not None):
+        if waits is not None and (waits.group_plan is not group or self.options.comm is not None):
             self._refuse_change(waits, trainable)
         waiting = [] if waits is None else waits.plan.params
         params = [param for param in group.params if param.sharded.requires_grad or param in waiting]
         plan = ReducePlan(group, params, compact=False, number=self.number if self._compares_late() else None)
-        self._planned = _Planned(plan, group.plan, trainable, has_frozen=len(params) > sum(trainable))
+        self._planned = _Planned(plan, group, trainable, has_frozen=len(params) > sum(trainable))
         if waits is not None:
             self._move(waits.plan, plan)
         return plan
 
     def _compares_late(self) -> bool:
         """Whether ranks compare afterwards which group each reduced: before, the host would wait for the device."""
-        if self.group.mesh.size == 1:
+        if self.plan.mesh.size == 1:
             return False
         return any(backends.is_stream_ordered(backend) and backends.moves_data(backend) for backend in self.backends)
 
@@ -144,11 +155,11 @@ class Gradients:
 
     def _refuse_change(self, before: _Planned, trainable: list[bool]) -> None:
         """Raise OrderError: the waiting gradients have the layout of the parameters as they were."""
-        group = self.group
-        where = group.fqn or "the root"
+        group = self.plan
+        where = self.fqn or "the root"
         toggled = []
         what = f"dtype or memory of the parameters of {where}"
-        if before.group_plan is group.plan:
+        if before.group_plan is group:
             pairs = zip(group.params, trainable, before.trainable, strict=True)
             toggled = [f"{param.fqn} requires_grad={now}" for param, now, was in pairs if now is not was]
             what = f"requires_grad of parameters of {where}"
@@ -167,21 +178,21 @@ class Gradients:
         plan = planned.compact.get(tuple(used))
         if plan is None:
             params = [param for param, wanted in zip(planned.plan.params, used, strict=True) if wanted]
-            plan = planned.compact[tuple(used)] = ReducePlan(self.group, params, compact=True)
+            plan = planned.compact[tuple(used)] = ReducePlan(self.plan, params, compact=True)
         return plan
 
     @property
     def hands_out(self) -> bool:
         """Whether a reduction ends at the sharded parameters; else its result is added up here."""
         return self.micro_batch.all_reduces or not (
-            self.micro_batch.accumulates_shards or self.group.mesh.replicate_group is not None
+            self.micro_batch.accumulates_shards or self.plan.mesh.replicate_group is not None
         )
 
     @property
     def unreduced(self) -> list[Tensor]:
         """Added-up gradients, whole or reduce-scattered, in reduce dtype, that have not reached sharded parameters."""
         leaves = (
-            [param.unsharded for param in self.group.params if param.unsharded is not None] if self._on_leaves else []
+            [param.unsharded for param in self.plan.params if param.unsharded is not None] if self._on_leaves else []
         )
         scattered = None if self._adding is None else self._adding.sum
         return [each for each in (self._accumulated, scattered, *(leaf.grad for leaf in leaves)) if each is not None]
@@ -192,7 +203,7 @@ class Gradients:
             return True
         if (self._accumulated is not None or self._on_leaves or self._adding is not None) and self.is_due:
             return True
-        for param in self.group.params:  # noqa: SIM110 (a generator costs every unit of every backward one more call)
+        for param in self.plan.params:  # noqa: SIM110 (a generator costs every unit of every backward one more call)
             if param.unsharded is not None and param.unsharded.grad is not None:
                 return True
         return False
@@ -220,13 +231,13 @@ class Gradients:
         self._on_leaves |= self.reached  # on all ranks, though some may have used no parameter
         self.reached = False
         self._current_plan()
-        for param in self.group.params:
+        for param in self.plan.params:
             unsharded = param.unsharded
             grad = None if unsharded is None else unsharded.grad
             if unsharded is None or grad is None:
                 continue
             self._on_leaves = True
-            dtype = self.group.plan.gradients.added_up_in(param)
+            dtype = self.plan.gradients.added_up_in(param)
             if grad.requires_grad or grad.dtype is not (dtype or grad.dtype):
                 unsharded.grad = None
                 let_add_up(param)
@@ -261,12 +272,12 @@ class Gradients:
         plan = self._planned.plan
         self._refuse_zeros_of_no_dtype()
         used = [grad is not None for grad in grads]
-        comm = self.options.comm if self.group.mesh.shard_size > 1 else None
+        comm = self.options.comm if self.plan.mesh.shard_size > 1 else None
         if comm is None:
-            dtype = plan.reduce_dtype
-            if self._accumulated is not None and dtype.itemsize < plan.grad_dtype.itemsize:
-                dtype = plan.grad_dtype  # added as they are, so that the sum alone is rounded
-            buffer = torch.empty(plan.input_numel, dtype=dtype, device=self.group.device)
+            dtype = plan.group.gradients.reduced
+            if self._accumulated is not None and dtype.itemsize < plan.group.param_dtype.itemsize:
+                dtype = plan.group.param_dtype  # added as they are, so that the sum alone is rounded
+            buffer = torch.empty(plan.input_numel, dtype=dtype, device=self.plan.device)
         else:
             adds_up = not self.micro_batch.reduces or not self.hands_out or self.has_unreduced
             whole = adds_up or self.options.reduce_unused
@@ -279,7 +290,7 @@ class Gradients:
             size = (plan.input_numel,)
             # the communicator sees no gradient that stays here
             allocate: Callable[..., Tensor] = comm.allocate if self.micro_batch.reduces else torch.empty
-            buffer = allocate(size, dtype=plan.reduce_dtype, device=self.group.device)
+            buffer = allocate(size, dtype=plan.group.reduce_dtype, device=self.plan.device)
         plan.copy_in(grads, buffer)
         grads.clear()
         self._on_leaves = False
@@ -298,7 +309,7 @@ class Gradients:
         """Raise if an unused parameter gets a gradient whose dtype no option tells. All ranks raise, or none."""
         if not self.options.reduce_unused:
             return
-        names = [param.fqn for param, given in self.group.plan.gradients.added_up.items() if given.dtype is None]
+        names = [param.fqn for param, given in self.plan.gradients.added_up.items() if given.dtype is None]
         if names:
             raise ArgumentError(
                 f"gradients of unused parameters are reduced, and {len(names)} parameters have grad_dtype=None",
@@ -313,7 +324,7 @@ class Gradients:
         self._on_leaves = False
         self._adding = None
         self.reached = False
-        for param in self.group.params:
+        for param in self.plan.params:
             if param.unsharded is not None:
                 param.unsharded.grad = None
                 let_add_up(param)
@@ -323,7 +334,7 @@ class Gradients:
         """Do as ``zero_grad`` for the sharded parameters, shown or not, and for gradients not reduced yet."""
         self._accumulated = None
         self._adding = None
-        for param in self.group.params:
+        for param in self.plan.params:
             if self._on_leaves and param.unsharded is not None:
                 param.unsharded.grad = None
                 let_add_up(param)
@@ -338,18 +349,18 @@ class Gradients:
     @property
     def scatter_group(self) -> dist.ProcessGroup | None:
         """The process group over which gradients are reduce-scattered; None: every rank has whole parameters."""
-        return self.options.process_group or self.group.mesh.shard_group
+        return self.options.process_group or self.plan.mesh.shard_group
 
     @property
     def backends(self) -> tuple[str, str]:
         """The backends of reduce-scatter and all-reduce; "" for a collective that the group does not need."""
-        groups = (self.scatter_group, self.group.mesh.replicate_group)
-        scatter, all_reduce = (backends.backend_of(group, self.group.device.type) for group in groups)
+        groups = (self.scatter_group, self.plan.mesh.replicate_group)
+        scatter, all_reduce = (backends.backend_of(group, self.plan.device.type) for group in groups)
         return scatter, all_reduce
 
     def divisions(self) -> Divisions:
-        mesh, options = self.group.mesh, self.options
-        dtype = self.group.plan.reduce_dtype
+        mesh, options = self.plan.mesh, self.options
+        dtype = self.plan.reduce_dtype
         key = (options, dtype)
         if self._divisions is None or self._divisions[0] != key:
             backend, all_reduce_backend = self.backends
@@ -369,10 +380,10 @@ class Gradients:
 
     def reduce(self, buffer: Tensor) -> Reduction:
         """The reduction of the result of ``collect``, which has not started. See ``legs_of``."""
-        group, plan, adding = self.group, self._collected, self._adding
+        plan, adding = self._collected, self._adding
         assert plan is not None
         hands_out = self.micro_batch.all_reduces or self.hands_out  # the usual case without a call
-        job = ReduceJob(group, plan, self._used, self.divisions(), self.options, hands_out)
+        job = ReduceJob(plan, self.fqn, self._used, self.divisions(), self.options, hands_out, self._close_lease)
         reduction = Reduction(job, buffer, adding)
         self._adding = None if job.hands_out else reduction
         return reduction

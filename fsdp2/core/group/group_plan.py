@@ -1,4 +1,4 @@
-"""The plan of one group: dtypes, and where every shard lies in the flat shard."""
+"""The plan of one group: where and how it runs, its dtypes, and where every shard lies in the flat shard."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from ...errors import ParameterError
 from ..comm import backends
+from ..comm.streams import Streams
 from ..plan.layout import Cut, GroupLayout, gather_plan, group_layout
 from ..plan.mesh import DataParallelMesh
 from .gradient_dtypes import GradientDtypes, gradient_dtypes
@@ -35,6 +36,7 @@ must not become too small over many ranks."""
 class GroupPlan:
     """The values that are fixed as long as a group's parameters are the same, of one dtype, in one kind of memory.
 
+    device, streams: where it computes
     params:         those of the group; the first ``num_direct`` are gathered straight into place
     layout:         their slots in that order
     align:          every slot starts at a multiple of so many elements
@@ -45,6 +47,10 @@ class GroupPlan:
     has_own_memory: some define how they are gathered; then none lies in a flat shard
     """
 
+    mesh: DataParallelMesh
+    device: torch.device
+    streams: Streams
+    options: GroupOptions
     params: list[ShardedParam]
     num_direct: int
     layout: GroupLayout
@@ -64,7 +70,13 @@ class GroupPlan:
         return self.layout.unsharded_numel * self.param_dtype.itemsize
 
 
-def plan_group(params: Sequence[ShardedParam], mesh: DataParallelMesh, options: GroupOptions) -> GroupPlan:
+def plan_group(
+    params: Sequence[ShardedParam],
+    mesh: DataParallelMesh,
+    device: torch.device,
+    streams: Streams,
+    options: GroupOptions,
+) -> GroupPlan:
     """Plan for ``params`` as they are now.
 
     Raises: ParameterError naming the parameters if they have different dtypes
@@ -90,6 +102,10 @@ def plan_group(params: Sequence[ShardedParam], mesh: DataParallelMesh, options: 
     )
     locals_now = [param.local_now() for param in ordered]
     return GroupPlan(
+        mesh=mesh,
+        device=device,
+        streams=streams,
+        options=options,
         params=ordered,
         num_direct=len(ways.direct),
         layout=layout,

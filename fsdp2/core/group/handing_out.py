@@ -27,15 +27,15 @@ class HandedOut:
 
     def __init__(self, job: ReduceJob, output: Tensor, stream: Stream) -> None:
         """Hand out ``output`` on ``stream``. Parameters without a gradient get one only if the options say so."""
-        group, plan, used, options = job.group, job.plan, job.used, job.options
+        plan, used, options = job.plan, job.used, job.options
+        group, streams = plan.group, plan.group.streams
         self._job = job
-        self._dtypes = group.plan.gradients.kept if options.grad_dtype is None else None  # if not the parameters' own
+        self._dtypes = group.gradients.kept if options.grad_dtype is None else None  # if not the parameters' own
         self._late: list[int] = []
         self.held: tuple[Tensor, ...] = ()
         self.output: Tensor | None = None
         self.tag: Tensor | None = None
         self.has_run_hooks = False
-        streams = group.streams
         hook = options.all_reduce_hook
         if hook is not None:
             if options.all_reduce_hook_stream is not None:
@@ -52,7 +52,7 @@ class HandedOut:
                     self._late = [index for index, is_used in enumerate(used) if not is_used]
             had_gradient = plan.number is not None and plan.views[0].param.sharded.grad is not None
             if self._dtypes is None:
-                reduced = output.to(options.grad_dtype or group.plan.dtype)
+                reduced = output.to(options.grad_dtype or group.dtype)
                 if group.options.offload:
                     reduced = self._offload(reduced, stream)
                 self._give(reduced, views)
@@ -77,7 +77,7 @@ class HandedOut:
         if self._dtypes is None:
             self._give(self.output, views)
         else:
-            self._give_in_own_dtypes(self.output, views, self._job.group.streams.compute)
+            self._give_in_own_dtypes(self.output, views, self._job.plan.group.streams.compute)
         self._late = []
         self.output = None
 
@@ -87,9 +87,9 @@ class HandedOut:
         gets_view = not had_gradient and self._job.plan.views[0].param.sharded.grad is not None
         if gets_view and self._dtypes is None and reduced.device.type != "cpu":
             self.tag = reduced.narrow(0, offset, TAG_NUMEL)
-        elif not self._job.group.streams.is_capturing():
+        elif not self._job.plan.group.streams.is_capturing():
             self.tag = torch.empty(TAG_NUMEL, dtype=output.dtype, device="cpu", pin_memory=True)
-            with self._job.group.streams.on(stream):
+            with self._job.plan.group.streams.on(stream):
                 self.tag.copy_(output.narrow(0, offset, TAG_NUMEL), non_blocking=True)
 
     def _give_in_own_dtypes(self, output: Tensor, views: list[GradView], stream: Stream) -> None:
@@ -98,13 +98,13 @@ class HandedOut:
         assert dtypes is not None
         for dtype in dict.fromkeys(dtypes[view.param] for view in views):
             reduced = output.to(dtype)
-            if self._job.group.options.offload:
+            if self._job.plan.group.options.offload:
                 reduced = self._offload(reduced, stream)
             self._give(reduced, [view for view in views if dtypes[view.param] is dtype])
 
     def _offload(self, reduced: Tensor, stream: Stream) -> Tensor:
         """Copy to the host alongside the next reduction; wait only if gradients are read before the end of backward."""
-        group = self._job.group
+        group = self._job.plan.group
         streams = group.streams
         host = torch.empty(reduced.shape, dtype=reduced.dtype, device="cpu", pin_memory=group.options.pin_memory)
         streams.order(streams.copy_out, streams.mark(stream))
@@ -119,7 +119,7 @@ class HandedOut:
 
     def _give(self, reduced: Tensor, views: list[GradView]) -> None:
         """Give the sharded parameters of ``views`` their gradients, views of ``reduced``."""
-        give(reduced, views, self._job.group.plan.dtype, self._before_hooks, keeps_grad_dtype=self._dtypes is not None)
+        give(reduced, views, self._job.plan.group.dtype, self._before_hooks, keeps_grad_dtype=self._dtypes is not None)
         plan, options = self._job.plan, self._job.options
         is_ours = options.comm is None and options.all_reduce_hook is None and options.all_reduce_instead is None
         # Only then nothing but zeros lies between the gradients.
@@ -129,7 +129,7 @@ class HandedOut:
 
     def _before_hooks(self) -> None:
         self.has_run_hooks = True
-        self._job.group.wait()  # a hook may write the shard: close its lease
+        self._job.close_lease()  # a hook may write the shard: close its lease
 
 
 def give(

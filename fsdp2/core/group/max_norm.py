@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ..comm.collective_log import during
 from ..plan.layout import rows_of
-from .memory import GroupMemory
 from .param import ShardedParam
+from .param_group import ParamGroup
 
 
 class ShrunkRows:
@@ -23,7 +23,7 @@ class ShrunkRows:
 
     __slots__ = ("_group", "_module", "_param")
 
-    def __init__(self, group: GroupMemory, param: ShardedParam, module: nn.Embedding | nn.EmbeddingBag) -> None:
+    def __init__(self, group: ParamGroup, param: ShardedParam, module: nn.Embedding | nn.EmbeddingBag) -> None:
         self._group = group
         self._param = param
         self._module = module
@@ -60,7 +60,7 @@ def _shrink(weight: Tensor, chosen: Tensor, max_norm: float, norm_type: float) -
     weight.mul_(scales.unsqueeze(1))
 
 
-def shrinking_weights(groups: Iterable[GroupMemory]) -> list[ShrunkRows]:
+def shrinking_weights(groups: Iterable[ParamGroup]) -> list[ShrunkRows]:
     """The weights of ``groups`` that belong to an embedding with ``max_norm`` and are cut on their rows."""
     return [
         ShrunkRows(group, param, owner.module)

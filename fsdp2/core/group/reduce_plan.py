@@ -14,7 +14,7 @@ Worked example, 2 ranks, parameters a (4,) and b (3,), align 32; b is unused on 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,7 +26,7 @@ from ..comm.division import Divisions
 from ..plan.layout import Cut, group_layout
 from ..plan.model_axes import local_gradient, varying_axes
 from ..plan.placement import ShardSpec, in_dtype
-from .memory import GroupMemory
+from .group_plan import GroupPlan
 from .options import ReductionOptions
 from .param import ShardedParam
 from .rank_pieces import disassemble
@@ -50,13 +50,13 @@ def tag_of(number: int) -> list[int]:
 class ReducePlan:
     """The reduce-scatter of one set of trainable parameters, computed once.
 
+    group:   the group's plan
     compact: without gaps and flags, as a custom communicator sees it
     number:  of the group, if its tag travels after the flags; -1: not known yet: the tag is zero, which tells nothing
     """
 
-    def __init__(
-        self, group: GroupMemory, params: list[ShardedParam], compact: bool, number: int | None = None
-    ) -> None:
+    def __init__(self, group: GroupPlan, params: list[ShardedParam], compact: bool, number: int | None = None) -> None:
+        self.group = group
         self.params = params
         self.number = number
         tag_numel = 0 if number is None else TAG_NUMEL
@@ -65,14 +65,11 @@ class ReducePlan:
         cuts = [param.spec.cut for param in self.params]
         flags = Cut((self.num_shards * (len(cuts) + tag_numel),), 0, self.num_shards)
         self.layout = group_layout(
-            cuts if compact else [*cuts, flags], num_shards=self.num_shards, align=1 if compact else group.plan.align
+            cuts if compact else [*cuts, flags], num_shards=self.num_shards, align=1 if compact else group.align
         )
         self.flags_slot = None if compact else self.layout.slots[-1]
-        self.grad_dtype = group.plan.param_dtype
-        dtypes = group.plan.gradients
-        self.reduce_dtype = dtypes.reduced
         # Gradients added up in another dtype are not cast back; None: they are.
-        self._added_up_in = dtypes.added_up_in if group.options.semantics == "2.15" else None
+        self._added_up_in = group.gradients.added_up_in if group.options.semantics == "2.15" else None
         self.input_numel = self.layout.unsharded_numel
         # The input of chunk_cat: room for each gradient and for the flags, and zeros for the gap after each.
         self._pieces: list[Tensor | None] = []
@@ -82,8 +79,12 @@ class ReducePlan:
             if slot.numel > 0:
                 self._pieces.append(None)
             if slot.gap > 0:
-                self._pieces.append(torch.zeros(self.num_shards, slot.gap, dtype=self.grad_dtype, device=group.device))
-        self._all_used = torch.ones(self.num_shards, len(cuts) + tag_numel, dtype=self.grad_dtype, device=group.device)
+                self._pieces.append(
+                    torch.zeros(self.num_shards, slot.gap, dtype=self.group.param_dtype, device=group.device)
+                )
+        self._all_used = torch.ones(
+            self.num_shards, len(cuts) + tag_numel, dtype=self.group.param_dtype, device=group.device
+        )
         if number is not None:
             self._all_used[:, len(cuts) :] = 0
             self.set_number(number)
@@ -154,14 +155,14 @@ class ReducePlan:
             if grad is None:
                 missing.append(index)
                 numel = self.layout.slots[index].numel
-                piece = torch.zeros(self.num_shards, numel, dtype=self.grad_dtype, device=out.device)
+                piece = torch.zeros(self.num_shards, numel, dtype=self.group.param_dtype, device=out.device)
             else:
                 piece = grad if spec is None else _rank_major(grad, spec)
-                if piece.dtype is not self.grad_dtype:
+                if piece.dtype is not self.group.param_dtype:
                     if self._added_up_in is not None:
                         others.add(piece.dtype)
                     else:
-                        piece = piece.to(self.grad_dtype)
+                        piece = piece.to(self.group.param_dtype)
             if piece_index is not None:
                 pieces[piece_index] = piece
         if self.flags_slot is not None:
@@ -171,9 +172,9 @@ class ReducePlan:
                 for index in missing:  # one by one, as above
                     flags[:, index] = 0
             pieces[self._piece_of_slot[-1]] = flags
-        dtype = self.grad_dtype
+        dtype = self.group.param_dtype
         if others:
-            dtype = functools.reduce(torch.promote_types, others, self.grad_dtype)
+            dtype = functools.reduce(torch.promote_types, others, self.group.param_dtype)
             pieces = [None if piece is None else piece.to(dtype) for piece in pieces]
         try:
             if out.dtype is not dtype and out.device.type == "cpu" and out.nbytes <= CAST_BEHIND_NBYTES:
@@ -249,14 +250,17 @@ class GradView:
 class ReduceJob:
     """What one reduction does, fixed when it starts: later legs may run after the user has changed the group's options.
 
-    used:       which of the plan's parameters this rank has a gradient for
-    divisions:  what each leg divides by, and where
-    hands_out:  all legs follow the reduce-scatter; False: its result stays in ``Reduction.sum``
+    fqn:         of the group
+    used:        which of the plan's parameters this rank has a gradient for
+    divisions:   what each leg divides by, and where
+    hands_out:   all legs follow the reduce-scatter; False: its result stays in ``Reduction.sum``
+    close_lease: lets the user write the shards, if a gather reads them
     """
 
-    group: GroupMemory
     plan: ReducePlan
+    fqn: str
     used: list[bool]
     divisions: Divisions
     options: ReductionOptions
     hands_out: bool
+    close_lease: Callable[[], None]

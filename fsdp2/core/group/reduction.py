@@ -19,8 +19,8 @@ from ..comm.communicators import comm_reduce_scatter
 from ..comm.division import Division
 from ..comm.lost_ranks import raise_lost
 from ..comm.streams import Event, Stream, Streams
+from .group_plan import GroupPlan
 from .handing_out import HandedOut
-from .memory import GroupMemory
 from .reduce_plan import ReduceJob
 
 ScatterLaunches = dict[dist.ProcessGroup, list[tuple[Tensor, Tensor, Division]]]
@@ -57,7 +57,7 @@ class Reduction:
         before: its ``sum`` is added to this reduce-scatter's result; it has started earlier
         """
         self._job = job
-        self.copies_out = job.group.options.offload
+        self.copies_out = job.plan.group.options.offload
         self._input: Tensor | None = buffer
         self._before = before
         self._partial: Tensor | None = None
@@ -70,8 +70,13 @@ class Reduction:
         self.legs: Generator[None] | None = None
 
     @property
-    def group(self) -> GroupMemory:
-        return self._job.group
+    def group(self) -> GroupPlan:
+        """The plan of its group."""
+        return self._job.plan.group
+
+    @property
+    def fqn(self) -> str:
+        return self._job.fqn
 
     @property
     def number(self) -> int:
@@ -103,7 +108,7 @@ class Reduction:
     def reduced(self) -> tuple[Stream, Event]:
         """The event after all legs, and its stream: a stream's last such event is after all its earlier ones."""
         if self._handed_out is None:
-            return self._job.group.streams.reduce, self._scattered
+            return self._job.plan.group.streams.reduce, self._scattered
         return self._handed_out.stream, self._handed_out.event
 
     # --- the legs, on the stream that is current ---
@@ -111,7 +116,7 @@ class Reduction:
     def scatter(self, together: ScatterLaunches | None = None) -> None:
         """Issue the reduce-scatter, or add it to ``together``. Collective: yes, over the shard axis."""
         job, buffer = self._job, self._input
-        group, plan, comm = job.group, job.plan, job.options.comm
+        group, plan, comm = job.plan.group, job.plan, job.options.comm
         process_group = job.options.process_group or group.mesh.shard_group
         assert buffer is not None
         if process_group is None:  # parameters are replicated: the input is the only "shard"
@@ -139,7 +144,7 @@ class Reduction:
 
     def settle(self) -> None:
         """After the reduce-scatter has been issued, wait for it and add up."""
-        log, streams = collective_log.current, self._job.group.streams
+        log, streams = collective_log.current, self._job.plan.group.streams
         self._is_scattered = True
         if log is not None:
             log.waits(self, "reduce-scatter")
@@ -172,7 +177,7 @@ class Reduction:
         if collective_log.current is not None and process_group.size() > 1:
             self._log_issued(collective_log.current, "all-reduce", output, process_group)
         backend = backends.backend_of(process_group, output.device.type)
-        algorithm = job.group.options.all_reduce or backends.choose_all_reduce(
+        algorithm = job.plan.group.options.all_reduce or backends.choose_all_reduce(
             backend, process_group.size(), output.nbytes, output.device.type
         )
         division, is_ordered = job.divisions.all_reduce, backends.is_stream_ordered(backend)
@@ -189,17 +194,17 @@ class Reduction:
         if self._pending is not None:
             self._finish_pending("all-reduce")
         if log is not None:
-            log.done(self, "all-reduce", job.group.streams, stream)
+            log.done(self, "all-reduce", job.plan.group.streams, stream)
         output, self._output = self._output, None
         assert output is not None
         self._handed_out = handed_out = HandedOut(job, output, stream)
-        if output is self._input and job.group.mesh.replicate_group is None:
+        if output is self._input and job.plan.group.mesh.replicate_group is None:
             self._scattered = handed_out.event
 
     def _log_issued(
         self, log: collective_log.CollectiveLog, kind: str, buffer: Tensor, process_group: dist.ProcessGroup
     ) -> None:
-        log.issued(self, kind, self._job.group.fqn or "the root", buffer.numel(), buffer.dtype, process_group)
+        log.issued(self, kind, self._job.fqn or "the root", buffer.numel(), buffer.dtype, process_group)
 
     def _finish_pending(self, kind: str) -> None:
         pending, self._pending = self._pending, None
@@ -207,7 +212,7 @@ class Reduction:
             if pending is not None:
                 pending.finish()
         except RuntimeError as error:
-            raise_lost(error, f"the {kind} of {self._job.group.fqn or 'the root'}")
+            raise_lost(error, f"the {kind} of {self._job.fqn or 'the root'}")
 
     # --- from leg to leg ---
 
@@ -233,7 +238,7 @@ class Reduction:
         if not self._is_scattered and self.legs is not None:
             next(self.legs, None)
         if self._input is not None:
-            streams = self._job.group.streams
+            streams = self._job.plan.group.streams
             streams.order(streams.compute, self._scattered)
         self._input = self._partial = None
 
@@ -248,8 +253,8 @@ class Reduction:
                 pass
         self._input = self._partial = None
         handed_out = self._handed_out
-        if self._job.group.options.offload:
-            self._job.group.streams.synchronize(self.reduced[1])  # the optimizer runs on the host
+        if self._job.plan.group.options.offload:
+            self._job.plan.group.streams.synchronize(self.reduced[1])  # the optimizer runs on the host
         if handed_out is not None:  # inline ``let_go``: that saves a call for each group
             handed_out.held = ()
 
@@ -260,7 +265,7 @@ class Reduction:
 
     def let_go_of_copies(self) -> None:
         """Order the streams that get the copies' memory after the copies: reduce, and compute if ``is_in_place``."""
-        streams = self._job.group.streams
+        streams = self._job.plan.group.streams
         event = self.reduced[1]
         streams.order(streams.reduce, event)
         if self.is_in_place:
@@ -269,7 +274,7 @@ class Reduction:
 
     def abandon(self) -> None:
         """Wait for the leg under way and forget everything. Raises: LostRankError, when all is forgotten"""
-        streams = self._job.group.streams
+        streams = self._job.plan.group.streams
         try:
             self._finish_pending("reduction")
         finally:

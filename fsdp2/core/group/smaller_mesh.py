@@ -9,42 +9,29 @@ backward, and gathers with rank 2 only; after backward it keeps rows [6, 8) agai
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
 from ...policy import AllGather
 from ...torch_names import torch_dtensors
-from ..comm.backends import AllGatherAlgorithm
-from ..comm.streams import Streams
 from ..plan.layout import group_layout
 from ..plan.mesh import DataParallelMesh
 from .all_gather import Gather, Gathering, GatherTarget
+from .group_plan import GroupPlan
 from .param import ShardedParam, mark, own_shard, shard_view, sum_of_bits, whole_local
 
 
 class SmallerShards:
     """A group's shards over ``mesh``, smaller than the group's; made while the unsharded storage is allocated."""
 
-    def __init__(
-        self,
-        mesh: DataParallelMesh,
-        params: Sequence[ShardedParam],
-        align: int,
-        target: GatherTarget,
-        streams: Streams,
-        algorithm: AllGatherAlgorithm | None,
-        comm: AllGather | None,
-    ) -> None:
+    def __init__(self, mesh: DataParallelMesh, plan: GroupPlan, target: GatherTarget, comm: AllGather | None) -> None:
         self.mesh = mesh
-        self._params = params
-        assert params[0].unsharded is not None
-        self._specs = [param.spec.over(param.fqn, mesh, params[0].unsharded.dtype) for param in params]
-        self._layout = group_layout([spec.cut for spec in self._specs], num_shards=mesh.shard_size, align=align)
-        self._streams = streams
+        self._params = plan.params
+        self._streams = plan.streams
+        self._specs = [param.spec.over(param.fqn, mesh, plan.param_dtype) for param in plan.params]
+        self._layout = group_layout([spec.cut for spec in self._specs], num_shards=mesh.shard_size, align=plan.align)
         assert mesh.shard_group is not None
-        self._gather = Gather(self._layout, 0, target, mesh.shard_group, streams, algorithm, comm)
+        self._gather = Gather(self._layout, 0, target, mesh.shard_group, plan.streams, plan.options.all_gather, comm)
         self._flat: Tensor | None = None
         self.shown: list[nn.Parameter] = []  # the last result of ``keep_shards``
         self._version = 0  # of ``shown``, as ``keep_shards`` left it

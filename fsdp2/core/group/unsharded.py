@@ -5,19 +5,15 @@ The unsharded parameters are made once over one storage, whose *object* is never
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from ...policy import AllGather
-from ..comm.streams import Stream, Streams
+from ..comm.streams import Stream
 from ..plan.mesh import DataParallelMesh
 from .all_gather import Gather, GatherTarget, LocalGather
-from .extension_gather import ExtensionGather, ExtensionGatherPlan
-from .extensions import Extensions
-from .group_plan import GroupPlan, direct_from_nbytes
-from .options import GroupOptions
+from .extension_gather import ExtensionGather
+from .group_plan import GroupPlan
 from .param import new_unsharded_param, storage_view
 from .smaller_mesh import SmallerShards
 
@@ -38,19 +34,14 @@ class Unsharded:
     def __init__(
         self,
         plan: GroupPlan,
-        mesh: DataParallelMesh,
-        device: torch.device,
-        options: GroupOptions,
-        streams: Streams,
         flat: Tensor | None,
         comm: AllGather | None,
     ) -> None:
         """flat: this rank's shards, unless they have memory of their own; comm: a custom communicator."""
+        mesh, device, options = plan.mesh, plan.device, plan.options
         self._plan = plan
-        self._options = options
-        self._streams = streams
         self._comm = comm
-        self.allocated_on: Stream = streams.compute
+        self.allocated_on: Stream = plan.streams.compute
         self.storage: torch.UntypedStorage | None = None
         self.smaller: SmallerShards | None = None
         self.written_at = -1
@@ -58,19 +49,7 @@ class Unsharded:
         self.extensions: ExtensionGather | None = None
         self._keeps = self._shares = False
         if plan.has_own_memory:
-            gather_plan = ExtensionGatherPlan(
-                params=plan.params,
-                mesh=mesh,
-                device=device,
-                streams=streams,
-                extensions=Extensions(mesh, device, plan.param_dtype, options.mp_policy),
-                comm=comm if mesh.shard_size > 1 else None,
-                algorithm=options.all_gather,
-                direct_from_nbytes={"direct": 1, "packed": math.inf}.get(
-                    options.gather, direct_from_nbytes(mesh.shard_size)
-                ),
-            )
-            self.gather = self.extensions = ExtensionGather(gather_plan)
+            self.gather = self.extensions = ExtensionGather(plan, comm if mesh.shard_size > 1 else None)
             return
         assert flat is not None
         self._shares = mesh.shard_size == 1 and plan.param_dtype is plan.dtype and not options.offload
@@ -90,10 +69,10 @@ class Unsharded:
             offsets=[slot.unsharded_offset for slot in plan.layout.slots],
         )
         if mesh.shard_group is None or mesh.shard_size == 1:
-            self.gather = LocalGather(flat, target, streams)
+            self.gather = LocalGather(flat, target, plan.streams)
         else:
             self.gather = Gather(
-                plan.layout, plan.num_direct, target, mesh.shard_group, streams, options.all_gather, comm
+                plan.layout, plan.num_direct, target, mesh.shard_group, plan.streams, options.all_gather, comm
             )
         self.free()
 
@@ -104,15 +83,7 @@ class Unsharded:
     def cut_for(self, mesh: DataParallelMesh) -> SmallerShards:
         """Keep shards of the unsharded parameters over ``mesh``, the smaller one."""
         if self.smaller is None or self.smaller.mesh is not mesh:
-            self.smaller = SmallerShards(
-                mesh,
-                self._plan.params,
-                self._plan.align,
-                self._target,
-                self._streams,
-                self._options.all_gather,
-                self._comm,
-            )
+            self.smaller = SmallerShards(mesh, self._plan, self._target, self._comm)
         self.smaller.keep_shards()
         return self.smaller
 
@@ -126,7 +97,7 @@ class Unsharded:
 
         It goes back to the stream that allocated it: a side stream of the user's, if ``unshard`` ran there.
         """
-        streams = self._streams
+        streams = self._plan.streams
         if self._keeps or self._shares:
             return
         if self.storage is None:

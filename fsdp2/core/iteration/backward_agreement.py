@@ -33,9 +33,8 @@ from ...errors import OrderError
 from ...torch_names import torch_autograd
 from ..comm import backends
 from ..comm.agreement import agree, agree_over, has_untold, largest_over
-from ..group.memory import GroupState
 from ..group.param import ShardedParam
-from ..group.param_group import ParamGroup
+from ..group.param_group import GroupState, ParamGroup
 from .call import Call
 from .forward_log import ForwardLog
 from .late_comparison import number_groups, peers_on

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from ...errors import OrderError
 from ..comm.streams import Event, Streams
-from ..group.memory import GroupMemory
 from ..group.param_group import ParamGroup
 from ..group.reduce_plan import NUM_DIGITS, TAG_NUMEL
 from ..group.reduction import Reduction
@@ -87,9 +86,9 @@ the device's queue is full before; if it were, the oldest one would be forgotten
 
 
 class _Unread(NamedTuple):
-    """Tags of the groups (and their numbers) that this rank reduced in a backward; on the host after ``event``."""
+    """Tags of the groups (names, meshes, numbers) that this rank reduced in a backward; on the host after ``event``."""
 
-    groups: list[tuple[GroupMemory, int]]
+    groups: list[tuple[str, DataParallelMesh, int]]
     tags: list[Tensor]
     streams: Streams
     event: Event
@@ -100,21 +99,17 @@ _unread: collections.deque[_Unread] = collections.deque(maxlen=MAX_UNREAD)
 
 def read_later(reductions: Sequence[Reduction]) -> None:
     """Copy the tags of ``reductions``, which compute is ordered after, to the host, without waiting for the copy."""
-    tagged = [
-        (reduction.group, reduction.number, tag)
-        for reduction in reductions
-        if (tag := reduction.take_tag()) is not None
-    ]
-    if not tagged or (streams := tagged[0][0].streams).is_capturing():
+    tagged = [(reduction, tag) for reduction in reductions if (tag := reduction.take_tag()) is not None]
+    if not tagged or (streams := tagged[0][0].group.streams).is_capturing():
         return
-    tagged.sort(key=lambda each: each[2].device.type == "cpu")  # last, those that are on the host already
+    tagged.sort(key=lambda each: each[1].device.type == "cpu")  # last, those that are on the host already
     there = [tag for *_, tag in tagged if tag.device.type != "cpu"]
     tags = [tag for *_, tag in tagged if tag.device.type == "cpu"]
     if there:
         joined = torch.cat(there)
         host = torch.empty(joined.shape, dtype=joined.dtype, device="cpu", pin_memory=True)
         tags.insert(0, host.copy_(joined, non_blocking=True))
-    groups = [(group, number) for group, number, _ in tagged]
+    groups = [(reduction.fqn or "the root", reduction.group.mesh, reduction.number) for reduction, _ in tagged]
     _unread.append(_Unread(groups, tags, streams, streams.mark(streams.compute)))
 
 
@@ -140,11 +135,11 @@ def compare() -> None:
             )
 
 
-def _item(group: GroupMemory, number: int, tag: Tensor) -> str:
+def _item(name: str, mesh: DataParallelMesh, number: int, tag: Tensor) -> str:
     instead = number_instead(number, tag)
-    numbered = peers_on(group.mesh).groups.items()
+    numbered = peers_on(mesh).groups.items()
     others = sorted({other.fqn or "the root" for each, other in numbered if each % (1 << NUM_DIGITS) == instead})
-    return f"{group.fqn or 'the root'}: another rank reduced {' or '.join(others) or 'something else'} in its place"
+    return f"{name}: another rank reduced {' or '.join(others) or 'something else'} in its place"
 
 
 def are_mixed(tags: Tensor) -> list[bool]:

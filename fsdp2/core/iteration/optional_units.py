@@ -29,7 +29,7 @@ from ...errors import ArgumentError, MeshError, OrderError
 from ...torch_names import torch_autograd, torch_collectives
 from ..comm import collective_log
 from ..comm.agreement import agree, has_untold, messages_over, tell_later
-from ..group.memory import GroupState
+from ..group.param_group import GroupState
 from .call import Call, GraphPart, next_moment
 from .forward import Forward
 from .forward_log import ForwardLog

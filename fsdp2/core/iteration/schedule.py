@@ -22,7 +22,7 @@ from ...errors import CompileError, OrderError
 from ...torch_names import torch_autograd, torch_compiler
 from ..comm import collective_log
 from ..comm.streams import Event
-from ..group.memory import GroupState
+from ..group.param_group import GroupState
 from . import late_comparison
 from .backward import Backward, LoggedBackward
 from .backward_agreement import Agreement

@@ -24,10 +24,9 @@ from ...torch_names import torch_autograd
 from ..comm.streams import streams_of
 from ..group.all_gather import Gathering, send_together
 from ..group.max_norm import shrinking_weights
-from ..group.memory import GroupState
 from ..group.options import MicroBatch
 from ..group.param import Owner
-from ..group.param_group import ParamGroup
+from ..group.param_group import GroupState, ParamGroup
 from ..group.shown_parameters import show
 from .call import UnitCalls
 

@@ -10,9 +10,8 @@ import torch
 
 from ...errors import OrderError
 from ..comm.streams import Event, Streams, streams_of
-from ..group.memory import GroupState
 from ..group.param import ShardedParam
-from ..group.param_group import ParamGroup
+from ..group.param_group import GroupState, ParamGroup
 from .reductions import Reductions
 from .unit import Unit
 

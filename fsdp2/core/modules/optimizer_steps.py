@@ -2,7 +2,7 @@
 
 An optimizer built before ``fully_shard``, or while parameters were unsharded, holds parameters that never get a
 gradient: its steps would change nothing, without an error. At its first step, when it has no state yet, it gets the
-sharded ones instead. Every step counts as a write to the groups of its parameters (``GroupMemory.written_at``).
+sharded ones instead. Every step counts as a write to the groups of its parameters (``ParamGroup.written_at``).
 
 FSDP1's files have one ``step`` for all parameters of a flat parameter. torch's optimizers load it as one tensor, and
 each parameter counts in it: with twelve parameters it grows by twelve in a step. So each parameter gets a count of its
@@ -139,7 +139,7 @@ def _refuse_incomplete(optimizer: Optimizer) -> None:
     for gradients in list(STEPS.waiting):
         if not gradients.has_unreduced:
             STEPS.waiting.discard(gradients)
-    waiting = {id(param.sharded): param.fqn for gradients in STEPS.waiting for param in gradients.group.params}
+    waiting = {id(param.sharded): param.fqn for gradients in STEPS.waiting for param in gradients.plan.params}
     incomplete = [
         waiting[id(param)] for group in optimizer.param_groups for param in group["params"] if id(param) in waiting
     ]

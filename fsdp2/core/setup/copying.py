@@ -20,9 +20,8 @@ import torch
 from torch import nn
 
 from ...torch_names import torch_dtensors, torch_modules
-from ..group.memory import GroupState
 from ..group.param import Owner, ShardedParam, carry_grad_dtype
-from ..group.param_group import ParamGroup
+from ..group.param_group import GroupState, ParamGroup
 from ..iteration.module_state import ModuleState, unit_of, unit_with
 from ..modules.hooks import UnitHooks
 from ..modules.sharded_class import set_class, unswap_class

@@ -18,8 +18,8 @@ import traceback
 from collections.abc import Sequence
 
 from .arguments import COUNT, POSITIVE, word_of
-from .core.modules.mixed_tensors import explain_mixed_tensors
 from .errors import ArgumentError, FSDPError
+from .hints.mixed_tensors import explain_mixed_tensors
 from .installation import install
 
 

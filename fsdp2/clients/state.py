@@ -27,6 +27,8 @@ from ..core.iteration.first_forward import refuse_meta
 from ..core.iteration.module_state import ModuleState, units_below
 from ..core.plan.mesh import read_mesh_info
 from ..errors import ArgumentError
+from ..hints.compiler_orders import warn_of_losing_orders
+from ..hints.mixed_tensors import explain_mixed_tensors
 from . import torch_names
 
 
@@ -82,6 +84,13 @@ class ClientState(ModuleState):
             expected="a model that torch's fully_shard has sharded: it replaces private methods of torch's FSDP2",
             fix="torch's MemTracker has the peak, by kinds of tensors; fsdp2.plan(model, ranks) says what fills it",
         )
+
+    def give_hints(self, is_compiled: bool) -> None:
+        assert self.schedule is not None
+        warn_of_losing_orders(self.modules[0], self.schedule.tree.units, is_compiled)
+
+    def explain(self, error: BaseException | None) -> None:
+        explain_mixed_tensors(error)
 
     def _lazy_init(self) -> None:
         """As in torch before the first forward: give parameters their names from the root, refuse those on the meta device."""

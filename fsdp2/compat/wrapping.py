@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from ..clients.state import ClientState
 from ..core.iteration.module_state import unit_of
 from ..core.modules.sharded_class import sharded_class, swap_class
 from ..core.setup.build import build_unit
@@ -85,6 +86,7 @@ def wrap_module(module: nn.Module, options: Options, mixin: type, mixin_below: t
             mp_policy=mp_policy,
             offload_policy=offload_policy,
             ignored_params=ignored_params,
+            state_class=ClientState,
             semantics="2.13",  # FSDP1 reduces in ``param_dtype``, unlike torch's FSDP2 from 2.15 on
         )
     for buffer, data in zip(left_alone, before, strict=True):

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.comm import backends, collectives
@@ -149,7 +148,7 @@ class Bucket:
             if grad is None:
                 columns.append(constant(slot.numel, 0))
             else:
-                columns.append(_rank_major(param.spec.to_physical(grad.to(self.param_dtype)), slot.cut))
+                columns.append(disassemble(param.spec.to_physical(grad.to(self.param_dtype)), slot.cut))
             columns.append(constant(slot.gap, 0))
         columns += [constant(1, float(grad is not None)) for grad in grads]
         columns.append(constant(slots[-1].gap, 0))
@@ -183,13 +182,6 @@ def _assembled(columns: Tensor, cut: Cut) -> Tensor:
     whole = columns.new_empty(cut.shape)
     assemble(columns, cut, whole)
     return whole
-
-
-def _rank_major(whole: Tensor, cut: Cut) -> Tensor:
-    """The reverse: (num_shards, slot_numel), padded with zeros."""
-    if cut.dim is None or not cut.is_row_major:
-        return disassemble(whole, cut)
-    return F.pad(whole.reshape(-1), (0, cut.num_shards * cut.slot_numel - cut.numel)).view(cut.num_shards, -1)
 
 
 def _has_operators(tensor: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """From the pieces of all ranks one after another, as collectives move them, to the whole tensor, and back.
 
-A tensor that is cut along dim 0 needs nothing from here: its pieces one after another are the whole.
+The pieces of a tensor that is cut along dim 0 are the whole, one after another.
 
 Worked example, a (2, 5) tensor cut along dim 1 over 2 ranks, into (2, 3) and (2, 2):
 
@@ -11,6 +11,7 @@ Worked example, a (2, 5) tensor cut along dim 1 over 2 ranks, into (2, 3) and (2
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..plan.layout import Cut
@@ -27,6 +28,8 @@ def disassemble(whole: Tensor, cut: Cut) -> Tensor:
     if cut.dim is None:
         # Contiguous: ``chunk_cat`` copies other tensors piece by piece.
         return whole.reshape(1, -1).repeat(cut.num_shards, 1)
+    if cut.is_row_major:
+        return F.pad(whole.reshape(-1), (0, cut.num_shards * cut.slot_numel - cut.numel)).view(cut.num_shards, -1)
     is_even = cut.shape[cut.dim] % cut.num_shards == 0
     slots = (whole.new_empty if is_even else whole.new_zeros)(cut.num_shards, cut.slot_numel)
     for piece, region in _regions(slots, cut, whole):

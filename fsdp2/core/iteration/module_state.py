@@ -39,6 +39,12 @@ class ModuleState(Unit, torch_modules.ModuleStateBase):
         if self.schedule is not None:  # the unit has run
             self.schedule.end_of_backward()
 
+    def give_hints(self, is_compiled: bool) -> None:
+        """The first forward begins. is_compiled: code that the compiler runs has called the root"""
+
+    def explain(self, error: BaseException | None) -> None:
+        """``error`` has ended a forward: add to its text what fsdp2 knows of the cause."""
+
     def shared_context(self) -> CommContext:
         return schedule_of(self).comm_ctx
 

@@ -31,7 +31,6 @@ from ..iteration.schedule import Schedule
 from ..iteration.unit import Unit
 from ..plan.annotations import exempt_from_typechecking
 from ..plan.model_axes import varying_axes
-from .compiler_orders import warn_of_losing_orders
 from .graph_hooks import (
     apart_from,
     apart_from_bottom,
@@ -44,7 +43,6 @@ from .graph_hooks import (
     outlive_parameters,
     pass_input,
 )
-from .mixed_tensors import explain_mixed_tensors
 from .optimizer_steps import watch_optimizers
 from .state_dicts import Loaded, Loading, Saved, Saving
 from .tensors import StoredTensors, find_tensors, map_tensors, stored_tensors
@@ -197,9 +195,7 @@ class UnitHooks:
         if schedule is None or not schedule.settled:
             schedule = adopt(unit)
             warn_of_plain_parameters(unit.modules[0], schedule.tree.units)
-            warn_of_losing_orders(
-                unit.modules[0], schedule.tree.units, torch_compiler.has_met_compiler(self.pre_forward)
-            )
+            unit.give_hints(torch_compiler.has_met_compiler(self.pre_forward))
             self._num_registrations = REGISTRATIONS.count
         elif self._num_registrations != REGISTRATIONS.count and unit is schedule.tree.root:
             warn_of_plain_parameters(unit.modules[0], [below for _, below in units_below(unit.modules[0])])
@@ -261,8 +257,8 @@ class UnitHooks:
 
     def end_failed_forward(self) -> None:
         """A forward of the unit's modules raised; maybe before our pre-hook had finished."""
-        explain_mixed_tensors(sys.exc_info()[1])
         unit = self._unit
+        unit.explain(sys.exc_info()[1])
         if unit.calls.running:
             unit.calls.running.pop()
         unit.calls.end_pass()

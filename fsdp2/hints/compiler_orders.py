@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ...errors import LosingOrderWarning, message
-from ...torch_names import torch_compiler
-from ...user_warnings import warn
-from ..iteration.unit import Unit
+from ..core.iteration.unit import Unit
+from ..errors import LosingOrderWarning, message
+from ..torch_names import torch_compiler
+from ..user_warnings import warn
 
 
 def warn_of_losing_orders(root: nn.Module, units: Sequence[Unit], is_compiled: bool) -> None:
@@ -34,9 +34,7 @@ def warn_of_losing_orders(root: nn.Module, units: Sequence[Unit], is_compiled: b
         names = {id(module): name for name, module in outer.named_modules() if module is not outer}
         below = [(unit, names[id(unit.modules[0])]) for unit in units if id(unit.modules[0]) in names]
         for is_checkpointed in (True, False):
-            found = [
-                unit for unit, name in below if ("_checkpoint_wrapped_module" in name.split(".")) is is_checkpointed
-            ]
+            found = [unit for unit, name in below if ("_checkpoint_wrapped_module" in name.split(".")) is is_checkpointed]
             if found and is_checkpointed not in said:
                 said.add(is_checkpointed)
                 ranks = {rank for each in units for rank in each.ranks}
@@ -54,10 +52,8 @@ def _text(outer: str, below: list[Unit], is_checkpointed: bool) -> str:
             "fully_shard(checkpoint_wrapper(block)) instead of a checkpoint around fully_shard(block)",
         )
     return message(
-        f"torch.compile on {outer} is outside of {len(below)} modules that fully_shard took: "
-        "its graph breaks at each of them",
+        f"torch.compile on {outer} is outside of {len(below)} modules that fully_shard took: its graph breaks at each of them",
         items=named,
         expected="the compiler on the modules that are sharded: one graph, without a break, for those of one class",
-        fix="call compile() on each of them instead, before or after fully_shard; "
-        "or fsdp2.compile(model): one graph of everything",
+        fix="call compile() on each of them instead, before or after fully_shard; or fsdp2.compile(model): one graph of everything",
     )

@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import nn
 
-from ...errors import message
-from ..group.param import ShardedParam
-from ..iteration.module_state import sharded_parameters, unit_of, unit_with
+from ..core.group.param import ShardedParam
+from ..core.iteration.module_state import sharded_parameters, unit_of, unit_with
+from ..errors import message
 
 _TORCHS_WORDS = "got mixed torch.Tensor and DTensor"
 _EXPLAINED = "a sharded parameter met a plain tensor"
@@ -44,8 +44,7 @@ def explain_mixed_tensors(error: BaseException | None) -> None:
         + message(
             f"{_EXPLAINED}: {found.fqn} {tuple(found.sharded.shape)}, {found.spec.sharded.placements} is sharded here",
             items=[cause.what],
-            expected="parameters that are unsharded, as they are in their module's forward and backward, "
-            "or DTensors on both sides",
+            expected="parameters that are unsharded, as they are in their module's forward and backward, or DTensors on both sides",
             fix=cause.fix,
         ),
     )
@@ -73,14 +72,11 @@ def _cause(found: ShardedParam, frames: list[types.FrameType]) -> _Cause:
                 f"{owner}.{name} of {place} uses it; forward gathers a module's parameters, other methods do not",
                 f'fsdp2.register_fsdp_forward_method(module, "{name}") on that module, after fully_shard',
             )
-    using = next(
-        (frame.f_locals["self"] for frame in frames if isinstance(frame.f_locals.get("self"), nn.Module)), None
-    )
+    using = next((frame.f_locals["self"] for frame in frames if isinstance(frame.f_locals.get("self"), nn.Module)), None)
     if using is not None:
         return _Cause(
             f"{type(using).__name__} uses it, while the forward of its unit ({owner}, {place}) is not running",
-            f"shard both with one call (fully_shard([a, b])), call {owner} itself, "
-            "or put unshard() and reshard() of it around the use",
+            f"shard both with one call (fully_shard([a, b])), call {owner} itself, or put unshard() and reshard() of it around the use",
         )
     return _Cause(
         f"{frames[0].f_code.co_name} uses it outside of any module's forward",

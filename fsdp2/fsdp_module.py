@@ -19,11 +19,8 @@ from .clients.pretrained import saving_whole_tensors
 from .core.comm import backends
 from .core.comm.agreement import another_over
 from .core.comm.communicators import (
-    ProcessGroupAllGather,
-    ProcessGroupReduceScatter,
-    SymmetricAllGather,
-    SymmetricReduceScatter,
-    warn_without_effect,
+    OwnAllGather,
+    OwnReduceScatter,
 )
 from .core.iteration.finalization import GradientReductionHandle
 from .core.iteration.first_forward import refuse_meta, warn_of_ignored_prefetch
@@ -521,7 +518,7 @@ class FSDPModule(_Module):
                     gradients.choose(process_group=made[ranks])
                 else:
                     gradients.choose(process_group=None)
-                if isinstance(gradients.options.comm, (ProcessGroupReduceScatter, SymmetricReduceScatter)):
+                if isinstance(gradients.options.comm, OwnReduceScatter):
                     gradients.choose(comm=gradients.options.comm.over(gradients.options.process_group or shard_group))
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
@@ -561,14 +558,14 @@ class FSDPModule(_Module):
             refuse_custom(group.all_gather_comm, gradients.options.comm, "set_allocate_memory_from_process_group_for_comm")
             process_group = group.mesh.shard_group
             if enable and (process_group is None or not torch_collectives.process_group_allocates(process_group, group.device)):
-                warn_without_effect(
+                _warn_without_effect(
                     "set_allocate_memory_from_process_group_for_comm",
                     f"the process group's backend allocates no tensors on {group.device}",
                 )
                 continue
-            group.set_all_gather_comm(ProcessGroupAllGather(process_group) if enable and process_group else None)
+            group.set_all_gather_comm(OwnAllGather(process_group) if enable and process_group else None)
             scatter_group = gradients.scatter_group
-            gradients.choose(comm=ProcessGroupReduceScatter(scatter_group) if enable and scatter_group else None)
+            gradients.choose(comm=OwnReduceScatter(scatter_group) if enable and scatter_group else None)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Allocate communication buffers in symmetric memory, for the collectives that can use it; not with a custom comm.
@@ -585,11 +582,11 @@ class FSDPModule(_Module):
             process_group = group.mesh.shard_group
             carried_by = backends.backend_of(process_group, group.device.type)
             if process_group is None or group.device.type != "cuda" or carried_by != "nccl":
-                warn_without_effect("set_symm_mem_for_comm", f"symmetric memory needs CUDA and NCCL, and this is {group.device}")
+                _warn_without_effect("set_symm_mem_for_comm", f"symmetric memory needs CUDA and NCCL, and this is {group.device}")
                 continue
-            group.set_all_gather_comm(SymmetricAllGather(process_group, backend))
+            group.set_all_gather_comm(OwnAllGather(process_group, backend))
             if gradients.options.sum_only:
-                gradients.choose(comm=SymmetricReduceScatter(gradients.options.process_group or process_group, backend))
+                gradients.choose(comm=OwnReduceScatter(gradients.options.process_group or process_group, backend))
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """An event after the optimizer step, for the all-gathers of the next forward or ``unshard`` to wait on; used once.
@@ -608,7 +605,7 @@ class FSDPModule(_Module):
         unit = sharded_unit(self)
         schedule_of(unit).note_optimizer(event)
         if unit.device.type == "cpu":
-            warn_without_effect("set_post_optim_event", "the CPU has no streams")
+            _warn_without_effect("set_post_optim_event", "the CPU has no streams")
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Upstream's switch for all-gathers on the current stream; ours always allocate there, so that it changes nothing."""
@@ -672,3 +669,8 @@ def _kept_grad_dtypes(unit: ModuleState) -> Iterator[None]:
             torch_tensors.set_grad_dtype(param.sharded, grad_dtype)
             if grad is not None:
                 param.sharded.grad = grad.to(param.sharded.device)
+
+
+def _warn_without_effect(setter: str, why: str) -> None:
+    """Warn once per process that ``setter`` does nothing here."""
+    warn(f"{setter} has no effect here: {why}", once=setter)

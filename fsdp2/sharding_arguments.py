@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy  # our class descends from it
 
-from .core.comm.communicators import ProcessGroupAllGather, ProcessGroupReduceScatter, SymmetricAllGather, SymmetricReduceScatter
+from .core.comm.communicators import OwnAllGather, OwnReduceScatter
 from .core.group.param_group import ParamGroup
 from .core.iteration.module_state import ModuleState, unit_of
 from .core.iteration.unit import PrefetchDepth
@@ -177,9 +177,8 @@ def groups_of_one_mesh(unit: ModuleState, caller: str) -> list[ParamGroup]:
 
 
 def refuse_custom(gather: AllGather | None, scatter: ReduceScatter | None, caller: str) -> None:
-    own = (ProcessGroupAllGather, ProcessGroupReduceScatter, SymmetricAllGather, SymmetricReduceScatter)
     for comm in (gather, scatter):
-        if comm is not None and not isinstance(comm, own):
+        if comm is not None and not isinstance(comm, (OwnAllGather, OwnReduceScatter)):
             raise OrderError(
                 f"cannot call {caller}() after a custom communicator was set: {type(comm).__name__}",
                 expected="our own communicators, whose buffers we allocate",

@@ -139,11 +139,13 @@ def test_as_many_reductions_are_in_flight_as_asked_for():
 
 @on_ranks(2)
 def test_several_input_buffers_in_symmetric_memory_are_refused_before_the_first_forward():
-    from fsdp2.core.comm.communicators import SymmetricReduceScatter
+    from fsdp2.core.comm.communicators import OwnReduceScatter
 
     model = shard(mlp())
     (group,) = model.blocks[1]._get_fsdp_state().groups
-    group.gradients.choose(comm=object.__new__(SymmetricReduceScatter))  # what set_symm_mem_for_comm makes where there is NCCL
+    comm = object.__new__(OwnReduceScatter)  # what set_symm_mem_for_comm makes where there is NCCL
+    comm.symmetric = "NCCL"
+    group.gradients.choose(comm=comm)
     model.set_reduce_scatter_max_input_buffers(2)
     with pytest.raises(ValueError, match=r"blocks\.1: 2 input buffers"):
         model(own_chunk(batches()[0]))

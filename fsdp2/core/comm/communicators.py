@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ...policy import AllGather, ReduceScatter
 from ...torch_names import torch_collectives
-from ...user_warnings import warn
 from .collectives import Pending, Works
 from .division import Division
 
@@ -39,66 +38,46 @@ def comm_reduce_scatter(
 # --- memory that the process group allocates --------------------------------------------------------------------------
 
 
-class _ProcessParamGroup:
-    """Buffers from the process group's allocator, if its backend has one for the device."""
+class _OwnMemory:
+    """Buffers from the process group's allocator, or from the symmetric memory pool of a device.
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
+    symmetric: the backend of symmetric memory; None: the process group's allocator
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, symmetric: str | None = None) -> None:
+        """Collective: with ``symmetric``, over ``process_group``."""
         self._process_group = process_group
+        self.symmetric = symmetric
+        if symmetric is not None:
+            torch_collectives.init_symmetric_memory(process_group, symmetric)
 
     def over(self, process_group: dist.ProcessGroup) -> Self:
-        """The same for another process group. Collective: no."""
-        return type(self)(process_group)
+        """The same for another process group. Collective: as ``__init__``."""
+        return type(self)(process_group, self.symmetric)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch_collectives.process_group_empty(self._process_group, math.prod(size), dtype, device)
+        numel = math.prod(size)
+        if self.symmetric is None:
+            return torch_collectives.process_group_empty(self._process_group, numel, dtype, device)
+        return torch_collectives.symmetric_empty(numel, dtype, device)
+
+    def _rendezvous(self, group: dist.ProcessGroup, *buffers: Tensor) -> None:
+        if self.symmetric is not None:
+            for buffer in buffers:
+                torch_collectives.rendezvous(buffer, group)
 
 
-class _SymmetricMemory:
-    """Buffers from the symmetric memory pool of a device."""
-
-    def __init__(self, process_group: dist.ProcessGroup, backend: str) -> None:
-        self._backend = backend
-        torch_collectives.init_symmetric_memory(process_group, backend)
-
-    def over(self, process_group: dist.ProcessGroup) -> Self:
-        """The same for another process group. Collective: yes, over ``process_group``."""
-        return type(self)(process_group, self._backend)
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch_collectives.symmetric_empty(math.prod(size), dtype, device)
-
-
-class ProcessGroupAllGather(_ProcessParamGroup, AllGather):
+class OwnAllGather(_OwnMemory, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
+        self._rendezvous(group, output_tensor)
         return torch_collectives.all_gather_single(output_tensor, input_tensor, group, async_op)
 
 
-class ProcessGroupReduceScatter(_ProcessParamGroup, ReduceScatter):
+class OwnReduceScatter(_OwnMemory, ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
+        self._rendezvous(group, input_tensor, output_tensor)
         return torch_collectives.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
-
-
-class SymmetricAllGather(_SymmetricMemory, AllGather):
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        torch_collectives.rendezvous(output_tensor, group)
-        return torch_collectives.all_gather_single(output_tensor, input_tensor, group, async_op)
-
-
-class SymmetricReduceScatter(_SymmetricMemory, ReduceScatter):
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> dist.Work | None:
-        torch_collectives.rendezvous(input_tensor, group)
-        torch_collectives.rendezvous(output_tensor, group)
-        return torch_collectives.reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
-
-
-def warn_without_effect(setter: str, why: str) -> None:
-    """Warn once per process that ``setter`` does nothing here."""
-    warn(f"{setter} has no effect here: {why}", once=setter)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...errors import ArgumentError, OrderError, meta_error
 from ...user_warnings import warn
-from ..comm.communicators import SymmetricReduceScatter
+from ..comm.communicators import OwnReduceScatter
 from .backward_agreement import Agreement
 from .module_state import ModuleState, units_below
 from .same_models import require_same_as_neighbors
@@ -107,7 +107,10 @@ def _refuse_symmetric_inputs(units: Sequence[Unit]) -> None:
         f"{unit.fqn or 'the root'}: {unit.options.max_reductions} input buffers"
         for unit in units
         if unit.options.max_reductions > 1
-        and any(isinstance(group.gradients.options.comm, SymmetricReduceScatter) for group in unit.groups)
+        and any(
+            isinstance(comm := group.gradients.options.comm, OwnReduceScatter) and comm.symmetric is not None
+            for group in unit.groups
+        )
     ]
     if several:
         raise ArgumentError(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .clients.pretrained import saving_whole_tensors
+from .copying import deepcopy_module
 from .core.comm import backends
 from .core.comm.agreement import another_over
 from .core.comm.communicators import (
@@ -26,7 +27,6 @@ from .core.iteration.finalization import GradientReductionHandle
 from .core.iteration.first_forward import refuse_meta, warn_of_ignored_prefetch
 from .core.iteration.module_state import ModuleState, schedule_of, sharded_unit
 from .core.modules.sharded_class import original_class
-from .core.setup.copying import deepcopy_module
 from .errors import ArgumentError, ModuleError, OrderError
 from .policy import AllGather, ReduceScatter
 from .sharding_arguments import (

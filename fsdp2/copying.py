@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...torch_names import torch_dtensors, torch_modules
-from ..group.param import Owner, ShardedParam, carry_grad_dtype
-from ..group.param_group import GroupState, ParamGroup
-from ..iteration.module_state import ModuleState, unit_of, unit_with
-from ..modules.hooks import UnitHooks
-from ..modules.sharded_class import set_class, unswap_class
+from .core.group.param import Owner, ShardedParam, carry_grad_dtype
+from .core.group.param_group import GroupState, ParamGroup
+from .core.iteration.module_state import ModuleState, unit_of, unit_with
+from .core.modules.hooks import UnitHooks
+from .core.modules.sharded_class import set_class, unswap_class
+from .torch_names import torch_dtensors, torch_modules
 
 _PENDING = "fsdp2: units whose modules are being copied"
 """Key in the memo: present while an outer call is going to make the units."""
@@ -144,9 +144,7 @@ def _copy_group(group: ParamGroup, memo: dict[Any, Any]) -> ParamGroup:
     for param in group.params:
         owners = [Owner(memo[id(owner.module)], owner.name) for owner in param.owners if id(owner.module) in memo]
         sharded = memo[id(param.sharded)]
-        params.append(
-            ShardedParam(param.fqn, owners, param.spec, param.rank, sharded, torch_dtensors.local_tensor(sharded))
-        )
+        params.append(ShardedParam(param.fqn, owners, param.spec, param.rank, sharded, torch_dtensors.local_tensor(sharded)))
         params[-1].kind = param.kind
     new = ParamGroup(params, group.mesh, group.device, group.options)
     new.fqn = group.fqn

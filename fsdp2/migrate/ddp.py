@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import libcst as cst
+from libcst import matchers
 
 from .devices import mesh_of_group
 from .editor import Editor, Method, Rules, enclosing_call
@@ -49,10 +50,15 @@ _HOOKS = {
 
 @dataclass
 class _Found:
-    """comm_hook: the dtype in which gradients are reduced, "" if their own. zero_optimizer: there is a ZeroRedundancyOptimizer."""
+    """comm_hook: the dtype in which gradients are reduced, "" if their own. zero_optimizer: there is a ZeroRedundancyOptimizer.
+
+    joined: the model of each ``with`` that joins; loops: their loops over batches
+    """
 
     comm_hook: str = ""
     zero_optimizer: bool = False
+    joined: dict[cst.With, cst.BaseExpression] = field(default_factory=dict)
+    loops: list[cst.For] = field(default_factory=list)
 
 
 def ddp_call(editor: Editor, old: cst.Call, new: cst.Call) -> cst.BaseExpression:
@@ -111,10 +117,54 @@ def find_hooks(editor: Editor) -> None:
             else:
                 editor.refuse("ddp", call, f"register_comm_hook({hook}): fsdp2 reduces gradients itself; see set_all_reduce_hook")
         elif made_by == "join:Join" or method == "join":
-            text = "join: ranks with fewer inputs; give every rank the same number of batches (DistributedSampler, drop_last=True)"
-            editor.refuse("ddp", call, text)
+            _find_join(editor, here, call)
         elif made_by == "zero:ZeroRedundancyOptimizer":
             here.zero_optimizer = True
+
+
+def _find_join(editor: Editor, here: _Found, call: cst.Call) -> None:
+    """``with Join([model]):`` or ``with model.join():`` around one loop that takes a step for each batch, or refuse it."""
+    method = isinstance(call.func, cst.Attribute) and editor.names.tag_of(call.func.value) == "ddp"
+    given = arguments(call.args, () if method else ("joinables",))
+    joinables = given.value("joinables")
+    model = call.func.value if method and isinstance(call.func, cst.Attribute) else None
+    if isinstance(joinables, (cst.List, cst.Tuple)):
+        models = [each.value for each in joinables.elements if editor.names.tag_of(each.value) == "ddp"]
+        model = models[0] if len(models) == 1 else None
+    block = next((each for each in editor.names.ancestors(call) if isinstance(each, cst.With)), None)
+    loops = [] if block is None else [each for each in matchers.findall(block, matchers.For()) if isinstance(each, cst.For)]
+    calls_backward = matchers.Call(func=matchers.Attribute(attr=matchers.Name("backward")))
+    loops = [each for each in loops if matchers.findall(each, calls_backward) and not matchers.findall(each.body, matchers.For())]
+    divides_by_all = given.text("divide_by_initial_world_size", "True") == "True"
+    known = (
+        divides_by_all and not given.stars and not given.extra and given.by_name.keys() <= {"joinables", "divide_by_initial_world_size"}
+    )
+    leaves = matchers.OneOf(matchers.Break(), matchers.Return())
+    plain = block is not None and len(block.items) == 1 and block.items[0].item is call and block.items[0].asname is None
+    if block is None or model is None or not known or not plain or len(loops) != 1 or matchers.findall(loops[0], leaves):
+        text = "join: ranks with fewer inputs; use `with fsdp2.uneven(model) as work:` and `for batch in work(loader):`"
+        editor.refuse("ddp", call, text)
+        return
+    here.joined[block] = model
+    here.loops.append(loops[0])
+
+
+def join(editor: Editor, old: cst.With, new: cst.With) -> cst.With:
+    model = editor.of(_Found).joined.get(old)
+    if model is None:
+        return new
+    editor.note(
+        old,
+        "join is fsdp2.uneven: a rank without batches repeats one, and its gradients are dropped; metrics leave out work.stands_in. "
+        "As before, gradients are divided by all ranks; work.backward(loss) divides by those that have batches.",
+    )
+    return new.with_changes(items=[cst.WithItem(editor.make("fsdp2.uneven({model})", model=model), cst.AsName(cst.Name("work")))])
+
+
+def joined_loop(editor: Editor, old: cst.For, new: cst.For) -> cst.For:
+    if old not in editor.of(_Found).loops:
+        return new
+    return new.with_changes(iter=expression(f"work({code(new.iter)})"))
 
 
 def comm_hook(editor: Editor, call: Method) -> None:
@@ -162,5 +212,5 @@ def class_reference(editor: Editor, old: cst.Name | cst.Attribute, new: cst.Base
 RULES = Rules(
     calls={"ddp:DistributedDataParallel": ddp_call, "zero:ZeroRedundancyOptimizer": zero_optimizer},
     methods={("ddp", "register_comm_hook"): comm_hook, ("optimizer", "consolidate_state_dict"): consolidate},
-    nodes={cst.Name: [class_reference], cst.Attribute: [class_reference]},
+    nodes={cst.Name: [class_reference], cst.Attribute: [class_reference], cst.With: [join], cst.For: [joined_loop]},
 )

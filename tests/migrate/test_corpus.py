@@ -52,6 +52,27 @@ def test_function_that_returns_what_it_returns_is_no_endless_walk() -> None:
     assert '\n    return f(n - 1) if n else fsdp2.parallelize(net, "ddp")\n\nf(2).save()\n' in migrate_source(script).new
 
 
+@pytest.mark.parametrize(
+    ("join", "body"),
+    [
+        ("model.join()", "loss.backward()\n        break"),
+        ("model.join(divide_by_initial_world_size=False)", "loss.backward()"),
+        ("model.join() as joined", "loss.backward()"),
+        ("model.join()", "print(loss)"),
+    ],
+)
+def test_a_join_whose_loop_may_end_early_or_that_divides_otherwise_is_left_with_a_word_on_uneven(join: str, body: str) -> None:
+    imports = "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+    script = imports + "model = DDP(net)\nwith {join}:\n    for x in xs:\n        {body}\n"
+    assert (
+        "with fsdp2.uneven(model) as work:\n    for x in work(xs):\n"
+        in migrate_source(script.format(join="model.join()", body="x.backward()")).new
+    )
+    result = migrate_source(script.format(join=join, body=body))
+    assert f"with {join}:" in result.new
+    assert any("use `with fsdp2.uneven(model) as work:`" in finding.text for finding in result.findings)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_accelerate_configuration_becomes_the_expected_text_and_stays_so(name: str) -> None:
     new, said = migrated(CORPUS / name)

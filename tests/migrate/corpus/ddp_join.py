@@ -13,7 +13,7 @@ model = DDP(nn.Linear(6, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 torch.manual_seed(dist.get_rank())
 with Join([model]):
-    for _ in range(2 + dist.get_rank()):
+    for _ in range(3 - dist.get_rank()):
         loss = model(torch.randn(4, 6)).square().mean()
         loss.backward()
         optimizer.step()

@@ -124,6 +124,7 @@ def checkpointer_and_dcp(folder: Path, size: tuple[int, int], rounds: int, profi
 def asynchronous(folder: Path, size: tuple[int, int], rounds: int) -> TIMES:
     model, optimizer = trained(size)
     tokens = torch.randint(8192, (2, 128))
+    others = dist.new_group(backend="gloo")  # upstream's thread communicates while training does
     checkpointer = Checkpointer(folder / "ours_asynchronous", model, optimizer, keep_last=1)
 
     def ours(index: int, saving: list[Callable[[], bool]]) -> None:
@@ -134,7 +135,9 @@ def asynchronous(folder: Path, size: tuple[int, int], rounds: int) -> TIMES:
 
     def upstream(index: int, saving: list[Callable[[], bool]]) -> None:
         of_model, of_optimizer = get_state_dict(model, optimizer)
-        future: Any = dcp.async_save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder / f"async_{index}")
+        future: Any = dcp.async_save(
+            {"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder / f"async_{index}", process_group=others
+        )
         saving.append(future.done)
 
     def step() -> None:

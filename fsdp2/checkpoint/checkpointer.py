@@ -47,6 +47,7 @@ from .dcp_write import DigestingWriter, LatePlanner
 from .failures import failure, from_rank_0, on_every_rank, tried
 from .model_tensors import checked_model
 from .training_state import (
+    Spare,
     host_copy,
     load_into,
     named_model_state,
@@ -112,8 +113,8 @@ class Checkpointer:
     buffers are rank 0's; the data position continues if it was equal on all ranks, else ``load`` raises an error;
     random number generators keep the program's seeds.
 
-    Memory:     from ``save`` until the checkpoint is complete, and during ``load``, a copy of this rank's shards of model and
-                optimizer in host memory
+    Memory:     during ``load``, and from the first ``save`` until ``close`` or the next ``load``, a copy of this rank's shards of
+                model and optimizer in host memory; without ``asynchronous``, saving copies none that are there already
     Collective: the constructor and all methods, over ``process_group``; the constructor makes a gloo group
     Raises:     CheckpointError on every rank, with the earlier checkpoints unchanged
 
@@ -156,6 +157,7 @@ class Checkpointer:
         self._group = borrow_group(process_group)
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fsdp2_checkpointer")
         self._pending: Future[None] | None = None
+        self._spare: Spare = {}  # of the last asynchronous save; in use while that is pending
         self._closed = False
         self._locked = False  # whether the folder is ours to write to
         # An object that the user forgets to close must not lock other runs out; the thread holds the object until a save is written.
@@ -212,10 +214,11 @@ class Checkpointer:
             headline = f"Checkpointer.save got step {step!r}"[:300]
             raise ArgumentError(headline, expected="an int, 0 or more", fix="pass int(step)")
         rank, size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        copied = partial(host_copy, shared=not self._asynchronous)
-        state: dict[str, Any] = {"step": step, "world_size": size, "model": copied(named_model_state(self._model))}
+        parts = {"model": named_model_state(self._model)}
         if self._optimizer is not None:
-            state["optimizer"] = copied(named_optimizer_state(self._model, self._optimizer))
+            parts["optimizer"] = named_optimizer_state(self._model, self._optimizer)
+        state: dict[str, Any] = {"step": step, "world_size": size}
+        state |= host_copy(parts, shared=not self._asynchronous, spare=self._spare)
         if self._scheduler is not None:
             state["scheduler"] = pack(self._scheduler.state_dict(), "the scheduler")
         if self._data is not None:
@@ -281,6 +284,7 @@ class Checkpointer:
         Raises:     CheckpointError on every rank, with everything but the data position unchanged
         """
         self.wait()
+        self._spare.clear()
         path = self._folder.path / from_rank_0(self._group, f"cannot read {self._folder.path}", lambda: self._find(checkpoint))
         with torch.inference_mode(False), torch.no_grad(), at_disk():
             restored = read_state(path, self._group, self._model, self._optimizer, self._given(), verify)
@@ -364,6 +368,7 @@ class Checkpointer:
         finally:
             self._closed = True
             self._thread.shutdown()
+            self._spare.clear()
             give_back(self._group, self._process_group)
             self._folder.unlock()
 

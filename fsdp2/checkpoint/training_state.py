@@ -22,7 +22,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -229,15 +229,21 @@ def set_random_state(state: dict[str, Any], device_type: str) -> None:
 # --- copies in host memory --------------------------------------------------------------------------------------------------------
 
 
-def host_copy(state: Any, *, shared: bool = False) -> Any:
+Spare: TypeAlias = dict[Any, list[Tensor]]
+"""Host memory of an earlier copy, by device, shape, strides and dtype. Writing to new memory takes several times as long."""
+
+
+def host_copy(state: Any, *, shared: bool = False, spare: Spare | None = None) -> Any:
     """``state`` with every tensor copied; of a DTensor, this rank's shard. Waits for the device. Collective: no.
 
     Copies from a device are page-locked, so that they overlap.
 
     shared: do not copy tensors in host memory: for a caller that finishes before they change
+    spare:  memory to use, that of a copy which nobody reads any more; holds this copy's afterwards
     Memory: this rank's shards of ``state``, in host memory
     """
     devices: set[torch.device] = set()
+    used: Spare = {}
 
     def copied(value: Any) -> Any:
         if isinstance(value, DTensor):
@@ -247,13 +253,21 @@ def host_copy(state: Any, *, shared: bool = False) -> Any:
         if shared and value.device.type == "cpu":
             return value.detach()
         devices.add(value.device)
-        space = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=value.device.type != "cpu")
+        kind = value.device, value.shape, value.stride(), value.dtype
+        if spare and spare.get(kind):
+            space = spare[kind].pop()
+        else:
+            space = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=value.device.type != "cpu")
+        used.setdefault(kind, []).append(space)
         return space.copy_(value.detach(), non_blocking=True)
 
     result = map_values(copied, state)
     for device in devices:
         if device.type != "cpu":
             torch.get_device_module(device.type).current_stream(device).synchronize()
+    if spare is not None:
+        spare.clear()
+        spare.update(used)
     return result
 
 

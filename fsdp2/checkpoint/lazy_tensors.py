@@ -164,18 +164,6 @@ def squeezed(whole: LazyTensor, dim: int) -> LazyTensor:
 # --- made of pieces ---------------------------------------------------------------------------------------------------------------
 
 
-def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether elements with these strides are contiguous; strides of dims of size 1 do not matter."""
-    expected = 1
-    for size, step in zip(reversed(shape), reversed(stride), strict=True):
-        if size == 1:
-            continue
-        if step != expected:
-            return 0 in shape
-        expected *= size
-    return True
-
-
 def dtype_of(lazy: LazyTensor) -> torch.dtype:
     """The dtype of its first stored part; pieces of one tensor have one dtype, which their assembler checks.
 

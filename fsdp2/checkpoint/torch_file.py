@@ -37,7 +37,7 @@ from ..torch_names import torch_name
 from .failures import failure, readable
 from .file_reading import open_regular
 from .inert_pickle import STORAGE_DTYPES, SavedTensor, unpickle
-from .lazy_tensors import NAMES, LazyTensor, Signed, Stored, Strided, is_contiguous
+from .lazy_tensors import NAMES, LazyTensor, Signed, Stored, Strided
 
 REBUILD_TENSOR = torch_name("torch._utils._rebuild_tensor_v2")
 REBUILD_TENSOR_OF_DTYPE = torch_name("torch._utils._rebuild_tensor_v3")
@@ -197,7 +197,7 @@ def _lazily(path: Path, find: Callable[[str], _Record]) -> Callable[[SavedTensor
             raise ValueError(f"tensor data/{saved.key} {saved.shape} repeats the {span * itemsize} bytes that are stored of it")
         where = record.offset + saved.offset * itemsize
         name = f"data/{saved.key}"
-        if is_contiguous(saved.shape, saved.stride):
+        if torch.empty_strided(saved.shape, saved.stride, device="meta").is_contiguous():
             return stored(path, name, saved.dtype, saved.shape, where)
         return Strided(stored(path, name, saved.dtype, (span,), where), saved.shape, saved.stride)
 

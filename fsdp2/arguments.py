@@ -51,6 +51,7 @@ POSITIVE = Kind(
 )
 PATH = Kind(lambda value: isinstance(value, (str, os.PathLike)), "a path", '"run"')
 EXISTING = Kind(os.path.exists, "a file or a folder that is there", "runs/a")
+PLACE = Kind(lambda value: os.path.isdir(os.path.dirname(value) or "."), "a file in a folder that is there", "card.json")
 WORD = Kind(lambda value: isinstance(value, str), "a str", '"model"')
 DTYPE = Kind(lambda value: isinstance(value, torch.dtype), "a torch.dtype", "torch.bfloat16")
 FUNCTION = Kind(callable, "a function", "my_function")

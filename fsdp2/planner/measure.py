@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ..arguments import PLACE, word_of
 from ..testing.clock.cards import Card, HostCosts, Protocol
 from ..torch_names import torch_tensors
 from .card_file import write_card
@@ -31,7 +32,8 @@ _DTYPES = {"BFloat16": torch.bfloat16, "Half": torch.float16, "Float": torch.flo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, metavar="FILE", help="the card file to write, for --card of fsdp2 plan and fsdp2 search")
+    said = "the card file to write, for --card of fsdp2 plan and fsdp2 search"
+    parser.add_argument("file", type=word_of(PLACE, Path), metavar="FILE", help=said)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -277,11 +277,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("dst", help="what to write: a folder (dcp, safetensors) or a file (torch)")
     parser.add_argument("--to", required=True, choices=TARGETS)
     parser.add_argument("--from", dest="source_format", choices=FORMATS, help="the format of SRC, if its files suggest another")
-    parser.add_argument("--optimizer", metavar="PATH", help="where the optimizer's state is, if it is not in SRC")
+    said = "where the optimizer's state is, if it is not in SRC"
+    parser.add_argument("--optimizer", type=word_of(EXISTING, str), metavar="PATH", help=said)
     parser.add_argument("--model-key", metavar="KEY", help="where SRC has the model, for instance ema or nets.student")
     parser.add_argument("--optimizer-key", metavar="KEY", help="where SRC has the optimizer's state")
     parser.add_argument("--no-optimizer", dest="with_optimizer", action="store_false", help="leave the optimizer's state out")
-    parser.add_argument("--shapes", metavar="FILE", help="JSON of the parameters' names and shapes, for FSDP1's local state dicts")
+    said = "JSON of the parameters' names and shapes, for FSDP1's local state dicts"
+    parser.add_argument("--shapes", type=word_of(EXISTING, str), metavar="FILE", help=said)
     parser.add_argument("--dtype", **dtype_option("convert the model's floating-point tensors"))
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a safetensors file (default: 5GB)")
     parser.add_argument("--force", action="store_true", help="replace DST if it exists")

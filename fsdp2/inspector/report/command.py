@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from ...arguments import PLACE, word_of
 from ...printable import say
 from . import write_report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="what fsdp2.ledger, or fsdp2.trace, was given")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="default: DIR/report.html")
+    parser.add_argument("--output", type=word_of(PLACE, Path), metavar="FILE", help="default: DIR/report.html")
 
 
 def run(options: argparse.Namespace) -> int:
